@@ -1,0 +1,190 @@
+"""Settings as typed dataclasses, each validated where it is made. Hydra fills the same classes (see cli.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Optional
+
+from lp_runtime.errors import ConfigError
+
+DEMO_MODEL = Path(__file__).parent / "demo_model"
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ATTENTIONS = ("auto", "sdpa", "eager")
+LAUNCHERS = ("local", "torchrun", "ray")
+
+
+def _require_int(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name}={value}: must be an integer >= {low}")
+
+
+def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name}={value}: must be one of {', '.join(choices)}")
+
+
+@dataclass
+class LookaheadConfig:
+    """The window, the n-grams and the guesses. None of it changes the output, only the number of steps."""
+
+    W: int = 15
+    """Window size in columns, >= 0; 0 for no window at all."""
+    N: int = 5
+    """n-gram size, >= 2; 2 is Jacobi decoding."""
+    G: int = 15
+    """Largest number of guesses verified in a step, >= 0."""
+    pool_from_prompt: bool = True
+    """Insert the prompt's n-grams into the pool."""
+    window_seed: int = 0
+    """Seed of the prompt tokens that the window starts from."""
+
+    def __post_init__(self) -> None:
+        _require_int("lookahead.W", self.W, 0)
+        _require_int("lookahead.N", self.N, 2)
+        _require_int("lookahead.G", self.G, 0)
+        _require_int("lookahead.window_seed", self.window_seed, 0)
+
+    @property
+    def max_guess_tokens(self) -> int:
+        """Nodes below the root at most: W(N-1) - 1 of the window and G(N-1) of the guesses."""
+        return max(0, self.W * (self.N - 1) - 1) + self.G * (self.N - 1)
+
+    @property
+    def max_run(self) -> int:
+        """Tokens that one step commits at most: the deepest node's depth and the bonus token."""
+        window_depth = self.W + self.N - 3 if self.W else 0
+        return max(window_depth, self.N - 1 if self.G else 0) + 1
+
+
+PLAIN = LookaheadConfig(W=0, N=2, G=0, pool_from_prompt=False)
+"""Plain autoregressive decoding: every step feeds the root alone."""
+
+
+@dataclass
+class ModelConfig:
+    """Which model, and how it is loaded. Passed on to transformers' from_pretrained."""
+
+    path: Optional[str] = None  # noqa: UP045 (OmegaConf reads this annotation)
+    """A directory or a hub id; the demo model if not given."""
+    revision: Optional[str] = None  # noqa: UP045
+    """Branch, tag or commit of a hub id."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
+    attn_implementation: str = "auto"
+    """auto, sdpa or eager."""
+    prefill_chunk: int = 2048
+    """Tokens of the prompt fed at once."""
+
+    def __post_init__(self) -> None:
+        _require_choice("model.attn_implementation", self.attn_implementation, ATTENTIONS)
+        _require_int("model.prefill_chunk", self.prefill_chunk, 1)
+
+    @property
+    def location(self) -> str:
+        return str(DEMO_MODEL) if self.path is None else self.path
+
+
+@dataclass
+class LauncherConfig:
+    """How replicas are started and find one another."""
+
+    name: str = "local"
+    """local (in this process, or spawned), torchrun (already started by it) or ray."""
+    port: int = 0
+    """Port on which replicas meet (local and ray); 0 takes a free one."""
+    timeout: float = 300.0
+    """Seconds that a replica may take to join, or leave its peers without an answer in a step."""
+    start_timeout: float = 600.0
+    """Seconds until every replica must have loaded its model."""
+    address: Optional[str] = None  # noqa: UP045
+    """Ray cluster to use; if not given, the one this machine or job belongs to, else a local one is started."""
+
+    def __post_init__(self) -> None:
+        _require_choice("launcher", self.name, LAUNCHERS)
+        _require_int("launcher.port", self.port, 0)
+        if self.port > 65535:
+            raise ConfigError(f"launcher.port={self.port}: must be 0 to 65535")
+        for name in ("timeout", "start_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"launcher.{name}={getattr(self, name)}: must be a number of seconds > 0")
+
+
+@dataclass
+class SamplingConfig:
+    """How a successor is picked from a node's logits."""
+
+    temperature: float = 0.0
+    """0 is greedy."""
+
+    def __post_init__(self) -> None:
+        if self.temperature != 0:
+            raise ConfigError(f"sampling.temperature={self.temperature}: must be 0 (greedy decoding)")
+
+
+@dataclass
+class RuntimeConfig:
+    """What a runtime is made of."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    gpus: Optional[int] = None  # noqa: UP045
+    """Number of replicas, on CPUs too. Under torchrun it is WORLD_SIZE; elsewhere 1 if not given."""
+    gpus_per_replica: int = 1
+    """GPUs that one replica spans; only 1 so far."""
+    device: str = "auto"
+    """auto (cuda where there is one), cpu or cuda."""
+    dtype: str = "auto"
+    """auto (the checkpoint's on cuda, float32 on cpu), float32, bfloat16 or float16."""
+
+    def __post_init__(self) -> None:
+        if self.gpus is not None:
+            _require_int("gpus", self.gpus, 1)
+        if self.gpus_per_replica != 1:
+            raise ConfigError(f"gpus_per_replica={self.gpus_per_replica}: must be 1, replicas of several GPUs are not supported")
+        _require_choice("device", self.device, DEVICES)
+        _require_choice("dtype", self.dtype, DTYPES)
+
+
+@dataclass
+class GenerateConfig(RuntimeConfig):
+    """What lp-generate takes: a runtime and what to do with it."""
+
+    prompt: Optional[str] = None  # noqa: UP045
+    """One prompt; its text is streamed to the terminal."""
+    prompts: Optional[str] = None  # noqa: UP045
+    """A JSON-lines file of prompts; results go to `output`."""
+    prompt_field: str = "prompt"
+    """Field of `prompts` that holds the prompt; of a list, the first element."""
+    ids: bool = False
+    """The field (or `prompt`, as a JSON list) holds token ids, not text."""
+    limit: Optional[int] = None  # noqa: UP045
+    """Take only this many prompts of the file."""
+    output: Optional[str] = None  # noqa: UP045
+    """File that gets one JSON object a prompt; a second run resumes it."""
+    max_new_tokens: int = 128
+    """Tokens to generate at most."""
+    eos: bool = True
+    """Stop at the end-of-sequence token; false goes on to max_new_tokens (for benchmarks)."""
+    compare: bool = False
+    """Decode `prompt` once more one token a step, and show both (single prompt only)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_int("max_new_tokens", self.max_new_tokens, 1)
+        if self.limit is not None:
+            _require_int("limit", self.limit, 1)
+        if (self.prompt is None) == (self.prompts is None):
+            given = "both" if self.prompt is not None else "neither"
+            raise ConfigError(f"prompt and prompts: give one of them ({given} given)")
+        if self.prompts is not None and self.output is None:
+            raise ConfigError("output: must be given with prompts")
+        if self.prompts is None and self.output is not None:
+            raise ConfigError(f"output={self.output}: only with prompts")
+        if self.prompts is None and self.limit is not None:
+            raise ConfigError(f"limit={self.limit}: only with prompts")
+        if self.compare and self.prompts is not None:
+            raise ConfigError("compare=true: only with a single prompt")

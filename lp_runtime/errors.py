@@ -1,0 +1,31 @@
+"""The errors that users meet. Each message is one line that names the value and what is allowed."""
+
+from __future__ import annotations
+
+
+class LookaheadError(Exception):
+    """Base of the errors below."""
+
+
+class RequestError(LookaheadError, ValueError):
+    """A request that cannot be served as given: empty prompt, unknown token id, prompt too long."""
+
+
+class ConfigError(LookaheadError, ValueError):
+    """A setting that is unknown, out of range or contradicts another."""
+
+
+class ModelError(LookaheadError):
+    """A model that cannot be loaded, or that fails the start-up self-check."""
+
+
+class LaunchError(LookaheadError):
+    """Replicas that cannot be started."""
+
+
+class ReplicaError(LookaheadError):
+    """A replica that failed or was lost while it worked."""
+
+
+class StateMismatchError(ReplicaError):
+    """Replicas whose decoding states have parted, as their digests show."""

@@ -1,0 +1,94 @@
+"""The token tree: everything that one step feeds to the model.
+
+Letters: T nodes in the tree, P pending tokens of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class TokenTree:
+    """A tree of tokens in feeding order: every parent stands before its children.
+
+    The first P nodes are the pending tokens, a chain; the last of them is the root, the last committed token. All
+    other nodes are guesses of what follows. A node sees itself and its ancestors (the lookahead mask of the paper,
+    section 3.3, figure 2(b), is a special case) and stands at the root's position plus its depth.
+    Siblings never carry the same token: adding a token that is already there returns the node that carries it.
+
+    Attributes:
+        tokens: [T] token ids.
+        parents: [T] index of each node's parent, -1 for the first pending token.
+        depths: [T] depth below the root: 0 for the root, negative for the pending tokens before it.
+        root: index of the root, P - 1.
+        max_depth: no node is added below this depth.
+    """
+
+    __slots__ = ("tokens", "parents", "depths", "root", "max_depth", "_children")
+
+    def __init__(self, pending: Sequence[int], max_depth: int):
+        assert pending, "a tree has a root"
+        self.tokens = list(pending)
+        self.parents = list(range(-1, len(pending) - 1))
+        self.depths = list(range(1 - len(pending), 1))
+        self.root = len(pending) - 1
+        self.max_depth = max_depth
+        self._children: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of `node` that carries `token`, if there is one."""
+        return self._children.get((node, token))
+
+    def add(self, parent: int, token: int) -> int | None:
+        """The child of `parent` (the root or below) that carries `token`, made if need be; None below max_depth."""
+        key = (parent, token)
+        node = self._children.get(key)
+        if node is None:
+            depth = self.depths[parent] + 1
+            if depth > self.max_depth:
+                return None
+            node = len(self.tokens)
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.depths.append(depth)
+            self._children[key] = node
+        return node
+
+    def add_branch(self, tokens: Sequence[int]) -> list[int]:
+        """Add a chain of tokens under the root, as deep as max_depth allows; returns its nodes from the top."""
+        nodes: list[int] = []
+        node: int | None = self.root
+        for token in tokens:
+            node = self.add(node, token)
+            if node is None:
+                break
+            nodes.append(node)
+        return nodes
+
+
+def accept(tree: TokenTree, successors: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Follow the model's own choices from the root, through guesses and window nodes alike.
+
+    Args:
+        tree: the tree that was verified.
+        successors: [T] the token that follows each node; read from the root downward only.
+
+    Returns:
+        (run, path): the run of accepted tokens, ending with the bonus token (the successor of the last node reached,
+        which no node had guessed), and the nodes that carried the guesses before it: len(path) == len(run) - 1.
+        Paper: algorithm 2 (greedy verification), over a whole tree and keeping the bonus token of a full match.
+    """
+    run: list[int] = []
+    path: list[int] = []
+    node = tree.root
+    while True:
+        token = successors[node]
+        run.append(token)
+        child = tree.child(node, token)
+        if child is None:
+            return run, path
+        path.append(child)
+        node = child

@@ -1,0 +1,86 @@
+"""The key/value cache of one replica: preallocated, holds committed tokens, is cut back in O(1).
+
+A forward pass writes its keys and values behind the committed ones; committing moves the length, nothing else.
+Built on the cache interface of transformers. Letters: H key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class _Length:
+    """The committed length, shared by all layers of a cache."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
+
+
+class TreeCacheLayer(CacheLayerMixin):
+    """One layer's keys and values, [1, H, capacity, D] each. What lies behind the committed length is scratch."""
+
+    is_sliding = False  # a sliding window is written into the step's mask
+
+    def __init__(self, capacity: int, length: _Length):
+        super().__init__()
+        self.capacity = capacity
+        self._length = length
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        def empty(like: torch.Tensor) -> torch.Tensor:
+            return like.new_empty((*like.shape[:-2], self.capacity, like.shape[-1]))
+
+        self.keys, self.values = empty(key_states), empty(value_states)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write T new tokens' states behind the committed ones; returns views of all, [1, H, length + T, D]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self._length.value
+        end = start + key_states.shape[-2]
+        self.keys[..., start:end, :] = key_states
+        self.values[..., start:end, :] = value_states
+        return self.keys[..., :end, :], self.values[..., :end, :]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._length.value + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._length.value
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+
+class TreeCache(Cache):
+    """The cache of all layers.
+
+    Args:
+        num_layers: decoder layers of the model.
+        capacity: tokens it can hold: the committed ones and one step's.
+    """
+
+    def __init__(self, num_layers: int, capacity: int):
+        self._length = _Length()
+        self.capacity = capacity
+        super().__init__(layers=[TreeCacheLayer(capacity, self._length) for _ in range(num_layers)])
+
+    @property
+    def length(self) -> int:
+        """Committed tokens."""
+        return self._length.value
+
+    def commit(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` of those that the last forward pass wrote; forget the others."""
+        assert self._length.value + num_tokens <= self.capacity
+        self._length.value += num_tokens
+
+    def clear(self) -> None:
+        """Forget everything; the memory stays."""
+        self._length.value = 0

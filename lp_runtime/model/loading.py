@@ -1,0 +1,113 @@
+"""Loading a model or a tokenizer from a directory or a hub id, with every failure in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from lp_runtime.config import ModelConfig
+from lp_runtime.errors import ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Loading without progress bars and notices; what matters is raised."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def check_location(config: ModelConfig) -> None:
+    """Refuse a model directory that is not there, before any process is started.
+
+    Raises:
+        ModelError: if `config.path` is written as a path and is no directory with a config.json.
+    """
+    path = Path(config.location)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"model.path={config.location}: the directory has no config.json")
+    elif path.exists() or config.location.startswith(("/", ".", "~")) or config.location.count("/") > 1:
+        raise ModelError(f"model.path={config.location}: no such directory")
+
+
+def load_model(config: ModelConfig, device: torch.device, dtype: str):
+    """Load a causal LM in eval mode onto `device`.
+
+    Args:
+        config: where and how.
+        device: the replica's device.
+        dtype: "auto" is the checkpoint's on CUDA and float32 on a CPU; else a name in DTYPES.
+
+    Raises:
+        ModelError: if anything is missing, broken or does not match the architecture.
+    """
+    check_location(config)
+    if dtype == "auto":
+        torch_dtype = torch.float32 if device.type == "cpu" else "auto"
+    else:
+        torch_dtype = DTYPES[dtype]
+    attention = None if config.attn_implementation == "auto" else config.attn_implementation
+    try:
+        with _quiet():
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                config.location,
+                dtype=torch_dtype,
+                revision=config.revision or "main",
+                trust_remote_code=config.trust_remote_code,
+                attn_implementation=attention,
+                output_loading_info=True,
+            )
+            model = model.to(device).eval()
+    except Exception as error:  # from_pretrained raises what its many back ends raise
+        raise ModelError(f"model.path={config.location}: cannot be loaded: {_first_line(error)}") from error
+    # transformers fills what a checkpoint lacks with random weights; that is not the user's model.
+    for kind in ("missing_keys", "mismatched_keys"):
+        if names := sorted(map(str, loading.get(kind, ()))):
+            what = "lack" if kind == "missing_keys" else "have the wrong shape for"
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ModelError(f"model.path={config.location}: the weights {what} {names[0]}{more}")
+    return model
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the model's tokenizer.
+
+    Raises:
+        ModelError: if it is missing or broken.
+    """
+    check_location(config)
+    try:
+        with _quiet():
+            return AutoTokenizer.from_pretrained(
+                config.location, revision=config.revision or "main", trust_remote_code=config.trust_remote_code
+            )
+    except Exception as error:
+        raise ModelError(f"model.path={config.location}: no usable tokenizer: {_first_line(error)}") from error
+
+
+def eos_token_ids(model) -> frozenset[int]:
+    """End-of-sequence ids: the generation config's, else the model config's; empty if there are none."""
+    for config in (model.generation_config, model.config.get_text_config()):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

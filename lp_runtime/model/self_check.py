@@ -1,0 +1,99 @@
+"""The start-up self-check: does this model compute a token tree as it computes plain text?
+
+Some architectures silently do not (position biases by index, recurrent layers): they are refused.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from lp_runtime.errors import ModelError
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.tree_model import TreeModel
+
+# Largest relative difference of a node's logits, ||tree - plain|| / ||plain||, both less their mean. Rounding of an
+# exact model stays an order of magnitude below; a wrong mask or position shows far above.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-4, torch.float16: 4e-2, torch.bfloat16: 2e-1}
+SHORT_PROMPT = 24
+
+
+def check_model(model: TreeModel) -> float:
+    """Compare two tree steps, with a commit between them, against plain forward passes of the same text.
+
+    The prompt is long enough to cross every sliding window.
+
+    Returns:
+        The largest relative difference seen.
+
+    Raises:
+        ModelError: if the difference is above the dtype's tolerance, or the model cannot be fed a tree at all.
+    """
+    name = type(model.model).__name__
+    try:
+        worst = _worst_difference(model)
+    except ModelError:
+        raise
+    except Exception as error:  # any failure of a foreign model here means the same thing: it cannot be served
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"{name} cannot be fed a token tree: {reason}") from error
+    tolerance = TOLERANCES[model.dtype]
+    if not worst <= tolerance:
+        raise ModelError(
+            f"{name} failed the start-up self-check: a tree step differs from plain text by {worst:.2g}"
+            f" (allowed: {tolerance:g}); lookahead decoding would be wrong, so this model is refused"
+        )
+    return worst
+
+
+def _worst_difference(model: TreeModel) -> float:
+    rng = random.Random(0)
+    length = max(SHORT_PROMPT, model.masks.longest_window + 8)
+    if model.context_length is not None:
+        length = min(length, model.context_length - 10)
+    if length < 2:
+        raise ModelError(f"a context of {model.context_length} tokens is too short to work in")
+
+    def draw(count: int) -> list[int]:
+        return [rng.randrange(model.vocabulary_size) for _ in range(count)]
+
+    prompt, left, right, below = draw(length), draw(3), draw(3), draw(2)
+    model.begin(length + 32)
+    differences = [_difference(model.prefill(prompt), _plain_logits(model, prompt)[-1:])]
+    # Step 1: two branches under one pending token. Step 2: the left one was accepted and is re-fed as pending.
+    root = draw(1)
+    tree = TokenTree(root, max_depth=8)
+    branches = [tree.add_branch(left), tree.add_branch([left[0], *below]), tree.add_branch(right)]
+    differences += _compare(model, tree, branches, prompt)
+    tree = TokenTree(left, max_depth=8)
+    branches = [tree.add_branch(below), tree.add_branch(right)]
+    differences += _compare(model, tree, branches, prompt + root)
+    return max(differences)
+
+
+def _compare(model: TreeModel, tree: TokenTree, branches: Sequence[list[int]], before: list[int]) -> list[float]:
+    everything = list(range(len(tree)))
+    logits = model.forward(tree, everything, everything[tree.root :])
+    text = before + tree.tokens[: tree.root + 1]
+    differences = []
+    for branch in branches:
+        plain = _plain_logits(model, text + [tree.tokens[node] for node in branch])
+        path = [tree.root, *branch]
+        tree_logits = logits[[node - tree.root for node in path]]
+        differences += [
+            _difference(a, b) for a, b in zip(tree_logits.split(1), plain[-len(path) :].split(1), strict=True)
+        ]
+    return differences
+
+
+@torch.inference_mode()
+def _plain_logits(model: TreeModel, tokens: list[int]) -> torch.Tensor:
+    ids = torch.tensor([tokens], dtype=torch.int64, device=model.device)
+    return model.model(input_ids=ids, use_cache=False).logits[0].float()
+
+
+def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    actual, expected = actual - actual.mean(-1, keepdim=True), expected - expected.mean(-1, keepdim=True)
+    return ((actual - expected).norm() / expected.norm().clamp_min(1e-12)).item()

@@ -1,0 +1,126 @@
+"""Forming the process group: who this process is, and how the replicas find one another."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lp_runtime.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class ReplicaContext:
+    """Who a replica is among its peers.
+
+    Attributes:
+        rank: 0 <= rank < num_replicas.
+        num_replicas: the LP degree at start.
+        device_index: which of the GPUs that this process sees is the replica's; unused on CPUs.
+        num_local: replicas on this machine.
+        host, port: where the store of rank 0 listens; unused for one replica.
+    """
+
+    rank: int = 0
+    num_replicas: int = 1
+    device_index: int = 0
+    num_local: int = 1
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    @classmethod
+    def from_torchrun(cls) -> ReplicaContext:
+        """Read torchrun's variables; the only place that does.
+
+        Raises:
+            LaunchError: if this process was not started by torchrun.
+        """
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in names if name not in os.environ]
+        if missing:
+            raise LaunchError(
+                f"launcher=torchrun: {missing[0]} is not set; start with"
+                " 'torchrun --nproc-per-node GPUS -m lp_runtime ...', or choose launcher=local or launcher=ray"
+            )
+        rank, size, local, num_local = (int(os.environ[name]) for name in names[:4])
+        return cls(rank, size, local, num_local, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+
+def started_by_torchrun() -> bool:
+    """Whether torchrun (or another elastic agent) started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def host_store(host: str, port: int, timeout: float) -> dist.TCPStore:
+    """Open the store that replicas meet in. `port` 0 takes a free one: see `.port` of the result. `timeout` in seconds.
+
+    Raises:
+        LaunchError: if the port is taken or the host is not this machine.
+    """
+    try:
+        # Bound here, not in the store, so that a port that is taken is an error at once and in one line.
+        listener = socket.create_server((host, port), family=_family(host))
+    except OSError as error:
+        raise LaunchError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    actual = listener.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        actual,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, None)[0][0]
+
+
+@contextmanager
+def process_group(
+    context: ReplicaContext, device: torch.device, timeout: float, store: dist.Store | None = None
+) -> Iterator[None]:
+    """Join the process group of all replicas: NCCL on GPUs, gloo without; nothing for a single replica.
+
+    Args:
+        context: who this replica is and where to meet.
+        device: the replica's device.
+        timeout: seconds after which a peer that does not answer is an error.
+        store: where to meet, if it is open in this process already.
+
+    Raises:
+        LaunchError: if the group does not form in time.
+    """
+    if context.num_replicas == 1:
+        yield
+        return
+    limit = timedelta(seconds=timeout)
+    try:
+        if store is None:
+            # Under torchrun the agent hosts a store at this address; elsewhere rank 0 or the driver does.
+            store = dist.TCPStore(context.host, context.port, is_master=False, timeout=limit)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("lp_runtime", store),
+            rank=context.rank,
+            world_size=context.num_replicas,
+            timeout=limit,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise LaunchError(
+            f"rank {context.rank} of {context.num_replicas} could not join the others at"
+            f" {context.host}:{context.port}: {reason}"
+        ) from error
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,101 @@
+"""A replica: one process's model, its place in the group, and the decoding loop over both."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from lp_runtime.config import RuntimeConfig
+from lp_runtime.decoding import DecodingLoop, Event, Request
+from lp_runtime.errors import ConfigError
+from lp_runtime.model.loading import eos_token_ids, load_model
+from lp_runtime.model.self_check import check_model
+from lp_runtime.model.tree_model import TreeModel
+from lp_runtime.parallel.group import ReplicaContext, process_group
+
+
+@dataclass(frozen=True)
+class ReplicaInfo:
+    """What a driver must know of the model that its replicas hold.
+
+    Attributes:
+        vocabulary_size: token ids are below it.
+        context_length: tokens of prompt and output together at most; None if the model sets no limit.
+        eos_token_ids: the model's end-of-sequence ids.
+        device, dtype: as torch names them.
+        self_check: largest relative difference that the start-up self-check saw.
+    """
+
+    vocabulary_size: int
+    context_length: int | None
+    eos_token_ids: frozenset[int]
+    device: str
+    dtype: str
+    self_check: float
+
+
+class Replica:
+    """A loaded, checked and connected model. Made by `start_replica`."""
+
+    def __init__(self, context: ReplicaContext, info: ReplicaInfo, loop: DecodingLoop):
+        self.context = context
+        self.info = info
+        self._loop = loop
+
+    def decode(self, request: Request, should_cancel: Callable[[], bool] = lambda: False) -> Iterator[Event]:
+        """See DecodingLoop.run."""
+        return self._loop.run(request, should_cancel)
+
+
+@contextmanager
+def start_replica(
+    config: RuntimeConfig, context: ReplicaContext, store: dist.Store | None = None
+) -> Iterator[Replica]:
+    """Load the model, check it, join the group.
+
+    Args:
+        config: the runtime's.
+        context: who this replica is.
+        store: where the replicas meet, if it is open in this process.
+
+    Raises:
+        ConfigError, ModelError, LaunchError: as the parts do.
+    """
+    device = choose_device(config.device, context.device_index)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif context.num_replicas > 1:
+        # replicas that share a machine share its cores
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // context.num_local))
+    model = TreeModel(load_model(config.model, device, config.dtype), config.model.prefill_chunk)
+    self_check = check_model(model)
+    info = ReplicaInfo(
+        vocabulary_size=model.vocabulary_size,
+        context_length=model.context_length,
+        eos_token_ids=eos_token_ids(model.model),
+        device=str(device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        self_check=self_check,
+    )
+    with process_group(context, device, config.launcher.timeout, store):
+        yield Replica(context, info, DecodingLoop(model, context.rank, context.num_replicas, device))
+
+
+def choose_device(device: str, index: int) -> torch.device:
+    """The replica's device. `index` is among the GPUs this process sees.
+
+    Raises:
+        ConfigError: if CUDA is wanted and this process does not see that many GPUs.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        return torch.device("cpu")
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"device=cuda: replica needs GPU {index}, but this process sees {torch.cuda.device_count()}")
+    return torch.device("cuda", index)
