@@ -1,0 +1,36 @@
+"""lp_runtime: lookahead parallelism. One request of a large language model, shared by several GPUs.
+
+from lp_runtime import LookaheadConfig, LookaheadRuntime
+
+with LookaheadRuntime(model="path/or/id", gpus=2, lookahead=LookaheadConfig(W=15, N=5, G=15)) as runtime:
+    print(runtime.generate("def fib(n):", max_new_tokens=128).text)
+"""
+
+from lp_runtime.api import Generation, GenerationStream, LookaheadRuntime, Piece
+from lp_runtime.config import LauncherConfig, LookaheadConfig, ModelConfig
+from lp_runtime.errors import (
+    ConfigError,
+    LaunchError,
+    LookaheadError,
+    ModelError,
+    ReplicaError,
+    RequestError,
+    StateMismatchError,
+)
+
+__all__ = [
+    "ConfigError",
+    "Generation",
+    "GenerationStream",
+    "LaunchError",
+    "LauncherConfig",
+    "LookaheadConfig",
+    "LookaheadError",
+    "LookaheadRuntime",
+    "ModelConfig",
+    "ModelError",
+    "Piece",
+    "ReplicaError",
+    "RequestError",
+    "StateMismatchError",
+]

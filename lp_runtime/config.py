@@ -12,7 +12,7 @@ DEMO_MODEL = Path(__file__).parent / "demo_model"
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "sdpa", "eager")
-LAUNCHERS = ("local", "torchrun", "ray")
+LAUNCHERS = ("auto", "local", "torchrun", "ray")
 
 
 def _require_int(name: str, value: object, low: int) -> None:
@@ -90,8 +90,9 @@ class ModelConfig:
 class LauncherConfig:
     """How replicas are started and find one another."""
 
-    name: str = "local"
-    """local (in this process, or spawned), torchrun (already started by it) or ray."""
+    name: str = "auto"
+    """local (in this process, or spawned), torchrun (already started by it) or ray; auto is torchrun where torchrun
+    started this process, else local."""
     port: int = 0
     """Port on which replicas meet (local and ray); 0 takes a free one."""
     timeout: float = 300.0
@@ -144,7 +145,9 @@ class RuntimeConfig:
         if self.gpus is not None:
             _require_int("gpus", self.gpus, 1)
         if self.gpus_per_replica != 1:
-            raise ConfigError(f"gpus_per_replica={self.gpus_per_replica}: must be 1, replicas of several GPUs are not supported")
+            raise ConfigError(
+                f"gpus_per_replica={self.gpus_per_replica}: must be 1 (larger replicas are not supported)"
+            )
         _require_choice("device", self.device, DEVICES)
         _require_choice("dtype", self.dtype, DTYPES)
 
@@ -186,5 +189,7 @@ class GenerateConfig(RuntimeConfig):
             raise ConfigError(f"output={self.output}: only with prompts")
         if self.prompts is None and self.limit is not None:
             raise ConfigError(f"limit={self.limit}: only with prompts")
+        if self.prompt == "":
+            raise ConfigError("prompt: is empty; it must have at least one character")
         if self.compare and self.prompts is not None:
             raise ConfigError("compare=true: only with a single prompt")

@@ -1,10 +1,10 @@
 """The decoding loop: one request, step by step, on one replica in concert with its peers.
 
-    proposal = state.propose()                              equal on every replica
-    shares   = partition(proposal.tree, speeds)             equal on every replica
-    found    = model.forward(shares[rank])                  the only expensive thing
-    outcome  = exchange.all_gather(found)                   the only communication
-    run      = state.advance(proposal, outcome.successors)  equal on every replica
+proposal = state.propose()                              equal on every replica
+shares   = partition(proposal.tree, speeds)             equal on every replica
+found    = model.forward(shares[rank])                  the only expensive thing
+outcome  = exchange.all_gather(found)                   the only communication
+run      = state.advance(proposal, outcome.successors)  equal on every replica
 """
 
 from __future__ import annotations

@@ -29,3 +29,9 @@ class ReplicaError(LookaheadError):
 
 class StateMismatchError(ReplicaError):
     """Replicas whose decoding states have parted, as their digests show."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its class."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

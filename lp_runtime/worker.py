@@ -53,9 +53,7 @@ class Replica:
 
 
 @contextmanager
-def start_replica(
-    config: RuntimeConfig, context: ReplicaContext, store: dist.Store | None = None
-) -> Iterator[Replica]:
+def start_replica(config: RuntimeConfig, context: ReplicaContext, store: dist.Store | None = None) -> Iterator[Replica]:
     """Load the model, check it, join the group.
 
     Args:

@@ -55,9 +55,7 @@ def source_files() -> list[tuple[str, Path]]:
     """(package name, file) of every source file of the corpus, in a stable order."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     site = Path(sysconfig.get_paths()["purelib"])
-    files = [
-        ("python", f) for f in sorted(stdlib.rglob("*.py")) if not STDLIB_SKIP & set(f.relative_to(stdlib).parts)
-    ]
+    files = [("python", f) for f in sorted(stdlib.rglob("*.py")) if not STDLIB_SKIP & set(f.relative_to(stdlib).parts)]
     for package in PACKAGES:
         for f in sorted((site / package).rglob("*.py")):
             if not PACKAGE_SKIP & set(f.relative_to(site).parts):

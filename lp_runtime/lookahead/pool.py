@@ -54,7 +54,7 @@ class NGramPool:
             del bucket[next(iter(bucket))]
 
     def insert_text(self, tokens: Sequence[int], first: int, first_end: int) -> None:
-        """Insert, in order, the n-grams of `tokens` that begin at index `first` or later and end at `first_end` or later."""
+        """Insert, in order, the n-grams of `tokens` that begin at `first` or later and end at `first_end` or later."""
         size = self.ngram_size
         for end in range(max(first + size, first_end + 1), len(tokens) + 1):
             self.insert(tokens[end - size : end])

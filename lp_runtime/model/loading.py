@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.utils import logging as transformers_logging
 
 from lp_runtime.config import ModelConfig
-from lp_runtime.errors import ModelError
+from lp_runtime.errors import ModelError, first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -56,10 +56,7 @@ def load_model(config: ModelConfig, device: torch.device, dtype: str):
         ModelError: if anything is missing, broken or does not match the architecture.
     """
     check_location(config)
-    if dtype == "auto":
-        torch_dtype = torch.float32 if device.type == "cpu" else "auto"
-    else:
-        torch_dtype = DTYPES[dtype]
+    torch_dtype = DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto")
     attention = None if config.attn_implementation == "auto" else config.attn_implementation
     try:
         with _quiet():
@@ -73,7 +70,7 @@ def load_model(config: ModelConfig, device: torch.device, dtype: str):
             )
             model = model.to(device).eval()
     except Exception as error:  # from_pretrained raises what its many back ends raise
-        raise ModelError(f"model.path={config.location}: cannot be loaded: {_first_line(error)}") from error
+        raise ModelError(f"model.path={config.location}: cannot be loaded: {first_line(error)}") from error
     # transformers fills what a checkpoint lacks with random weights; that is not the user's model.
     for kind in ("missing_keys", "mismatched_keys"):
         if names := sorted(map(str, loading.get(kind, ()))):
@@ -96,7 +93,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
                 config.location, revision=config.revision or "main", trust_remote_code=config.trust_remote_code
             )
     except Exception as error:
-        raise ModelError(f"model.path={config.location}: no usable tokenizer: {_first_line(error)}") from error
+        raise ModelError(f"model.path={config.location}: no usable tokenizer: {first_line(error)}") from error
 
 
 def eos_token_ids(model) -> frozenset[int]:
@@ -106,8 +103,3 @@ def eos_token_ids(model) -> frozenset[int]:
         if ids is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset()
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lp_runtime.errors import ModelError
+from lp_runtime.errors import ModelError, first_line
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.tree_model import TreeModel
 
@@ -37,8 +37,7 @@ def check_model(model: TreeModel) -> float:
     except ModelError:
         raise
     except Exception as error:  # any failure of a foreign model here means the same thing: it cannot be served
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"{name} cannot be fed a token tree: {reason}") from error
+        raise ModelError(f"{name} cannot be fed a token tree: {first_line(error)}") from error
     tolerance = TOLERANCES[model.dtype]
     if not worst <= tolerance:
         raise ModelError(

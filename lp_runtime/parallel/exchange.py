@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lp_runtime.errors import ReplicaError, StateMismatchError
+from lp_runtime.errors import ReplicaError, StateMismatchError, first_line
 from lp_runtime.parallel.partition import Share
 
 HEADER = 2  # digest, control
@@ -90,8 +90,7 @@ class Exchange:
                 _all_gather(self._received, self._sent)
                 received = self._received.tolist()
             except RuntimeError as error:
-                reason = str(error).strip().splitlines()[0]
-                raise ReplicaError(f"rank {self.rank} lost a peer in the exchange: {reason}") from error
+                raise ReplicaError(f"rank {self.rank} lost a peer in the exchange: {first_line(error)}") from error
             size = HEADER + self.capacity
             rows = [received[start : start + size] for start in range(0, len(received), size)]
         digests = [row[0] for row in rows]
@@ -133,5 +132,5 @@ def broadcast_object(value: Any, context_rank: int, num_replicas: int, device: t
         data = torch.empty(int(size), dtype=torch.uint8, device=device)
         dist.broadcast(data, src=0)
     except RuntimeError as error:
-        raise ReplicaError(f"rank {context_rank} lost a peer: {str(error).strip().splitlines()[0]}") from error
+        raise ReplicaError(f"rank {context_rank} lost a peer: {first_line(error)}") from error
     return pickle.loads(data.cpu().numpy().tobytes())

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lp_runtime.errors import LaunchError
+from lp_runtime.errors import LaunchError, first_line
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,9 @@ def process_group(
             device_id=device if device.type == "cuda" else None,
         )
     except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
         raise LaunchError(
             f"rank {context.rank} of {context.num_replicas} could not join the others at"
-            f" {context.host}:{context.port}: {reason}"
+            f" {context.host}:{context.port}: {first_line(error)}"
         ) from error
     try:
         yield

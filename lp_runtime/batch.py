@@ -1,0 +1,209 @@
+"""A file of prompts in, a file of results out: one JSON object a line, written as each finishes, resumed if cut off."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from lp_runtime.api import Generation, LookaheadRuntime
+from lp_runtime.config import GenerateConfig
+from lp_runtime.errors import ConfigError, RequestError
+from lp_runtime.single import parse_ids
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One record of the prompts file: its index among the records, its line, and the text or token ids."""
+
+    index: int
+    line: int
+    value: str | list[int]
+
+
+def read_prompts(config: GenerateConfig) -> list[Prompt]:
+    """Read `config.prompts`, at most `config.limit` of them. Blank lines do not count.
+
+    Raises:
+        ConfigError: if the file is missing, empty, or a line is not JSON or lacks the field; names the line.
+    """
+    path = config.prompts
+    prompts: list[Prompt] = []
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, text in enumerate(file, start=1):
+                if text.strip() and len(prompts) != config.limit:
+                    prompts.append(Prompt(len(prompts), number, _value(text, config, f"{path} line {number}")))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"prompts={path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if not prompts:
+        raise ConfigError(f"prompts={path}: the file has no prompts")
+    return prompts
+
+
+def _value(text: str, config: GenerateConfig, where: str) -> str | list[int]:
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{where}: is not JSON ({error})") from error
+    if not isinstance(record, dict) or config.prompt_field not in record:
+        fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+        raise ConfigError(f"{where}: has no field {config.prompt_field!r} (prompt_field=); it has: {fields}")
+    value = record[config.prompt_field]
+    if config.ids:
+        return parse_ids(value, f"{where}: {config.prompt_field}")
+    if isinstance(value, list) and value:
+        value = value[0]
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{where}: field {config.prompt_field!r} must hold text (or with ids=true token ids)")
+    return value
+
+
+def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: list[Prompt]) -> None:
+    """Decode the prompts that `config.output` has no result of yet, with a progress bar on the terminal.
+
+    Raises:
+        ConfigError: if the output cannot be written, or holds results of other settings or prompts.
+        RequestError: if any prompt cannot be decoded; names its line. Checked before the first one is.
+    """
+    for prompt in prompts:
+        try:
+            runtime.request(prompt.value, config.max_new_tokens, config.eos)
+        except RequestError as error:
+            raise RequestError(f"{config.prompts} line {prompt.line}: {error}") from error
+    output = OutputFile(Path(config.output), _settings(runtime, config))
+    done = output.resume(prompts)
+    tokens, steps, seconds = 0, 0, 0.0
+    with output, tqdm(total=len(prompts), initial=len(done), unit="prompt", file=sys.stderr) as bar:
+        for prompt in prompts:
+            if prompt.index in done:
+                continue
+            generation = runtime.generate(prompt.value, config.max_new_tokens, eos=config.eos)
+            output.write(_result(prompt, generation))
+            tokens, steps, seconds = (
+                tokens + generation.num_tokens,
+                steps + generation.steps,
+                seconds + generation.seconds,
+            )
+            bar.set_postfix_str(f"{tokens / seconds:.1f} tokens/s, S {tokens / steps:.2f}")
+            bar.update()
+
+
+def _result(prompt: Prompt, generation: Generation) -> dict:
+    return {
+        "index": prompt.index,
+        "prompt": prompt.value,
+        "text": generation.text,
+        "token_ids": generation.token_ids,
+        "num_tokens": generation.num_tokens,
+        "steps": generation.steps,
+        "compression_ratio": generation.compression_ratio,
+        "step_tokens": generation.step_tokens,
+        "seconds": generation.seconds,
+        "finish_reason": generation.finish_reason,
+    }
+
+
+def _settings(runtime: LookaheadRuntime, config: GenerateConfig) -> dict:
+    """What must not change between the runs that fill one output file: all but how many prompts are taken."""
+    with open(config.prompts, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    location = Path(config.model.location)
+    return {
+        "model": str(location.resolve()) if location.is_dir() else config.model.location,
+        "revision": config.model.revision,
+        "attn_implementation": config.model.attn_implementation,
+        "prompts": digest,
+        "prompt_field": config.prompt_field,
+        "ids": config.ids,
+        "max_new_tokens": config.max_new_tokens,
+        "eos": config.eos,
+        "dtype": runtime.info.dtype,
+        "device": runtime.info.device.split(":")[0],
+        "gpus": runtime.num_replicas,
+        "lookahead": asdict(config.lookahead),
+        "sampling": asdict(config.sampling),
+    }
+
+
+class OutputFile:
+    """The results, and beside them PATH.settings with what made them.
+
+    Args:
+        path: the results' file.
+        settings: what made them.
+    """
+
+    def __init__(self, path: Path, settings: dict):
+        self._path = path
+        self._settings_path = path.with_name(path.name + ".settings")
+        self._settings = settings
+        self._file = None
+
+    def resume(self, prompts: list[Prompt]) -> set[int]:
+        """Open for appending; returns the indices that have a result already.
+
+        Raises:
+            ConfigError: see generate_file.
+        """
+        path = self._path
+        try:
+            if path.exists() and path.stat().st_size:
+                self._check_settings()
+                done = self._read_done(prompts)
+            else:
+                done = set()
+                with open(path, "a"):  # may this be written at all? asked before anything is
+                    pass
+                self._settings_path.write_text(json.dumps(self._settings, indent=1) + "\n")
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
+        except OSError as error:
+            raise ConfigError(f"output={path}: cannot be written: {error.strerror or error}") from error
+        return done
+
+    def _check_settings(self) -> None:
+        if not self._settings_path.exists():
+            raise ConfigError(f"output={self._path}: exists and was not written by lp-generate; it is left as it is")
+        try:
+            before = json.loads(self._settings_path.read_text())
+        except ValueError as error:
+            raise ConfigError(f"output={self._path}: {self._settings_path.name} is not readable") from error
+        for key, value in self._settings.items():
+            if before.get(key) != value:
+                raise ConfigError(
+                    f"output={self._path}: holds results of other settings"
+                    f" ({key} was {json.dumps(before.get(key))}, is {json.dumps(value)}); choose another output"
+                )
+
+    def _read_done(self, prompts: list[Prompt]) -> set[int]:
+        """Indices with a whole line; a last line that was cut off is dropped from the file."""
+        done: set[int] = set()
+        whole = 0
+        with open(self._path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    done.add(int(json.loads(line)["index"]))
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ConfigError(f"output={self._path} line {number}: is no result of lp-generate") from error
+                whole += len(line)
+        os.truncate(self._path, whole)
+        return done
+
+    def write(self, result: dict) -> None:
+        """Append one result; it is on the disk when this returns."""
+        self._file.write(json.dumps(result, ensure_ascii=False) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> OutputFile:
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self._file.close()

@@ -1,0 +1,180 @@
+"""lp-generate: Hydra overrides in, text or a file of results out. Hydra and OmegaConf go no further than this file."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.util
+import logging
+import re
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lp_runtime.api import LookaheadRuntime
+from lp_runtime.batch import generate_file, read_prompts
+from lp_runtime.config import GenerateConfig
+from lp_runtime.errors import ConfigError, LookaheadError, ReplicaError, first_line
+from lp_runtime.model.loading import check_location
+from lp_runtime.parallel.group import ReplicaContext, started_by_torchrun
+from lp_runtime.single import generate_one
+
+# Free text and paths: taken to the letter, where Hydra's grammar would want most of Python quoted.
+LITERAL_KEYS = ("prompt", "prompts", "output", "prompt_field", "model.path")
+EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
+
+USAGE = """\
+lp-generate prompt="def fib(n):" [gpus=2] [lookahead.W=15 lookahead.N=5 lookahead.G=15] [KEY=VALUE ...]
+       lp-generate prompts=FILE.jsonl output=OUT.jsonl [prompt_field=prompt] [KEY=VALUE ...]"""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; exits the process with 0, 2 (bad input), 1 (failed while working) or 130 (Ctrl-C)."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    rank = ReplicaContext.from_torchrun().rank if started_by_torchrun() else 0
+    prefix = f"rank {rank}: " if rank else ""
+    try:
+        options = _parser().parse_args(arguments)
+        try:
+            config = load_config(options.overrides, options.config_dir)
+            if options.cfg:
+                print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
+                return
+            run(config)
+        except ConfigError as error:
+            if rank == 0:  # the same on every rank
+                print(f"error: {error}", file=sys.stderr)
+            sys.exit(EXIT_BAD_INPUT)
+    except ReplicaError as error:
+        print(f"error: {prefix}{error}", file=sys.stderr)
+        sys.exit(EXIT_FAILED)
+    except LookaheadError as error:
+        print(f"error: {prefix}{error}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def run(config: GenerateConfig) -> None:
+    """Do what a checked configuration says."""
+    check_location(config.model)
+    prompts = read_prompts(config) if config.prompts is not None else None
+    with LookaheadRuntime.from_config(config) as runtime:
+        if not runtime.is_leader:
+            return  # leaving the block serves rank 0's requests
+        if prompts is None:
+            generate_one(runtime, config)
+        else:
+            generate_file(runtime, config, prompts)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lp-generate",
+        usage=USAGE,
+        description="Generate text with lookahead parallelism. Settings are Hydra overrides.",
+        epilog=_help_keys(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="see below; groups are chosen by name")
+    parser.add_argument("--cfg", action="store_true", help="print the resulting settings and exit")
+    parser.add_argument("--config-dir", metavar="DIR", help="a folder with further configuration groups")
+    return parser
+
+
+def _help_keys() -> str:
+    groups = [f"  {group}={'|'.join(names)}" for group, names in _groups().items()]
+    return "\n".join(["groups:", *groups, "", "keys:", *(f"  {key}" for key in _keys(GenerateConfig))])
+
+
+def _conf_dir() -> Path:
+    """The folder conf/: inside the installed package lp_runtime.conf, or beside lp_runtime in a bare checkout."""
+    spec = importlib.util.find_spec("lp_runtime.conf")
+    if spec is not None and spec.submodule_search_locations:
+        return Path(list(spec.submodule_search_locations)[0])
+    return Path(__file__).resolve().parent.parent / "conf"
+
+
+def _groups() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for file in sorted(_conf_dir().glob("*/*.yaml")):
+        found.setdefault(file.parent.name, []).append(file.stem)
+    return found
+
+
+def _keys(schema: type, prefix: str = "") -> list[str]:
+    """Every key of a settings class, nested ones with dots."""
+    hints = get_type_hints(schema)
+    keys = []
+    for item in fields(schema):
+        if is_dataclass(hints[item.name]):
+            keys += _keys(hints[item.name], f"{prefix}{item.name}.")
+        else:
+            keys.append(prefix + item.name)
+    return keys
+
+
+def load_config(overrides: list[str], config_dir: str | None = None) -> GenerateConfig:
+    """Compose conf/ and the overrides into a checked GenerateConfig.
+
+    Args:
+        overrides: KEY=VALUE in Hydra's grammar; values of LITERAL_KEYS are taken to the letter.
+        config_dir: a folder with further groups.
+
+    Raises:
+        ConfigError: if a key is unknown or a value is not allowed.
+    """
+    literal: dict[str, str] = {}
+    rest = []
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ConfigError(f"{override}: settings are written KEY=VALUE")
+        if key in LITERAL_KEYS:
+            literal[key] = value
+        else:
+            rest.append(override)
+    ConfigStore.instance().store(name="schema", node=GenerateConfig)
+    search = [f"hydra.searchpath=[{Path(config_dir).resolve()}]"] if config_dir else []
+    try:
+        with initialize_config_dir(str(_conf_dir()), version_base="1.3"):
+            composed = compose("config", overrides=[*search, *rest])
+        for key, value in literal.items():
+            # a value is no interpolation, whatever it looks like
+            OmegaConf.update(composed, key, value.replace("${", "\\${"))
+        return OmegaConf.to_object(composed)
+    except MissingConfigException as error:
+        options = ", ".join(error.options or []) or "none"
+        raise ConfigError(f"{_culprit(str(error.missing_cfg_file), rest)}: must be one of {options}") from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_explain(error, rest)) from error
+
+
+def _culprit(missing: str, overrides: list[str]) -> str:
+    group, _, name = missing.partition("/")
+    wanted = f"{group}={name}"
+    return next((override for override in overrides if override == wanted), wanted)
+
+
+def _explain(error: Exception, overrides: list[str]) -> str:
+    """Hydra's several lines in one: which override, and what is allowed."""
+    text = f"{error}\n{error.__cause__ or ''}"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: cannot be read ({first_line(error).rstrip('.')}); values are in Hydra's grammar"
+    match = re.search(r"(?:Could not [^']*|Key )'([^']+)'", text)
+    key = match.group(1) if match else None
+    override = next((o for o in overrides if key and o.lstrip("+~").partition("=")[0] == key), None)
+    if key and key not in _keys(GenerateConfig):
+        close = difflib.get_close_matches(key, [*_keys(GenerateConfig), *_groups()], n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}?" if close else "see lp-generate --help"
+        return f"unknown setting {override or key}: {hint}"
+    match = re.search(r"Error merging override (\S+)", text)
+    return f"{match.group(1) if match else override or 'settings'}: {first_line(error.__cause__ or error)}"

@@ -1,0 +1,38 @@
+"""Starting replicas: in this process, as spawned processes, under torchrun, or as Ray actors."""
+
+from __future__ import annotations
+
+from lp_runtime.config import RuntimeConfig
+from lp_runtime.errors import ConfigError
+from lp_runtime.launchers.base import Launcher
+from lp_runtime.parallel.group import started_by_torchrun
+
+
+def launch(config: RuntimeConfig) -> Launcher:
+    """Start the replicas that `config` asks for; returns when all of them are ready.
+
+    Raises:
+        LookaheadError: if they cannot be started; nothing is left running then.
+    """
+    name = config.launcher.name
+    if name == "auto":
+        name = "torchrun" if started_by_torchrun() else "local"
+    elif name != "torchrun" and started_by_torchrun():
+        raise ConfigError(
+            f"launcher={name}: torchrun started this process; leave launcher out, or start without torchrun"
+        )
+    if name == "torchrun":
+        from lp_runtime.launchers.torchrun import TorchrunLauncher
+
+        return TorchrunLauncher(config)
+    if name == "ray":
+        from lp_runtime.launchers.ray_actors import RayLauncher
+
+        return RayLauncher(config)
+    if (config.gpus or 1) == 1:
+        from lp_runtime.launchers.in_process import InProcessLauncher
+
+        return InProcessLauncher(config)
+    from lp_runtime.launchers.spawned import SpawnedLauncher
+
+    return SpawnedLauncher(config)

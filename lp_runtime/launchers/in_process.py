@@ -1,0 +1,29 @@
+"""One replica in this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+
+from lp_runtime.config import RuntimeConfig
+from lp_runtime.decoding import Event, Request
+from lp_runtime.launchers.base import Launcher
+from lp_runtime.parallel.group import ReplicaContext
+from lp_runtime.worker import start_replica
+
+
+class InProcessLauncher(Launcher):
+    """launcher=local with one replica."""
+
+    num_replicas = 1
+
+    def __init__(self, config: RuntimeConfig):
+        self._stack = contextlib.ExitStack()
+        self._replica = self._stack.enter_context(start_replica(config, ReplicaContext()))
+        self.info = self._replica.info
+
+    def run(self, request: Request) -> Generator[Event, None, None]:
+        yield from self._replica.decode(request)
+
+    def close(self) -> None:
+        self._stack.close()

@@ -1,0 +1,77 @@
+"""Replicas that torchrun started: every rank runs the same program, and rank 0's requests count."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Generator
+
+import torch
+
+from lp_runtime.config import RuntimeConfig
+from lp_runtime.decoding import Event, Report, Request
+from lp_runtime.errors import ReplicaError
+from lp_runtime.launchers.base import Launcher
+from lp_runtime.parallel.exchange import broadcast_object
+from lp_runtime.parallel.group import ReplicaContext
+from lp_runtime.worker import start_replica
+
+logger = logging.getLogger(__name__)
+
+
+class TorchrunLauncher(Launcher):
+    """launcher=torchrun.
+
+    In a script every rank makes the same calls. Where only rank 0 makes them (the command line), the other ranks
+    call `close` at once: it serves rank 0's requests until rank 0 closes.
+    """
+
+    def __init__(self, config: RuntimeConfig):
+        context = ReplicaContext.from_torchrun()
+        if config.gpus is not None and config.gpus != context.num_replicas:
+            logger.warning("gpus=%d: under torchrun it is WORLD_SIZE, %d", config.gpus, context.num_replicas)
+        self._stack = contextlib.ExitStack()
+        self._replica = self._stack.enter_context(start_replica(config, context))
+        self._device = torch.device(self._replica.info.device)
+        self._is_open = True
+        self.info = self._replica.info
+        self.num_replicas = context.num_replicas
+        self.is_leader = context.rank == 0
+
+    def run(self, request: Request) -> Generator[Event, None, None]:
+        shared = self._share(request)
+        if shared is None:
+            raise ReplicaError("rank 0 has closed while this rank asked for one more request")
+        yield from self._decode(shared)
+
+    def _decode(self, request: Request) -> Generator[Event, None, None]:
+        cancelled = False
+        events = self._replica.decode(request, lambda: cancelled)
+        try:
+            for event in events:
+                finished = isinstance(event, Report)
+                yield event
+        except GeneratorExit:  # the caller stopped early: finish in step with the other ranks
+            cancelled = True
+            if not finished:
+                for _ in events:
+                    pass
+            raise
+        except Exception:
+            self._is_open = False  # the group is broken
+            raise
+
+    def _share(self, request: Request | None) -> Request | None:
+        context = self._replica.context
+        return broadcast_object(request, context.rank, context.num_replicas, self._device)
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            if self.is_leader:
+                self._share(None)
+            else:
+                while (request := self._share(None)) is not None:
+                    for _ in self._decode(request):
+                        pass
+        self._stack.close()
