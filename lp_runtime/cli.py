@@ -136,8 +136,8 @@ def load_config(overrides: list[str], config_dir: str | None = None) -> Generate
     rest = []
     for override in overrides:
         key, equals, value = override.partition("=")
-        if not equals:
-            raise ConfigError(f"{override}: settings are written KEY=VALUE")
+        if not equals or not re.match(r"[\w.]+$", key):
+            raise ConfigError(f"{override}: settings are written KEY=VALUE, all keys are there (no + or ~)")
         if key in LITERAL_KEYS:
             literal[key] = value
         else:
@@ -171,7 +171,7 @@ def _explain(error: Exception, overrides: list[str]) -> str:
         return f"{error.override}: cannot be read ({first_line(error).rstrip('.')}); values are in Hydra's grammar"
     match = re.search(r"(?:Could not [^']*|Key )'([^']+)'", text)
     key = match.group(1) if match else None
-    override = next((o for o in overrides if key and o.lstrip("+~").partition("=")[0] == key), None)
+    override = next((o for o in overrides if key and o.partition("=")[0] == key), None)
     if key and key not in _keys(GenerateConfig):
         close = difflib.get_close_matches(key, [*_keys(GenerateConfig), *_groups()], n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}?" if close else "see lp-generate --help"
