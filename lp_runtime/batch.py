@@ -77,7 +77,7 @@ def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: li
         except RequestError as error:
             raise RequestError(f"{config.prompts} line {prompt.line}: {error}") from error
     output = OutputFile(Path(config.output), _settings(runtime, config))
-    done = output.resume(prompts)
+    done = output.resume() & {prompt.index for prompt in prompts}
     tokens, steps, seconds = 0, 0, 0.0
     with output, tqdm(total=len(prompts), initial=len(done), unit="prompt", file=sys.stderr) as bar:
         for prompt in prompts:
@@ -145,7 +145,7 @@ class OutputFile:
         self._settings = settings
         self._file = None
 
-    def resume(self, prompts: list[Prompt]) -> set[int]:
+    def resume(self) -> set[int]:
         """Open for appending; returns the indices that have a result already.
 
         Raises:
@@ -155,7 +155,7 @@ class OutputFile:
         try:
             if path.exists() and path.stat().st_size:
                 self._check_settings()
-                done = self._read_done(prompts)
+                done = self._read_done()
             else:
                 done = set()
                 with open(path, "a"):  # may this be written at all? asked before anything is
@@ -180,7 +180,7 @@ class OutputFile:
                     f" ({key} was {json.dumps(before.get(key))}, is {json.dumps(value)}); choose another output"
                 )
 
-    def _read_done(self, prompts: list[Prompt]) -> set[int]:
+    def _read_done(self) -> set[int]:
         """Indices with a whole line; a last line that was cut off is dropped from the file."""
         done: set[int] = set()
         whole = 0

@@ -38,38 +38,36 @@ lp-generate prompt="def fib(n):" [gpus=2] [lookahead.W=15 lookahead.N=5 lookahea
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; exits the process with 0, 2 (bad input), 1 (failed while working) or 130 (Ctrl-C)."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    rank = ReplicaContext.from_torchrun().rank if started_by_torchrun() else 0
-    prefix = f"rank {rank}: " if rank else ""
+    rank = 0
     try:
+        if started_by_torchrun():
+            rank = ReplicaContext.from_torchrun().rank
         options = _parser().parse_args(arguments)
         try:
             config = load_config(options.overrides, options.config_dir)
-            if options.cfg:
-                print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
+        except ConfigError:
+            if rank:  # rank 0 meets the same error; torchrun would end it before it can say so if this rank failed too
                 return
-            run(config)
-        except ConfigError as error:
-            if rank == 0:  # the same on every rank
-                print(f"error: {error}", file=sys.stderr)
-            sys.exit(EXIT_BAD_INPUT)
-    except ReplicaError as error:
-        print(f"error: {prefix}{error}", file=sys.stderr)
-        sys.exit(EXIT_FAILED)
+            raise
+        if options.cfg:
+            print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
+        else:
+            run(config, is_leader=rank == 0)
     except LookaheadError as error:
-        print(f"error: {prefix}{error}", file=sys.stderr)
-        sys.exit(EXIT_BAD_INPUT)
+        print(f"error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)
+        sys.exit(EXIT_FAILED if isinstance(error, ReplicaError) else EXIT_BAD_INPUT)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
 
 
-def run(config: GenerateConfig) -> None:
-    """Do what a checked configuration says."""
+def run(config: GenerateConfig, is_leader: bool = True) -> None:
+    """Do what a checked configuration says. Under torchrun, ranks that do not lead serve rank 0's requests."""
     check_location(config.model)
-    prompts = read_prompts(config) if config.prompts is not None else None
+    prompts = read_prompts(config) if config.prompts is not None and is_leader else None
     with LookaheadRuntime.from_config(config) as runtime:
         if not runtime.is_leader:
-            return  # leaving the block serves rank 0's requests
+            return  # leaving the block serves
         if prompts is None:
             generate_one(runtime, config)
         else:
@@ -169,12 +167,29 @@ def _explain(error: Exception, overrides: list[str]) -> str:
     text = f"{error}\n{error.__cause__ or ''}"
     if isinstance(error, OverrideParseException):
         return f"{error.override}: cannot be read ({first_line(error).rstrip('.')}); values are in Hydra's grammar"
-    match = re.search(r"(?:Could not [^']*|Key )'([^']+)'", text)
+    match = re.search(r"(?:Could not [^']*|Key |argument |override )'?([\w.]+)", text)
     key = match.group(1) if match else None
-    override = next((o for o in overrides if key and o.partition("=")[0] == key), None)
+    override = next((o for o in reversed(overrides) if key and o.partition("=")[0] == key), None)
     if key and key not in _keys(GenerateConfig):
-        close = difflib.get_close_matches(key, [*_keys(GenerateConfig), *_groups()], n=1, cutoff=0.5)
+        known = [*_keys(GenerateConfig), *_groups()]
+        close = [name for name in known if name.endswith(f".{key}")]
+        close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}?" if close else "see lp-generate --help"
         return f"unknown setting {override or key}: {hint}"
-    match = re.search(r"Error merging override (\S+)", text)
-    return f"{match.group(1) if match else override or 'settings'}: {first_line(error.__cause__ or error)}"
+    if override:
+        return _refusal(key, override.partition("=")[2]) or f"{override}: {first_line(error.__cause__ or error)}"
+    return f"settings: {first_line(error.__cause__ or error)}"
+
+
+def _refusal(key: str, value: str) -> str | None:
+    """What the settings class itself says of a value that could not even be converted to the key's type."""
+    schema, (*groups, name) = GenerateConfig, key.split(".")
+    for group in groups:
+        schema = get_type_hints(schema)[group]
+    if get_type_hints(schema)[name] is bool:
+        return f"{key}={value}: must be true or false"
+    try:
+        schema(**{name: value})
+    except ConfigError as error:
+        return str(error)
+    return None

@@ -12,12 +12,18 @@ DEMO_MODEL = Path(__file__).parent / "demo_model"
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "sdpa", "eager")
+MAX_SECONDS = 1_000_000
 LAUNCHERS = ("auto", "local", "torchrun", "ray")
 
 
 def _require_int(name: str, value: object, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name}={value}: must be an integer >= {low}")
+
+
+def _require_seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_SECONDS:
+        raise ConfigError(f"{name}={value}: must be a number of seconds > 0 and <= {MAX_SECONDS}")
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -78,6 +84,8 @@ class ModelConfig:
     """Tokens of the prompt fed at once."""
 
     def __post_init__(self) -> None:
+        if self.path == "":
+            raise ConfigError("model.path: is empty; must be a directory or a hub id")
         _require_choice("model.attn_implementation", self.attn_implementation, ATTENTIONS)
         _require_int("model.prefill_chunk", self.prefill_chunk, 1)
 
@@ -107,9 +115,8 @@ class LauncherConfig:
         _require_int("launcher.port", self.port, 0)
         if self.port > 65535:
             raise ConfigError(f"launcher.port={self.port}: must be 0 to 65535")
-        for name in ("timeout", "start_timeout"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"launcher.{name}={getattr(self, name)}: must be a number of seconds > 0")
+        _require_seconds("launcher.timeout", self.timeout)
+        _require_seconds("launcher.start_timeout", self.start_timeout)
 
 
 @dataclass

@@ -201,7 +201,7 @@ def train(work: Path, args: argparse.Namespace) -> dict:
     if checkpoint.exists():
         state = torch.load(checkpoint, map_location=device, weights_only=True)
         model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"]):
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         first, seconds, history = state["step"], state["seconds"], state["history"]
         print(f"resuming at step {first} of {steps}", flush=True)
@@ -223,7 +223,7 @@ def train(work: Path, args: argparse.Namespace) -> dict:
         length = CONTEXT if long else args.length
         batch = batch_of(ids, step, args.batch_tokens // length, length).to(device)
         rate = learning_rate(step, steps)
-        for optimizer, base in zip(optimizers, base_rates):
+        for optimizer, base in zip(optimizers, base_rates, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = base * rate
         micro = max(1, args.micro_tokens // length)

@@ -22,8 +22,8 @@ class InProcessLauncher(Launcher):
         self._replica = self._stack.enter_context(start_replica(config, ReplicaContext()))
         self.info = self._replica.info
 
-    def run(self, request: Request) -> Generator[Event, None, None]:
+    def _run(self, request: Request) -> Generator[Event, None, None]:
         yield from self._replica.decode(request)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self._stack.close()

@@ -206,7 +206,7 @@ class RayLauncher(Launcher):
         kind = cause.kind or (LaunchError if when == "at start" else ReplicaError)
         return kind(f"rank {cause.rank} failed {when}: {cause.message}")
 
-    def run(self, request: Request) -> Generator[Event, None, None]:
+    def _run(self, request: Request) -> Generator[Event, None, None]:
         followers = {actor.follow.remote(request): rank for rank, actor in enumerate(self._actors) if rank}
         stream = self._actors[0].lead.options(num_returns="streaming").remote(request)
         finished = False
@@ -221,7 +221,7 @@ class RayLauncher(Launcher):
                         self._finish(followers)
                     yield event
         finally:
-            if not finished:  # the caller stopped early
+            if not finished and self._actors:  # the caller stopped early, and did not close the launcher first
                 self._ray.get(self._actors[0].cancel.remote())
                 for ref in stream:
                     self._ray.get(ref)
@@ -233,7 +233,7 @@ class RayLauncher(Launcher):
             if isinstance(answer, Failed):
                 raise self._failure([answer], {}, "while decoding")
 
-    def close(self) -> None:
+    def _close(self) -> None:
         ray = self._ray
         if not ray.is_initialized():
             return

@@ -76,7 +76,7 @@ class SpawnedLauncher(Launcher):
                 )
         return info
 
-    def run(self, request: Request) -> Generator[Event, None, None]:
+    def _run(self, request: Request) -> Generator[Event, None, None]:
         for pipe in self._pipes:
             self._send(pipe, request)
         waiting = set(range(self.num_replicas))
@@ -91,7 +91,7 @@ class SpawnedLauncher(Launcher):
                     if not isinstance(message, Finished):
                         yield message
         finally:
-            if waiting:  # the caller stopped early
+            if waiting and self._pipes:  # the caller stopped early, and did not close the launcher first
                 self._cancel(waiting)
 
     def _cancel(self, waiting: set[int]) -> None:
@@ -148,7 +148,7 @@ class SpawnedLauncher(Launcher):
         with contextlib.suppress(OSError):  # a dead replica shows when its pipe is read
             pipe.send(message)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         for pipe in self._pipes:
             pipe.close()
         deadline = time.monotonic() + EXIT_TIMEOUT

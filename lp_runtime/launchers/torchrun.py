@@ -38,7 +38,7 @@ class TorchrunLauncher(Launcher):
         self.num_replicas = context.num_replicas
         self.is_leader = context.rank == 0
 
-    def run(self, request: Request) -> Generator[Event, None, None]:
+    def _run(self, request: Request) -> Generator[Event, None, None]:
         shared = self._share(request)
         if shared is None:
             raise ReplicaError("rank 0 has closed while this rank asked for one more request")
@@ -57,7 +57,7 @@ class TorchrunLauncher(Launcher):
                 for _ in events:
                     pass
             raise
-        except Exception:
+        except (Exception, KeyboardInterrupt):
             self._is_open = False  # the group is broken
             raise
 
@@ -65,7 +65,7 @@ class TorchrunLauncher(Launcher):
         context = self._replica.context
         return broadcast_object(request, context.rank, context.num_replicas, self._device)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         if self._is_open:
             self._is_open = False
             if self.is_leader:

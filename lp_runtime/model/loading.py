@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from huggingface_hub.utils import logging as hub_logging
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -19,13 +20,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Loading without progress bars and notices; what matters is raised."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
+    libraries = (transformers_logging, hub_logging)
+    verbosities = [library.get_verbosity() for library in libraries]
+    bars = transformers_logging.is_progress_bar_enabled()
+    for library in libraries:
+        library.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(verbosity)
+        for library, verbosity in zip(libraries, verbosities, strict=True):
+            library.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
 
@@ -70,7 +75,10 @@ def load_model(config: ModelConfig, device: torch.device, dtype: str):
             )
             model = model.to(device).eval()
     except Exception as error:  # from_pretrained raises what its many back ends raise
-        raise ModelError(f"model.path={config.location}: cannot be loaded: {first_line(error)}") from error
+        what = (
+            "cannot be loaded" if Path(config.location).is_dir() else "no such directory, and no such model on the hub"
+        )
+        raise ModelError(f"model.path={config.location}: {what}: {first_line(error)}") from error
     # transformers fills what a checkpoint lacks with random weights; that is not the user's model.
     for kind in ("missing_keys", "mismatched_keys"):
         if names := sorted(map(str, loading.get(kind, ()))):
