@@ -107,7 +107,9 @@ def table(W: int, N: int, G: int, counts: list[int], markdown: bool) -> str:
         rows.append([str(count), str(busiest), str(best), f"{mean:.1f}", str(reference(W, N, G, count))])
     if markdown:
         return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---:"] * len(head), *rows])
-    return "\n".join("  ".join(cell.rjust(len(name)) for cell, name in zip(row, head, strict=True)) for row in [head, *rows])
+    return "\n".join(
+        "  ".join(cell.rjust(len(name)) for cell, name in zip(row, head, strict=True)) for row in [head, *rows]
+    )
 
 
 def main() -> None:

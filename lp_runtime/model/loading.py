@@ -72,6 +72,7 @@ def load_model(config: ModelConfig, device: torch.device, dtype: str):
                 trust_remote_code=config.trust_remote_code,
                 attn_implementation=attention,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, in one line
             )
             model = model.to(device).eval()
     except Exception as error:  # from_pretrained raises what its many back ends raise
@@ -81,7 +82,7 @@ def load_model(config: ModelConfig, device: torch.device, dtype: str):
         raise ModelError(f"model.path={config.location}: {what}: {first_line(error)}") from error
     # transformers fills what a checkpoint lacks with random weights; that is not the user's model.
     for kind in ("missing_keys", "mismatched_keys"):
-        if names := sorted(map(str, loading.get(kind, ()))):
+        if names := sorted(key if isinstance(key, str) else key[0] for key in loading.get(kind, ())):
             what = "lack" if kind == "missing_keys" else "have the wrong shape for"
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ModelError(f"model.path={config.location}: the weights {what} {names[0]}{more}")

@@ -10,6 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from lp_runtime.errors import ModelError
+
+FULL, SLIDING, CHUNKED = KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+WINDOW_FIELDS = ("sliding_window", "attention_chunk_size", "window_size")
+
 LayerMasks = torch.Tensor | dict[str, torch.Tensor]
 
 
@@ -31,25 +36,27 @@ class MaskBuilder:
         config: the model's (text) configuration.
         attention: "sdpa" takes boolean masks; "eager" additive ones (a boolean one it would silently misread).
         dtype, device: of the model.
+
+    Attributes:
+        longest_window: the longest sliding window or chunk that any layer may have; 0 without one.
+
+    Raises:
+        ModelError: if the model has a kind of layer that cannot be fed a tree.
     """
 
     def __init__(self, config, attention: str, dtype: torch.dtype, device: torch.device):
         self._additive = attention == "eager"
         self._dtype, self._device = dtype, device
-        window = getattr(config, "sliding_window", None)
-        layer_types = getattr(config, "layer_types", None)
-        # Layer types that share a model get a mask each, by name; a model of one kind of layer gets one mask.
-        if layer_types and "sliding_attention" in layer_types:
-            self._windows = {kind: window if kind == "sliding_attention" else None for kind in set(layer_types)}
-            self._by_type = True
-        else:
-            self._windows = {"full_attention": None if layer_types else window}
-            self._by_type = False
-
-    @property
-    def longest_window(self) -> int:
-        """The longest sliding window of any layer; 0 without one."""
-        return max(window or 0 for window in self._windows.values())
+        self._sliding_window: int | None = getattr(config, "sliding_window", None)
+        self._chunk: int | None = getattr(config, "attention_chunk_size", None)
+        kinds = set(getattr(config, "layer_types", None) or ())
+        if unknown := kinds - set(KINDS):
+            raise ModelError(f"{config.model_type}: layers of type {min(unknown)} cannot be fed a token tree")
+        # A model of several kinds of layers takes a mask for each, by name; a model of one kind takes one mask.
+        self._by_kind = bool(kinds - {FULL})
+        self._kinds = kinds if self._by_kind else {FULL if kinds or not self._sliding_window else SLIDING}
+        # Every name under which a model keeps a length beyond which it attends otherwise, used here or not.
+        self.longest_window: int = max(getattr(config, name, None) or 0 for name in WINDOW_FIELDS)
 
     def build(self, parents: Sequence[int], positions: torch.Tensor, num_cached: int) -> LayerMasks:
         """The masks of a step: [1, 1, T, L + T] each.
@@ -63,13 +70,17 @@ class MaskBuilder:
         full = torch.ones((num_tokens, num_cached + num_tokens), dtype=torch.bool)
         full[:, num_cached:] = torch.from_numpy(ancestor_mask(parents))
         full = full.to(self._device, non_blocking=True)
-        masks = {kind: self._finish(full, positions, num_cached, window) for kind, window in self._windows.items()}
-        return masks if self._by_type else masks["full_attention"]
+        masks = {kind: self._finish(full, positions, num_cached, kind) for kind in self._kinds}
+        return masks if self._by_kind else next(iter(masks.values()))
 
-    def _finish(self, full: torch.Tensor, positions: torch.Tensor, num_cached: int, window: int | None) -> torch.Tensor:
-        if window is not None:
-            key_positions = torch.cat([torch.arange(num_cached, device=positions.device), positions])
-            full = full & (positions[:, None] - key_positions[None, :] < window)
+    def _finish(self, full: torch.Tensor, positions: torch.Tensor, num_cached: int, kind: str) -> torch.Tensor:
+        if kind != FULL:
+            keys = torch.cat([torch.arange(num_cached, device=positions.device), positions])[None, :]
+            queries = positions[:, None]
+            if kind == SLIDING:
+                full = full & (queries - keys < self._sliding_window)
+            else:
+                full = full & (queries // self._chunk == keys // self._chunk)
         if self._additive:
             lowest = torch.finfo(self._dtype).min
             full = torch.zeros(full.shape, dtype=self._dtype, device=full.device).masked_fill_(~full, lowest)

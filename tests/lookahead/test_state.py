@@ -1,0 +1,251 @@
+"""The decoding state, driven by a toy language model: a function from all tokens so far to the next one."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lp_runtime.lookahead.state import DecodingRules, DecodingState, Proposal
+
+RULES = DecodingRules(W=4, N=3, G=4, pool_from_prompt=True, window_seed=0, max_new_tokens=30)
+
+
+def toy_next(tokens: list[int], seed: int = 0, vocabulary: int = 5, memory: int = 3) -> int:
+    """The toy model: a hash of the last tokens, and of the position now and then, so that it repeats but not only."""
+    value = seed
+    for token in tokens[-memory:]:
+        value = (value * 31 + token + 7) % 10_007
+    if len(tokens) % 4 == 0:
+        value += len(tokens)
+    return value % vocabulary
+
+
+def toy_successors(state: DecodingState, proposal: Proposal, seed: int = 0) -> list[int]:
+    """What the toy model says after every node, given the path to it."""
+    tree = proposal.tree
+    texts: list[list[int]] = []
+    for node, token in enumerate(tree.tokens):
+        parent = tree.parents[node]
+        texts.append((texts[parent] if parent >= 0 else state.tokens[: state.num_cached]) + [token])
+    return [toy_next(text, seed) for text in texts]
+
+
+def greedy_text(prompt: list[int], rules: DecodingRules, seed: int = 0) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < rules.max_new_tokens:
+        tokens.append(toy_next(tokens, seed))
+        if tokens[-1] in rules.eos_token_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+def decode(prompt: list[int], rules: DecodingRules, seed: int = 0, state: DecodingState | None = None):
+    """All proposals and all runs of a request."""
+    state = state or DecodingState(prompt, rules)
+    proposals = [state.propose_prefill()]
+    runs = [state.advance_prefill(proposals[0], [toy_next(prompt, seed)])]
+    while state.finish_reason is None:
+        proposal = state.propose()
+        proposals.append(proposal)
+        runs.append(state.advance(proposal, toy_successors(state, proposal, seed)))
+    return state, proposals, runs
+
+
+rules_strategy = st.builds(
+    DecodingRules,
+    W=st.integers(0, 7),
+    N=st.integers(2, 6),
+    G=st.integers(0, 6),
+    pool_from_prompt=st.booleans(),
+    window_seed=st.integers(0, 3),
+    max_new_tokens=st.integers(1, 40),
+    eos_token_ids=st.sampled_from([frozenset(), frozenset({3}), frozenset({1, 4})]),
+)
+prompt_strategy = st.lists(st.integers(0, 4), min_size=1, max_size=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(prompt_strategy, rules_strategy, st.integers(0, 50))
+def test_the_output_is_the_models_greedy_text_whatever_W_N_G(prompt, rules, seed):
+    state, proposals, runs = decode(prompt, rules, seed)
+    expected = greedy_text(prompt, rules, seed)
+    assert state.new_tokens == sum(runs, []) == expected
+    assert state.finish_reason == ("eos" if expected[-1] in rules.eos_token_ids else "length")
+    assert state.num_steps == len(runs) == len(proposals)
+    assert all(runs)
+    assert len(runs[0]) == 1
+    assert state.num_cached + len(runs[-1]) == len(state.tokens)
+
+
+@settings(max_examples=100, deadline=None)
+@given(prompt_strategy, rules_strategy, st.integers(0, 50))
+def test_no_node_stands_deeper_than_what_could_be_committed(prompt, rules, seed):
+    _, proposals, runs = decode(prompt, rules, seed)
+    num_committed = 0
+    for proposal, run in zip(proposals, runs, strict=True):
+        assert max(proposal.tree.depths) + 1 <= rules.max_new_tokens - num_committed
+        num_committed += len(run)
+
+
+@settings(max_examples=50, deadline=None)
+@given(prompt_strategy, rules_strategy, st.integers(0, 50))
+def test_equal_successors_make_equal_states(prompt, rules, seed):
+    _, first, _ = decode(prompt, rules, seed)
+    _, second, _ = decode(prompt, rules, seed)
+    assert [p.digest for p in first] == [p.digest for p in second]
+    assert [p.tree.tokens for p in first] == [p.tree.tokens for p in second]
+    assert [p.tree.parents for p in first] == [p.tree.parents for p in second]
+
+
+def test_guesses_save_steps():
+    state, _, runs = decode([1, 2, 3], replace(RULES, W=5, N=4, G=5, max_new_tokens=200))
+    assert state.num_steps < 150
+    assert max(map(len, runs)) > 2
+
+
+def test_a_guess_accepted_in_full_commits_N_tokens():
+    state = DecodingState([1], replace(RULES, W=0, N=4))
+    state.advance_prefill(state.propose_prefill(), [1])
+    state.pool.insert((1, 2, 3, 4))
+    assert state.advance(state.propose(), [2, 3, 4, 5]) == [2, 3, 4, 5]
+    assert (state.num_cached, state.pending) == (2, [2, 3, 4, 5])
+
+
+def test_without_window_and_guesses_every_step_feeds_the_root_alone():
+    state, proposals, runs = decode([1, 2, 3], replace(RULES, W=0, G=0))
+    assert [len(p.tree) for p in proposals] == [1] * 30
+    assert [len(run) for run in runs] == [1] * 30
+
+
+def test_pending_tokens_are_what_the_last_step_committed():
+    state = DecodingState([1, 2, 3], RULES)
+    assert state.pending == [1, 2, 3]
+    proposal = state.propose_prefill()
+    run = state.advance_prefill(proposal, [toy_next([1, 2, 3])])
+    while state.finish_reason is None:
+        assert state.pending == run
+        proposal = state.propose()
+        assert proposal.tree.tokens[: len(run)] == run
+        assert proposal.tree.root == len(run) - 1
+        run = state.advance(proposal, toy_successors(state, proposal))
+
+
+def test_a_run_is_cut_after_the_first_end_token():
+    state = DecodingState([1], replace(RULES, W=0, N=4, eos_token_ids=frozenset({9})))
+    state.advance_prefill(state.propose_prefill(), [1])
+    state.pool.insert((1, 2, 9, 4))
+    proposal = state.propose()
+    assert proposal.tree.tokens == [1, 2, 9, 4]
+    assert state.advance(proposal, [2, 9, 4, 5]) == [2, 9]
+    assert state.new_tokens == [1, 2, 9]
+    assert state.finish_reason == "eos"
+
+
+def test_what_is_cut_counts_nowhere():
+    state = DecodingState([1], replace(RULES, W=0, N=4, eos_token_ids=frozenset({9})))
+    state.advance_prefill(state.propose_prefill(), [1])
+    state.pool.insert((1, 2, 9, 4))
+    state.advance(state.propose(), [2, 9, 4, 5])
+    assert state.pool.statistics().accepted_length == 2  # the nodes 2 and 9, not 4
+    assert state.pool.guesses(9) == []
+
+
+def test_the_prefills_token_may_end_the_request():
+    state = DecodingState([1], replace(RULES, eos_token_ids=frozenset({9})))
+    assert state.advance_prefill(state.propose_prefill(), [9]) == [9]
+    assert state.finish_reason == "eos"
+    state = DecodingState([1], replace(RULES, max_new_tokens=1))
+    state.advance_prefill(state.propose_prefill(), [9])
+    assert state.finish_reason == "length"
+
+
+def test_the_last_token_allowed_may_be_an_end_token():
+    state = DecodingState([1], replace(RULES, max_new_tokens=1, eos_token_ids=frozenset({9})))
+    state.advance_prefill(state.propose_prefill(), [9])
+    assert state.finish_reason == "eos"
+
+
+def test_the_prompts_ngrams_are_guessed_from_the_first_step_on():
+    state = DecodingState([1, 2, 3, 4], replace(RULES, W=0))
+    state.advance_prefill(state.propose_prefill(), [2])
+    assert state.pool.guesses(3) == [(4, 2)]  # it crosses from the prompt into the output
+    assert state.propose().tree.tokens == [2, 3, 4]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(100, 104), min_size=1, max_size=9), st.integers(2, 5), st.integers(0, 20))
+def test_without_pool_from_prompt_no_ngram_reaches_into_the_prompt(prompt, size, seed):
+    # The prompt's tokens are none that the toy model says.
+    rules = replace(RULES, W=0, N=size, G=9, pool_from_prompt=False)
+    state, _, _ = decode(prompt, rules, seed)
+    out = state.new_tokens
+    assert all(state.pool.guesses(token) == [] for token in range(100, 105))
+    held = {(token, *rest) for token in range(5) for rest in state.pool.guesses(token)}
+    seen = {tuple(out[start : start + size]) for start in range(len(out) - size + 1)}
+    assert held <= seen
+    assert bool(held) == bool(seen)
+
+
+def test_pool_holds_the_committed_ngrams():
+    state, _, _ = decode([1, 2, 3], replace(RULES, W=0, G=50, max_new_tokens=20))
+    for start in range(len(state.tokens) - 2):
+        first, *rest = state.tokens[start : start + 3]
+        assert tuple(rest) in state.pool.guesses(first)
+
+
+def test_the_window_starts_from_prompt_tokens_drawn_by_its_seed():
+    def first_level(seed: int) -> list[int]:
+        rules = replace(RULES, W=12, G=0, window_seed=seed)
+        return DecodingState([50, 60, 70], rules).window.levels[0]
+
+    assert set(first_level(0)) <= {50, 60, 70}
+    assert first_level(0) == first_level(0)
+    assert first_level(0) != first_level(1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(RULES, W=5),
+        replace(RULES, N=4),
+        replace(RULES, G=5),
+        replace(RULES, pool_from_prompt=False),
+        replace(RULES, window_seed=1),
+        replace(RULES, max_new_tokens=31),
+        replace(RULES, eos_token_ids=frozenset({3})),
+    ],
+    ids=lambda rules: repr(rules)[13:],
+)
+def test_the_prefills_digest_tells_rules_apart(other):
+    digest = DecodingState([1, 2, 3], RULES).propose_prefill().digest
+    assert digest == DecodingState([1, 2, 3], RULES).propose_prefill().digest
+    assert digest != DecodingState([1, 2, 3], other).propose_prefill().digest
+    assert digest != DecodingState([1, 2, 4], RULES).propose_prefill().digest
+
+
+def test_the_prefills_digest_does_not_depend_on_the_order_of_end_tokens():
+    forward, backward = (replace(RULES, eos_token_ids=frozenset(ids)) for ids in ([8, 16, 0], [0, 16, 8]))
+    assert DecodingState([1], forward).propose_prefill().digest == DecodingState([1], backward).propose_prefill().digest
+
+
+def test_states_that_part_differ_in_digest_from_then_on():
+    pair = [DecodingState([1, 2, 3], RULES) for _ in range(2)]
+    for state, token in zip(pair, (1, 2), strict=True):
+        state.advance_prefill(state.propose_prefill(), [token])
+    assert pair[0].propose().digest != pair[1].propose().digest
+    # even where the next trees are equal: one has more history
+    pair = [DecodingState([1, 2, 3], replace(RULES, W=0, G=0)) for _ in range(2)]
+    for state, tokens in zip(pair, ([1, 4, 4], [1, 3, 4]), strict=True):
+        state.advance_prefill(state.propose_prefill(), tokens[:1])
+        for token in tokens[1:]:
+            state.advance(state.propose(), [token])
+    first, second = (state.propose() for state in pair)
+    assert first.tree.tokens == second.tree.tokens
+    assert first.digest != second.digest
+
+
+def test_digests_fit_the_header_of_the_exchange():
+    _, proposals, _ = decode([1, 2, 3], RULES)
+    assert all(0 <= proposal.digest < 2**56 for proposal in proposals)
+    assert len({proposal.digest for proposal in proposals}) == len(proposals)

@@ -1,0 +1,101 @@
+"""The token tree and acceptance."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lp_runtime.lookahead.tree import TokenTree, accept
+
+BRANCHES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=8)
+
+
+def path_to(tree: TokenTree, node: int) -> list[int]:
+    """Tokens from below the root down to `node`."""
+    tokens = []
+    while node != tree.root:
+        tokens.append(tree.tokens[node])
+        node = tree.parents[node]
+    return tokens[::-1]
+
+
+def test_pending_tokens_are_a_chain_that_ends_at_the_root():
+    tree = TokenTree([7, 8, 9], max_depth=5)
+    assert tree.tokens == [7, 8, 9]
+    assert tree.parents == [-1, 0, 1]
+    assert tree.depths == [-2, -1, 0]
+    assert tree.root == 2
+    assert len(tree) == 3
+
+
+def test_siblings_merge_and_equal_tokens_under_different_parents_do_not():
+    tree = TokenTree([7], max_depth=5)
+    first = tree.add_branch([1, 2, 3])
+    second = tree.add_branch([1, 2, 4])
+    third = tree.add_branch([2, 1])
+    assert first[:2] == second[:2]
+    assert first[2] != second[2]
+    assert not set(third) & set(first)
+    assert len(tree) == 1 + 3 + 1 + 2
+    assert tree.add(tree.root, 1) == first[0]
+    assert tree.child(first[0], 2) == first[1]
+    assert tree.child(first[0], 9) is None
+
+
+def test_nothing_is_added_below_max_depth():
+    tree = TokenTree([7], max_depth=2)
+    nodes = tree.add_branch([1, 2, 3, 4])
+    assert [tree.depths[node] for node in nodes] == [1, 2]
+    assert tree.add(nodes[-1], 3) is None
+    assert len(tree) == 3
+    assert TokenTree([7], max_depth=0).add_branch([1]) == []
+
+
+@given(BRANCHES, st.integers(0, 4), st.integers(1, 3))
+def test_the_tree_is_the_prefix_closure_of_its_branches(branches, max_depth, num_pending):
+    tree = TokenTree([9] * num_pending, max_depth)
+    for branch in branches:
+        nodes = tree.add_branch(branch)
+        assert [tree.tokens[node] for node in nodes] == branch[:max_depth]
+    prefixes = {tuple(b[:length]) for b in branches for length in range(1, min(len(b), max_depth) + 1)}
+    below = range(tree.root + 1, len(tree))
+    assert {tuple(path_to(tree, node)) for node in below} == prefixes
+    assert len(below) == len(prefixes)
+    for node in below:
+        parent = tree.parents[node]
+        assert tree.root <= parent < node
+        assert tree.depths[node] == tree.depths[parent] + 1 == len(path_to(tree, node))
+
+
+def test_accept_commits_the_bonus_token_alone_when_no_guess_holds():
+    tree = TokenTree([5, 6], max_depth=4)
+    tree.add_branch([1, 2])
+    assert accept(tree, [-1, 3, 0, 0]) == ([3], [])
+
+
+def test_accept_keeps_the_bonus_token_of_a_full_match():
+    tree = TokenTree([5], max_depth=4)
+    nodes = tree.add_branch([1, 2, 3])
+    assert accept(tree, [1, 2, 3, 4]) == ([1, 2, 3, 4], nodes)
+
+
+def test_accept_goes_from_one_branch_into_another_where_they_share_nodes():
+    tree = TokenTree([5], max_depth=9)
+    window = [tree.root, tree.add(tree.root, 1)]
+    window.append(tree.add(window[1], 2))
+    guess = tree.add_branch([1, 3, 4])
+    successors = [0] * len(tree)
+    successors[tree.root], successors[guess[0]], successors[guess[1]], successors[guess[2]] = 1, 3, 4, 8
+    assert guess[0] == window[1]
+    assert accept(tree, successors) == ([1, 3, 4, 8], guess)
+
+
+@given(BRANCHES, st.lists(st.integers(0, 2), min_size=41, max_size=41))
+def test_accept_takes_the_longest_path_that_the_successors_agree_with(branches, successors):
+    tree = TokenTree([9], max_depth=5)
+    for branch in branches:
+        tree.add_branch(branch)
+    run, path = accept(tree, successors)
+    assert [tree.tokens[node] for node in path] == run[:-1]
+    assert [tree.parents[node] for node in path] == [tree.root, *path][:-1]
+    last = path[-1] if path else tree.root
+    assert [successors[node] for node in [tree.root, *path]] == run
+    assert tree.child(last, run[-1]) is None

@@ -1,0 +1,120 @@
+"""Loading: what works, and that everything broken is one line that names model.path."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lp_runtime.config import ModelConfig
+from lp_runtime.errors import ModelError
+from lp_runtime.model.loading import check_location, eos_token_ids, load_model, load_tokenizer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def model_dir(tiny_model_dir, tmp_path):
+    """A copy of the tiny model that a test may break."""
+    return shutil.copytree(tiny_model_dir, tmp_path / "model")
+
+
+def assert_refused(path, words: str, load=lambda config: load_model(config, CPU, "float32")) -> None:
+    with pytest.raises(ModelError, match=words) as caught:
+        load(ModelConfig(path=str(path)))
+    message = str(caught.value)
+    assert message.startswith(f"model.path={path}: ")
+    assert len(message.splitlines()) == 1
+
+
+def edit_weights(path, edit) -> None:
+    weights = load_file(path / "model.safetensors")
+    edit(weights)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("auto", "float32"), ("float32", "float32"), ("bfloat16", "bfloat16")])
+def test_a_model_loads_in_eval_mode_with_its_weights(tiny_model_dir, dtype, expected):
+    model = load_model(ModelConfig(path=str(tiny_model_dir)), CPU, dtype)
+    assert not model.training
+    assert model.dtype == getattr(torch, expected)
+    saved = load_file(tiny_model_dir / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(model.model.norm.weight, saved.to(model.dtype))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_attention_asked_for_is_the_models(tiny_model_dir, attention):
+    model = load_model(ModelConfig(path=str(tiny_model_dir), attn_implementation=attention), CPU, "float32")
+    assert model.config._attn_implementation == attention
+
+
+def test_a_missing_directory(tmp_path):
+    assert_refused(tmp_path / "nowhere", "no such directory")
+    assert_refused(tmp_path / "nowhere", "no such directory", check_location)
+    assert_refused(tmp_path / "nowhere", "no such directory", load_tokenizer)
+
+
+def test_a_file_in_place_of_a_directory(tmp_path):
+    (tmp_path / "file").write_text("x")
+    assert_refused(tmp_path / "file", "no such directory")
+
+
+def test_a_directory_without_config(model_dir):
+    (model_dir / "config.json").unlink()
+    assert_refused(model_dir, "no config.json")
+
+
+@pytest.mark.parametrize("text", ["{ this is not json", "", "[]", "{}", '{"model_type": "no_such_architecture"}'])
+def test_a_broken_config(model_dir, text):
+    (model_dir / "config.json").write_text(text)
+    assert_refused(model_dir, "cannot be loaded")
+
+
+def test_no_weights(model_dir):
+    (model_dir / "model.safetensors").unlink()
+    assert_refused(model_dir, "cannot be loaded")
+
+
+def test_truncated_weights(model_dir):
+    weights = model_dir / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert_refused(model_dir, "cannot be loaded")
+
+
+def test_weights_that_lack_a_key(model_dir):
+    edit_weights(model_dir, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    assert_refused(model_dir, "the weights lack model.layers.1.mlp.up_proj.weight$")
+
+
+def test_weights_that_lack_several_keys(model_dir):
+    def edit(weights):
+        for name in [name for name in weights if "layers.1" in name]:
+            del weights[name]
+
+    edit_weights(model_dir, edit)
+    assert_refused(model_dir, "the weights lack model.layers.1.* and 8 more$")
+
+
+def test_weights_of_another_shape(model_dir):
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
+    assert_refused(model_dir, "wrong shape for .*model.layers.0.mlp.down_proj.weight")
+
+
+def test_a_model_without_a_tokenizer(tiny_model_dir):
+    assert_refused(tiny_model_dir, "no usable tokenizer", load_tokenizer)
+
+
+def test_a_broken_tokenizer(model_dir):
+    (model_dir / "tokenizer.json").write_text("{ broken")
+    assert_refused(model_dir, "no usable tokenizer", load_tokenizer)
+
+
+def test_end_of_sequence_ids(random_model):
+    model = random_model()
+    assert eos_token_ids(model) == frozenset()
+    model.config.eos_token_id = 5
+    assert eos_token_ids(model) == {5}
+    model.generation_config.eos_token_id = [3, 4]
+    assert eos_token_ids(model) == {3, 4}

@@ -1,0 +1,53 @@
+"""Real processes that meet over gloo, for the tests that need more than one replica."""
+
+import multiprocessing
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lp_runtime.parallel.group import ReplicaContext, host_store, process_group
+
+CPU = torch.device("cpu")
+TIMEOUT = 60.0
+
+
+def _enter(task: Callable, arguments: tuple, rank: int, num_replicas: int, port: int, results) -> None:
+    """A rank's process: join the group, run the task, report its result or its error."""
+    torch.set_num_threads(1)
+    context = ReplicaContext(rank, num_replicas, host="127.0.0.1", port=port)
+    try:
+        with process_group(context, CPU, TIMEOUT):
+            results.put((rank, task(rank, num_replicas, *arguments)))
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        results.put((rank, error))
+
+
+@contextmanager
+def running_ranks(task: Callable, num_replicas: int, *arguments) -> Iterator[tuple[list, object]]:
+    """Start `task(rank, num_replicas, *arguments)` in a process a rank; yields them and the queue of (rank, result)."""
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    store = host_store("127.0.0.1", 0, TIMEOUT)
+    processes = [
+        spawn.Process(target=_enter, args=(task, arguments, rank, num_replicas, store.port, results), daemon=True)
+        for rank in range(num_replicas)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        yield processes, results
+    finally:
+        for process in processes:
+            process.join(TIMEOUT)
+            process.kill()
+
+
+def run_ranks(task: Callable, num_replicas: int, *arguments) -> list:
+    """What the task returned, or raised, on every rank."""
+    with running_ranks(task, num_replicas, *arguments) as (processes, results):
+        found = dict(results.get(timeout=2 * TIMEOUT) for _ in processes)
+    return [found[rank] for rank in range(num_replicas)]

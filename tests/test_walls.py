@@ -1,0 +1,205 @@
+"""The walls of the package: who may import what. Read from the source, so that no lazy import escapes."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lp_runtime
+
+PACKAGE = Path(lp_runtime.__file__).parent
+FILES = sorted(path for path in PACKAGE.rglob("*.py"))
+NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
+
+# From the bottom up. A part may import parts of lower rows only, or itself.
+LAYERS = [
+    {"errors"},
+    {"config"},
+    {"lookahead"},
+    {"model", "parallel"},
+    {"decoding"},
+    {"worker"},
+    {"launchers"},
+    {"api"},
+    {"single"},
+    {"batch"},
+    {"cli"},
+    {"__main__"},
+]
+LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+
+
+def part_of(name: str) -> str:
+    """The layer's part that a file of the package belongs to: a subpackage, or a module at the top."""
+    return name.removesuffix(".py").split("/")[0]
+
+
+def imports_of(path: Path) -> list[tuple[str, bool]]:
+    """(dotted name, whether it is inside a function) of every import; `from a import b` gives a.b."""
+    found = []
+
+    def visit(node: ast.AST, lazy: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                found.extend((alias.name, lazy) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{path}: a relative import"
+                found.extend((f"{child.module}.{alias.name}", lazy) for alias in child.names)
+            visit(child, lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+    visit(ast.parse(path.read_text()), False)
+    return found
+
+
+def dotted(node: ast.AST) -> str | None:
+    """a.b.c of an attribute chain."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (start := dotted(node.value)):
+        return f"{start}.{node.attr}"
+    return None
+
+
+def under(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+IMPORTS = {name: imports_of(path) for name, path in zip(NAMES, FILES, strict=True)}
+
+
+def importers_of(*packages: str) -> set[str]:
+    return {name for name, imports in IMPORTS.items() if any(under(module, *packages) for module, _ in imports)}
+
+
+def test_this_test_sees_the_package():
+    assert {"lookahead/tree.py", "model/tree_model.py", "parallel/exchange.py", "worker.py", "cli.py"} <= set(NAMES)
+    assert "model/loading.py" in importers_of("transformers")
+    assert "parallel/exchange.py" in importers_of("torch.distributed")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "__init__.py"])
+def test_imports_go_downward_only(name):
+    part = part_of(name)
+    assert part in LEVEL, f"{name}: a new part of the package; give it a row in LAYERS"
+    for module, _ in IMPORTS[name]:
+        if not under(module, "lp_runtime"):
+            continue
+        other = (module.split(".") + ["__init__"])[1]
+        assert other in LEVEL, f"{name} imports {module}"
+        assert other == part or LEVEL[other] < LEVEL[part], f"{name} imports {module}, which stands above or beside it"
+
+
+def test_lookahead_is_pure():
+    for name in (name for name in NAMES if part_of(name) == "lookahead"):
+        for module, _ in IMPORTS[name]:
+            assert not under(module, "torch.distributed", "transformers", "ray", "hydra", "omegaconf"), name
+            if under(module, "lp_runtime"):
+                assert under(module, "lp_runtime.lookahead"), name
+
+
+def test_the_partition_is_pure():
+    modules = [module for module, _ in IMPORTS["parallel/partition.py"]]
+    assert not any(under(module, "torch", "os") for module in modules)
+
+
+def test_transformers_lives_in_the_model():
+    assert {part_of(name) for name in importers_of("transformers")} == {"model"}
+
+
+def test_collectives_live_in_parallel():
+    outside = {name for name in importers_of("torch.distributed") if part_of(name) != "parallel"}
+    for name in outside:
+        tree = ast.parse((PACKAGE / name).read_text())
+        aliases = {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+            if under(alias.name, "torch.distributed")
+        }
+        assert aliases, f"{name}: import torch.distributed as a whole, so that its uses can be seen"
+        used = {
+            chain
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and (chain := dotted(node)) and under(chain, *aliases)
+        }
+        stores = {f"{alias}.{store}" for alias in aliases for store in ("Store", "TCPStore")}
+        assert used <= stores, f"{name} uses {used - stores}"  # where replicas meet, in annotations
+
+
+def test_nobody_reaches_collectives_through_torch():
+    for name, path in zip(NAMES, FILES, strict=True):
+        chains = {dotted(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        assert not any(chain and under(chain, "torch.distributed") for chain in chains), name
+
+
+def test_ray_is_imported_lazily_and_in_one_module():
+    assert importers_of("ray") == {"launchers/ray_actors.py"}
+    assert all(lazy for module, lazy in IMPORTS["launchers/ray_actors.py"] if under(module, "ray"))
+
+
+def test_hydra_stops_at_the_door():
+    assert importers_of("hydra", "omegaconf") == {"cli.py"}
+
+
+def test_the_environment_is_read_in_one_place():
+    readers = set()
+    for name, path in zip(NAMES, FILES, strict=True):
+        chains = {dotted(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        if chains & {"os.environ", "os.getenv", "os.environb", "os.putenv"}:
+            readers.add(name)
+        assert not any(under(module, "os.environ", "os.getenv") for module, _ in IMPORTS[name]), name
+    assert readers == {"parallel/group.py"}
+
+
+def test_no_global_statements():
+    for name, path in zip(NAMES, FILES, strict=True):
+        assert not any(isinstance(node, ast.Global) for node in ast.walk(ast.parse(path.read_text()))), name
+
+
+IMPORT_WITHOUT_RAY = """
+import sys
+sys.modules["ray"] = None  # importing it would raise
+import lp_runtime, lp_runtime.cli, lp_runtime.single, lp_runtime.batch, lp_runtime.launchers
+import lp_runtime.launchers.torchrun, lp_runtime.launchers.in_process, lp_runtime.launchers.spawned
+"""
+
+# One rank of torchrun's, which decodes.
+DECODE_WITHOUT_RAY = """
+import sys
+sys.modules["ray"] = None
+from lp_runtime import LookaheadRuntime
+with LookaheadRuntime(model=sys.argv[1]) as runtime:
+    assert type(runtime._launcher).__name__ == "TorchrunLauncher"
+    assert len(runtime.generate([1, 2, 3], max_new_tokens=5).token_ids) == 5
+"""
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "test",
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def run_python(code: str, *arguments: str, **environment: str) -> None:
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_the_package_does_not_import_ray():
+    run_python("import lp_runtime, sys; assert 'ray' not in sys.modules")
+
+
+def test_everything_but_ray_is_imported_without_ray():
+    run_python(IMPORT_WITHOUT_RAY)
+
+
+def test_a_rank_of_torchrun_decodes_without_ray(tiny_model_dir):
+    run_python(DECODE_WITHOUT_RAY, str(tiny_model_dir), **TORCHRUN)
