@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# lp-generate as a job of a running Ray cluster: uploads this repository, runs the command on the cluster, shows its
+# output, and ends with its exit status.
+#
+#   ray start --head                                              a cluster of one machine, if there is none yet
+#   launch/ray_job.sh prompt="def fib(n):" gpus=4                 the job
+#   RAY_API_SERVER_ADDRESS=http://10.0.0.1:8265 launch/ray_job.sh prompt="def fib(n):" gpus=4   on another cluster
+#
+# The arguments are lp-generate's overrides; launcher=ray is added. The address is that of the cluster's dashboard
+# (default http://127.0.0.1:8265), so the cluster's head needs ray[default]. The nodes need the dependencies of
+# pyproject.toml in the Python that ray was started with; JOB_PYTHON=/path/on/the/nodes/python names another.
+#
+# A cluster that asks for a token (docs/operating.md) wants RAY_AUTH_MODE=token here.
+#
+# The job runs in a copy of the repository on a node of the cluster, so model.path, prompts and output must be absolute
+# paths that the nodes see. What .gitignore and .rayignore name is not uploaded, nor are .git and .venv.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+ray="$root/.venv/bin/ray"
+[[ -x "$ray" ]] || ray=ray
+cd "$root"
+exec "$ray" job submit --address "${RAY_API_SERVER_ADDRESS:-http://127.0.0.1:8265}" --working-dir . -- \
+    "${JOB_PYTHON:-python}" -m lp_runtime launcher=ray "$@"

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# lp-generate under torchrun: one process a replica, on this machine or on several.
+#
+# One machine, 4 replicas (without NPROC: one a GPU, or 2 on a machine without GPUs):
+#
+#   NPROC=4 launch/torchrun.sh prompt="def fib(n):" max_new_tokens=128
+#
+# Several machines: the same command on each, with the number of machines, which one this is (0 is the one that prints
+# and writes; MASTER_ADDR is its address as the others reach it) and a free port of machine 0:
+#
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 MASTER_PORT=29511 NPROC=4 launch/torchrun.sh prompt="def fib(n):"
+#   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 MASTER_PORT=29511 NPROC=4 launch/torchrun.sh prompt="def fib(n):"
+#
+# All machines need the model at the same model.path. The arguments are lp-generate's overrides; gpus= may be left out,
+# it is NNODES x NPROC. The Python is that of .venv (scripts/setup.sh makes it), else the one on the PATH; PYTHON=...
+# names another. Needs no Ray.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+python="${PYTHON:-}"
+if [[ -z "$python" ]]; then
+    python="$root/.venv/bin/python"
+    [[ -x "$python" ]] || python=python3
+fi
+
+count_gpus='import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 2)'
+nproc="${NPROC:-$("$python" -c "$count_gpus")}"
+nnodes="${NNODES:-1}"
+if [[ "$nnodes" == 1 ]]; then
+    where=(--standalone)
+else
+    : "${NODE_RANK:?which of the NNODES machines this is, 0 to NNODES - 1}"
+    : "${MASTER_ADDR:?the address of machine 0}"
+    where=(--nnodes "$nnodes" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29511}")
+fi
+
+# lp_runtime sets its own thread count on CPUs; this keeps torchrun from warning that it set one.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec "$python" -m torch.distributed.run "${where[@]}" --nproc-per-node "$nproc" -m lp_runtime "$@"

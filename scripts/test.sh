@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Set up what is missing, then run the tests.
+#
+#   scripts/test.sh                          all of them
+#   scripts/test.sh tests/lookahead -x -k accept    pytest's arguments; paths are relative to the repository's root
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+"$root/scripts/setup.sh" ray,test
+cd "$root"
+exec "$root/.venv/bin/python" -m pytest "$@"
