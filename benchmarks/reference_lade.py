@@ -13,17 +13,14 @@ Greedy, float32, on the CPU, on past end-of-text to exactly --max-new-tokens. A 
 forward, counted in a wrapper around it, the prefill included. S = new tokens / steps, over all prompts; what lade
 commits beyond the limit in its last step is cut by lade itself and counts nowhere.
 
-The PyPI release has no POOL_FROM_PROMPT: that switch came later, on GitHub (read at commit 0e9f02d), with other changes
-of the greedy loop. They are offered here as edits of lade's function in memory; each asserts that it found its place:
+The PyPI release has no prompt pool, its pool takes no committed text, and a guess that is accepted in full loses its
+bonus token. All three handicap it, so they can be lifted; the edits are ours, made in memory, and each asserts that it
+found its place:
 
-    --pool-from-prompt   the prompt's n-grams enter the pool before the first step, the committed ones as they come.
-                         GitHub's code notes an accepted run as its last token, repeated, which spoils some n-grams:
-                         --committed keeps that slip (github), mends it (mended), or leaves them all out (none).
-    --full-match-bonus   a guess accepted in full commits N tokens; the PyPI release stops at N-1.
+    --pool-from-prompt   the n-grams of the prompt, and of committed text as it comes, enter the pool (the default)
+    --full-match-bonus   a guess that is accepted in full commits N tokens, not N - 1
 
-`--no-pool-from-prompt --no-full-match-bonus` is the PyPI release, unchanged. `--full-match-bonus` with the other
-defaults is the GitHub loop on one device, except that there the random tokens of the first window are unseeded (the
-PyPI release seeds Python's generator with 10 in every call).
+`--no-pool-from-prompt` alone is the PyPI release, unchanged.
 """
 
 import argparse
@@ -113,7 +110,7 @@ def insert(pool: dict, ngram: list[int], level: int, guess_set_size: int) -> Non
     del entries[:-guess_set_size]
 
 
-def edit_greedy_loop(pool_from_prompt: bool, committed: str, full_match_bonus: bool) -> None:
+def edit_greedy_loop(pool_from_prompt: bool, full_match_bonus: bool) -> None:
     """Replace lade's greedy loop by a copy with the asked-for edits (see the top)."""
     source = inspect.getsource(lade.decoding.jacobi_greedy_search_multilevel)
 
@@ -130,7 +127,7 @@ def edit_greedy_loop(pool_from_prompt: bool, committed: str, full_match_bonus: b
 
     def note_committed(history: list[int], run: list[int], pool: dict, level: int, guess_set_size: int) -> None:
         for token in run:
-            history.append(run[-1] if committed == "github" else token)
+            history.append(token)
             insert(pool, history[-level:], level, guess_set_size)
 
     if pool_from_prompt:
@@ -138,10 +135,9 @@ def edit_greedy_loop(pool_from_prompt: bool, committed: str, full_match_bonus: b
             "    token_map = {}\n",
             "    token_map = seeded_pool(all_old_tokens, LEVEL, GUESS_SET_SIZE)\n    history = list(all_old_tokens)\n",
         )
-        if committed != "none":
-            accepted = "        lst_token = hits[max_hit]\n"
-            note = "        note_committed(history, hits[:max_hit + 1], token_map, LEVEL, GUESS_SET_SIZE)\n"
-            replace(accepted, accepted + note)
+        accepted = "        lst_token = hits[max_hit]\n"
+        note = "        note_committed(history, hits[:max_hit + 1], token_map, LEVEL, GUESS_SET_SIZE)\n"
+        replace(accepted, accepted + note)
     if full_match_bonus:
         replace("for gg in range(len(myguess)):", "for gg in range(len(myguess) + 1):")
         replace("if myguess[gg] != correct[gg]:", "if gg == len(myguess) or myguess[gg] != correct[gg]:")
@@ -211,7 +207,6 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--settings", type=triple, nargs="+", default=[(5, 3, 5), (7, 5, 7), (15, 5, 15)], help="W,N,G")
     parser.add_argument("--pool-from-prompt", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--committed", choices=("github", "mended", "none"), default="github")
     parser.add_argument("--full-match-bonus", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--output", type=Path, required=True)
@@ -221,7 +216,7 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     random.seed(0)  # lade 0.0.2 seeds it again, with 10, in every call
-    edit_greedy_loop(args.pool_from_prompt, args.committed, args.full_match_bonus)
+    edit_greedy_loop(args.pool_from_prompt, args.full_match_bonus)
     lade.augment_all()
     model, tokenizer = load_model(args.model), load_tokenizer(args.model)
     counter = ForwardCounter(model)
@@ -245,7 +240,6 @@ def main() -> None:
     report = {
         "implementation": "lade 0.0.2",
         "pool_from_prompt": args.pool_from_prompt,
-        "committed": args.committed if args.pool_from_prompt else "none",
         "full_match_bonus": args.full_match_bonus,
         "dtype": "float32",
         "max_new_tokens": args.max_new_tokens,

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # lp-generate as a job of a running Ray cluster: uploads this repository, runs the command on the cluster, shows its
-# output, and ends with its exit status.
+# output, and ends with status 0, or 1 if the job failed.
 #
 #   ray start --head                                              a cluster of one machine, if there is none yet
 #   launch/ray_job.sh prompt="def fib(n):" gpus=4                 the job

@@ -20,9 +20,9 @@ device="$("$root/.venv/bin/python" -c '
 import torch
 print("cuda" if torch.cuda.is_available() and torch.cuda.device_count() > 1 else "cpu")' 2>/dev/null)"
 
-prompt='def binary_search(items, target):
-    """Return the index of target in the sorted list items, or -1 if it is not there."""
-'
+prompt='def read_json(path: str) -> dict:
+    """Read a JSON file and return its contents."""
+    with open'
 # Of settings given twice, the last one counts. A prompts= of the user's takes the place of ours.
 for argument in "$@"; do
     if [[ "$argument" == prompts=* ]]; then

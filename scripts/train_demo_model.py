@@ -251,6 +251,7 @@ def train(work: Path, args: argparse.Namespace) -> dict:
     return {
         "steps": steps, "batch_tokens": args.batch_tokens, "num_parameters": num_parameters,
         "training_tokens": len(ids), "held_out_tokens": len(held), "minutes": seconds / 60, "history": history,
+        "flags": " ".join(f for f, on in (("--bfloat16", args.bfloat16), ("--compile", args.compile)) if on),
         "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads",
     }  # fmt: skip
 
@@ -274,7 +275,7 @@ A {report["num_parameters"] / 1e6:.1f}M-parameter Llama-architecture model of Py
 lp_runtime needs no download and its tests have a really trained model. It writes text that reads like Python; it does
 not write correct programs. Context {CONTEXT:,} tokens, byte-level BPE of {VOCABULARY:,} tokens, bfloat16 on disk.
 
-Made by `scripts/train_demo_model.py`: {report["steps"]:,} steps of {report["batch_tokens"]:,} tokens
+Made by `scripts/train_demo_model.py {report["flags"]}`: {report["steps"]:,} steps of {report["batch_tokens"]:,} tokens
 ({report["steps"] * report["batch_tokens"] / 1e6:.1f}M seen; the corpus has {report["training_tokens"] / 1e6:.1f}M),
 {report["minutes"]:.0f} minutes on {report["device"]}, Python {platform.python_version()},
 {", ".join(f"{k} {v}" for k, v in versions.items())}.
