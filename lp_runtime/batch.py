@@ -153,7 +153,7 @@ class OutputFile:
         """
         path = self._path
         try:
-            if path.exists() and path.stat().st_size:
+            if path.is_file() and path.stat().st_size:
                 self._check_settings()
                 done = self._read_done()
             else:

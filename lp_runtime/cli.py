@@ -145,15 +145,25 @@ def load_config(overrides: list[str], config_dir: str | None = None) -> Generate
     try:
         with initialize_config_dir(str(_conf_dir()), version_base="1.3"):
             composed = compose("config", overrides=[*search, *rest])
-        for key, value in literal.items():
-            # a value is no interpolation, whatever it looks like
-            OmegaConf.update(composed, key, value.replace("${", "\\${"))
-        return OmegaConf.to_object(composed)
+        values = OmegaConf.to_container(composed, resolve=True)
     except MissingConfigException as error:
         options = ", ".join(error.options or []) or "none"
         raise ConfigError(f"{_culprit(str(error.missing_cfg_file), rest)}: must be one of {options}") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error, rest)) from error
+    return _build(GenerateConfig, values, literal)
+
+
+def _build(schema: type, values: dict, literal: dict[str, str], prefix: str = ""):
+    """A settings class from a nested dict; `literal` has values by whole key, which OmegaConf would interpret."""
+    hints = get_type_hints(schema)
+    arguments = {}
+    for name, value in values.items():
+        key = prefix + name
+        if is_dataclass(hints[name]):
+            value = _build(hints[name], value, literal, f"{key}.")
+        arguments[name] = literal.get(key, value)
+    return schema(**arguments)
 
 
 def _culprit(missing: str, overrides: list[str]) -> str:

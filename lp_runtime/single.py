@@ -13,8 +13,6 @@ from lp_runtime.errors import ConfigError
 def generate_one(runtime: LookaheadRuntime, config: GenerateConfig) -> None:
     """Stream `config.prompt`'s continuation to stdout and a summary to stderr; with compare=true, once more plainly."""
     prompt = parse_ids(config.prompt, "prompt") if config.ids else config.prompt
-    if not config.ids:
-        print(prompt, end="", flush=True)
     generation = _stream(runtime, config, prompt, config.lookahead)
     rows = [("lookahead", generation)]
     if config.compare:
@@ -42,6 +40,8 @@ def _stream(
     runtime: LookaheadRuntime, config: GenerateConfig, prompt: str | list[int], lookahead: LookaheadConfig, echo=True
 ) -> Generation:
     stream = runtime.stream(prompt, config.max_new_tokens, eos=config.eos, lookahead=lookahead)
+    if echo and not config.ids:
+        print(prompt, end="", flush=True)  # now that the request is known to be good
     for piece in stream:
         if echo:
             print(piece.text, end="", flush=True)

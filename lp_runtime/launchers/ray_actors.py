@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import re
+import socket
 import threading
 import time
 from collections import Counter
@@ -22,7 +24,7 @@ from lp_runtime.worker import ReplicaInfo, start_replica
 # A replica on CPUs shares the cores with its peers, so it books next to nothing: Ray would refuse gpus=4 on 2 cores.
 CPU_SHARE = 0.01
 BATCH_SECONDS = 0.005  # runs of tokens that come closer together travel to the driver together
-CONNECT_SECONDS = 30.0
+CONNECT_SECONDS = 10.0
 GRACE = 1.0  # seconds in which a failure's cause may arrive after its consequence
 
 
@@ -126,6 +128,7 @@ class RayLauncher(Launcher):
             raise
 
     def _connect(self, address: str | None) -> None:
+        self._probe(address)
         options = {} if address else {"include_dashboard": False}  # the latter is for a cluster that starts here
         try:
             self._ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
@@ -134,6 +137,18 @@ class RayLauncher(Launcher):
             raise LaunchError(
                 f"launcher=ray: cannot reach or start a Ray cluster{where}: {first_line(error)}"
             ) from error
+
+    @staticmethod
+    def _probe(address: str | None) -> None:
+        """Knock at the cluster's door. Ray itself knocks for minutes at a dead one, and logs many lines."""
+        match = re.fullmatch(r"(?:ray://)?(.+):(\d+)", address or "")
+        if not match:
+            return
+        try:
+            socket.create_connection((match[1].strip("[]"), int(match[2])), CONNECT_SECONDS).close()
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise LaunchError(f"launcher=ray: no Ray cluster at launcher.address={address}: {reason}") from error
 
     def _start(self, config: RuntimeConfig) -> ReplicaInfo:
         ray, launcher = self._ray, config.launcher

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import torch
 
 from lp_runtime.config import RuntimeConfig
-from lp_runtime.decoding import Event, Report, Request
+from lp_runtime.decoding import Event, Request
 from lp_runtime.errors import ReplicaError
 from lp_runtime.launchers.base import Launcher
 from lp_runtime.parallel.exchange import broadcast_object
@@ -34,6 +34,8 @@ class TorchrunLauncher(Launcher):
         self._replica = self._stack.enter_context(start_replica(config, context))
         self._device = torch.device(self._replica.info.device)
         self._is_open = True
+        self._events: Iterator[Event] = iter(())  # of the latest request
+        self._cancelled = False
         self.info = self._replica.info
         self.num_replicas = context.num_replicas
         self.is_leader = context.rank == 0
@@ -45,21 +47,23 @@ class TorchrunLauncher(Launcher):
         yield from self._decode(shared)
 
     def _decode(self, request: Request) -> Generator[Event, None, None]:
-        cancelled = False
-        events = self._replica.decode(request, lambda: cancelled)
+        self._cancelled = False
+        self._events = self._replica.decode(request, lambda: self._cancelled)
         try:
-            for event in events:
-                finished = isinstance(event, Report)
+            for event in self._events:  # noqa: UP028 (yield from would close them; they must be finished)
                 yield event
-        except GeneratorExit:  # the caller stopped early: finish in step with the other ranks
-            cancelled = True
-            if not finished:
-                for _ in events:
-                    pass
+        except GeneratorExit:  # the caller stopped early
+            self._cancel()
             raise
         except (Exception, KeyboardInterrupt):
             self._is_open = False  # the group is broken
             raise
+
+    def _cancel(self) -> None:
+        """End what is being decoded, in step with the other ranks."""
+        self._cancelled = True
+        for _ in self._events:
+            pass
 
     def _share(self, request: Request | None) -> Request | None:
         context = self._replica.context
@@ -68,6 +72,7 @@ class TorchrunLauncher(Launcher):
     def _close(self) -> None:
         if self._is_open:
             self._is_open = False
+            self._cancel()
             if self.is_leader:
                 self._share(None)
             else:

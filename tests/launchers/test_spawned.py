@@ -1,0 +1,56 @@
+"""launcher=local: one replica in process and several spawned ones decode what transformers decodes; a killed one."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import reference
+from processes import own_replicas
+
+from lp_runtime import LookaheadConfig, LookaheadRuntime, ReplicaError
+
+SETTINGS = [(15, 5, 15), (5, 3, 5), (7, 5, 7), (1, 2, 0), (0, 4, 6)]
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3])
+def test_equals_transformers_generate(demo_model_dir, greedy, gpus):
+    with LookaheadRuntime(str(demo_model_dir), gpus=gpus, launcher="local", device="cpu", dtype="float32") as runtime:
+        assert runtime.num_replicas == gpus
+        fewest = reference.MAX_NEW_TOKENS
+        for setting in SETTINGS:
+            for prompt, expected in zip(reference.PROMPTS, greedy, strict=True):
+                out = runtime.generate(prompt, reference.MAX_NEW_TOKENS, eos=False, lookahead=LookaheadConfig(*setting))
+                assert out.token_ids == expected, (setting, prompt)
+                assert out.exchange_bytes > 0 or gpus == 1
+                fewest = min(fewest, out.steps)
+        assert fewest < reference.MAX_NEW_TOKENS
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_replica_killed_while_decoding_is_named(demo_model_dir, victim):
+    before = own_replicas()
+    with LookaheadRuntime(str(demo_model_dir), gpus=2, device="cpu", dtype="float32") as runtime:
+        replicas = [pid for pid in own_replicas() if pid not in before]
+        stream = runtime.stream(reference.PROMPTS[1], 3000, eos=False)
+        next(stream)
+        os.kill(replicas[victim], signal.SIGKILL)
+        with pytest.raises(ReplicaError) as caught:
+            for _ in stream:
+                pass
+        assert str(caught.value) == f"rank {victim} failed while decoding: its process ended (signal 9)"
+        with pytest.raises(ReplicaError):
+            runtime.generate("x", 4)
+    assert own_replicas() == before
+
+
+def test_a_replica_killed_between_requests_is_named(demo_model_dir):
+    before = own_replicas()
+    with LookaheadRuntime(str(demo_model_dir), gpus=2, device="cpu", dtype="float32") as runtime:
+        runtime.generate("x", 4)
+        replicas = [pid for pid in own_replicas() if pid not in before]
+        os.kill(replicas[1], signal.SIGKILL)
+        with pytest.raises(ReplicaError, match="rank 1 failed while decoding: its process ended"):
+            runtime.generate("x", 400, eos=False)
+    assert own_replicas() == before

@@ -1,0 +1,108 @@
+"""launcher=torchrun: the command line on four ranks, a script on two, and no ray anywhere near."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import reference
+from processes import PATIENCE, Marked, marked
+
+SCRIPT = """
+import json, sys
+import torch
+from lp_runtime import LookaheadConfig, LookaheadRuntime
+sys.path.insert(0, sys.argv[3])
+import reference
+
+torch.set_num_threads(1)
+with LookaheadRuntime(sys.argv[1], dtype="float32", device="cpu", lookahead=LookaheadConfig(5, 3, 5)) as runtime:
+    outs = [runtime.generate(prompt, reference.MAX_NEW_TOKENS, eos=False).token_ids for prompt in reference.PROMPTS]
+    stream = runtime.stream(reference.PROMPTS[0], 2000, eos=False)
+    first = [next(stream).token_ids, next(stream).token_ids]
+    stream.close()
+    outs.append(runtime.generate(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False).token_ids)
+    last = runtime.stream(reference.PROMPTS[0], 2000, eos=False)
+    next(last)  # left open: the runtime's end must not hang on it
+    result = {"leader": runtime.is_leader, "replicas": runtime.num_replicas, "outs": outs, "first": first}
+    with open(f"{sys.argv[2]}/{int(not runtime.is_leader)}.json", "w") as file:
+        json.dump(result, file)
+"""
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """An environment in which importing ray is an error."""
+    (tmp_path / "fake" / "ray").mkdir(parents=True)
+    (tmp_path / "fake" / "ray" / "__init__.py").write_text("raise RuntimeError('ray was imported')\n")
+    with marked() as mark:
+        old = mark.environment.get("PYTHONPATH")
+        mark.environment["PYTHONPATH"] = f"{tmp_path / 'fake'}" + (f":{old}" if old else "")
+        yield mark
+
+
+def torchrun(mark: Marked, ranks: int, *arguments: str, cwd) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *arguments]
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env=mark.environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_command_line_on_four_ranks(environment, demo_model_dir, greedy, tmp_path):
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in reference.PROMPTS))
+    overrides = [
+        f"model.path={demo_model_dir}",
+        f"prompts={tmp_path}/in.jsonl",
+        f"output={tmp_path}/out.jsonl",
+        f"max_new_tokens={reference.MAX_NEW_TOKENS}",
+        "eos=false",
+        "device=cpu",
+        "dtype=float32",
+    ]
+    result = torchrun(environment, 4, "-m", "lp_runtime", *overrides, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["token_ids"] for line in lines] == greedy
+    assert json.loads((tmp_path / "out.jsonl.settings").read_text())["gpus"] == 4
+    assert "ray was imported" not in result.stderr
+    assert result.stdout == ""
+    environment.assert_gone()
+
+
+def test_a_script_on_two_ranks(environment, demo_model_dir, greedy, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    tests = reference.__file__.rpartition("/")[0]
+    result = torchrun(environment, 2, "script.py", str(demo_model_dir), str(tmp_path), tests, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert [result["leader"] for result in results] == [True, False]
+    for result in results:
+        assert result["replicas"] == 2
+        assert result["outs"] == [*greedy, greedy[0]]
+        first = [token for tokens in result["first"] for token in tokens]
+        assert first == greedy[0][: len(first)]
+    environment.assert_gone()
+
+
+def test_bad_input_is_said_once(environment, tmp_path):
+    result = torchrun(environment, 2, "-m", "lp_runtime", "prompt=x", "lookahead.N=1", cwd=tmp_path)
+    assert result.returncode != 0
+    assert result.stderr.count("error: lookahead.N=1: must be an integer >= 2") == 1
+    assert result.stdout == ""
+    environment.assert_gone()
+
+
+def test_another_launcher_is_refused(environment, demo_model_dir, tmp_path):
+    arguments = ["-m", "lp_runtime", f"model.path={demo_model_dir}", "prompt=x", "launcher=local"]
+    result = torchrun(environment, 2, *arguments, cwd=tmp_path)
+    assert result.returncode != 0
+    assert "launcher=local: torchrun started this process" in result.stderr
+    environment.assert_gone()

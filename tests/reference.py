@@ -1,0 +1,47 @@
+"""Real prompts, and what transformers' own greedy decoding makes of them: the yardstick of all launchers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+MAX_NEW_TOKENS = 48
+PROMPTS = [
+    '''from typing import List
+
+
+def has_close_elements(numbers: List[float], threshold: float) -> bool:
+    """Check if in given list of numbers, are any two numbers closer to each other than the given threshold."""
+    for index, number in enumerate(numbers):
+''',
+    """class Stack:
+    def __init__(self):
+        self._items = []
+
+    def push(self, item):
+""",
+    "import os\n",
+]
+
+
+def greedy(model_dir: Path, prompts: list[str] = PROMPTS) -> list[list[int]]:
+    """New token ids of `generate(do_sample=False)` in float32, past the end-of-sequence token."""
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    outs = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            min_new_tokens=None,
+            max_new_tokens=MAX_NEW_TOKENS,
+            eos_token_id=-1,  # no token
+            pad_token_id=0,
+        )
+        outs.append(out[0, ids.shape[1] :].tolist())
+        assert len(outs[-1]) == MAX_NEW_TOKENS
+    return outs

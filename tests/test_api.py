@@ -1,0 +1,222 @@
+"""The Python API on one replica and on two: the same answers, pieces that add up, errors, cancellation."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from processes import own_replicas
+
+from lp_runtime import LookaheadConfig, LookaheadRuntime, ModelConfig, ModelError, ReplicaError, RequestError
+from lp_runtime.config import PLAIN
+from lp_runtime.errors import ConfigError
+
+PROMPT = "def fib(n):\n    "
+IDS = [1, 2, 3]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["gpus=1", "gpus=2"])
+def runtime(request, demo_model_dir):
+    """The demo model, on one and on two replicas."""
+    with LookaheadRuntime(str(demo_model_dir), gpus=request.param, device="cpu", dtype="float32") as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def single(demo_model_dir):
+    """One replica, to compare with."""
+    with LookaheadRuntime(ModelConfig(path=str(demo_model_dir)), device="cpu", dtype="float32") as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model_dir):
+    """A model without a tokenizer."""
+    with LookaheadRuntime(str(tiny_model_dir)) as runtime:
+        yield runtime
+
+
+def test_generate(runtime, single):
+    out = runtime.generate(PROMPT, max_new_tokens=40, eos=False)
+    assert out.num_tokens == len(out.token_ids) == 40
+    assert out.finish_reason == "length"
+    assert out.text == runtime.tokenizer.decode(out.token_ids, skip_special_tokens=True)
+    assert 1 < out.steps < 40
+    assert out.compression_ratio == 40 / out.steps
+    assert out.tokens_per_second == 40 / out.seconds
+    plain = single.generate(PROMPT, max_new_tokens=40, eos=False, lookahead=PLAIN)
+    assert (plain.token_ids, plain.text) == (out.token_ids, out.text)
+    assert plain.steps == 40
+
+
+def test_settings_of_one_request(runtime):
+    default = runtime.generate(PROMPT, max_new_tokens=24, eos=False)
+    outs = [
+        runtime.generate(PROMPT, max_new_tokens=24, eos=False, lookahead=LookaheadConfig(*setting))
+        for setting in [(5, 3, 5), (1, 2, 0), (0, 4, 3), (7, 2, 0)]
+    ]
+    assert all(out.token_ids == default.token_ids for out in outs)
+    assert all(out.step_tokens < default.step_tokens for out in outs)
+    assert runtime.generate(PROMPT, max_new_tokens=24, eos=False).steps == default.steps
+
+
+def test_text_and_its_ids_are_the_same_prompt(runtime):
+    text = runtime.generate(PROMPT, max_new_tokens=8, eos=False)
+    ids = runtime.generate(runtime.tokenizer(PROMPT).input_ids, max_new_tokens=8, eos=False)
+    assert (ids.token_ids, ids.text) == (text.token_ids, text.text)
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "s = 'größer 数 🎉", IDS])
+def test_pieces_add_up(runtime, prompt):
+    stream = runtime.stream(prompt, max_new_tokens=32, eos=False)
+    assert stream.generation is None
+    pieces = list(stream)
+    whole = runtime.generate(prompt, max_new_tokens=32, eos=False)
+    assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert whole.text == runtime.tokenizer.decode(whole.token_ids, skip_special_tokens=True)
+    assert stream.generation.token_ids == whole.token_ids
+    assert len([piece for piece in pieces if piece.token_ids]) == whole.steps
+
+
+def test_smallest_request(runtime):
+    out = runtime.generate(PROMPT, max_new_tokens=1)
+    assert (out.num_tokens, out.steps, out.step_tokens) == (1, 1, 0.0)
+
+
+def test_a_stream_closed_early_leaves_no_trace(runtime):
+    whole = runtime.generate(PROMPT, max_new_tokens=64, eos=False)
+    for pieces in (1, 2, 3):
+        stream = runtime.stream(PROMPT, max_new_tokens=2000, eos=False)
+        seen = [token for _ in range(pieces) for token in next(stream).token_ids]
+        stream.close()
+        assert stream.generation is None
+        assert list(stream) == []
+        assert seen == whole.token_ids[: len(seen)]
+        again = runtime.generate(PROMPT, max_new_tokens=64, eos=False)
+        assert (again.token_ids, again.steps) == (whole.token_ids, whole.steps)
+
+
+def test_a_stream_never_begun_costs_nothing(runtime):
+    stream = runtime.stream(PROMPT, max_new_tokens=2000, eos=False)
+    assert runtime.generate(PROMPT, max_new_tokens=4, eos=False).num_tokens == 4
+    stream.close()
+
+
+def test_one_request_at_a_time(runtime):
+    whole = runtime.generate(PROMPT, max_new_tokens=16, eos=False)
+    stream = runtime.stream(PROMPT, max_new_tokens=16, eos=False)
+    seen = list(next(stream).token_ids)
+    with pytest.raises(RequestError, match="another request is being decoded"):
+        runtime.generate("x", max_new_tokens=4)
+    seen += [token for piece in stream for token in piece.token_ids]
+    assert seen == whole.token_ids
+
+
+def test_eos(runtime, make_eos_runtime):
+    free = runtime.generate(IDS, max_new_tokens=24, eos=False)
+    eos = free.token_ids[11]
+    where = free.token_ids.index(eos)
+    with make_eos_runtime(eos, runtime.num_replicas) as stopping:
+        assert stopping.info.eos_token_ids == {eos}
+        out = stopping.generate(IDS, max_new_tokens=24)
+        assert (out.token_ids, out.finish_reason) == (free.token_ids[: where + 1], "eos")
+        out = stopping.generate(IDS, max_new_tokens=24, eos=False)
+        assert (out.token_ids, out.finish_reason) == (free.token_ids, "length")
+
+
+@pytest.fixture
+def make_eos_runtime(demo_model_dir, tmp_path):
+    """The demo model with another end-of-sequence token."""
+
+    def make(token: int, gpus: int) -> LookaheadRuntime:
+        path = shutil.copytree(demo_model_dir, tmp_path / "eos")
+        for name in ("config.json", "generation_config.json"):
+            settings = json.loads((path / name).read_text())
+            (path / name).write_text(json.dumps(settings | {"eos_token_id": token}))
+        return LookaheadRuntime(str(path), gpus=gpus, device="cpu", dtype="float32")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_new_tokens", "message"),
+    [
+        ([], 4, "the prompt is empty: it must have at least one token"),
+        ([64], 4, "token id 64 of the prompt: must be an integer 0 to 63"),
+        ([-1], 4, "token id -1 of the prompt: must be an integer 0 to 63"),
+        ([1.0], 4, "token id 1.0 of the prompt: must be an integer 0 to 63"),
+        (["a"], 4, "token id 'a' of the prompt: must be an integer 0 to 63"),
+        ([1], 0, "max_new_tokens=0: must be an integer >= 1"),
+        ([1], 2.0, "max_new_tokens=2.0: must be an integer >= 1"),
+        (
+            [1] * 253,
+            4,
+            "the prompt is too long: 253 tokens + max_new_tokens=4 are more than the model's context of 256",
+        ),
+    ],
+)
+def test_requests_that_cannot_be_served(tiny, prompt, max_new_tokens, message):
+    for call in (tiny.generate, tiny.stream):
+        with pytest.raises(RequestError) as caught:
+            call(prompt, max_new_tokens)
+        assert str(caught.value).startswith(message)
+        assert isinstance(caught.value, ValueError)
+    assert tiny.generate([1], 4).num_tokens == 4
+
+
+def test_empty_text(single):
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        single.generate("", 4)
+
+
+def test_a_request_that_just_fits(tiny):
+    assert tiny.generate([1] * 246, 10).num_tokens == 10
+
+
+def test_ids_need_no_tokenizer(tiny):
+    out = tiny.generate(IDS, max_new_tokens=6)
+    assert (out.num_tokens, out.text) == (6, "")
+    with pytest.raises(ModelError, match="no usable tokenizer"):
+        tiny.generate("text")
+
+
+def test_settings_are_checked(tmp_path):
+    with pytest.raises(ConfigError, match="gpus=0: must be an integer >= 1"):
+        LookaheadRuntime(gpus=0)
+    with pytest.raises(ConfigError, match="lookahead.N=1: must be an integer >= 2"):
+        LookaheadRuntime(lookahead=LookaheadConfig(N=1))
+    with pytest.raises(ModelError, match="no such directory"):
+        LookaheadRuntime(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_closing_in_the_middle_of_a_stream(tiny_model_dir, gpus, capfd):
+    runtime = LookaheadRuntime(str(tiny_model_dir), gpus=gpus)
+    stream = runtime.stream(IDS, max_new_tokens=200)
+    next(stream)
+    runtime.close()
+    runtime.close()
+    del stream
+    with pytest.raises(ReplicaError, match="the runtime is closed"):
+        runtime.generate(IDS)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_close_ends_the_replicas(tiny_model_dir):
+    before = own_replicas()
+    runtime = LookaheadRuntime(str(tiny_model_dir), gpus=2)
+    assert len(own_replicas()) == len(before) + 2
+    runtime.close()
+    assert own_replicas() == before
+
+
+def test_replicas_share_the_tokens_of_a_step(runtime, single):
+    alone = single.generate(PROMPT, max_new_tokens=16, eos=False)
+    shared = runtime.generate(PROMPT, max_new_tokens=16, eos=False)
+    assert shared.steps == alone.steps
+    if runtime.num_replicas == 1:
+        assert shared.step_tokens == alone.step_tokens
+    else:
+        assert shared.step_tokens < 0.75 * alone.step_tokens

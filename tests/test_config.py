@@ -1,0 +1,143 @@
+"""Each settings class: its defaults, its ranges, and what it says of a value outside them."""
+
+from __future__ import annotations
+
+import pytest
+
+from lp_runtime.config import (
+    DEMO_MODEL,
+    PLAIN,
+    GenerateConfig,
+    LauncherConfig,
+    LookaheadConfig,
+    ModelConfig,
+    RuntimeConfig,
+    SamplingConfig,
+)
+from lp_runtime.errors import ConfigError
+
+PROMPT = {"prompt": "x"}
+FILE = {"prompts": "in.jsonl", "output": "out.jsonl"}
+
+
+def refusal(schema, **values) -> str:
+    with pytest.raises(ConfigError) as caught:
+        schema(**values)
+    assert isinstance(caught.value, ValueError)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_defaults_are_the_papers_setting_on_one_replica_of_the_demo_model():
+    config = GenerateConfig(**PROMPT)
+    assert (config.lookahead.W, config.lookahead.N, config.lookahead.G) == (15, 5, 15)
+    assert config.model.location == str(DEMO_MODEL)
+    assert (config.gpus, config.device, config.dtype, config.launcher.name) == (None, "auto", "auto", "auto")
+    assert (config.max_new_tokens, config.eos, config.ids, config.limit) == (128, True, False, None)
+
+
+@pytest.mark.parametrize("values", [{"W": 0}, {"N": 2}, {"G": 0}, {"W": 1}, {"W": 0, "N": 2, "G": 0}, {"W": 100}])
+def test_smallest_lookahead_settings_are_allowed(values):
+    config = LookaheadConfig(**values)
+    assert {name: getattr(config, name) for name in values} == values
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"W": -1}, "lookahead.W=-1: must be an integer >= 0"),
+        ({"N": 1}, "lookahead.N=1: must be an integer >= 2"),
+        ({"N": 0}, "lookahead.N=0: must be an integer >= 2"),
+        ({"G": -3}, "lookahead.G=-3: must be an integer >= 0"),
+        ({"W": 1.5}, "lookahead.W=1.5: must be an integer >= 0"),
+        ({"W": "a"}, "lookahead.W=a: must be an integer >= 0"),
+        ({"W": True}, "lookahead.W=True: must be an integer >= 0"),
+        ({"N": None}, "lookahead.N=None: must be an integer >= 2"),
+        ({"window_seed": -1}, "lookahead.window_seed=-1: must be an integer >= 0"),
+    ],
+)
+def test_lookahead_ranges(values, message):
+    assert refusal(LookaheadConfig, **values) == message
+
+
+@pytest.mark.parametrize(
+    ("setting", "guess_tokens", "run"),
+    [((15, 5, 15), 119, 18), ((1, 2, 0), 0, 1), ((0, 2, 0), 0, 1), ((0, 4, 2), 6, 4), ((3, 2, 0), 2, 3)],
+)
+def test_sizes_that_follow_from_a_setting(setting, guess_tokens, run):
+    config = LookaheadConfig(*setting)
+    assert config.max_guess_tokens == guess_tokens
+    assert config.max_run == run
+
+
+def test_plain_decoding_guesses_nothing():
+    assert PLAIN.max_guess_tokens == 0
+    assert not PLAIN.pool_from_prompt
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"path": ""}, "model.path: is empty; must be a directory or a hub id"),
+        ({"attn_implementation": "flash"}, "model.attn_implementation=flash: must be one of auto, sdpa, eager"),
+        ({"prefill_chunk": 0}, "model.prefill_chunk=0: must be an integer >= 1"),
+    ],
+)
+def test_model_ranges(values, message):
+    assert refusal(ModelConfig, **values) == message
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": "slurm"}, "launcher=slurm: must be one of auto, local, torchrun, ray"),
+        ({"port": -1}, "launcher.port=-1: must be an integer >= 0"),
+        ({"port": 65536}, "launcher.port=65536: must be 0 to 65535"),
+        ({"timeout": 0.0}, "launcher.timeout=0.0: must be a number of seconds > 0 and <= 1000000"),
+        ({"timeout": float("inf")}, "launcher.timeout=inf: must be a number of seconds > 0 and <= 1000000"),
+        ({"start_timeout": float("nan")}, "launcher.start_timeout=nan: must be a number of seconds > 0 and <= 1000000"),
+        ({"start_timeout": "x"}, "launcher.start_timeout=x: must be a number of seconds > 0 and <= 1000000"),
+    ],
+)
+def test_launcher_ranges(values, message):
+    assert refusal(LauncherConfig, **values) == message
+
+
+def test_only_greedy_decoding():
+    assert SamplingConfig(temperature=0).temperature == 0
+    assert refusal(SamplingConfig, temperature=0.7) == "sampling.temperature=0.7: must be 0 (greedy decoding)"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"gpus": 0}, "gpus=0: must be an integer >= 1"),
+        ({"gpus": -2}, "gpus=-2: must be an integer >= 1"),
+        ({"gpus": 1.0}, "gpus=1.0: must be an integer >= 1"),
+        ({"gpus_per_replica": 2}, "gpus_per_replica=2: must be 1 (larger replicas are not supported)"),
+        ({"gpus_per_replica": 0}, "gpus_per_replica=0: must be 1 (larger replicas are not supported)"),
+        ({"device": "tpu"}, "device=tpu: must be one of auto, cpu, cuda"),
+        ({"dtype": "int8"}, "dtype=int8: must be one of auto, float32, bfloat16, float16"),
+    ],
+)
+def test_runtime_ranges(values, message):
+    assert refusal(RuntimeConfig, **values) == message
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "prompt and prompts: give one of them (neither given)"),
+        (PROMPT | FILE, "prompt and prompts: give one of them (both given)"),
+        ({"prompt": ""}, "prompt: is empty; it must have at least one character"),
+        ({"prompts": "in.jsonl"}, "output: must be given with prompts"),
+        (PROMPT | {"output": "out.jsonl"}, "output=out.jsonl: only with prompts"),
+        (PROMPT | {"limit": 3}, "limit=3: only with prompts"),
+        (FILE | {"limit": 0}, "limit=0: must be an integer >= 1"),
+        (FILE | {"compare": True}, "compare=true: only with a single prompt"),
+        (PROMPT | {"max_new_tokens": 0}, "max_new_tokens=0: must be an integer >= 1"),
+        (PROMPT | {"gpus": 0}, "gpus=0: must be an integer >= 1"),
+    ],
+)
+def test_generate_ranges(values, message):
+    assert refusal(GenerateConfig, **values) == message
