@@ -64,6 +64,11 @@ def summary(runtime: LookaheadRuntime, lookahead: LookaheadConfig, rows: list[tu
             f"{name:18}{run.num_tokens:8}{run.steps:8}{run.compression_ratio:20.2f}{run.step_tokens:20.1f}"
             f"{run.seconds:10.2f}{run.tokens_per_second:10.1f}"
         )
+    pool = rows[0][1].pool
+    lines.append(
+        f"pool: {pool.num_ngrams} n-grams of {pool.num_keys} first tokens ({pool.fan_out:.1f} each); guesses in"
+        f" {pool.hit_rate:.0%} of the steps, {pool.accepted_length:.1f} of their tokens accepted a step"
+    )
     if len(rows) == 2:
         same = rows[0][1].token_ids == rows[1][1].token_ids
         lines.append(f"the same tokens: {'yes' if same else 'NO'}")
