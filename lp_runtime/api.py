@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lp_runtime.config import LauncherConfig, LookaheadConfig, ModelConfig, RuntimeConfig
 from lp_runtime.decoding import Event, Report, Request, StepTimes
@@ -11,7 +12,7 @@ from lp_runtime.errors import ModelError, RequestError
 from lp_runtime.launchers import launch
 from lp_runtime.lookahead.pool import PoolStatistics
 from lp_runtime.model.loading import check_location, load_tokenizer
-from lp_runtime.model.text import TextStream
+from lp_runtime.model.text import TextStream, encode
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,12 @@ class GenerationStream:
 
     Attributes:
         generation: the whole, once the iteration has ended; None before.
+        has_text: False where the model has no tokenizer, so that pieces are token ids alone.
     """
 
     def __init__(self, events: Generator[Event, None, None], text_stream: TextStream | None):
         self.generation: Generation | None = None
+        self.has_text = text_stream is not None
         self._events = events
         self._pieces = self._decode(text_stream)
 
@@ -132,16 +135,18 @@ class LookaheadRuntime:
 
     def __init__(
         self,
-        model: str | ModelConfig | None = None,
+        model: str | Path | ModelConfig | None = None,
         gpus: int | None = None,
         launcher: str | LauncherConfig = "auto",
         device: str = "auto",
         dtype: str = "auto",
         lookahead: LookaheadConfig | None = None,
     ):
+        if not isinstance(model, ModelConfig):
+            model = ModelConfig(path=None if model is None else str(model))
         self._start(
             RuntimeConfig(
-                model=model if isinstance(model, ModelConfig) else ModelConfig(path=model),
+                model=model,
                 gpus=gpus,
                 launcher=launcher if isinstance(launcher, LauncherConfig) else LauncherConfig(name=launcher),
                 device=device,
@@ -244,7 +249,7 @@ class LookaheadRuntime:
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise RequestError(f"max_new_tokens={max_new_tokens}: must be an integer >= 1")
         info = self._launcher.info
-        ids = tuple(self.tokenizer(prompt).input_ids) if isinstance(prompt, str) else tuple(prompt)
+        ids = tuple(encode(self.tokenizer, prompt) if isinstance(prompt, str) else prompt)
         if not ids:
             raise RequestError("the prompt is empty: it must have at least one token")
         for token in ids:

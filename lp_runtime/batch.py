@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from lp_runtime.api import Generation, LookaheadRuntime
 from lp_runtime.config import GenerateConfig
-from lp_runtime.errors import ConfigError, RequestError
+from lp_runtime.errors import ConfigError, LookaheadError, RequestError
 from lp_runtime.single import parse_ids
 
 
@@ -37,7 +37,9 @@ def read_prompts(config: GenerateConfig) -> list[Prompt]:
     try:
         with open(path, encoding="utf-8") as file:
             for number, text in enumerate(file, start=1):
-                if text.strip() and len(prompts) != config.limit:
+                if len(prompts) == config.limit:
+                    break
+                if text.strip():
                     prompts.append(Prompt(len(prompts), number, _value(text, config, f"{path} line {number}")))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"prompts={path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
@@ -131,6 +133,26 @@ def _settings(runtime: LookaheadRuntime, config: GenerateConfig) -> dict:
     }
 
 
+def check_output(path: Path) -> None:
+    """Refuse, before anything is started, an output that cannot be written or is not ours.
+
+    Raises:
+        ConfigError: says why.
+    """
+    if path.is_dir():
+        raise ConfigError(f"output={path}: cannot be written: is a directory")
+    if not path.parent.is_dir():
+        raise ConfigError(f"output={path}: cannot be written: there is no directory {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"output={path}: cannot be written: no permission")
+    if path.is_file() and path.stat().st_size and not _settings_path(path).exists():
+        raise ConfigError(f"output={path}: exists and was not written by lp-generate; it is left as it is")
+
+
+def _settings_path(output: Path) -> Path:
+    return output.with_name(output.name + ".settings")
+
+
 class OutputFile:
     """The results, and beside them PATH.settings with what made them.
 
@@ -141,7 +163,7 @@ class OutputFile:
 
     def __init__(self, path: Path, settings: dict):
         self._path = path
-        self._settings_path = path.with_name(path.name + ".settings")
+        self._settings_path = _settings_path(path)
         self._settings = settings
         self._file = None
 
@@ -167,11 +189,9 @@ class OutputFile:
         return done
 
     def _check_settings(self) -> None:
-        if not self._settings_path.exists():
-            raise ConfigError(f"output={self._path}: exists and was not written by lp-generate; it is left as it is")
         try:
-            before = json.loads(self._settings_path.read_text())
-        except ValueError as error:
+            before = dict(json.loads(self._settings_path.read_text()))
+        except (ValueError, TypeError) as error:
             raise ConfigError(f"output={self._path}: {self._settings_path.name} is not readable") from error
         for key, value in self._settings.items():
             if before.get(key) != value:
@@ -198,9 +218,12 @@ class OutputFile:
 
     def write(self, result: dict) -> None:
         """Append one result; it is on the disk when this returns."""
-        self._file.write(json.dumps(result, ensure_ascii=False) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._file.write(json.dumps(result, ensure_ascii=False) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise LookaheadError(f"output={self._path}: writing failed: {error.strerror or error}") from error
 
     def __enter__(self) -> OutputFile:
         return self

@@ -6,9 +6,12 @@ import argparse
 import difflib
 import importlib.util
 import logging
+import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import get_type_hints
 
@@ -19,15 +22,16 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lp_runtime.api import LookaheadRuntime
-from lp_runtime.batch import generate_file, read_prompts
+from lp_runtime.batch import check_output, generate_file, read_prompts
 from lp_runtime.config import GenerateConfig
-from lp_runtime.errors import ConfigError, LookaheadError, ReplicaError, first_line
+from lp_runtime.errors import ConfigError, LaunchError, LookaheadError, ModelError, RequestError, first_line
 from lp_runtime.model.loading import check_location
 from lp_runtime.parallel.group import ReplicaContext, started_by_torchrun
-from lp_runtime.single import generate_one
+from lp_runtime.single import generate_one, parse_ids
 
 # Free text and paths: taken to the letter, where Hydra's grammar would want most of Python quoted.
 LITERAL_KEYS = ("prompt", "prompts", "output", "prompt_field", "model.path")
+BAD_INPUT = (ConfigError, RequestError, ModelError, LaunchError)
 EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
 
 USAGE = """\
@@ -45,7 +49,9 @@ def main(arguments: list[str] | None = None) -> None:
         options = _parser().parse_args(arguments)
         try:
             config = load_config(options.overrides, options.config_dir)
-        except ConfigError:
+            if not options.cfg:
+                check_location(config.model)
+        except LookaheadError:
             if rank:  # rank 0 meets the same error; torchrun would end it before it can say so if this rank failed too
                 return
             raise
@@ -55,7 +61,10 @@ def main(arguments: list[str] | None = None) -> None:
             run(config, is_leader=rank == 0)
     except LookaheadError as error:
         print(f"error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)
-        sys.exit(EXIT_FAILED if isinstance(error, ReplicaError) else EXIT_BAD_INPUT)
+        sys.exit(EXIT_BAD_INPUT if isinstance(error, BAD_INPUT) else EXIT_FAILED)
+    except BrokenPipeError:  # whoever read our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain once more at exit
+        sys.exit(EXIT_FAILED)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
@@ -63,15 +72,19 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(config: GenerateConfig, is_leader: bool = True) -> None:
     """Do what a checked configuration says. Under torchrun, ranks that do not lead serve rank 0's requests."""
-    check_location(config.model)
-    prompts = read_prompts(config) if config.prompts is not None and is_leader else None
+    # What can be refused without a model is refused before replicas start; by rank 0, whose end ends the others.
+    work = _prepare(config) if is_leader else None
     with LookaheadRuntime.from_config(config) as runtime:
-        if not runtime.is_leader:
-            return  # leaving the block serves
-        if prompts is None:
-            generate_one(runtime, config)
-        else:
-            generate_file(runtime, config, prompts)
+        if work is not None:
+            work(runtime)  # the other ranks serve as they leave the block
+
+
+def _prepare(config: GenerateConfig) -> Callable[[LookaheadRuntime], None]:
+    if config.prompts is not None:
+        check_output(Path(config.output))
+        return partial(generate_file, config=config, prompts=read_prompts(config))
+    prompt = parse_ids(config.prompt, "prompt") if config.ids else config.prompt
+    return partial(generate_one, config=config, prompt=prompt)
 
 
 def _parser() -> argparse.ArgumentParser:

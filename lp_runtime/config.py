@@ -86,8 +86,6 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.path == "":
             raise ConfigError("model.path: is empty; must be a directory or a hub id")
-        if self.path == "":
-            raise ConfigError("model.path: must be given (a directory or a hub id)")
         _require_choice("model.attn_implementation", self.attn_implementation, ATTENTIONS)
         _require_int("model.prefill_chunk", self.prefill_chunk, 1)
 

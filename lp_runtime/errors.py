@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class LookaheadError(Exception):
     """Base of the errors below."""
@@ -35,3 +38,14 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the name of its class."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+@contextmanager
+def unforeseen_as(kind: type[LookaheadError], what: str) -> Iterator[None]:
+    """Turn any exception that is not a LookaheadError into `kind`, in one line that begins with `what`."""
+    try:
+        yield
+    except LookaheadError:
+        raise
+    except Exception as error:
+        raise kind(f"{what}: {type(error).__name__}: {first_line(error)}") from error

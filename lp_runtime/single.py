@@ -10,9 +10,11 @@ from lp_runtime.config import PLAIN, GenerateConfig, LookaheadConfig
 from lp_runtime.errors import ConfigError
 
 
-def generate_one(runtime: LookaheadRuntime, config: GenerateConfig) -> None:
-    """Stream `config.prompt`'s continuation to stdout and a summary to stderr; with compare=true, once more plainly."""
-    prompt = parse_ids(config.prompt, "prompt") if config.ids else config.prompt
+def generate_one(runtime: LookaheadRuntime, config: GenerateConfig, prompt: str | list[int]) -> None:
+    """Stream a prompt's continuation to stdout and a summary to stderr; with compare=true, once more plainly.
+
+    Without a tokenizer, which a prompt of ids can do without, the new token ids are printed.
+    """
     generation = _stream(runtime, config, prompt, config.lookahead)
     rows = [("lookahead", generation)]
     if config.compare:
@@ -32,7 +34,7 @@ def parse_ids(value: object, name: str) -> list[int]:
     except ValueError:
         ids = None
     if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ConfigError(f"{name}={str(value)[:40]}: with ids=true it must be a JSON list of token ids")
+        raise ConfigError(f"{name}={json.dumps(value)[:40]}: with ids=true it must be a JSON list of token ids")
     return ids
 
 
@@ -44,7 +46,8 @@ def _stream(
         print(prompt, end="", flush=True)  # now that the request is known to be good
     for piece in stream:
         if echo:
-            print(piece.text, end="", flush=True)
+            text = piece.text if stream.has_text else "".join(f"{token} " for token in piece.token_ids)
+            print(text, end="", flush=True)
     if echo:
         print(flush=True)
     return stream.generation

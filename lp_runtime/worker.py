@@ -67,8 +67,7 @@ def start_replica(config: RuntimeConfig, context: ReplicaContext, store: dist.St
     device = choose_device(config.device, context.device_index)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    elif context.num_replicas > 1:
-        # replicas that share a machine share its cores
+    elif context.owns_process:  # replicas that share a machine share its cores
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // context.num_local))
     model = TreeModel(load_model(config.model, device, config.dtype), config.model.prefill_chunk)
     self_check = check_model(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from processes import own_replicas
@@ -11,6 +12,8 @@ from processes import own_replicas
 from lp_runtime import LookaheadConfig, LookaheadRuntime, ModelConfig, ModelError, ReplicaError, RequestError
 from lp_runtime.config import PLAIN
 from lp_runtime.errors import ConfigError
+from lp_runtime.launchers.spawned import SpawnedLauncher
+from lp_runtime.model.tree_model import TreeModel
 
 PROMPT = "def fib(n):\n    "
 IDS = [1, 2, 3]
@@ -220,3 +223,41 @@ def test_replicas_share_the_tokens_of_a_step(runtime, single):
         assert shared.step_tokens == alone.step_tokens
     else:
         assert shared.step_tokens < 0.75 * alone.step_tokens
+
+
+def test_text_that_is_no_unicode(runtime):
+    with pytest.raises(RequestError, match="the prompt is not valid Unicode at character 4: surrogates not allowed"):
+        runtime.generate("def \ud800")
+
+
+def test_a_model_given_as_a_path(tiny_model_dir):
+    with LookaheadRuntime(Path(tiny_model_dir), device="cpu") as runtime:
+        assert runtime.generate([1], 2).num_tokens == 2
+
+
+def test_what_nobody_foresaw_is_one_line_and_one_process_outlives_it(tiny_model_dir, monkeypatch):
+    with LookaheadRuntime(tiny_model_dir, device="cpu") as runtime:
+        for error, shown in ((RuntimeError("no\nmemory"), ReplicaError), (KeyboardInterrupt(), KeyboardInterrupt)):
+            with monkeypatch.context() as patch:
+                patch.setattr(TreeModel, "forward", raiser(error))
+                with pytest.raises(shown) as caught:
+                    runtime.generate([1], 4)
+            assert str(caught.value) in ("decoding failed: RuntimeError: no", "")
+        assert runtime.generate([1], 4).num_tokens == 4
+
+
+def test_spawned_replicas_do_not_outlive_an_interrupt(tiny_model_dir, monkeypatch):
+    with LookaheadRuntime(tiny_model_dir, gpus=2, device="cpu") as runtime:
+        with monkeypatch.context() as patch:
+            patch.setattr(SpawnedLauncher, "_receive", raiser(KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                runtime.generate([1], 4)
+        with pytest.raises(ReplicaError, match=r"of no further use, make a new one \(interrupted\)"):
+            runtime.generate([1], 4)
+
+
+def raiser(error: BaseException):
+    def fail(*args, **kwargs):
+        raise error
+
+    return fail

@@ -8,7 +8,9 @@ import signal
 import pytest
 from processes import marked, start_cli, wait_until
 
+from lp_runtime.batch import OutputFile
 from lp_runtime.cli import main
+from lp_runtime.errors import LookaheadError
 
 FIELDS = [
     "index",
@@ -244,3 +246,24 @@ def test_progress_is_shown_on_stderr(job, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert "5/5" in err
+
+
+def test_a_full_disk_loses_nothing_that_was_there(tmp_path):
+    (tmp_path / "out").symlink_to("/dev/full")
+    output = OutputFile(tmp_path / "out", {})
+    output.resume()
+    with pytest.raises(LookaheadError, match=f"output={tmp_path}/out: writing failed: No space left on device"):
+        output.write({"index": 0})
+
+
+def test_an_output_that_will_not_do_is_refused_before_replicas_start(job, refusal, monkeypatch):
+    monkeypatch.setattr("lp_runtime.cli.LookaheadRuntime", None)
+    job.output.mkdir()
+    assert "cannot be written: is a directory" in refusal(job, "ids=true")
+
+
+def test_lines_behind_the_limit_are_not_read(job):
+    with job.source.open("a") as file:
+        file.write("not JSON\n")
+    job.run("ids=true", "limit=5")
+    assert len(job.output.read_text().splitlines()) == 5

@@ -10,7 +10,7 @@ import socket
 
 import pytest
 import torch
-from processes import marked, run_cli, start_cli, wait_until
+from processes import PATIENCE, marked, run_cli, start_cli, wait_until
 
 from lp_runtime.cli import load_config, main
 from lp_runtime.config import LookaheadConfig
@@ -465,3 +465,26 @@ def read_new_text(driver) -> None:
         piece = os.read(driver.stdout.fileno(), 4096)
         assert piece, driver.communicate()[1].decode()
         seen += piece
+
+
+def test_a_reader_that_leaves_is_no_reason_for_a_traceback(tiny_model_dir, tmp_path):
+    with marked() as mark:
+        process = start_cli(
+            f"model.path={tiny_model_dir}",
+            IDS,
+            "ids=true",
+            "max_new_tokens=200",
+            "eos=false",
+            "gpus=2",
+            cwd=tmp_path,
+            environment=mark.environment,
+        )
+        process.stdout.close()
+        _, err = process.communicate(timeout=PATIENCE)
+        assert (process.returncode, err) == (1, b"")
+        mark.assert_gone()
+
+
+def test_ids_of_a_model_without_a_tokenizer_are_shown(capsys, tiny_model_dir):
+    main([f"model.path={tiny_model_dir}", IDS, "ids=true", "max_new_tokens=3"])
+    assert len(capsys.readouterr().out.split()) == 3

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator
 
 from lp_runtime.decoding import Event, Request
-from lp_runtime.errors import ReplicaError, RequestError
+from lp_runtime.errors import ReplicaError, RequestError, unforeseen_as
 from lp_runtime.worker import ReplicaInfo
 
 
@@ -17,34 +17,44 @@ class Launcher(ABC):
         info: the model that the replicas hold.
         num_replicas: how many there are.
         is_leader: whether this process takes requests; under torchrun the others follow rank 0.
+        outlives_failures: whether a request that failed or was interrupted leaves the replicas fit for the next.
     """
 
     info: ReplicaInfo
     num_replicas: int
     is_leader: bool = True
+    outlives_failures: bool = False
     _is_busy = False
     _is_closed = False
+    _failure_seen: str | None = None
 
     def run(self, request: Request) -> Generator[Event, None, None]:
         """Decode one request on all replicas. Closing the iterator early cancels the request.
 
         Raises:
             RequestError: if another request is being decoded.
-            ReplicaError: if a replica fails or is lost, or the launcher is closed. It is of no use then.
+            ReplicaError: if a replica fails or is lost, or the launcher is closed, or has failed before.
         """
         if self._is_closed:
             raise ReplicaError("the runtime is closed")
+        if self._failure_seen:
+            raise ReplicaError(f"the runtime is of no further use, make a new one ({self._failure_seen})")
         if self._is_busy:
             raise RequestError("another request is being decoded: finish or close its stream first")
         self._is_busy = True
         try:
-            yield from self._run(request)
+            with unforeseen_as(ReplicaError, "decoding failed"):
+                yield from self._run(request)
+        except (Exception, KeyboardInterrupt) as error:
+            if not self.outlives_failures:
+                self._failure_seen = str(error) or "interrupted"
+            raise
         finally:
             self._is_busy = False
 
     @abstractmethod
     def _run(self, request: Request) -> Generator[Event, None, None]:
-        """See `run`."""
+        """See `run`. Is closed (GeneratorExit) to cancel; after anything else it raises, only `close` is called."""
 
     def close(self) -> None:
         """End every replica. Safe to call twice."""

@@ -7,6 +7,7 @@ from collections.abc import Generator
 
 from lp_runtime.config import RuntimeConfig
 from lp_runtime.decoding import Event, Request
+from lp_runtime.errors import LaunchError, unforeseen_as
 from lp_runtime.launchers.base import Launcher
 from lp_runtime.parallel.group import ReplicaContext
 from lp_runtime.worker import start_replica
@@ -16,10 +17,12 @@ class InProcessLauncher(Launcher):
     """launcher=local with one replica."""
 
     num_replicas = 1
+    outlives_failures = True
 
     def __init__(self, config: RuntimeConfig):
         self._stack = contextlib.ExitStack()
-        self._replica = self._stack.enter_context(start_replica(config, ReplicaContext()))
+        with unforeseen_as(LaunchError, "the replica failed at start"):
+            self._replica = self._stack.enter_context(start_replica(config, ReplicaContext(owns_process=False)))
         self.info = self._replica.info
 
     def _run(self, request: Request) -> Generator[Event, None, None]:

@@ -4,6 +4,7 @@ inside a step. Ray is imported here only, and only when this launcher is chosen.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import queue
 import re
@@ -152,6 +153,7 @@ class RayLauncher(Launcher):
 
     def _start(self, config: RuntimeConfig) -> ReplicaInfo:
         ray, launcher = self._ray, config.launcher
+        self._start_timeout = launcher.start_timeout
         deadline = time.monotonic() + launcher.start_timeout
         cluster = ray.cluster_resources()
         num_gpus = int(cluster.get("GPU", 0))
@@ -166,6 +168,8 @@ class RayLauncher(Launcher):
                 f"launcher=ray: the cluster has no room for {self.num_replicas} x {bundle}"
                 f" within launcher.start_timeout={launcher.start_timeout:g} seconds"
             )
+        # Decided here for all: a node may have GPUs that this runtime has not booked.
+        config = dataclasses.replace(config, device="cuda" if on_gpus else "cpu")
         actor_class = ray.remote(ReplicaActor)
         for rank in range(self.num_replicas):
             strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
@@ -173,80 +177,88 @@ class RayLauncher(Launcher):
             )
             options = {"num_cpus": CPU_SHARE, "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
             self._actors.append(actor_class.options(max_concurrency=4, **options).remote(config, rank))
-        nodes = self._get([actor.node.remote() for actor in self._actors], deadline)
-        address = self._get([self._actors[0].host.remote(launcher.port)], deadline)[0]
-        if isinstance(address, Failed):
-            raise (address.kind or LaunchError)(f"rank 0 failed at start: {address.message}")
+        nodes = self._await_start([actor.node.remote() for actor in self._actors], deadline)
+        (address,) = self._await_start([self._actors[0].host.remote(launcher.port)], deadline)
         per_node = Counter(nodes)
-        answers = [
+        starting = [
             actor.start.remote(ReplicaContext(rank, self.num_replicas, 0, per_node[nodes[rank]], *address))
             for rank, actor in enumerate(self._actors)
         ]
-        return self._await_ready(answers, deadline, launcher.start_timeout)
+        return self._await_start(starting, deadline)[0].info
 
-    def _get(self, refs: list, deadline: float) -> list:
-        try:
-            return self._ray.get(refs, timeout=max(0.0, deadline - time.monotonic()))
-        except self._ray.exceptions.GetTimeoutError as error:
-            raise LaunchError("launcher=ray: the actors did not start within launcher.start_timeout") from error
-
-    def _await_ready(self, refs: list, deadline: float, timeout: float) -> ReplicaInfo:
+    def _await_start(self, refs: list, deadline: float) -> list:
+        """The answers of a list of calls, one a rank from 0 on, made while the actors start."""
         ranks = {ref: rank for rank, ref in enumerate(refs)}
-        info = None
+        answers = [None] * len(refs)
         while ranks:
             done, _ = self._ray.wait(list(ranks), timeout=max(0.0, deadline - time.monotonic()))
             if not done:
                 rank = min(ranks.values())
-                raise LaunchError(f"rank {rank} was not ready within launcher.start_timeout={timeout:g} seconds")
-            rank = ranks.pop(done[0])
-            answer = self._answer(done[0], rank)
-            if isinstance(answer, Failed):
-                raise self._failure([answer], ranks, "at start")
-            info = answer.info
-        return info
+                raise LaunchError(
+                    f"rank {rank} was not ready within launcher.start_timeout={self._start_timeout:g} seconds"
+                )
+            rank = ranks[done[0]]
+            answers[rank] = self._take(ranks, done[0], "at start")[0]
+        return answers
+
+    def _run(self, request: Request) -> Generator[Event, None, None]:
+        working = {actor.follow.remote(request): rank for rank, actor in enumerate(self._actors) if rank}
+        working[self._actors[0].lead.options(num_returns="streaming").remote(request)] = 0
+        try:
+            while working:
+                yield from self._take_next(working, "while decoding")
+        except GeneratorExit:  # the caller stopped early
+            if self._actors:  # and did not close the launcher first
+                self._answer(self._actors[0].cancel.remote(), 0)  # if it is dead, that shows below
+                while working:
+                    self._take_next(working, "while cancelling")
+            raise
+
+    def _take_next(self, working: dict, when: str) -> list[Event]:
+        """Wait for any rank, so that a lost one is noticed while its peers still wait for it; rank 0's events."""
+        done, _ = self._ray.wait(list(working), num_returns=1)
+        return [event for event in self._take(working, done[0], when) if event is not None]
+
+    def _take(self, working: dict, ready, when: str) -> list:
+        """What a call that is ready answered. A call that has no more to say leaves `working`.
+
+        Args:
+            working: rank by reference of a call, or by the generator of a streaming call.
+        """
+        messages = self._messages(working, ready)
+        failures = [message for message in messages if isinstance(message, Failed)]
+        if not failures:
+            return messages
+        # Of all that is answered within GRACE, the failure that explains the rest.
+        deadline = time.monotonic() + GRACE
+        while working and (left := deadline - time.monotonic()) > 0:
+            done, _ = self._ray.wait(list(working), num_returns=1, timeout=left)
+            late = self._messages(working, done[0]) if done else []
+            failures += [message for message in late if isinstance(message, Failed)]
+        cause = first_cause(failures)
+        kind = cause.kind or (LaunchError if when == "at start" else ReplicaError)
+        raise kind(f"rank {cause.rank} failed {when}: {cause.message}")
+
+    def _messages(self, working: dict, ready) -> list:
+        rank = working[ready]
+        if not isinstance(ready, self._ray.ObjectRefGenerator):
+            del working[ready]
+            return [self._answer(ready, rank)]
+        try:
+            batch = self._answer(next(ready), rank)
+        except StopIteration:
+            del working[ready]
+            return []
+        return [batch] if isinstance(batch, Failed) else batch
 
     def _answer(self, ref, rank: int):
         try:
             return self._ray.get(ref)
         except self._ray.exceptions.RayError as error:
-            return Failed(rank, f"its actor ended ({type(error).__name__})", None)
-
-    def _failure(self, failures: list[Failed], others: dict, when: str) -> Exception:
-        """The error to raise: of all answers within GRACE, the failure that explains the rest."""
-        if others:
-            done, _ = self._ray.wait(list(others), num_returns=len(others), timeout=GRACE)
-            answers = [self._answer(ref, others[ref]) for ref in done]
-            failures = failures + [answer for answer in answers if isinstance(answer, Failed)]
-        cause = first_cause(failures)
-        kind = cause.kind or (LaunchError if when == "at start" else ReplicaError)
-        return kind(f"rank {cause.rank} failed {when}: {cause.message}")
-
-    def _run(self, request: Request) -> Generator[Event, None, None]:
-        followers = {actor.follow.remote(request): rank for rank, actor in enumerate(self._actors) if rank}
-        stream = self._actors[0].lead.options(num_returns="streaming").remote(request)
-        finished = False
-        try:
-            for ref in stream:
-                batch = self._answer(ref, 0)
-                for event in [batch] if isinstance(batch, Failed) else batch:
-                    finished = isinstance(event, Failed | Report)
-                    if isinstance(event, Failed):
-                        raise self._failure([event], followers, "while decoding")
-                    if isinstance(event, Report):
-                        self._finish(followers)
-                    yield event
-        finally:
-            if not finished and self._actors:  # the caller stopped early, and did not close the launcher first
-                self._ray.get(self._actors[0].cancel.remote())
-                for ref in stream:
-                    self._ray.get(ref)
-                self._finish(followers)
-
-    def _finish(self, followers: dict) -> None:
-        for ref, rank in followers.items():
-            answer = self._answer(ref, rank)
-            if isinstance(answer, Failed):
-                raise self._failure([answer], {}, "while decoding")
+            # A process that was lost has nothing to say; one that could not make its actor ends with the reason.
+            lines = str(error).strip().splitlines()
+            reason = lines[-1].strip() if "creation task" in lines[0] else type(error).__name__
+            return Failed(rank, f"its actor ended ({reason})", None)
 
     def _close(self) -> None:
         ray = self._ray

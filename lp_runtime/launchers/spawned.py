@@ -58,7 +58,7 @@ class SpawnedLauncher(Launcher):
             )
         self._pipes.append(ours)
         size = self.num_replicas
-        ours.send((config, ReplicaContext(rank, size, rank, size, HOST, self._store.port)))
+        self._send(ours, (config, ReplicaContext(rank, size, rank, size, HOST, self._store.port)))
 
     def _await_ready(self, timeout: float):
         deadline = time.monotonic() + timeout
@@ -82,26 +82,25 @@ class SpawnedLauncher(Launcher):
         waiting = set(range(self.num_replicas))
         try:
             while waiting:
-                for rank, message in self._receive(None):
-                    if message is None or isinstance(message, Failed):
-                        waiting.clear()
-                        raise self._failure(rank, message, "while decoding")
-                    if isinstance(message, Finished | Report):
-                        waiting.discard(rank)
-                    if not isinstance(message, Finished):
-                        yield message
-        finally:
-            if waiting and self._pipes:  # the caller stopped early, and did not close the launcher first
-                self._cancel(waiting)
+                yield from self._take(waiting, "while decoding")
+        except GeneratorExit:  # the caller stopped early
+            if self._pipes:  # and did not close the launcher first
+                self._send(self._pipes[0], "cancel")
+                while waiting:
+                    self._take(waiting, "while cancelling")
+            raise
 
-    def _cancel(self, waiting: set[int]) -> None:
-        self._send(self._pipes[0], "cancel")
-        while waiting:
-            for rank, message in self._receive(None):
-                if message is None or isinstance(message, Failed):
-                    raise self._failure(rank, message, "while cancelling")
-                if isinstance(message, Finished | Report):
-                    waiting.discard(rank)
+    def _take(self, waiting: set[int], when: str) -> list[Event]:
+        """Wait for messages and take all there are: rank 0's events; ranks that have finished leave `waiting`."""
+        events = []
+        for rank, message in self._receive(None):
+            if message is None or isinstance(message, Failed):
+                raise self._failure(rank, message, when)
+            if isinstance(message, Finished | Report):
+                waiting.discard(rank)
+            if not isinstance(message, Finished):
+                events.append(message)
+        return events
 
     def _receive(self, deadline: float | None) -> list[tuple[int, object]]:
         """(rank, message) of every pipe that has one; the message is None where the pipe is closed."""

@@ -10,7 +10,7 @@ import torch
 
 from lp_runtime.config import RuntimeConfig
 from lp_runtime.decoding import Event, Request
-from lp_runtime.errors import ReplicaError
+from lp_runtime.errors import LaunchError, ReplicaError, unforeseen_as
 from lp_runtime.launchers.base import Launcher
 from lp_runtime.parallel.exchange import broadcast_object
 from lp_runtime.parallel.group import ReplicaContext
@@ -31,7 +31,8 @@ class TorchrunLauncher(Launcher):
         if config.gpus is not None and config.gpus != context.num_replicas:
             logger.warning("gpus=%d: under torchrun it is WORLD_SIZE, %d", config.gpus, context.num_replicas)
         self._stack = contextlib.ExitStack()
-        self._replica = self._stack.enter_context(start_replica(config, context))
+        with unforeseen_as(LaunchError, f"rank {context.rank} failed at start"):
+            self._replica = self._stack.enter_context(start_replica(config, context))
         self._device = torch.device(self._replica.info.device)
         self._is_open = True
         self._events: Iterator[Event] = iter(())  # of the latest request
@@ -70,13 +71,15 @@ class TorchrunLauncher(Launcher):
         return broadcast_object(request, context.rank, context.num_replicas, self._device)
 
     def _close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self._cancel()
-            if self.is_leader:
-                self._share(None)
-            else:
-                while (request := self._share(None)) is not None:
-                    for _ in self._decode(request):
-                        pass
-        self._stack.close()
+        try:
+            if self._is_open:
+                self._is_open = False
+                self._cancel()
+                if self.is_leader:
+                    self._share(None)
+                else:
+                    while (request := self._share(None)) is not None:
+                        for _ in self._decode(request):
+                            pass
+        finally:
+            self._stack.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import sys
@@ -31,16 +32,24 @@ def main() -> None:
                 cancelled.clear()  # a cancellation that came after its request's end
                 requests.put(message)
 
+    def fail(error: Exception) -> None:
+        """Let the driver know, whatever it is, and end: not through atexit, where a broken group may block."""
+        with contextlib.suppress(OSError):
+            pipe.send(Failed.from_error(context.rank, error))
+        os._exit(1)
+
     threading.Thread(target=listen, daemon=True).start()
     try:
         with start_replica(config, context) as replica:
             pipe.send(Ready(replica.info))
             while True:
                 request = requests.get()
-                _serve(replica, request, pipe, cancelled)
-    except Exception as error:  # whatever it is, the driver must know
-        pipe.send(Failed.from_error(context.rank, error))
-        os._exit(1)  # not through atexit: a broken process group may block there
+                try:
+                    _serve(replica, request, pipe, cancelled)
+                except Exception as error:  # said before the group is left, which may wait for peers
+                    fail(error)
+    except Exception as error:
+        fail(error)
 
 
 def _serve(replica: Replica, request: Request, pipe: Connection, cancelled: threading.Event) -> None:

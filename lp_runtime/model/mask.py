@@ -38,7 +38,7 @@ class MaskBuilder:
         dtype, device: of the model.
 
     Attributes:
-        longest_window: the longest sliding window or chunk that any layer may have; 0 without one.
+        windows: lengths of the sliding windows and chunks that layers may have.
 
     Raises:
         ModelError: if the model has a kind of layer that cannot be fed a tree.
@@ -56,7 +56,7 @@ class MaskBuilder:
         self._by_kind = bool(kinds - {FULL})
         self._kinds = kinds if self._by_kind else {FULL if kinds or not self._sliding_window else SLIDING}
         # Every name under which a model keeps a length beyond which it attends otherwise, used here or not.
-        self.longest_window: int = max(getattr(config, name, None) or 0 for name in WINDOW_FIELDS)
+        self.windows: list[int] = [length for name in WINDOW_FIELDS if (length := getattr(config, name, None))]
 
     def build(self, parents: Sequence[int], positions: torch.Tensor, num_cached: int) -> LayerMasks:
         """The masks of a step: [1, 1, T, L + T] each.
@@ -67,9 +67,8 @@ class MaskBuilder:
             num_cached: L; the cached tokens stand at positions 0 .. L - 1.
         """
         num_tokens = len(parents)
-        full = torch.ones((num_tokens, num_cached + num_tokens), dtype=torch.bool)
-        full[:, num_cached:] = torch.from_numpy(ancestor_mask(parents))
-        full = full.to(self._device, non_blocking=True)
+        full = torch.ones((num_tokens, num_cached + num_tokens), dtype=torch.bool, device=self._device)
+        full[:, num_cached:] = torch.from_numpy(ancestor_mask(parents)).to(self._device)
         masks = {kind: self._finish(full, positions, num_cached, kind) for kind in self._kinds}
         return masks if self._by_kind else next(iter(masks.values()))
 

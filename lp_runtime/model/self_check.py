@@ -5,6 +5,7 @@ Some architectures silently do not (position biases by index, recurrent layers):
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -18,12 +19,14 @@ from lp_runtime.model.tree_model import TreeModel
 # exact model stays an order of magnitude below; a wrong mask or position shows far above.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-4, torch.float16: 4e-2, torch.bfloat16: 2e-1}
 SHORT_PROMPT = 24
+CROSSED_BY = 8  # tokens that the prompt is longer than a window
+LONGEST_TAIL = 10  # tokens that the check stands behind the prompt
 
 
 def check_model(model: TreeModel) -> float:
     """Compare two tree steps, with a commit between them, against plain forward passes of the same text.
 
-    The prompt is long enough to cross every sliding window.
+    The prompt is long enough to cross every sliding window that a text within the model's context can cross.
 
     Returns:
         The largest relative difference seen.
@@ -38,7 +41,9 @@ def check_model(model: TreeModel) -> float:
         raise
     except Exception as error:  # any failure of a foreign model here means the same thing: it cannot be served
         raise ModelError(f"{name} cannot be fed a token tree: {first_line(error)}") from error
-    tolerance = TOLERANCES[model.dtype]
+    tolerance = TOLERANCES.get(model.dtype)
+    if tolerance is None:
+        raise ModelError(f"{name} computes in {model.dtype}: must be one of {', '.join(map(str, TOLERANCES))}")
     if not worst <= tolerance:
         raise ModelError(
             f"{name} failed the start-up self-check: a tree step differs from plain text by {worst:.2g}"
@@ -49,9 +54,9 @@ def check_model(model: TreeModel) -> float:
 
 def _worst_difference(model: TreeModel) -> float:
     rng = random.Random(0)
-    length = max(SHORT_PROMPT, model.masks.longest_window + 8)
-    if model.context_length is not None:
-        length = min(length, model.context_length - 10)
+    longest = math.inf if model.context_length is None else model.context_length - LONGEST_TAIL
+    crossing = [window + CROSSED_BY for window in model.masks.windows if window + CROSSED_BY <= longest]
+    length = max([min(SHORT_PROMPT, longest), *crossing])
     if length < 2:
         raise ModelError(f"a context of {model.context_length} tokens is too short to work in")
 
@@ -60,7 +65,7 @@ def _worst_difference(model: TreeModel) -> float:
 
     prompt, left, right, below = draw(length), draw(3), draw(3), draw(2)
     model.begin(length + 32)
-    differences = [_difference(model.prefill(prompt), _plain_logits(model, prompt)[-1:])]
+    differences = [_difference(model.prefill(prompt), _plain_logits(model, prompt, 1))]
     # Step 1: two branches under one pending token. Step 2: the left one was accepted and is re-fed as pending.
     root = draw(1)
     tree = TokenTree(root, max_depth=8)
@@ -78,19 +83,19 @@ def _compare(model: TreeModel, tree: TokenTree, branches: Sequence[list[int]], b
     text = before + tree.tokens[: tree.root + 1]
     differences = []
     for branch in branches:
-        plain = _plain_logits(model, text + [tree.tokens[node] for node in branch])
         path = [tree.root, *branch]
+        plain = _plain_logits(model, text + [tree.tokens[node] for node in branch], len(path))
         tree_logits = logits[[node - tree.root for node in path]]
-        differences += [
-            _difference(a, b) for a, b in zip(tree_logits.split(1), plain[-len(path) :].split(1), strict=True)
-        ]
+        differences += [_difference(a, b) for a, b in zip(tree_logits.split(1), plain.split(1), strict=True)]
     return differences
 
 
 @torch.inference_mode()
-def _plain_logits(model: TreeModel, tokens: list[int]) -> torch.Tensor:
+def _plain_logits(model: TreeModel, tokens: list[int], num_last: int) -> torch.Tensor:
+    """[num_last, V] float32 logits of the last tokens of a text, without a cache."""
     ids = torch.tensor([tokens], dtype=torch.int64, device=model.device)
-    return model.model(input_ids=ids, use_cache=False).logits[0].float()
+    keep = {"logits_to_keep": num_last} if model.keeps_logits else {}
+    return model.model(input_ids=ids, use_cache=False, **keep).logits[0, -num_last:].float()
 
 
 def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Text from token ids as they come, never with half a character."""
+"""Token ids from text, and text from token ids as they come, never with half a character."""
 
 from __future__ import annotations
 
@@ -6,7 +6,22 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from lp_runtime.errors import RequestError
+
 REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are no whole character yet
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The token ids of a prompt, special tokens added as the model wants them.
+
+    Raises:
+        RequestError: if the text is no Unicode that can be encoded (lone surrogates).
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the prompt is not valid Unicode at character {error.start}: {error.reason}") from error
+    return tokenizer(text, verbose=False).input_ids
 
 
 class TextStream:

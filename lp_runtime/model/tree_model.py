@@ -43,7 +43,7 @@ class TreeModel:
         self.masks = MaskBuilder(config, attention, self.dtype, self.device)
         self._prefill_chunk = prefill_chunk
         self._num_layers = config.num_hidden_layers
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._cache: TreeCache | None = None
 
     def begin(self, capacity: int) -> None:
@@ -93,7 +93,7 @@ class TreeModel:
         return logits
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask, keep: torch.Tensor) -> torch.Tensor:
-        arguments = {"logits_to_keep": keep} if self._keeps_logits else {}
+        arguments = {"logits_to_keep": keep} if self.keeps_logits else {}
         output = self.model(
             input_ids=ids[None],
             position_ids=positions[None],
@@ -102,7 +102,7 @@ class TreeModel:
             use_cache=True,
             **arguments,
         )
-        logits = output.logits[0] if self._keeps_logits else output.logits[0, keep]
+        logits = output.logits[0] if self.keeps_logits else output.logits[0, keep]
         return logits.float()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -24,7 +25,10 @@ class ReplicaContext:
         num_replicas: the LP degree at start.
         device_index: which of the GPUs that this process sees is the replica's; unused on CPUs.
         num_local: replicas on this machine.
-        host, port: where the store of rank 0 listens; unused for one replica.
+        host, port: where the store listens in which the replicas meet; unused for one replica.
+        hosts_store: whether this process must open that store.
+        owns_process: whether the process is there for this replica alone, which then sets its thread count.
+        attempt: which start of the same group this is; torchrun starts it again when a rank fails.
     """
 
     rank: int = 0
@@ -33,6 +37,9 @@ class ReplicaContext:
     num_local: int = 1
     host: str = "127.0.0.1"
     port: int = 0
+    hosts_store: bool = False
+    owns_process: bool = True
+    attempt: int = 0
 
     @classmethod
     def from_torchrun(cls) -> ReplicaContext:
@@ -48,8 +55,18 @@ class ReplicaContext:
                 f"launcher=torchrun: {missing[0]} is not set; start with"
                 " 'torchrun --nproc-per-node GPUS -m lp_runtime ...', or choose launcher=local or launcher=ray"
             )
-        rank, size, local, num_local = (int(os.environ[name]) for name in names[:4])
-        return cls(rank, size, local, num_local, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        rank, size, local, num_local, port = (int(os.environ[name]) for name in (*names[:4], names[5]))
+        return cls(
+            rank,
+            size,
+            local,
+            num_local,
+            os.environ["MASTER_ADDR"],
+            port,
+            # torchrun's agent hosts the store, unless told not to; other programs that set these variables do not
+            hosts_store=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
 
 
 def started_by_torchrun() -> bool:
@@ -104,11 +121,21 @@ def process_group(
     limit = timedelta(seconds=timeout)
     try:
         if store is None:
-            # Under torchrun the agent hosts a store at this address; elsewhere rank 0 or the driver does.
-            store = dist.TCPStore(context.host, context.port, is_master=False, timeout=limit)
+            store = dist.TCPStore(
+                context.host,
+                context.port,
+                is_master=context.hosts_store,
+                multi_tenant=True,  # a second group of the same processes shares the first one's
+                wait_for_workers=False,
+                timeout=limit,
+            )
+        # Keys of an earlier group in the same store would be taken for this one's. No rank forms its next group
+        # before all have formed this one, so the count of those that came tells which group this is.
+        name = f"lp_runtime/{context.attempt}"
+        number = (store.add(f"{name}/joined", 1) - 1) // context.num_replicas
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore("lp_runtime", store),
+            store=dist.PrefixStore(f"{name}/{number}", store),
             rank=context.rank,
             world_size=context.num_replicas,
             timeout=limit,
@@ -121,5 +148,8 @@ def process_group(
         ) from error
     try:
         yield
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # a broken group may not even end well; what broke it matters
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()

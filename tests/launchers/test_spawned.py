@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import reference
-from processes import own_replicas
+from processes import own_replicas, wait_until
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, ReplicaError
 
@@ -43,6 +43,17 @@ def test_a_replica_killed_while_decoding_is_named(demo_model_dir, victim):
         with pytest.raises(ReplicaError):
             runtime.generate("x", 4)
     assert own_replicas() == before
+
+
+def test_a_stream_closed_after_all_was_decoded(demo_model_dir, greedy):
+    """What the replicas said meanwhile, rank 1's end among it, is still to be read when the stream is closed."""
+    with LookaheadRuntime(str(demo_model_dir), gpus=2, device="cpu", dtype="float32") as runtime:
+        stream = runtime.stream(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False)
+        next(stream)
+        wait_until(lambda: runtime._launcher._pipes[1].poll())
+        stream.close()
+        out = runtime.generate(reference.PROMPTS[1], reference.MAX_NEW_TOKENS, eos=False)
+        assert out.token_ids == greedy[1]
 
 
 def test_a_replica_killed_between_requests_is_named(demo_model_dir):

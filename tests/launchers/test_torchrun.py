@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 
@@ -18,6 +19,10 @@ sys.path.insert(0, sys.argv[3])
 import reference
 
 torch.set_num_threads(1)
+with LookaheadRuntime(sys.argv[1], dtype="float32", device="cpu") as runtime:
+    before = runtime.generate(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False).token_ids
+
+# A second group of the same processes.
 with LookaheadRuntime(sys.argv[1], dtype="float32", device="cpu", lookahead=LookaheadConfig(5, 3, 5)) as runtime:
     outs = [runtime.generate(prompt, reference.MAX_NEW_TOKENS, eos=False).token_ids for prompt in reference.PROMPTS]
     stream = runtime.stream(reference.PROMPTS[0], 2000, eos=False)
@@ -26,7 +31,8 @@ with LookaheadRuntime(sys.argv[1], dtype="float32", device="cpu", lookahead=Look
     outs.append(runtime.generate(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False).token_ids)
     last = runtime.stream(reference.PROMPTS[0], 2000, eos=False)
     next(last)  # left open: the runtime's end must not hang on it
-    result = {"leader": runtime.is_leader, "replicas": runtime.num_replicas, "outs": outs, "first": first}
+    result = {"leader": runtime.is_leader, "replicas": runtime.num_replicas, "outs": outs}
+    result |= {"first": first, "before": before}
     with open(f"{sys.argv[2]}/{int(not runtime.is_leader)}.json", "w") as file:
         json.dump(result, file)
 """
@@ -86,16 +92,47 @@ def test_a_script_on_two_ranks(environment, demo_model_dir, greedy, tmp_path):
     assert [result["leader"] for result in results] == [True, False]
     for result in results:
         assert result["replicas"] == 2
+        assert result["before"] == greedy[0]
         assert result["outs"] == [*greedy, greedy[0]]
         first = [token for tokens in result["first"] for token in tokens]
         assert first == greedy[0][: len(first)]
     environment.assert_gone()
 
 
-def test_bad_input_is_said_once(environment, tmp_path):
-    result = torchrun(environment, 2, "-m", "lp_runtime", "prompt=x", "lookahead.N=1", cwd=tmp_path)
+def test_ranks_that_another_program_started(environment, demo_model_dir, greedy, tmp_path):
+    """With torchrun's variables but without its store: rank 0 opens one."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    tests = reference.__file__.rpartition("/")[0]
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    script = SCRIPT.replace("LookaheadRuntime(sys.argv[1],", "LookaheadRuntime(sys.argv[1], launcher='torchrun',")
+    (tmp_path / "script.py").write_text(script)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "script.py", str(demo_model_dir), str(tmp_path), tests],
+            cwd=tmp_path,
+            env=environment.environment | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(PATIENCE) for process in ranks] == [0, 0]
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert [result["outs"] for result in results] == [[*greedy, greedy[0]]] * 2
+    environment.assert_gone()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("lookahead.N=1", "error: lookahead.N=1: must be an integer >= 2"),
+        ("model.path=/no/where", "error: model.path=/no/where: no such directory"),
+    ],
+)
+def test_bad_input_is_said_once(environment, tmp_path, override, message):
+    result = torchrun(environment, 2, "-m", "lp_runtime", "prompt=x", override, cwd=tmp_path)
     assert result.returncode != 0
-    assert result.stderr.count("error: lookahead.N=1: must be an integer >= 2") == 1
+    assert result.stderr.count(message) == 1
+    assert "error: rank" not in result.stderr
     assert result.stdout == ""
     environment.assert_gone()
 

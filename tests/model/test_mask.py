@@ -78,10 +78,11 @@ def test_full_layers_alone_ignore_a_window_that_the_config_mentions():
     assert build(sliding_window=3, layer_types=["full_attention"])[0, 0].int().tolist() == FULL
 
 
-def test_longest_window():
-    def longest(**config):
-        return MaskBuilder(SimpleNamespace(**config), "sdpa", torch.float32, CPU).longest_window
+def test_windows():
+    def windows(**config):
+        return MaskBuilder(SimpleNamespace(**config), "sdpa", torch.float32, CPU).windows
 
-    assert longest() == longest(sliding_window=None) == 0
-    assert longest(sliding_window=7) == 7
-    assert longest(sliding_window=7, layer_types=["sliding_attention", "full_attention"]) == 7
+    assert windows() == windows(sliding_window=None) == []
+    assert windows(sliding_window=7) == [7]
+    assert windows(sliding_window=7, layer_types=["sliding_attention", "full_attention"]) == [7]
+    assert windows(sliding_window=7, attention_chunk_size=9) == [7, 9]

@@ -6,7 +6,7 @@ import torch
 from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.mask import FULL, MaskBuilder
-from lp_runtime.model.self_check import TOLERANCES, check_model
+from lp_runtime.model.self_check import CROSSED_BY, SHORT_PROMPT, TOLERANCES, check_model
 from lp_runtime.model.tree_model import TreeModel
 
 LOCAL = {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
@@ -96,6 +96,26 @@ def test_a_model_with_another_kind_of_local_window_is_right_past_it_or_refused(r
     with torch.inference_mode():
         plain = model(input_ids=torch.tensor([text + [1] + [4] * 5]), use_cache=False).logits[0, -1]
     torch.testing.assert_close(found / plain.std(), plain / plain.std(), rtol=0, atol=1e-3)
+
+
+def test_only_windows_that_a_text_can_cross_are_crossed(random_model):
+    lengths = []
+
+    class Spy(TreeModel):
+        def prefill(self, prompt):
+            lengths.append(len(prompt))
+            return super().prefill(prompt)
+
+    for window in (64, 256):  # the context is 256
+        check_model(Spy(random_model("Mistral", sliding_window=window), prefill_chunk=2048))
+    assert lengths == [64 + CROSSED_BY, SHORT_PROMPT]
+
+
+def test_a_dtype_without_a_tolerance_is_refused(random_model):
+    tree_model = TreeModel(random_model(), prefill_chunk=2048)
+    tree_model.dtype = torch.float8_e4m3fn
+    with pytest.raises(ModelError, match="computes in torch.float8_e4m3fn: must be one of torch.float64, "):
+        check_model(tree_model)
 
 
 def test_a_context_too_short_to_check_is_refused(random_model):
