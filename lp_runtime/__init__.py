@@ -6,8 +6,8 @@ with LookaheadRuntime(model="path/or/id", gpus=2, lookahead=LookaheadConfig(W=15
     print(runtime.generate("def fib(n):", max_new_tokens=128).text)
 """
 
-from lp_runtime.api import Generation, GenerationStream, LookaheadRuntime, Piece
-from lp_runtime.config import LauncherConfig, LookaheadConfig, ModelConfig
+from lp_runtime.api import Generation, GenerationStream, LookaheadRuntime, Piece, RequestOptions
+from lp_runtime.config import LauncherConfig, LookaheadConfig, ModelConfig, SamplingConfig
 from lp_runtime.errors import (
     ConfigError,
     LaunchError,
@@ -32,5 +32,7 @@ __all__ = [
     "Piece",
     "ReplicaError",
     "RequestError",
+    "RequestOptions",
+    "SamplingConfig",
     "StateMismatchError",
 ]

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+import secrets
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypedDict, Unpack
 
-from lp_runtime.config import LauncherConfig, LookaheadConfig, ModelConfig, RuntimeConfig
+from lp_runtime.config import (
+    DEFAULT_MAX_NEW_TOKENS,
+    LauncherConfig,
+    LookaheadConfig,
+    ModelConfig,
+    RuntimeConfig,
+    SamplingConfig,
+    check_limits,
+)
 from lp_runtime.decoding import Event, Report, Request, StepTimes
-from lp_runtime.errors import ModelError, RequestError
+from lp_runtime.errors import ConfigError, ModelError, RequestError
 from lp_runtime.launchers import launch
 from lp_runtime.lookahead.pool import PoolStatistics
+from lp_runtime.lookahead.sampling import MAX_SAMPLE
 from lp_runtime.model.loading import check_location, load_tokenizer
-from lp_runtime.model.text import TextStream, encode
+from lp_runtime.model.text import StopStrings, TextStream, encode, encode_chat
+
+SEED_BITS = 32  # of a seed that is drawn: short enough to type
 
 
 @dataclass(frozen=True)
@@ -25,7 +38,9 @@ class Generation:
         steps: steps it took, the prefill's included.
         step_tokens: tokens fed a step, mean over replicas and steps, the prefill's excluded.
         seconds: from the request's start to its last token; loading excluded.
-        finish_reason: "eos", "length" or "cancelled".
+        finish_reason: "eos", "stop" (a stop string), "length", "time" or "cancelled".
+        seed: of the sample; None if decoding was greedy.
+        logprobs: the model's log-probability of each new token, before processors; None if not asked for.
         prefill_seconds, times, exchange_bytes, pool: see lp_runtime.decoding.Report.
     """
 
@@ -35,6 +50,8 @@ class Generation:
     step_tokens: float
     seconds: float
     finish_reason: str
+    seed: int | None
+    logprobs: list[float] | None
     prefill_seconds: float
     times: StepTimes
     exchange_bytes: int
@@ -61,10 +78,37 @@ class Piece:
     Attributes:
         text: text that the step's tokens completed; may be empty.
         token_ids: the step's tokens; empty in a last piece that only completes the text.
+        logprobs: the model's log-probability of each, if asked for.
     """
 
     text: str
     token_ids: list[int]
+    logprobs: list[float] | None = None
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request may say beside its prompt and max_new_tokens.
+
+    messages: a conversation instead of a prompt, by the model's chat template: dicts with "role" and "content".
+    eos: stop at the model's end-of-sequence token (which is kept); False goes on. Default True.
+    lookahead: other W, N, G for this request; the output is the same.
+    sampling: how successors are drawn, instead of the runtime's.
+    sample: which of several independent samples of one seed, >= 0. Default 0.
+    stop: strings of new text; decoding ends with the first of them, which is kept. Default: the model's stop_strings.
+    max_time: seconds after which to stop, at the end of a step.
+    logprobs: report the log-probability of each new token. Default False.
+    processors: transformers LogitsProcessors of your own; they must depend on their arguments alone, and pickle.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    eos: bool
+    lookahead: LookaheadConfig | None
+    sampling: SamplingConfig | None
+    sample: int
+    stop: Sequence[str] | None
+    max_time: float | None
+    logprobs: bool
+    processors: Sequence[Any]
 
 
 class GenerationStream:
@@ -75,11 +119,18 @@ class GenerationStream:
         has_text: False where the model has no tokenizer, so that pieces are token ids alone.
     """
 
-    def __init__(self, events: Generator[Event, None, None], text_stream: TextStream | None):
+    def __init__(
+        self,
+        events: Generator[Event, None, None],
+        request: Request,
+        text_stream: TextStream | None,
+        stop_strings: StopStrings | None,
+    ):
         self.generation: Generation | None = None
         self.has_text = text_stream is not None
         self._events = events
-        self._pieces = self._decode(text_stream)
+        self._seed = request.sampling.seed
+        self._pieces = self._decode(text_stream, stop_strings)
 
     def __iter__(self) -> GenerationStream:
         return self
@@ -92,28 +143,44 @@ class GenerationStream:
         self._pieces.close()
         self._events.close()
 
-    def _decode(self, text_stream: TextStream | None) -> Generator[Piece, None, None]:
+    def _decode(self, text_stream: TextStream | None, stop_strings: StopStrings | None) -> Generator[Piece, None, None]:
         pieces: list[Piece] = []
         for event in self._events:
-            if isinstance(event, Report):
-                if text_stream and (rest := text_stream.finish()):
-                    pieces.append(Piece(rest, []))
-                    yield pieces[-1]
-                self.generation = Generation(
-                    text="".join(piece.text for piece in pieces),
-                    token_ids=[token for piece in pieces for token in piece.token_ids],
-                    steps=event.num_steps,
-                    step_tokens=event.step_tokens,
-                    seconds=event.seconds,
-                    finish_reason=event.finish_reason,
-                    prefill_seconds=event.prefill_seconds,
-                    times=event.times,
-                    exchange_bytes=event.exchange_bytes,
-                    pool=event.pool,
-                )
-            else:
-                pieces.append(Piece(text_stream.add(event) if text_stream else "", event))
+            if not isinstance(event, Report):
+                text = _text(event.token_ids, text_stream, stop_strings) if text_stream else ""
+                pieces.append(Piece(text, event.token_ids, event.logprobs))
                 yield pieces[-1]
+                continue
+            if text_stream and event.finish_reason != "stop" and (rest := text_stream.finish()):
+                pieces.append(Piece(rest, []))
+                yield pieces[-1]
+            logprobs = [value for piece in pieces for value in piece.logprobs or ()]
+            self.generation = Generation(
+                text="".join(piece.text for piece in pieces),
+                token_ids=[token for piece in pieces for token in piece.token_ids],
+                steps=event.num_steps,
+                step_tokens=event.step_tokens,
+                seconds=event.seconds,
+                finish_reason=event.finish_reason,
+                seed=self._seed,
+                logprobs=logprobs or None,
+                prefill_seconds=event.prefill_seconds,
+                times=event.times,
+                exchange_bytes=event.exchange_bytes,
+                pool=event.pool,
+            )
+
+
+def _text(token_ids: Sequence[int], text_stream: TextStream, stop_strings: StopStrings | None) -> str:
+    """The text of a run, without what stands behind a stop string inside the last token."""
+    if stop_strings is None:
+        return text_stream.add(token_ids)
+    text = ""
+    for token in token_ids:
+        added = text_stream.add([token])
+        num_behind = stop_strings.add(token) or 0
+        text += added[: max(0, len(added) - num_behind)]
+    return text
 
 
 class LookaheadRuntime:
@@ -126,6 +193,7 @@ class LookaheadRuntime:
         device: "auto", "cpu" or "cuda".
         dtype: "auto", "float32", "bfloat16" or "float16".
         lookahead: W, N, G; see LookaheadConfig.
+        sampling: how successors are drawn; see SamplingConfig. Default: as the model's generation_config.json says.
 
     Use it in a `with` block, or call `close`. Under torchrun every rank runs the same program.
 
@@ -141,6 +209,7 @@ class LookaheadRuntime:
         device: str = "auto",
         dtype: str = "auto",
         lookahead: LookaheadConfig | None = None,
+        sampling: SamplingConfig | None = None,
     ):
         if not isinstance(model, ModelConfig):
             model = ModelConfig(path=None if model is None else str(model))
@@ -152,6 +221,7 @@ class LookaheadRuntime:
                 device=device,
                 dtype=dtype,
                 lookahead=lookahead or LookaheadConfig(),
+                sampling=sampling or SamplingConfig(),
             )
         )
 
@@ -191,40 +261,57 @@ class LookaheadRuntime:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
-        max_new_tokens: int = 128,
-        *,
-        eos: bool = True,
-        lookahead: LookaheadConfig | None = None,
+        prompt: str | Sequence[int] | None = None,
+        max_new_tokens: int | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Generation:
         """Decode a prompt.
 
         Args:
-            prompt: text or token ids.
-            max_new_tokens: tokens to generate at most, >= 1.
-            eos: stop at the model's end-of-sequence token (which is kept); False goes on.
-            lookahead: other settings for this request; the output is the same.
+            prompt: text or token ids; left out where `messages` is given.
+            max_new_tokens: tokens to generate at most, >= 1; default: the model's own, else 128.
+            options: see RequestOptions.
 
         Raises:
+            ConfigError: if a setting is out of range.
             RequestError: if the prompt is empty, has ids out of the vocabulary, or is too long for the model.
             ReplicaError: if a replica fails or is lost.
         """
-        stream = self.stream(prompt, max_new_tokens, eos=eos, lookahead=lookahead)
+        stream = self.stream(prompt, max_new_tokens, **options)
         for _ in stream:
             pass
         return stream.generation
 
+    def samples(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        num_samples: int = 1,
+        max_new_tokens: int | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Generation]:
+        """Several independent samples of a prompt, of one seed. Arguments and errors as in `generate`."""
+        first = self.request(prompt, max_new_tokens, **options)
+        if num_samples > 1 and first.sampling.seed is None:
+            raise RequestError(f"num_samples={num_samples}: decoding is greedy; give sampling.temperature > 0")
+        options["sampling"] = first.sampling  # with its seed
+        start = options.pop("sample", 0)
+        return [
+            self.generate(prompt, max_new_tokens, sample=sample, **options)
+            for sample in range(start, start + num_samples)
+        ]
+
     def stream(
         self,
-        prompt: str | Sequence[int],
-        max_new_tokens: int = 128,
-        *,
-        eos: bool = True,
-        lookahead: LookaheadConfig | None = None,
+        prompt: str | Sequence[int] | None = None,
+        max_new_tokens: int | None = None,
+        **options: Unpack[RequestOptions],
     ) -> GenerationStream:
         """Decode a prompt and iterate over what each step adds. Arguments and errors as in `generate`."""
-        request = self.request(prompt, max_new_tokens, eos, lookahead)
-        return GenerationStream(self._launcher.run(request), self._text_stream(optional=not isinstance(prompt, str)))
+        request = self.request(prompt, max_new_tokens, **options)
+        needs_text = isinstance(prompt, str) or bool(request.stop)
+        text_stream = self._text_stream(optional=not needs_text)
+        stop_strings = StopStrings(self.tokenizer, request.stop) if request.stop else None
+        return GenerationStream(self._launcher.run(request), request, text_stream, stop_strings)
 
     def _text_stream(self, optional: bool) -> TextStream | None:
         try:
@@ -236,27 +323,46 @@ class LookaheadRuntime:
 
     def request(
         self,
-        prompt: str | Sequence[int],
-        max_new_tokens: int = 128,
+        prompt: str | Sequence[int] | None = None,
+        max_new_tokens: int | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
         eos: bool = True,
         lookahead: LookaheadConfig | None = None,
+        sampling: SamplingConfig | None = None,
+        sample: int = 0,
+        stop: Sequence[str] | None = None,
+        max_time: float | None = None,
+        logprobs: bool = False,
+        processors: Sequence[Any] = (),
     ) -> Request:
-        """Turn a prompt into a checked request.
+        """Turn a prompt and options into a checked request: the model's defaults filled in, a seed drawn if need be.
 
         Raises:
-            RequestError: see `generate`.
+            ConfigError, RequestError: see `generate`.
         """
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise RequestError(f"max_new_tokens={max_new_tokens}: must be an integer >= 1")
-        info = self._launcher.info
-        ids = tuple(encode(self.tokenizer, prompt) if isinstance(prompt, str) else prompt)
+        info, defaults = self.info, self.info.defaults
+        if max_new_tokens is None:
+            max_new_tokens = defaults.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
+        stop = defaults.get("stop_strings", ()) if stop is None else stop
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        max_time = defaults.get("max_time") if max_time is None else max_time
+        check_limits(max_new_tokens, stop, max_time)
+        if isinstance(sample, bool) or not isinstance(sample, int) or not 0 <= sample <= MAX_SAMPLE:
+            raise ConfigError(f"sample={sample}: must be 0 to 2**32 - 1")
+        sampling = self._resolve(sampling or self.config.sampling)
+        if (prompt is None) == (messages is None):
+            raise RequestError("prompt and messages: give one of them")
+        if messages is not None:
+            ids = tuple(encode_chat(self.tokenizer, messages))
+        else:
+            ids = tuple(encode(self.tokenizer, prompt) if isinstance(prompt, str) else prompt)
         if not ids:
             raise RequestError("the prompt is empty: it must have at least one token")
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < info.vocabulary_size:
-                raise RequestError(
-                    f"token id {token!r} of the prompt: must be an integer 0 to {info.vocabulary_size - 1}"
-                )
+        self._check_vocabulary("of the prompt", ids)
+        for words in sampling.bad_words_ids or ():
+            self._check_vocabulary("in sampling.bad_words_ids", words)
+        self._check_vocabulary("in sampling.logit_bias", sampling.logit_bias or ())
         if info.context_length is not None and len(ids) + max_new_tokens > info.context_length:
             raise RequestError(
                 f"the prompt is too long: {len(ids)} tokens + max_new_tokens={max_new_tokens} are more than"
@@ -267,7 +373,26 @@ class LookaheadRuntime:
             lookahead=lookahead or self.config.lookahead,
             max_new_tokens=max_new_tokens,
             eos_token_ids=info.eos_token_ids if eos else frozenset(),
+            sampling=sampling,
+            sample=sample,
+            stop=stop,
+            max_time=max_time,
+            logprobs=logprobs,
+            processors=tuple(processors),
         )
+
+    def _resolve(self, sampling: SamplingConfig) -> SamplingConfig:
+        """The settings with a seed if they sample, and without one if they do not."""
+        sampling.check(self.info.defaults)
+        if not sampling.draws(self.info.defaults):
+            return replace(sampling, seed=None)
+        return sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbits(SEED_BITS))
+
+    def _check_vocabulary(self, where: str, ids: Iterable[int]) -> None:
+        size = self.info.vocabulary_size
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
+                raise RequestError(f"token id {token!r} {where}: must be an integer 0 to {size - 1}")
 
     def close(self) -> None:
         """End every replica. Under torchrun, ranks other than 0 first serve what rank 0 still asks for."""

@@ -6,15 +6,15 @@ import hashlib
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tqdm import tqdm
 
 from lp_runtime.api import Generation, LookaheadRuntime
-from lp_runtime.config import GenerateConfig
+from lp_runtime.config import MAX_SEED, GenerateConfig
 from lp_runtime.errors import ConfigError, LookaheadError, RequestError
-from lp_runtime.single import parse_ids
+from lp_runtime.single import check_num_samples, parse_ids, request_options
 
 
 @dataclass(frozen=True)
@@ -73,20 +73,25 @@ def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: li
         ConfigError: if the output cannot be written, or holds results of other settings or prompts.
         RequestError: if any prompt cannot be decoded; names its line. Checked before the first one is.
     """
+    options = request_options(config)
+    check_num_samples(runtime, config)
     for prompt in prompts:
         try:
-            runtime.request(prompt.value, config.max_new_tokens, config.eos)
+            request = runtime.request(prompt.value, config.max_new_tokens, **options)
         except RequestError as error:
             raise RequestError(f"{config.prompts} line {prompt.line}: {error}") from error
-    output = OutputFile(Path(config.output), _settings(runtime, config))
-    done = output.resume() & {prompt.index for prompt in prompts}
+    output = OutputFile(Path(config.output), _settings(runtime, config), request.sampling.seed)
+    work = [(prompt, sample) for prompt in prompts for sample in range(config.num_samples)]
+    done = output.resume() & {(prompt.index, sample) for prompt, sample in work}
     tokens, steps, seconds = 0, 0, 0.0
-    with output, tqdm(total=len(prompts), initial=len(done), unit="prompt", file=sys.stderr) as bar:
-        for prompt in prompts:
-            if prompt.index in done:
+    with output, tqdm(total=len(work), initial=len(done), unit="prompt", file=sys.stderr) as bar:
+        for prompt, sample in work:
+            if (prompt.index, sample) in done:
                 continue
-            generation = runtime.generate(prompt.value, config.max_new_tokens, eos=config.eos)
-            output.write(_result(prompt, generation))
+            if output.seed is not None:  # each prompt has noise of its own
+                options["sampling"] = replace(config.sampling, seed=(output.seed + prompt.index) % (MAX_SEED + 1))
+            generation = runtime.generate(prompt.value, config.max_new_tokens, sample=sample, **options)
+            output.write(_result(prompt, sample, generation))
             tokens, steps, seconds = (
                 tokens + generation.num_tokens,
                 steps + generation.steps,
@@ -96,9 +101,10 @@ def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: li
             bar.update()
 
 
-def _result(prompt: Prompt, generation: Generation) -> dict:
-    return {
+def _result(prompt: Prompt, sample: int, generation: Generation) -> dict:
+    result = {
         "index": prompt.index,
+        "sample": sample,
         "prompt": prompt.value,
         "text": generation.text,
         "token_ids": generation.token_ids,
@@ -108,7 +114,11 @@ def _result(prompt: Prompt, generation: Generation) -> dict:
         "step_tokens": generation.step_tokens,
         "seconds": generation.seconds,
         "finish_reason": generation.finish_reason,
+        "seed": generation.seed,
     }
+    if generation.logprobs is not None:
+        result["logprobs"] = generation.logprobs
+    return result
 
 
 def _settings(runtime: LookaheadRuntime, config: GenerateConfig) -> dict:
@@ -124,6 +134,9 @@ def _settings(runtime: LookaheadRuntime, config: GenerateConfig) -> dict:
         "prompt_field": config.prompt_field,
         "ids": config.ids,
         "max_new_tokens": config.max_new_tokens,
+        "stop": config.stop,
+        "max_time": config.max_time,
+        "logprobs": config.logprobs,
         "eos": config.eos,
         "dtype": runtime.info.dtype,
         "device": runtime.info.device.split(":")[0],
@@ -159,16 +172,21 @@ class OutputFile:
     Args:
         path: the results' file.
         settings: what made them.
+        seed: of the first prompt's noise; None if decoding is greedy.
+
+    Attributes:
+        seed: the same; of the run that began the file where it is resumed.
     """
 
-    def __init__(self, path: Path, settings: dict):
+    def __init__(self, path: Path, settings: dict, seed: int | None):
         self._path = path
         self._settings_path = _settings_path(path)
         self._settings = settings
+        self.seed = seed
         self._file = None
 
-    def resume(self) -> set[int]:
-        """Open for appending; returns the indices that have a result already.
+    def resume(self) -> set[tuple[int, int]]:
+        """Open for appending; returns the (index, sample) pairs that have a result already.
 
         Raises:
             ConfigError: see generate_file.
@@ -182,7 +200,7 @@ class OutputFile:
                 done = set()
                 with open(path, "a"):  # may this be written at all? asked before anything is
                     pass
-                self._settings_path.write_text(json.dumps(self._settings, indent=1) + "\n")
+                self._settings_path.write_text(json.dumps(self._settings | {"seed": self.seed}, indent=1) + "\n")
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
         except OSError as error:
             raise ConfigError(f"output={path}: cannot be written: {error.strerror or error}") from error
@@ -199,17 +217,19 @@ class OutputFile:
                     f"output={self._path}: holds results of other settings"
                     f" ({key} was {json.dumps(before.get(key))}, is {json.dumps(value)}); choose another output"
                 )
+        self.seed = before.get("seed")
 
-    def _read_done(self) -> set[int]:
-        """Indices with a whole line; a last line that was cut off is dropped from the file."""
-        done: set[int] = set()
+    def _read_done(self) -> set[tuple[int, int]]:
+        """What has a whole line; a last line that was cut off is dropped from the file."""
+        done: set[tuple[int, int]] = set()
         whole = 0
         with open(self._path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
                     break
                 try:
-                    done.add(int(json.loads(line)["index"]))
+                    result = json.loads(line)
+                    done.add((int(result["index"]), int(result["sample"])))
                 except (ValueError, KeyError, TypeError) as error:
                     raise ConfigError(f"output={self._path} line {number}: is no result of lp-generate") from error
                 whole += len(line)

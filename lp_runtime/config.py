@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 from lp_runtime.errors import ConfigError
 
@@ -13,6 +15,10 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "sdpa", "eager")
 MAX_SECONDS = 1_000_000
+MAX_SEED = 2**64 - 1
+DEFAULT_MAX_NEW_TOKENS = 128
+WARPERS = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1}
+"""Settings that matter to sampling alone, and the value at which each does nothing or means greedy decoding."""
 LAUNCHERS = ("auto", "local", "torchrun", "ray")
 
 
@@ -24,6 +30,15 @@ def _require_int(name: str, value: object, low: int) -> None:
 def _require_seconds(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_SECONDS:
         raise ConfigError(f"{name}={value}: must be a number of seconds > 0 and <= {MAX_SECONDS}")
+
+
+def _require_number(name: str, value: object, allowed: str, is_allowed: Callable[[float], bool]) -> None:
+    """`value` is None, or a finite number for which `is_allowed` holds."""
+    if value is None:
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not is_allowed(value):
+        raise ConfigError(f"{name}={value}: must be {allowed}")
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -121,14 +136,75 @@ class LauncherConfig:
 
 @dataclass
 class SamplingConfig:
-    """How a successor is picked from a node's logits."""
+    """How a successor is drawn from a node's logits, in transformers' terms.
 
-    temperature: float = 0.0
-    """0 is greedy."""
+    What is None is as the model's generation_config.json says, else off.
+    """
+
+    temperature: Optional[float] = None  # noqa: UP045
+    """>= 0; 0 is greedy decoding. If given and above 0, successors are sampled."""
+    top_k: Optional[int] = None  # noqa: UP045
+    """Draw among the k most likely tokens, >= 0; 0 is off."""
+    top_p: Optional[float] = None  # noqa: UP045
+    """Draw among the most likely tokens that hold this much probability, in (0, 1]; 1 is off."""
+    min_p: Optional[float] = None  # noqa: UP045
+    """Draw among tokens at least this likely, relative to the most likely one, in [0, 1]; 0 is off."""
+    typical_p: Optional[float] = None  # noqa: UP045
+    """Locally typical sampling, in (0, 1]; 1 is off."""
+    repetition_penalty: Optional[float] = None  # noqa: UP045
+    """> 0; above 1 makes tokens that stand in the text already less likely."""
+    no_repeat_ngram_size: Optional[int] = None  # noqa: UP045
+    """No n-gram of this size occurs twice, >= 0; 0 is off."""
+    bad_words_ids: Optional[list[list[int]]] = None  # noqa: UP045
+    """Sequences of token ids that must not occur."""
+    min_new_tokens: Optional[int] = None  # noqa: UP045
+    """No end-of-sequence token before this many new tokens, >= 0."""
+    logit_bias: Optional[dict[int, float]] = None  # noqa: UP045
+    """Added to the logits, by token id."""
+    seed: Optional[int] = None  # noqa: UP045
+    """0 to 2**64 - 1; one is drawn, and reported, if not given. One seed, one output, whatever the parallelism."""
 
     def __post_init__(self) -> None:
-        if self.temperature != 0:
-            raise ConfigError(f"sampling.temperature={self.temperature}: must be 0 (greedy decoding)")
+        _require_number("sampling.temperature", self.temperature, "a number >= 0", lambda value: value >= 0)
+        for name in ("top_p", "typical_p"):
+            _require_number(f"sampling.{name}", getattr(self, name), "in (0, 1]", lambda value: 0 < value <= 1)
+        _require_number("sampling.min_p", self.min_p, "in [0, 1]", lambda value: 0 <= value <= 1)
+        _require_number("sampling.repetition_penalty", self.repetition_penalty, "a number > 0", lambda value: value > 0)
+        for name in ("top_k", "no_repeat_ngram_size", "min_new_tokens", "seed"):
+            if getattr(self, name) is not None:
+                _require_int(f"sampling.{name}", getattr(self, name), 0)
+        if self.seed is not None and self.seed > MAX_SEED:
+            raise ConfigError(f"sampling.seed={self.seed}: must be 0 to 2**64 - 1")
+        for words in self.bad_words_ids or ():
+            if not isinstance(words, Sequence) or isinstance(words, str) or not words:
+                raise ConfigError(f"sampling.bad_words_ids={self.bad_words_ids}: must be lists of token ids, not empty")
+            for token in words:
+                _require_int("sampling.bad_words_ids", token, 0)
+        for token, bias in (self.logit_bias or {}).items():
+            _require_int("sampling.logit_bias", token, 0)
+            _require_number(f"sampling.logit_bias of token {token}", bias, "a number", lambda value: True)
+        if self.temperature == 0:
+            self._refuse_warpers("sampling.temperature=0")
+
+    def draws(self, defaults: Mapping[str, Any]) -> bool:
+        """Whether successors are sampled, else picked greedily; `defaults` are the model's own."""
+        if self.temperature is not None:
+            return self.temperature > 0
+        return bool(defaults.get("do_sample")) and defaults.get("temperature") != 0
+
+    def check(self, defaults: Mapping[str, Any]) -> None:
+        """Refuse what has no effect with a model's own defaults.
+
+        Raises:
+            ConfigError: if a setting is for sampling, and decoding is greedy.
+        """
+        if not self.draws(defaults):
+            self._refuse_warpers("the model's default, greedy decoding; give sampling.temperature > 0")
+
+    def _refuse_warpers(self, reason: str) -> None:
+        for name, off in WARPERS.items():
+            if (value := getattr(self, name)) is not None and value != off:
+                raise ConfigError(f"sampling.{name}={value}: has no effect with {reason}")
 
 
 @dataclass
@@ -159,6 +235,21 @@ class RuntimeConfig:
         _require_choice("dtype", self.dtype, DTYPES)
 
 
+def check_limits(max_new_tokens: int | None, stop: Sequence[str] | None, max_time: float | None) -> None:
+    """Check where a request is to stop.
+
+    Raises:
+        ConfigError: names the value and what is allowed.
+    """
+    if max_new_tokens is not None:
+        _require_int("max_new_tokens", max_new_tokens, 1)
+    for string in stop or ():
+        if not isinstance(string, str) or not string:
+            raise ConfigError(f"stop={string!r}: must be strings of at least one character")
+    if max_time is not None:
+        _require_seconds("max_time", max_time)
+
+
 @dataclass
 class GenerateConfig(RuntimeConfig):
     """What lp-generate takes: a runtime and what to do with it."""
@@ -175,8 +266,16 @@ class GenerateConfig(RuntimeConfig):
     """Take only this many prompts of the file."""
     output: Optional[str] = None  # noqa: UP045
     """File that gets one JSON object a prompt; a second run resumes it."""
-    max_new_tokens: int = 128
-    """Tokens to generate at most."""
+    max_new_tokens: Optional[int] = None  # noqa: UP045
+    """Tokens to generate at most; if not given, as the model's generation_config.json says, else 128."""
+    stop: Optional[list[str]] = None  # noqa: UP045
+    """Strings of new text after which to stop; they are kept. If not given, the model's stop_strings."""
+    max_time: Optional[float] = None  # noqa: UP045
+    """Seconds after which to stop, at the end of a step."""
+    num_samples: int = 1
+    """Independent samples of each prompt; needs sampling."""
+    logprobs: bool = False
+    """Report the model's log-probability of each new token (`prompts` only)."""
     eos: bool = True
     """Stop at the end-of-sequence token; false goes on to max_new_tokens (for benchmarks)."""
     compare: bool = False
@@ -184,7 +283,10 @@ class GenerateConfig(RuntimeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_int("max_new_tokens", self.max_new_tokens, 1)
+        check_limits(self.max_new_tokens, self.stop, self.max_time)
+        _require_int("num_samples", self.num_samples, 1)
+        if self.logprobs and self.prompts is None:
+            raise ConfigError("logprobs=true: only with prompts")
         if self.limit is not None:
             _require_int("limit", self.limit, 1)
         if (self.prompt is None) == (self.prompts is None):
@@ -198,5 +300,23 @@ class GenerateConfig(RuntimeConfig):
             raise ConfigError(f"limit={self.limit}: only with prompts")
         if self.prompt == "":
             raise ConfigError("prompt: is empty; it must have at least one character")
-        if self.compare and self.prompts is not None:
-            raise ConfigError("compare=true: only with a single prompt")
+        if self.compare and (self.prompts is not None or self.num_samples > 1):
+            raise ConfigError("compare=true: only with a single prompt and sample")
+
+
+@dataclass
+class ChatConfig(RuntimeConfig):
+    """What lp-chat takes: a runtime and how to answer."""
+
+    system: Optional[str] = None  # noqa: UP045
+    """A system message that every conversation begins with."""
+    max_new_tokens: Optional[int] = None  # noqa: UP045
+    """Tokens of an answer at most; if not given, as the model's generation_config.json says, else 128."""
+    stop: Optional[list[str]] = None  # noqa: UP045
+    """See GenerateConfig."""
+    max_time: Optional[float] = None  # noqa: UP045
+    """See GenerateConfig."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_limits(self.max_new_tokens, self.stop, self.max_time)

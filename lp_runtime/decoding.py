@@ -3,25 +3,31 @@
 proposal = state.propose()                              equal on every replica
 shares   = partition(proposal.tree, speeds)             equal on every replica
 found    = model.forward(shares[rank])                  the only expensive thing
-outcome  = exchange.all_gather(found)                   the only communication
-run      = state.advance(proposal, outcome.successors)  equal on every replica
+outcome  = exchange.all_gather(draw(found))             the only communication
+run      = state.advance(proposal, outcome)             equal on every replica
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from lp_runtime.config import LookaheadConfig
+from lp_runtime.config import LookaheadConfig, SamplingConfig
 from lp_runtime.lookahead.pool import PoolStatistics
-from lp_runtime.lookahead.sampling import greedy
-from lp_runtime.lookahead.state import DecodingRules, DecodingState, Proposal
-from lp_runtime.model.tree_model import TreeModel, successors_of
+from lp_runtime.lookahead.sampling import GumbelNoise
+from lp_runtime.lookahead.state import DecodingRules, DecodingState, Proposal, Stop
+from lp_runtime.model.drawing import Drawing
+from lp_runtime.model.generation import build_processors, defaults_of
+from lp_runtime.model.processors import TreeProcessors
+from lp_runtime.model.tree_model import TreeModel
 from lp_runtime.parallel.exchange import Exchange, Outcome
 from lp_runtime.parallel.partition import Share, partition, step_tokens
+
+CANCEL, TIME_IS_UP = 1, 2  # bits of the exchange's control word
 
 
 @dataclass(frozen=True)
@@ -33,12 +39,32 @@ class Request:
         lookahead: W, N, G and the pool's settings.
         max_new_tokens: tokens to generate at most, >= 1.
         eos_token_ids: where to stop; empty to go on to max_new_tokens.
+        sampling: what overrides the model's own defaults; its seed is set where it samples.
+        sample: which of several samples of the prompt, >= 0.
+        stop: strings of new text after whose end to stop.
+        max_time: seconds after which to stop, at the end of a step.
+        logprobs: whether to report the log-probability of each token.
+        processors: logits processors of the user's own, run after transformers' processors and before its warpers.
     """
 
     prompt_ids: tuple[int, ...]
     lookahead: LookaheadConfig
     max_new_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    sample: int = 0
+    stop: tuple[str, ...] = ()
+    max_time: float | None = None
+    logprobs: bool = False
+    processors: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one step committed: token ids, and the model's log-probability of each if the request asks for it."""
+
+    token_ids: list[int]
+    logprobs: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +72,7 @@ class StepTimes:
     """Where the time of a request's steps went on this replica, in seconds, the prefill's step excluded.
 
     Attributes:
-        forward: making inputs, forward passes, picking successors (on CUDA, until the device has finished them).
+        forward: making inputs, forward passes, drawing successors (on CUDA, until the device has finished them).
         exchange: the collective, waiting for slower replicas included.
         other: proposing, partitioning, advancing.
     """
@@ -62,7 +88,7 @@ class Report:
 
     Attributes:
         num_steps: steps, the prefill's included.
-        finish_reason: "eos", "length" or "cancelled".
+        finish_reason: "eos", "stop", "length", "time" or "cancelled".
         step_tokens: tokens fed a step, mean over replicas and steps, the prefill's excluded.
         seconds: from the request's start to its last token.
         prefill_seconds: of these, the prefill's step.
@@ -81,7 +107,11 @@ class Report:
     pool: PoolStatistics
 
 
-Event = list[int] | Report  # a run of committed tokens a step, and a report at the end
+Event = Run | Report  # a run a step, and a report at the end
+
+# Told of every committed run: the node that each token follows, the nodes whose rows this replica has, their logits
+# and their processed scores, [n, V] each.
+Observer = Callable[[list[int], list[int], torch.Tensor, torch.Tensor], None]
 
 
 class DecodingLoop:
@@ -99,17 +129,28 @@ class DecodingLoop:
         self._num_replicas = num_replicas
         self._exchange_device = exchange_device
 
-    def run(self, request: Request, should_cancel: Callable[[], bool] = lambda: False) -> Iterator[Event]:
+    def run(
+        self,
+        request: Request,
+        drawing: Drawing | None = None,
+        stop: Stop | None = None,
+        should_cancel: Callable[[], bool] = lambda: False,
+        observe: Observer | None = None,
+    ) -> Iterator[Event]:
         """Decode one request.
 
         Args:
             request: what to decode.
+            drawing: how successors are drawn; by default as the request and the model's own defaults say.
+            stop: see DecodingState.
             should_cancel: asked once a step; when any replica's says yes, all stop after that step.
+            observe: told of every step.
 
         Yields:
-            The run of tokens that each step committed, then the report.
+            The run that each step committed, then the report.
         """
         started = time.perf_counter()
+        drawing = drawing or make_drawing(self._model, request)
         settings = request.lookahead
         state = DecodingState(
             request.prompt_ids,
@@ -121,7 +162,9 @@ class DecodingLoop:
                 window_seed=settings.window_seed,
                 max_new_tokens=request.max_new_tokens,
                 eos_token_ids=request.eos_token_ids,
+                drawing=repr((request.sampling, request.sample, request.stop, request.logprobs)),
             ),
+            stop,
         )
         capacity = 1 + settings.max_guess_tokens
         exchange = Exchange(self._rank, self._num_replicas, capacity, self._exchange_device)
@@ -129,32 +172,56 @@ class DecodingLoop:
         speeds = [1.0] * self._num_replicas
         clock = _Clock()
 
+        def control() -> int:
+            # One replica's clock decides, the first one's.
+            late = request.max_time is not None and time.perf_counter() - started > request.max_time
+            return CANCEL * should_cancel() | TIME_IS_UP * (late and self._rank == 0)
+
+        def agree(proposal: Proposal, shares: Sequence[Share], logits: torch.Tensor) -> tuple[Outcome, torch.Tensor]:
+            """Draw the successors of the nodes this replica owns and exchange them; also its processed scores."""
+            owned = shares[self._rank].owned
+            values, scores = drawing.draw(logits[: len(owned)], proposal.tree, owned, state.tokens)
+            if values.device.type == "cuda":
+                torch.cuda.current_stream(values.device).synchronize()
+            clock.lap("forward")
+            outcome = exchange.all_gather(shares, len(proposal.tree), values, proposal.digest, control())
+            clock.lap("exchange")
+            return outcome, scores
+
+        def report_run(nodes: list[int], run: list[int], logprobs: list[float] | None, shares, logits, scores) -> Run:
+            if observe:
+                observe(nodes, shares[self._rank].owned, logits, scores)
+            return Run(run, None if logprobs is None else [logprobs[node] for node in nodes])
+
         proposal = state.propose_prefill()
         shares = partition(proposal.tree, speeds)
         logits = self._model.prefill(request.prompt_ids)
-        outcome = self._agree(exchange, proposal, shares, logits, len(request.prompt_ids) - 1, should_cancel)
-        yield state.advance_prefill(proposal, outcome.successors)
+        outcome, scores = agree(proposal, shares, logits)
+        successors, logprobs = drawing.unpack(outcome.values)
+        run = state.advance_prefill(proposal, successors)
+        yield report_run([0], run, logprobs, shares, logits, scores)
         prefill_seconds = time.perf_counter() - started
 
         tokens_fed = 0.0
-        while state.finish_reason is None and not outcome.cancelled:
+        clock = _Clock()
+        while state.finish_reason is None and not outcome.control:
             clock.start()
             proposal = state.propose()
             shares = partition(proposal.tree, speeds)
             clock.lap("other")
             share = shares[self._rank]
             logits = self._model.forward(proposal.tree, share.nodes, share.owned)
-            first_position = len(state.tokens) - 1 - proposal.tree.root
-            outcome = self._agree(exchange, proposal, shares, logits, first_position, should_cancel, clock)
-            run = state.advance(proposal, outcome.successors)
+            outcome, scores = agree(proposal, shares, logits)
+            successors, logprobs = drawing.unpack(outcome.values)
+            run, nodes = state.advance(proposal, successors)
             tokens_fed += step_tokens(shares)
             clock.lap("other")
-            yield run
+            yield report_run(nodes, run, logprobs, shares, logits, scores)
 
         num_tree_steps = state.num_steps - 1
         yield Report(
             num_steps=state.num_steps,
-            finish_reason=state.finish_reason or "cancelled",
+            finish_reason=state.finish_reason or ("cancelled" if outcome.control & CANCEL else "time"),
             step_tokens=tokens_fed / num_tree_steps if num_tree_steps else 0.0,
             seconds=time.perf_counter() - started,
             prefill_seconds=prefill_seconds,
@@ -163,33 +230,21 @@ class DecodingLoop:
             pool=state.pool.statistics(),
         )
 
-    def _agree(
-        self,
-        exchange: Exchange,
-        proposal: Proposal,
-        shares: Sequence[Share],
-        logits: torch.Tensor,
-        first_position: int,
-        should_cancel: Callable[[], bool],
-        clock: _Clock | None = None,
-    ) -> Outcome:
-        """Pick the successors of the nodes this replica owns and exchange them.
 
-        Args:
-            logits: [n, V] of the owned nodes; a replica that owns none may pass more.
-            first_position: absolute position of the tree's first token.
-        """
-        tree, owned = proposal.tree, shares[self._rank].owned
-        positions = [first_position + tree.root + tree.depths[node] for node in owned]
-        successors = successors_of(logits[: len(owned)], positions, greedy)
-        if successors.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        if clock:
-            clock.lap("forward")
-        outcome = exchange.all_gather(shares, len(tree), successors, proposal.digest, should_cancel())
-        if clock:
-            clock.lap("exchange")
-        return outcome
+def make_drawing(model: TreeModel, request: Request) -> Drawing:
+    """How a request's successors are drawn from this model's logits; alike on all replicas.
+
+    Raises:
+        ConfigError: if transformers refuses a setting.
+    """
+    sampling = request.sampling
+    processors = build_processors(
+        model.model, request.prompt_ids, sampling, request.max_new_tokens, request.eos_token_ids, request.processors
+    )
+    noise = None
+    if sampling.draws(defaults_of(model.model)):
+        noise = GumbelNoise(sampling.seed, request.sample, model.vocabulary_size, model.device)
+    return Drawing(TreeProcessors(processors, model.device), noise, request.logprobs)
 
 
 class _Clock:

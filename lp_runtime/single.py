@@ -4,23 +4,51 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
 
-from lp_runtime.api import Generation, LookaheadRuntime
-from lp_runtime.config import PLAIN, GenerateConfig, LookaheadConfig
+from lp_runtime.api import Generation, GenerationStream, LookaheadRuntime, RequestOptions
+from lp_runtime.config import PLAIN, WARPERS, GenerateConfig, LookaheadConfig, SamplingConfig
 from lp_runtime.errors import ConfigError
 
 
 def generate_one(runtime: LookaheadRuntime, config: GenerateConfig, prompt: str | list[int]) -> None:
     """Stream a prompt's continuation to stdout and a summary to stderr; with compare=true, once more plainly.
 
-    Without a tokenizer, which a prompt of ids can do without, the new token ids are printed.
+    Of several samples, each is streamed in turn. Without a tokenizer, which a prompt of ids can do without, the new
+    token ids are printed.
     """
-    generation = _stream(runtime, config, prompt, config.lookahead)
-    rows = [("lookahead", generation)]
+    options = request_options(config)
+    check_num_samples(runtime, config)
+    rows = []
+    for sample in range(config.num_samples):
+        if config.num_samples > 1:
+            print(f"--- sample {sample}:", file=sys.stderr)
+        stream = runtime.stream(prompt, config.max_new_tokens, sample=sample, **options)
+        generation = _echo(stream, prompt)
+        options["sampling"] = replace(runtime.config.sampling, seed=generation.seed)
+        rows.append(("lookahead", generation))
     if config.compare:
         print("\n--- the same prompt, one token a step:", file=sys.stderr)
-        rows.append(("one token a step", _stream(runtime, config, prompt, PLAIN, echo=False)))
-    print(summary(runtime, config.lookahead, rows), file=sys.stderr)
+        plain = runtime.generate(prompt, config.max_new_tokens, lookahead=PLAIN, **options)
+        rows.append(("one token a step", plain))
+    print(summary(runtime, config.lookahead, rows, config.compare), file=sys.stderr)
+
+
+def request_options(config: GenerateConfig) -> RequestOptions:
+    """What the command line says of every request."""
+    return RequestOptions(eos=config.eos, stop=config.stop, max_time=config.max_time, logprobs=config.logprobs)
+
+
+def check_num_samples(runtime: LookaheadRuntime, config: GenerateConfig) -> None:
+    """Refuse several samples of what has but one.
+
+    Raises:
+        ConfigError: if decoding is greedy.
+    """
+    if config.num_samples > 1 and not config.sampling.draws(runtime.info.defaults):
+        raise ConfigError(f"num_samples={config.num_samples}: decoding is greedy; give sampling.temperature > 0")
 
 
 def parse_ids(value: object, name: str) -> list[int]:
@@ -38,27 +66,39 @@ def parse_ids(value: object, name: str) -> list[int]:
     return ids
 
 
-def _stream(
-    runtime: LookaheadRuntime, config: GenerateConfig, prompt: str | list[int], lookahead: LookaheadConfig, echo=True
-) -> Generation:
-    stream = runtime.stream(prompt, config.max_new_tokens, eos=config.eos, lookahead=lookahead)
-    if echo and not config.ids:
+def _echo(stream: GenerationStream, prompt: str | list[int]) -> Generation:
+    if isinstance(prompt, str):
         print(prompt, end="", flush=True)  # now that the request is known to be good
     for piece in stream:
-        if echo:
-            text = piece.text if stream.has_text else "".join(f"{token} " for token in piece.token_ids)
-            print(text, end="", flush=True)
-    if echo:
-        print(flush=True)
+        text = piece.text if stream.has_text else "".join(f"{token} " for token in piece.token_ids)
+        print(text, end="", flush=True)
+    print(flush=True)
     return stream.generation
 
 
-def summary(runtime: LookaheadRuntime, lookahead: LookaheadConfig, rows: list[tuple[str, Generation]]) -> str:
-    """The runs as a table, with the setting above."""
+def describe_sampling(config: SamplingConfig, defaults: Mapping[str, Any], seed: int | None) -> str:
+    """How successors were drawn, in one line, and what of it is the model's own default."""
+    given = {name: value for name, value in asdict(config).items() if value is not None and name != "seed"}
+    drawing = "greedy" if seed is None else f"sampling, seed {seed}"
+    unused = WARPERS if seed is None else ()
+    settings = [f"{name} {value}" for name, value in given.items() if name not in unused]
+    settings += [
+        f"{name} {value} (the model's)"
+        for name, value in defaults.items()
+        if name not in given and name not in unused and name not in ("do_sample", "max_new_tokens")
+    ]
+    return ", ".join([drawing, *settings])
+
+
+def summary(
+    runtime: LookaheadRuntime, lookahead: LookaheadConfig, rows: list[tuple[str, Generation]], compare: bool
+) -> str:
+    """The runs as a table, with the settings above."""
     info = runtime.info
     lines = [
         f"\n{runtime.num_replicas} replica{'s' * (runtime.num_replicas > 1)} on {info.device.split(':')[0]},"
-        f" {info.dtype}, W={lookahead.W} N={lookahead.N} G={lookahead.G}",
+        f" {info.dtype}, W={lookahead.W} N={lookahead.N} G={lookahead.G};"
+        f" {describe_sampling(runtime.config.sampling, info.defaults, rows[0][1].seed)}",
         f"{'':18}{'tokens':>8}{'steps':>8}{'compression ratio':>20}{'tokens fed a step':>20}"
         f"{'seconds':>10}{'tokens/s':>10}",
     ]
@@ -72,7 +112,7 @@ def summary(runtime: LookaheadRuntime, lookahead: LookaheadConfig, rows: list[tu
         f"pool: {pool.num_ngrams} n-grams of {pool.num_keys} first tokens ({pool.fan_out:.1f} each); guesses in"
         f" {pool.hit_rate:.0%} of the steps, {pool.accepted_length:.1f} of their tokens accepted a step"
     )
-    if len(rows) == 2:
-        same = rows[0][1].token_ids == rows[1][1].token_ids
+    if compare:
+        same = rows[-2][1].token_ids == rows[-1][1].token_ids
         lines.append(f"the same tokens: {'yes' if same else 'NO'}")
     return "\n".join(lines)

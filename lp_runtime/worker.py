@@ -6,15 +6,19 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lp_runtime.config import RuntimeConfig
+from lp_runtime.config import ModelConfig, RuntimeConfig
 from lp_runtime.decoding import DecodingLoop, Event, Request
 from lp_runtime.errors import ConfigError
-from lp_runtime.model.loading import eos_token_ids, load_model
+from lp_runtime.model.generation import defaults_of
+from lp_runtime.model.loading import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.self_check import check_model
+from lp_runtime.model.text import StopStrings
 from lp_runtime.model.tree_model import TreeModel
 from lp_runtime.parallel.group import ReplicaContext, process_group
 
@@ -27,6 +31,7 @@ class ReplicaInfo:
         vocabulary_size: token ids are below it.
         context_length: tokens of prompt and output together at most; None if the model sets no limit.
         eos_token_ids: the model's end-of-sequence ids.
+        defaults: what the model's generation_config.json sets of lp_runtime.model.generation.APPLIED_DEFAULTS.
         device, dtype: as torch names them.
         self_check: largest relative difference that the start-up self-check saw.
     """
@@ -34,6 +39,7 @@ class ReplicaInfo:
     vocabulary_size: int
     context_length: int | None
     eos_token_ids: frozenset[int]
+    defaults: dict[str, Any]
     device: str
     dtype: str
     self_check: float
@@ -42,14 +48,21 @@ class ReplicaInfo:
 class Replica:
     """A loaded, checked and connected model. Made by `start_replica`."""
 
-    def __init__(self, context: ReplicaContext, info: ReplicaInfo, loop: DecodingLoop):
+    def __init__(self, config: ModelConfig, context: ReplicaContext, info: ReplicaInfo, model: TreeModel):
         self.context = context
         self.info = info
-        self._loop = loop
+        self._config = config
+        self._model = model
+        self._loop = DecodingLoop(model, context.rank, context.num_replicas, model.device)
 
     def decode(self, request: Request, should_cancel: Callable[[], bool] = lambda: False) -> Iterator[Event]:
         """See DecodingLoop.run."""
-        return self._loop.run(request, should_cancel)
+        stop = StopStrings(self._tokenizer, request.stop) if request.stop else None
+        return self._loop.run(request, stop=stop, should_cancel=should_cancel)
+
+    @cached_property
+    def _tokenizer(self):
+        return load_tokenizer(self._config)
 
 
 @contextmanager
@@ -75,12 +88,13 @@ def start_replica(config: RuntimeConfig, context: ReplicaContext, store: dist.St
         vocabulary_size=model.vocabulary_size,
         context_length=model.context_length,
         eos_token_ids=eos_token_ids(model.model),
+        defaults=defaults_of(model.model),
         device=str(device),
         dtype=str(model.dtype).removeprefix("torch."),
         self_check=self_check,
     )
     with process_group(context, device, config.launcher.timeout, store):
-        yield Replica(context, info, DecodingLoop(model, context.rank, context.num_replicas, device))
+        yield Replica(config.model, context, info, model)
 
 
 def choose_device(device: str, index: int) -> torch.device:

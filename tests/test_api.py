@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 from processes import own_replicas
 
-from lp_runtime import LookaheadConfig, LookaheadRuntime, ModelConfig, ModelError, ReplicaError, RequestError
+from lp_runtime import (
+    LookaheadConfig,
+    LookaheadRuntime,
+    ModelConfig,
+    ModelError,
+    ReplicaError,
+    RequestError,
+    SamplingConfig,
+)
 from lp_runtime.config import PLAIN
 from lp_runtime.errors import ConfigError
 from lp_runtime.launchers.spawned import SpawnedLauncher
@@ -162,7 +170,7 @@ def make_eos_runtime(demo_model_dir, tmp_path):
 )
 def test_requests_that_cannot_be_served(tiny, prompt, max_new_tokens, message):
     for call in (tiny.generate, tiny.stream):
-        with pytest.raises(RequestError) as caught:
+        with pytest.raises((RequestError, ConfigError)) as caught:
             call(prompt, max_new_tokens)
         assert str(caught.value).startswith(message)
         assert isinstance(caught.value, ValueError)
@@ -254,6 +262,99 @@ def test_spawned_replicas_do_not_outlive_an_interrupt(tiny_model_dir, monkeypatc
                 runtime.generate([1], 4)
         with pytest.raises(ReplicaError, match=r"of no further use, make a new one \(interrupted\)"):
             runtime.generate([1], 4)
+
+
+@pytest.mark.parametrize("sampling", [None, SamplingConfig(temperature=1.0, seed=3)])
+def test_a_stop_string_ends_the_text_and_the_tokens(runtime, sampling):
+    """Nothing behind it is returned or streamed, whether it ends inside a token, a run, or spans tokens."""
+    everything = runtime.generate(PROMPT, 60, eos=False, sampling=sampling)
+    decode = runtime.tokenizer.decode
+    inside = [everything.text[i : i + size] for i in range(8, 60, 7) for size in (1, 3, 6)]
+    for string in inside:
+        stream = runtime.stream(PROMPT, 60, eos=False, sampling=sampling, stop=[string, "never there"])
+        streamed = "".join(piece.text for piece in stream)
+        out = stream.generation
+        assert streamed == out.text == everything.text[: everything.text.index(string) + len(string)]
+        assert out.finish_reason == "stop"
+        assert out.token_ids == everything.token_ids[: out.num_tokens]
+        assert string in decode(out.token_ids)
+        assert string not in decode(out.token_ids[:-1])
+    assert runtime.generate(PROMPT, 60, eos=False, sampling=sampling, stop=["never there"]).text == everything.text
+
+
+def test_log_probabilities_and_pieces(runtime):
+    stream = runtime.stream(PROMPT, 20, eos=False, logprobs=True)
+    pieces = list(stream)
+    assert [value for piece in pieces for value in piece.logprobs or ()] == stream.generation.logprobs
+    assert len(stream.generation.logprobs) == stream.generation.num_tokens
+    assert all(value <= 0 for value in stream.generation.logprobs)
+    assert runtime.generate(PROMPT, 4).logprobs is None
+
+
+def test_samples_of_one_seed(runtime):
+    sampling = SamplingConfig(temperature=1.5)
+    outs = runtime.samples(PROMPT, 3, 12, sampling=sampling, eos=False)
+    assert len({tuple(out.token_ids) for out in outs}) == 3
+    (seed,) = {out.seed for out in outs}
+    again = runtime.generate(PROMPT, 12, sampling=SamplingConfig(temperature=1.5, seed=seed), sample=2, eos=False)
+    assert again.token_ids == outs[2].token_ids
+    with pytest.raises(RequestError, match="num_samples=2: decoding is greedy"):
+        runtime.samples(PROMPT, 2)
+    assert runtime.generate(PROMPT, 4).seed is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stop": [""]}, "stop='': must be strings"),
+        ({"max_time": -1}, "max_time=-1: must be a number of seconds"),
+        ({"sample": -1}, "sample=-1: must be 0 to"),
+        ({"sampling": SamplingConfig(top_p=0.5)}, "sampling.top_p=0.5: has no effect"),
+        ({"sampling": SamplingConfig(bad_words_ids=[[10**6]])}, "token id 1000000 in sampling.bad_words_ids"),
+        ({"sampling": SamplingConfig(logit_bias={10**6: 1.0})}, "token id 1000000 in sampling.logit_bias"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "prompt and messages: give one of them"),
+    ],
+)
+def test_options_that_will_not_do(runtime, options, message):
+    with pytest.raises(ValueError, match=message):
+        runtime.generate(PROMPT, 4, **options)
+
+
+@pytest.fixture(scope="module")
+def chat_dir(demo_model_dir, tmp_path_factory):
+    """The demo model with a chat template, which wants the roles to take turns."""
+    folder = shutil.copytree(demo_model_dir, tmp_path_factory.mktemp("chat") / "model")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}"
+        "{{ raise_exception('unknown role') }}{% endif %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"
+    )
+    return folder
+
+
+def test_messages(chat_dir, runtime):
+    messages = [{"role": "user", "content": "Write a loop."}]
+    with LookaheadRuntime(chat_dir, device="cpu", dtype="float32") as chatty:
+        out = chatty.generate(messages=messages, max_new_tokens=16)
+        assert out.token_ids == chatty.generate("# user: Write a loop.\n# assistant:", 16).token_ids
+        with pytest.raises(RequestError, match="messages: the model's chat template refuses them: unknown role"):
+            chatty.generate(messages=[{"role": "nobody", "content": "x"}])
+    with pytest.raises(RequestError, match="messages: the model has no chat template; give a prompt instead"):
+        runtime.generate(messages=messages)
+
+
+def test_the_models_own_settings_apply(demo_model_dir, tmp_path):
+    folder = shutil.copytree(demo_model_dir, tmp_path / "model")
+    config = json.loads((folder / "generation_config.json").read_text())
+    config |= {"do_sample": True, "temperature": 0.9, "top_k": 20, "max_new_tokens": 7, "stop_strings": ["zq"]}
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    with LookaheadRuntime(folder, device="cpu", dtype="float32") as own:
+        out = own.generate(PROMPT, eos=False)
+        assert out.num_tokens == 7
+        given = SamplingConfig(temperature=0.9, top_k=20, seed=out.seed)
+        with LookaheadRuntime(demo_model_dir, device="cpu", dtype="float32") as plain:
+            assert plain.generate(PROMPT, 7, eos=False, sampling=given).token_ids == out.token_ids
+        assert own.request(PROMPT).stop == ("zq",)
+        assert own.generate(PROMPT, sampling=SamplingConfig(temperature=0)).seed is None
 
 
 def raiser(error: BaseException):

@@ -14,6 +14,7 @@ from lp_runtime.errors import LookaheadError
 
 FIELDS = [
     "index",
+    "sample",
     "prompt",
     "text",
     "token_ids",
@@ -23,6 +24,7 @@ FIELDS = [
     "step_tokens",
     "seconds",
     "finish_reason",
+    "seed",
 ]
 
 
@@ -250,7 +252,7 @@ def test_progress_is_shown_on_stderr(job, capsys):
 
 def test_a_full_disk_loses_nothing_that_was_there(tmp_path):
     (tmp_path / "out").symlink_to("/dev/full")
-    output = OutputFile(tmp_path / "out", {})
+    output = OutputFile(tmp_path / "out", {}, None)
     output.resume()
     with pytest.raises(LookaheadError, match=f"output={tmp_path}/out: writing failed: No space left on device"):
         output.write({"index": 0})

@@ -12,14 +12,15 @@ import pytest
 import torch
 from processes import PATIENCE, marked, run_cli, start_cli, wait_until
 
-from lp_runtime.cli import load_config, main
-from lp_runtime.config import LookaheadConfig
+from lp_runtime.cli import main
+from lp_runtime.config import GenerateConfig, LookaheadConfig
+from lp_runtime.overrides import load_config
 
 IDS = "prompt=[1,2,3]"
 
 
 def lookahead_of(*overrides: str) -> LookaheadConfig:
-    return load_config(["prompt=x", *overrides]).lookahead
+    return load_config(GenerateConfig, ["prompt=x", *overrides]).lookahead
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +98,7 @@ def test_single_values_override_a_preset_wherever_they_stand():
 
 def test_all_the_contracts_names():
     config = load_config(
+        GenerateConfig,
         [
             "model.path=/m",
             "prompts=in.jsonl",
@@ -113,7 +115,7 @@ def test_all_the_contracts_names():
             "launcher.address=1.2.3.4:5",
             "gpus_per_replica=1",
             "lookahead.pool_from_prompt=false",
-        ]
+        ],
     )
     assert (config.model.path, config.model.location) == ("/m", "/m")
     assert (config.prompts, config.prompt_field, config.limit, config.output) == ("in.jsonl", "q", 20, "out.jsonl")
@@ -144,15 +146,15 @@ def test_all_the_contracts_names():
     ],
 )
 def test_a_prompt_is_taken_to_the_letter(text):
-    assert load_config([f"prompt={text}"]).prompt == text
-    assert load_config([f"prompts={text}", "output=o"]).prompts == text
-    assert load_config(["prompt=x", f"model.path={text}"]).model.path == text
+    assert load_config(GenerateConfig, [f"prompt={text}"]).prompt == text
+    assert load_config(GenerateConfig, [f"prompts={text}", "output=o"]).prompts == text
+    assert load_config(GenerateConfig, ["prompt=x", f"model.path={text}"]).model.path == text
 
 
 def test_groups_of_ones_own(tmp_path):
     (tmp_path / "lookahead").mkdir()
     (tmp_path / "lookahead" / "mine.yaml").write_text("W: 4\nN: 3\nG: 2\n")
-    config = load_config(["prompt=x", "lookahead=mine"], config_dir=str(tmp_path)).lookahead
+    config = load_config(GenerateConfig, ["prompt=x", "lookahead=mine"], config_dir=str(tmp_path)).lookahead
     assert (config.W, config.N, config.G) == (4, 3, 2)
 
 
@@ -173,7 +175,7 @@ def test_cfg_prints_the_settings_and_runs_nothing(capsys):
         ("W=3", "unknown setting W=3: did you mean lookahead.W?"),
         ("max_tokens=3", "unknown setting max_tokens=3: did you mean max_new_tokens?"),
         ("lokahead=7b", "unknown setting lokahead=7b: did you mean lookahead?"),
-        ("xyzzy=3", "unknown setting xyzzy=3: see lp-generate --help"),
+        ("xyzzy=3", "unknown setting xyzzy=3: see --help"),
         ("lookahead=9b", "lookahead=9b: must be one of 13b, 34b, 7b, code, creative, jacobi, none, text"),
         ("launcher=slurm", "launcher=slurm: must be one of auto, local, ray, torchrun"),
         ("model=hub", "model.path: is empty; must be a directory or a hub id"),

@@ -103,9 +103,66 @@ def test_launcher_ranges(values, message):
     assert refusal(LauncherConfig, **values) == message
 
 
-def test_only_greedy_decoding():
-    assert SamplingConfig(temperature=0).temperature == 0
-    assert refusal(SamplingConfig, temperature=0.7) == "sampling.temperature=0.7: must be 0 (greedy decoding)"
+def test_sampling_settings_that_are_allowed():
+    for values in (
+        {"temperature": 0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1, "seed": 5},
+        {"temperature": 2, "top_k": 5, "top_p": 0.1, "min_p": 1, "typical_p": 0.5, "repetition_penalty": 0.5},
+        {"no_repeat_ngram_size": 0, "min_new_tokens": 3, "bad_words_ids": [[1], [2, 3]], "logit_bias": {4: -1}},
+        {"seed": 2**64 - 1},
+    ):
+        SamplingConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -0.1}, "sampling.temperature=-0.1: must be a number >= 0"),
+        ({"temperature": float("inf")}, "sampling.temperature=inf: must be a number >= 0"),
+        ({"temperature": True}, "sampling.temperature=True: must be a number >= 0"),
+        ({"top_p": 0}, "sampling.top_p=0: must be in (0, 1]"),
+        ({"top_p": 1.1}, "sampling.top_p=1.1: must be in (0, 1]"),
+        ({"typical_p": "x"}, "sampling.typical_p=x: must be in (0, 1]"),
+        ({"min_p": -0.1}, "sampling.min_p=-0.1: must be in [0, 1]"),
+        ({"top_k": -1}, "sampling.top_k=-1: must be an integer >= 0"),
+        ({"repetition_penalty": -1}, "sampling.repetition_penalty=-1: must be a number > 0"),
+        ({"no_repeat_ngram_size": -1}, "sampling.no_repeat_ngram_size=-1: must be an integer >= 0"),
+        ({"min_new_tokens": 1.5}, "sampling.min_new_tokens=1.5: must be an integer >= 0"),
+        ({"seed": -1}, "sampling.seed=-1: must be an integer >= 0"),
+        ({"seed": 2**64}, f"sampling.seed={2**64}: must be 0 to 2**64 - 1"),
+        ({"bad_words_ids": [[]]}, "sampling.bad_words_ids=[[]]: must be lists of token ids, not empty"),
+        ({"bad_words_ids": [[-2]]}, "sampling.bad_words_ids=-2: must be an integer >= 0"),
+        ({"logit_bias": {-1: 2.0}}, "sampling.logit_bias=-1: must be an integer >= 0"),
+        ({"logit_bias": {3: float("nan")}}, "sampling.logit_bias of token 3=nan: must be a number"),
+        ({"temperature": 0, "top_p": 0.9}, "sampling.top_p=0.9: has no effect with sampling.temperature=0"),
+    ],
+)
+def test_sampling_ranges(values, message):
+    assert refusal(SamplingConfig, **values) == message
+
+
+def test_sampling_settings_against_the_models_own():
+    assert not SamplingConfig().draws({})
+    assert SamplingConfig(temperature=0.5).draws({})
+    assert SamplingConfig().draws({"do_sample": True})
+    assert not SamplingConfig(temperature=0).draws({"do_sample": True})
+    SamplingConfig(top_k=3).check({"do_sample": True})
+    with pytest.raises(ConfigError, match="sampling.top_k=3: has no effect with the model's default, greedy decoding"):
+        SamplingConfig(top_k=3).check({})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stop": [""]}, "stop='': must be strings of at least one character"),
+        ({"stop": [3]}, "stop=3: must be strings of at least one character"),
+        ({"max_time": 0}, "max_time=0: must be a number of seconds > 0 and <= 1000000"),
+        ({"num_samples": 0}, "num_samples=0: must be an integer >= 1"),
+        ({"logprobs": True}, "logprobs=true: only with prompts"),
+        ({"compare": True, "num_samples": 2}, "compare=true: only with a single prompt and sample"),
+    ],
+)
+def test_limits_and_samples(values, message):
+    assert refusal(GenerateConfig, prompt="x", **values) == message
 
 
 @pytest.mark.parametrize(
@@ -134,7 +191,7 @@ def test_runtime_ranges(values, message):
         (PROMPT | {"output": "out.jsonl"}, "output=out.jsonl: only with prompts"),
         (PROMPT | {"limit": 3}, "limit=3: only with prompts"),
         (FILE | {"limit": 0}, "limit=0: must be an integer >= 1"),
-        (FILE | {"compare": True}, "compare=true: only with a single prompt"),
+        (FILE | {"compare": True}, "compare=true: only with a single prompt and sample"),
         (PROMPT | {"max_new_tokens": 0}, "max_new_tokens=0: must be an integer >= 1"),
         (PROMPT | {"gpus": 0}, "gpus=0: must be an integer >= 1"),
     ],

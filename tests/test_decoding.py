@@ -54,6 +54,7 @@ def greedy_text(model, request: Request) -> list[int]:
 def decode(loop: DecodingLoop, request: Request, **options) -> tuple[list[int], list[list[int]], Report]:
     *runs, report = loop.run(request, **options)
     assert isinstance(report, Report)
+    runs = [run.token_ids for run in runs]
     return sum(runs, []), runs, report
 
 

@@ -26,6 +26,7 @@ LAYERS = [
     {"api"},
     {"single"},
     {"batch"},
+    {"chat", "overrides"},
     {"cli"},
     {"__main__"},
 ]
@@ -142,7 +143,7 @@ def test_ray_is_imported_lazily_and_in_one_module():
 
 
 def test_hydra_stops_at_the_door():
-    assert importers_of("hydra", "omegaconf") == {"cli.py"}
+    assert importers_of("hydra", "omegaconf") == {"overrides.py"}
 
 
 def test_the_environment_is_read_in_one_place():

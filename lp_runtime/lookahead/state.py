@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from lp_runtime.lookahead.pool import NGramPool
@@ -26,6 +26,7 @@ class DecodingRules:
         window_seed: seed of the tokens that slots of the window start from.
         max_new_tokens: commit at most this many tokens, >= 1.
         eos_token_ids: stop after any of these; empty to go on to max_new_tokens.
+        drawing: whatever else decides which successors are drawn, as text; part of the digest.
     """
 
     W: int
@@ -35,6 +36,11 @@ class DecodingRules:
     window_seed: int
     max_new_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
+    drawing: str = ""
+
+
+# Given a run that is about to be committed: how many of its tokens to keep if it stops within them, else None.
+Stop = Callable[[Sequence[int]], int | None]
 
 
 @dataclass(frozen=True)
@@ -60,17 +66,20 @@ class DecodingState:
     Args:
         prompt: token ids, at least one.
         rules: see DecodingRules.
+        stop: a condition beyond the rules'; asked once a step about what is left of the run after them. It must
+            answer alike on all replicas.
 
     Attributes:
         tokens: prompt and committed tokens.
         num_cached: leading tokens whose keys and values every replica has cached; the rest are pending.
         num_steps: steps so far, the prefill's included.
-        finish_reason: None while unfinished, then "eos" or "length".
+        finish_reason: None while unfinished, then "eos", "stop" or "length".
     """
 
-    def __init__(self, prompt: Sequence[int], rules: DecodingRules):
+    def __init__(self, prompt: Sequence[int], rules: DecodingRules, stop: Stop | None = None):
         assert prompt and rules.max_new_tokens >= 1
         self.rules = rules
+        self._stop = stop
         self.prompt_length = len(prompt)
         self.tokens = list(prompt)
         self.num_cached = 0
@@ -123,7 +132,7 @@ class DecodingState:
         self.pool.insert_text(self.tokens, self._pool_first, self.prompt_length)
         return run
 
-    def advance(self, proposal: Proposal, successors: Sequence[int]) -> list[int]:
+    def advance(self, proposal: Proposal, successors: Sequence[int]) -> tuple[list[int], list[int]]:
         """Take one step: accept, cut, commit, then move window and pool on.
 
         Args:
@@ -131,7 +140,7 @@ class DecodingState:
             successors: [T] the token that follows each node of the tree, from the root on.
 
         Returns:
-            The committed run: 1 token or more.
+            (run, nodes): the committed run, 1 token or more, and the node that each of its tokens follows.
         """
         tree, slots = proposal.tree, proposal.slots
         run, path = accept(tree, successors)
@@ -145,10 +154,10 @@ class DecodingState:
         self.pool.record_step(path[: len(run)], proposal.guess_nodes)
         if self.window:
             self.window.advance(slots, successors, len(run))
-        return run
+        return run, [tree.root, *path][: len(run)]
 
     def _commit(self, run: list[int]) -> list[int]:
-        """Commit a run, cut after the first end-of-sequence token and at max_new_tokens."""
+        """Commit a run, cut at max_new_tokens, after the first end-of-sequence token and where it is to stop."""
         num_left = self.rules.max_new_tokens - (len(self.tokens) - self.prompt_length)
         run = run[:num_left]
         for i, token in enumerate(run):
@@ -156,6 +165,10 @@ class DecodingState:
                 run = run[: i + 1]
                 self.finish_reason = "eos"
                 break
+        num_kept = self._stop(run) if self._stop else None
+        if num_kept is not None and (num_kept < len(run) or self.finish_reason is None):
+            run = run[:num_kept]
+            self.finish_reason = "stop"
         self.tokens += run
         self.num_steps += 1
         if self.finish_reason is None and len(run) == num_left:

@@ -68,6 +68,14 @@ class TokenTree:
             nodes.append(node)
         return nodes
 
+    def path(self, node: int) -> list[int]:
+        """Token ids from below the root down to a node (the root or below)."""
+        tokens = []
+        while node != self.root:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tokens[::-1]
+
 
 def accept(tree: TokenTree, successors: Sequence[int]) -> tuple[list[int], list[int]]:
     """Follow the model's own choices from the root, through guesses and window nodes alike.

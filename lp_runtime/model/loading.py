@@ -18,7 +18,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Loading without progress bars and notices; what matters is raised."""
     libraries = (transformers_logging, hub_logging)
     verbosities = [library.get_verbosity() for library in libraries]
@@ -64,7 +64,7 @@ def load_model(config: ModelConfig, device: torch.device, dtype: str):
     torch_dtype = DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto")
     attention = None if config.attn_implementation == "auto" else config.attn_implementation
     try:
-        with _quiet():
+        with quiet():
             model, loading = AutoModelForCausalLM.from_pretrained(
                 config.location,
                 dtype=torch_dtype,
@@ -97,7 +97,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """
     check_location(config)
     try:
-        with _quiet():
+        with quiet():
             return AutoTokenizer.from_pretrained(
                 config.location, revision=config.revision or "main", trust_remote_code=config.trust_remote_code
             )

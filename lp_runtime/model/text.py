@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lp_runtime.errors import RequestError
+from lp_runtime.errors import RequestError, first_line
 
 REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are no whole character yet
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True) -> list[int]:
     """The token ids of a prompt, special tokens added as the model wants them.
 
     Raises:
@@ -21,7 +22,25 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(f"the prompt is not valid Unicode at character {error.start}: {error.reason}") from error
-    return tokenizer(text, verbose=False).input_ids
+    return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The token ids of a conversation, ready for the model's answer, by the model's chat template.
+
+    Args:
+        messages: each with "role" and "content".
+
+    Raises:
+        RequestError: if the model has no chat template, or the template refuses the messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise RequestError("messages: the model has no chat template; give a prompt instead")
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates are programs, and raise what they like
+        raise RequestError(f"messages: the model's chat template refuses them: {first_line(error)}") from error
+    return encode(tokenizer, text, add_special_tokens=False)  # the template has put them
 
 
 class TextStream:
@@ -29,12 +48,14 @@ class TextStream:
 
     Args:
         tokenizer: the model's.
+        skip_special_tokens: leave them out of the text.
     """
 
     CONTEXT = 8  # tokens decoded again before the new ones: some decoders look at what stands before
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True):
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._ids: list[int] = []
         self._start = 0  # first token of the stretch being decoded
         self._shown = 0  # tokens whose text has been returned
@@ -60,4 +81,32 @@ class TextStream:
         return now[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+
+class StopStrings:
+    """Finds the first end of a stop string in new text, special tokens included, as its tokens come.
+
+    Args:
+        tokenizer: the model's.
+        strings: at least one character each.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]):
+        self._stream = TextStream(tokenizer, skip_special_tokens=False)
+        self._strings = strings
+        self._longest = max(map(len, strings))
+        self._tail = ""  # of the text so far, as much as a stop string may begin in
+
+    def add(self, token: int) -> int | None:
+        """How many characters stand behind the stop string that this token completes; None if it completes none."""
+        text = self._tail + self._stream.add([token])
+        self._tail = text[len(text) - self._longest + 1 :] if len(text) >= self._longest else text
+        ends = [start + len(string) for string in self._strings if (start := text.find(string)) >= 0]
+        return len(text) - min(ends) if ends else None
+
+    def __call__(self, run: Sequence[int]) -> int | None:
+        """How many tokens of a run to keep if a stop string ends in it, else None: a lookahead.state.Stop."""
+        return next((i for i, token in enumerate(run, start=1) if self.add(token) is not None), None)

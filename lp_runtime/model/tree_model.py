@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 
 from lp_runtime.errors import ModelError
-from lp_runtime.lookahead.sampling import SuccessorRule
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.cache import TreeCache
 from lp_runtime.model.mask import MaskBuilder
@@ -104,9 +103,3 @@ class TreeModel:
         )
         logits = output.logits[0] if self.keeps_logits else output.logits[0, keep]
         return logits.float()
-
-
-def successors_of(logits: torch.Tensor, positions: Sequence[int], rule: SuccessorRule) -> torch.Tensor:
-    """[n] int64 ids of the tokens that follow nodes at the given absolute positions, by the request's rule."""
-    drawn = torch.tensor([position + 1 for position in positions], dtype=torch.int64, device=logits.device)
-    return rule(logits, drawn)

@@ -2,7 +2,7 @@
 
 What a replica sends, [2 + capacity] int64:
 
-    digest | control | successors of the nodes it owns, in the tree's order | padding
+    digest | control | what it found about the nodes it owns, in the tree's order | padding
 
 Both sides of the layout are known to everyone (the partition is a pure function), so nothing else is sent.
 Letters: R replicas, T nodes in the tree.
@@ -10,6 +10,8 @@ Letters: R replicas, T nodes in the tree.
 
 from __future__ import annotations
 
+import functools
+import operator
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,12 +31,12 @@ class Outcome:
     """What every replica knows after the exchange.
 
     Attributes:
-        successors: [T] the token that follows each node; -1 for pending tokens before the root.
-        cancelled: whether any replica was asked to stop; it takes effect at the end of this step, everywhere.
+        values: [T] what the node's owner found; -1 for pending tokens before the root.
+        control: the bits that any replica set; they take effect at the end of this step, everywhere.
     """
 
-    successors: list[int]
-    cancelled: bool
+    values: list[int]
+    control: int
 
 
 class Exchange:
@@ -63,26 +65,26 @@ class Exchange:
         return self._sent.numel() * self._sent.element_size()
 
     def all_gather(
-        self, shares: Sequence[Share], num_nodes: int, successors: torch.Tensor, digest: int, cancel: bool
+        self, shares: Sequence[Share], num_nodes: int, values: torch.Tensor, digest: int, control: int
     ) -> Outcome:
         """Exchange one step's results.
 
         Args:
             shares: [R] everyone's share.
             num_nodes: T.
-            successors: int64 token ids that follow the nodes this replica owns, on its device; read back here, once.
+            values: int64, one for each node that this replica owns, on its device; read back here, once.
             digest: digest of this replica's state, 56 bits.
-            cancel: whether this replica was asked to stop.
+            control: bits that this replica alone knows, and all must act on.
 
         Raises:
             StateMismatchError: if the replicas' digests differ.
             ReplicaError: if a peer is gone or does not answer in time.
         """
-        num_sent = len(successors)
+        num_sent = len(values)
         assert num_sent == len(shares[self.rank].owned) <= self.capacity
-        self._header[0], self._header[1] = digest, int(cancel)
+        self._header[0], self._header[1] = digest, control
         self._sent[:HEADER].copy_(self._header, non_blocking=True)
-        self._sent[HEADER : HEADER + num_sent].copy_(successors)
+        self._sent[HEADER : HEADER + num_sent].copy_(values)
         if self.num_replicas == 1:
             rows = [self._sent.tolist()]
         else:
@@ -95,13 +97,13 @@ class Exchange:
             rows = [received[start : start + size] for start in range(0, len(received), size)]
         digests = [row[0] for row in rows]
         if digests.count(digest) != len(digests):
-            values = ", ".join(f"rank {rank} {value:#x}" for rank, value in enumerate(digests))
-            raise StateMismatchError(f"the replicas' states have parted, their digests differ: {values}")
+            shown = ", ".join(f"rank {rank} {value:#x}" for rank, value in enumerate(digests))
+            raise StateMismatchError(f"the replicas' states have parted, their digests differ: {shown}")
         merged = [-1] * num_nodes
         for share, row in zip(shares, rows, strict=True):
-            for node, token in zip(share.owned, row[HEADER:], strict=False):
-                merged[node] = token
-        return Outcome(merged, any(row[1] for row in rows))
+            for node, value in zip(share.owned, row[HEADER:], strict=False):
+                merged[node] = value
+        return Outcome(merged, functools.reduce(operator.or_, (row[1] for row in rows)))
 
 
 def _all_gather(output: torch.Tensor, value: torch.Tensor) -> None:

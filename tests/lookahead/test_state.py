@@ -48,7 +48,7 @@ def decode(prompt: list[int], rules: DecodingRules, seed: int = 0, state: Decodi
     while state.finish_reason is None:
         proposal = state.propose()
         proposals.append(proposal)
-        runs.append(state.advance(proposal, toy_successors(state, proposal, seed)))
+        runs.append(state.advance(proposal, toy_successors(state, proposal, seed))[0])
     return state, proposals, runs
 
 
@@ -108,7 +108,7 @@ def test_a_guess_accepted_in_full_commits_N_tokens():
     state = DecodingState([1], replace(RULES, W=0, N=4))
     state.advance_prefill(state.propose_prefill(), [1])
     state.pool.insert((1, 2, 3, 4))
-    assert state.advance(state.propose(), [2, 3, 4, 5]) == [2, 3, 4, 5]
+    assert state.advance(state.propose(), [2, 3, 4, 5]) == ([2, 3, 4, 5], [0, 1, 2, 3])
     assert (state.num_cached, state.pending) == (2, [2, 3, 4, 5])
 
 
@@ -128,7 +128,7 @@ def test_pending_tokens_are_what_the_last_step_committed():
         proposal = state.propose()
         assert proposal.tree.tokens[: len(run)] == run
         assert proposal.tree.root == len(run) - 1
-        run = state.advance(proposal, toy_successors(state, proposal))
+        run, _ = state.advance(proposal, toy_successors(state, proposal))
 
 
 def test_a_run_is_cut_after_the_first_end_token():
@@ -137,7 +137,7 @@ def test_a_run_is_cut_after_the_first_end_token():
     state.pool.insert((1, 2, 9, 4))
     proposal = state.propose()
     assert proposal.tree.tokens == [1, 2, 9, 4]
-    assert state.advance(proposal, [2, 9, 4, 5]) == [2, 9]
+    assert state.advance(proposal, [2, 9, 4, 5])[0] == [2, 9]
     assert state.new_tokens == [1, 2, 9]
     assert state.finish_reason == "eos"
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from lp_runtime.errors import ModelError
-from lp_runtime.lookahead.sampling import greedy
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model.tree_model import TreeModel, successors_of
+from lp_runtime.model.tree_model import TreeModel
 from lp_runtime.parallel.partition import partition
 
 WINDOW = 8  # shorter than every text below
@@ -150,15 +149,3 @@ def test_an_attention_that_takes_no_tree_is_refused(random_model):
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ModelError, match="attn_implementation=flash_attention_2: must be one of sdpa, eager"):
         TreeModel(model, prefill_chunk=2048)
-
-
-def test_successors_are_drawn_for_the_position_after_their_node():
-    seen = []
-
-    def rule(logits, positions):
-        seen.append(positions.tolist())
-        return greedy(logits, positions)
-
-    logits = torch.tensor([[0.0, 2.0, 2.0], [1.0, 0.0, -1.0]])
-    assert successors_of(logits, [7, 9], rule).tolist() == [1, 0]
-    assert seen == [[8, 10]]

@@ -22,11 +22,11 @@ def make_tree() -> TokenTree:
     return tree
 
 
-def gather(exchange: Exchange, rank: int, num_replicas: int, digest: int = 5, cancel: bool = False, offset: int = 0):
+def gather(exchange: Exchange, rank: int, num_replicas: int, digest: int = 5, control: int = 0, offset: int = 0):
     tree = make_tree()
     shares = partition(tree, [1.0] * num_replicas)
-    successors = torch.tensor([100 * node + offset for node in shares[rank].owned], dtype=torch.int64)
-    return exchange.all_gather(shares, len(tree), successors, digest, cancel)
+    values = torch.tensor([100 * node + offset for node in shares[rank].owned], dtype=torch.int64)
+    return exchange.all_gather(shares, len(tree), values, digest, control)
 
 
 def three_ranks(rank: int, num_replicas: int):
@@ -34,7 +34,7 @@ def three_ranks(rank: int, num_replicas: int):
     exchange = Exchange(rank, num_replicas, capacity=12, device=CPU)
     outcomes = [
         gather(exchange, rank, num_replicas),
-        gather(exchange, rank, num_replicas, offset=1, cancel=rank == num_replicas - 1),
+        gather(exchange, rank, num_replicas, offset=1, control=rank),
         gather(exchange, rank, num_replicas, digest=2**56 - 1, offset=2),
     ]
     value = broadcast_object({"rank": rank, "ids": list(range(1000))}, rank, num_replicas, CPU)
@@ -49,13 +49,13 @@ def three_results():
     return run_ranks(three_ranks, 3)
 
 
-def test_all_replicas_learn_every_successor_and_every_wish_to_cancel(three_results):
+def test_all_replicas_learn_every_value_and_every_control_bit(three_results):
     tree = make_tree()
     for outcomes, bytes_sent, _, _ in three_results:
         for offset, outcome in enumerate(outcomes):
             expected = [-1] * tree.root + [100 * node + offset for node in range(tree.root, len(tree))]
-            assert outcome.successors == expected
-        assert [outcome.cancelled for outcome in outcomes] == [False, True, False]
+            assert outcome.values == expected
+        assert [outcome.control for outcome in outcomes] == [0, 0 | 1 | 2, 0]
         assert bytes_sent == 8 * (HEADER + 12)
 
 
@@ -103,11 +103,11 @@ def test_the_peer_of_a_killed_replica_gets_an_error():
 def test_a_single_replica_needs_no_group():
     exchange = Exchange(0, 1, capacity=10, device=CPU)
     with process_group(ReplicaContext(), CPU, TIMEOUT):
-        outcome = gather(exchange, 0, 1, cancel=True)
+        outcome = gather(exchange, 0, 1, control=2)
         assert not torch.distributed.is_initialized()
-    assert outcome.successors == [-1, *(100 * node for node in range(1, len(make_tree())))]
-    assert outcome.cancelled
-    assert not gather(exchange, 0, 1).cancelled
+    assert outcome.values == [-1, *(100 * node for node in range(1, len(make_tree())))]
+    assert outcome.control == 2
+    assert gather(exchange, 0, 1).control == 0
     value = object()
     assert broadcast_object(value, 0, 1, CPU) is value
 

@@ -1,0 +1,150 @@
+"""transformers' logits processors on a token tree: each node's logits are processed with that node's own prefix.
+
+Letters: n nodes, V vocabulary, L committed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as library
+
+from lp_runtime.errors import ConfigError
+from lp_runtime.lookahead.tree import TokenTree
+
+# What looks at the scores alone, row by row: all nodes in one call, whatever their prefixes.
+CONTEXT_FREE = (
+    library.TemperatureLogitsWarper,
+    library.TopKLogitsWarper,
+    library.TopPLogitsWarper,
+    library.TopHLogitsWarper,
+    library.MinPLogitsWarper,
+    library.TypicalLogitsWarper,
+    library.EpsilonLogitsWarper,
+    library.EtaLogitsWarper,
+    library.SuppressTokensLogitsProcessor,
+    library.InfNanRemoveLogitsProcessor,
+    library.LogitNormalization,
+)
+# What treats the rows of a batch alike, each with its own prefix: a call for all nodes of a depth. Anything else, a
+# user's own above all, may take its batch for the prompts of a user: it gets a call a node.
+ROW_BY_ROW = (
+    library.RepetitionPenaltyLogitsProcessor,
+    library.NoRepeatNGramLogitsProcessor,
+    library.SequenceBiasLogitsProcessor,
+    library.NoBadWordsLogitsProcessor,
+    library.MinLengthLogitsProcessor,
+    library.MinNewTokensLengthLogitsProcessor,
+    library.ForcedBOSTokenLogitsProcessor,
+    library.ForcedEOSTokenLogitsProcessor,
+    library.ExponentialDecayLengthPenalty,
+    library.SuppressTokensAtBeginLogitsProcessor,
+)
+# What remembers its earlier calls, one a token: it cannot be asked about tokens that may never be.
+STATEFUL = (
+    library.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    library.ClassifierFreeGuidanceLogitsProcessor,
+    library.SynthIDTextWatermarkLogitsProcessor,
+    library.WhisperTimeStampLogitsProcessor,
+)
+
+
+class TreeProcessors:
+    """A list of logits processors, applied in order to the nodes of trees.
+
+    Args:
+        processors: called as processor(input_ids [b, l] int64, scores [b, V] float32) -> [b, V]; what they return must
+            depend on these alone.
+        device: the logits' device.
+
+    Raises:
+        ConfigError: if one of them keeps a state between calls.
+    """
+
+    def __init__(self, processors: Iterable, device: torch.device):
+        self._processors = list(processors)
+        self._device = device
+        self._ids = torch.empty(0, dtype=torch.int64, device=device)  # the committed tokens
+        for processor in self._processors:
+            if isinstance(processor, STATEFUL):
+                raise ConfigError(
+                    f"{type(processor).__name__}: keeps a state from token to token, so it cannot process a tree"
+                )
+        # By exact type: a subclass may do anything.
+        self._needs_prefixes = any(type(processor) not in CONTEXT_FREE for processor in self._processors)
+
+    def __call__(
+        self, logits: torch.Tensor, tree: TokenTree, nodes: Sequence[int], tokens: Sequence[int]
+    ) -> torch.Tensor:
+        """Process the logits of some nodes.
+
+        Args:
+            logits: [n, V] float32, kept as it is.
+            tree: the step's.
+            nodes: [n] indices into the tree, from the root on.
+            tokens: [L] committed tokens; the last of them is the root.
+
+        Returns:
+            [n, V] scores.
+        """
+        if not nodes or not self._processors:
+            return logits
+        scores = logits.clone()
+        groups = self._groups(tree, nodes, tokens) if self._needs_prefixes else []
+        everything = torch.empty((len(nodes), 0), dtype=torch.int64, device=self._device)
+        for processor in self._processors:
+            if type(processor) in CONTEXT_FREE:
+                scores = processor(everything, scores)
+            elif type(processor) in ROW_BY_ROW:
+                for rows, prefixes in groups:
+                    scores[rows] = processor(prefixes, scores[rows])
+            else:
+                for rows, prefixes in groups:
+                    for row, prefix in zip(rows.tolist(), prefixes.split(1), strict=True):
+                        scores[row] = processor(prefix, scores[row : row + 1].clone())[0]
+        return scores
+
+    def _groups(
+        self, tree: TokenTree, nodes: Sequence[int], tokens: Sequence[int]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(rows [b], prefixes [b, L + depth]) of the nodes of each depth."""
+        known = len(self._ids)
+        added = torch.tensor(tokens[known:], dtype=torch.int64, device=self._device)
+        self._ids = torch.cat([self._ids, added])
+        by_depth: dict[int, list[int]] = {}
+        for row, node in enumerate(nodes):
+            by_depth.setdefault(tree.depths[node], []).append(row)
+        groups = []
+        for rows in by_depth.values():
+            tails = torch.tensor([tree.path(nodes[row]) for row in rows], dtype=torch.int64, device=self._device)
+            prefixes = torch.cat([self._ids.expand(len(rows), -1), tails], dim=1)
+            groups.append((torch.tensor(rows, device=self._device), prefixes))
+        return groups
+
+
+def of_row(processors: LogitsProcessorList, row: int) -> list:
+    """The processors of a batch, as they would be for one row of it alone, without padding.
+
+    Raises:
+        ConfigError: if one of them cannot be had for a row.
+    """
+    alone = []
+    for processor in processors:
+        if isinstance(processor, library.RepetitionPenaltyLogitsProcessor) and isinstance(
+            processor.prompt_ignore_length, torch.Tensor
+        ):
+            processor = library.RepetitionPenaltyLogitsProcessor(processor.penalty)  # it ignored the padding
+        elif isinstance(processor, library.PrefixConstrainedLogitsProcessor):
+            allowed = processor._prefix_allowed_tokens_fn
+            processor = library.PrefixConstrainedLogitsProcessor(
+                lambda _, prefix, allowed=allowed: allowed(row, prefix), num_beams=1
+            )
+        elif isinstance(
+            processor,
+            library.EncoderRepetitionPenaltyLogitsProcessor | library.EncoderNoRepeatNGramLogitsProcessor,
+        ):
+            raise ConfigError(f"{type(processor).__name__}: is for one prompt at a time, not a batch of them")
+        alone.append(processor)
+    return alone
