@@ -8,6 +8,7 @@ with LookaheadRuntime(model="path/or/id", gpus=2, lookahead=LookaheadConfig(W=15
 
 from lp_runtime.api import Generation, GenerationStream, LookaheadRuntime, Piece, RequestOptions
 from lp_runtime.config import LauncherConfig, LookaheadConfig, ModelConfig, SamplingConfig
+from lp_runtime.drop_in import lookahead_generate
 from lp_runtime.errors import (
     ConfigError,
     LaunchError,
@@ -35,4 +36,5 @@ __all__ = [
     "RequestOptions",
     "SamplingConfig",
     "StateMismatchError",
+    "lookahead_generate",
 ]

@@ -23,7 +23,7 @@ LAYERS = [
     {"decoding"},
     {"worker"},
     {"launchers"},
-    {"api"},
+    {"api", "drop_in"},
     {"single"},
     {"batch"},
     {"chat", "overrides"},

@@ -90,7 +90,7 @@ def build_processors(
 
 @contextmanager
 def _without_stop_strings(config: GenerationConfig) -> Iterator[None]:
-    """`generate` does not get by without a tokenizer where the model's defaults have any; we look for them ourselves."""
+    """`generate` wants a tokenizer where the model's defaults have any; it is we who look for them."""
     strings, config.stop_strings = config.stop_strings, None
     try:
         yield

@@ -136,3 +136,21 @@ def broadcast_object(value: Any, context_rank: int, num_replicas: int, device: t
     except RuntimeError as error:
         raise ReplicaError(f"rank {context_rank} lost a peer: {first_line(error)}") from error
     return pickle.loads(data.cpu().numpy().tobytes())
+
+
+def merge_rows(rows: torch.Tensor, num_replicas: int, device: torch.device) -> torch.Tensor:
+    """Rows that one replica each has, on all of them. At a request's end, never inside a step.
+
+    Args:
+        rows: [n, V] floating point; -inf where another replica has the row.
+        num_replicas: how many there are.
+        device: where the process group's backend wants its tensors.
+    """
+    if num_replicas == 1:
+        return rows
+    merged = rows.to(device)
+    try:
+        dist.all_reduce(merged, op=dist.ReduceOp.MAX)
+    except RuntimeError as error:
+        raise ReplicaError(f"lost a peer: {first_line(error)}") from error
+    return merged.to(rows.device)

@@ -153,3 +153,27 @@ def process_group(
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+@contextmanager
+def existing_or_new_group(device: torch.device, timeout: float) -> Iterator[tuple[ReplicaContext, torch.device]]:
+    """The group of torchrun's ranks: the default process group if there is one already, else one for the while.
+
+    Args:
+        device: this rank's.
+        timeout: seconds, of a new group.
+
+    Yields:
+        (context, exchange device): who this rank is, and where the group's backend wants its tensors.
+
+    Raises:
+        LaunchError: see `process_group`.
+    """
+    if dist.is_initialized():
+        context = ReplicaContext(dist.get_rank(), dist.get_world_size())
+        on_device = "nccl" in str(dist.get_backend_config()) and device.type == "cuda"
+        yield context, device if on_device else torch.device("cpu")
+        return
+    context = ReplicaContext.from_torchrun()
+    with process_group(context, device, timeout):
+        yield context, device

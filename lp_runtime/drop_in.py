@@ -1,0 +1,195 @@
+"""Lookahead decoding inside transformers: a callable for `model.generate(..., custom_generate=lookahead_generate)`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lp_runtime.config import LauncherConfig, LookaheadConfig, SamplingConfig
+from lp_runtime.decoding import DecodingLoop, Report, Request
+from lp_runtime.errors import RequestError
+from lp_runtime.lookahead.sampling import GumbelNoise
+from lp_runtime.lookahead.state import Stop
+from lp_runtime.model.drawing import Drawing
+from lp_runtime.model.generate_call import GenerateCall, fit_for_trees
+from lp_runtime.model.processors import TreeProcessors
+from lp_runtime.model.self_check import check_model
+from lp_runtime.model.tree_model import TreeModel
+from lp_runtime.parallel.exchange import broadcast_object, merge_rows
+from lp_runtime.parallel.group import ReplicaContext, existing_or_new_group, started_by_torchrun
+
+# Models that have passed the self-check, so that it is made once a model and not once a call.
+_checked: weakref.WeakSet = weakref.WeakSet()
+
+
+def lookahead_generate(
+    model,
+    input_ids: torch.Tensor,
+    logits_processor: Sequence = (),
+    stopping_criteria: Sequence = (),
+    generation_config=None,
+    W: int = LookaheadConfig.W,
+    N: int = LookaheadConfig.N,
+    G: int = LookaheadConfig.G,
+    pool_from_prompt: bool = LookaheadConfig.pool_from_prompt,
+    window_seed: int = LookaheadConfig.window_seed,
+    seed: int | None = None,
+    share_ranks: bool = True,
+    **model_kwargs: Any,
+):
+    """Decode as `generate` would, in fewer steps.
+
+        model.generate(**inputs, custom_generate=lookahead_generate, W=15, N=5, G=15, max_new_tokens=128)
+
+    Greedy search and sampling, with everything that `generate` prepares for them: generation configs, logits
+    processors, stopping criteria, streamers, padded batches (each row is decoded as if alone, one after the other),
+    `return_dict_in_generate` with `output_scores` and `output_logits`. Greedy output is `generate`'s own; samples are
+    drawn from the same distribution, but with noise of ours: one seed gives one output at any W, N, G and number of
+    ranks. Under torchrun all ranks make the same call and share its work.
+
+    Args:
+        model: loaded by the caller; it is left as it was found.
+        input_ids: [B, L].
+        logits_processor, stopping_criteria, generation_config, model_kwargs: from `generate`.
+        W, N, G, pool_from_prompt, window_seed: see LookaheadConfig.
+        seed: of the samples, 0 to 2**64 - 1. Default: drawn from torch's generator, so `torch.manual_seed` counts.
+            Rows of a batch with the same prompt are independent samples of it.
+        share_ranks: False where torchrun's ranks decode different prompts, each its own.
+
+    Returns:
+        What `generate` returns: [B, L + new tokens] token ids, or an output object.
+
+    Raises:
+        ConfigError, RequestError: if something is asked for that cannot be done, or a setting is out of range.
+        ModelError: if the model fails the self-check, which is made at its first call.
+    """
+    lookahead = LookaheadConfig(W=W, N=N, G=G, pool_from_prompt=pool_from_prompt, window_seed=window_seed)
+    sampling = SamplingConfig(seed=seed)
+    call = GenerateCall(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    with fit_for_trees(model), _ranks(model.device, share_ranks) as (context, exchange_device):
+        tree_model = TreeModel(model, prefill_chunk=2048)
+        if model not in _checked:
+            check_model(tree_model)
+            _checked.add(model)
+        if call.do_sample and seed is None:
+            drawn = int(torch.randint(2**63 - 1, ()))
+            sampling.seed = broadcast_object(drawn, context.rank, context.num_replicas, exchange_device)
+        rows = _Rows(call, tree_model, context, exchange_device, lookahead, sampling)
+        return rows.decode()
+
+
+@contextmanager
+def _ranks(device: torch.device, share_ranks: bool) -> Iterator[tuple[ReplicaContext, torch.device]]:
+    if share_ranks and started_by_torchrun():
+        with existing_or_new_group(device, LauncherConfig.timeout) as found:
+            yield found
+    else:
+        yield ReplicaContext(owns_process=False), device
+
+
+class _Rows:
+    """The rows of a call, decoded one after the other."""
+
+    def __init__(
+        self,
+        call: GenerateCall,
+        model: TreeModel,
+        context: ReplicaContext,
+        exchange_device: torch.device,
+        lookahead: LookaheadConfig,
+        sampling: SamplingConfig,
+    ):
+        self._call = call
+        self._model = model
+        self._context = context
+        self._exchange_device = exchange_device
+        self._lookahead = lookahead
+        self._sampling = sampling
+        self._loop = DecodingLoop(model, context.rank, context.num_replicas, exchange_device)
+
+    def decode(self):
+        call = self._call
+        tokens, scores, logits = [], [], []
+        for row in range(len(call.rows)):
+            recorder = _Recorder(self._model.vocabulary_size)
+            tokens.append(self._decode_row(row, recorder))
+            for wanted, kept, into in (
+                (call.wants_scores, recorder.scores, scores),
+                (call.wants_logits, recorder.logits, logits),
+            ):
+                if wanted:
+                    merged = torch.stack(kept[: len(tokens[-1])])
+                    into.append(merge_rows(merged, self._context.num_replicas, self._exchange_device))
+        if call.streamer is not None:
+            call.streamer.end()
+        return call.output(tokens, scores if call.wants_scores else None, logits if call.wants_logits else None)
+
+    def _decode_row(self, row: int, recorder: _Recorder) -> list[int]:
+        call, model = self._call, self._model
+        prompt = call.rows[row]
+        context_length = model.context_length
+        if context_length is not None and len(prompt) + call.max_new_tokens > context_length:
+            raise RequestError(
+                f"the prompt is too long: {len(prompt)} tokens + {call.max_new_tokens} new ones are more than the"
+                f" model's context of {context_length}"
+            )
+        request = Request(
+            prompt_ids=prompt,
+            lookahead=self._lookahead,
+            max_new_tokens=call.max_new_tokens,
+            eos_token_ids=call.eos_token_ids,
+            sampling=self._sampling,
+            sample=call.samples[row],
+            max_time=call.time_left(),
+        )
+        noise = None
+        if call.do_sample:
+            noise = GumbelNoise(self._sampling.seed, request.sample, model.vocabulary_size, model.device)
+        drawing = Drawing(TreeProcessors(call.processors(row), model.device), noise)
+        observe = recorder if call.wants_scores or call.wants_logits else None
+        new_tokens: list[int] = []
+        for event in self._loop.run(request, drawing, self._stop(prompt), observe=observe):
+            if not isinstance(event, Report):
+                new_tokens += event.token_ids
+                if call.streamer is not None:
+                    for token in event.token_ids:
+                        call.streamer.put(torch.tensor([token]))
+        return new_tokens
+
+    def _stop(self, prompt: Sequence[int]) -> Stop | None:
+        """The caller's own criteria, asked after every token. Where ranks share the work, the first one's answers."""
+        if not self._call.criteria:
+            return None
+        text = list(prompt)
+
+        def stop(run: Sequence[int]) -> int | None:
+            num_kept = None
+            for i, token in enumerate(run, start=1):
+                text.append(token)
+                if self._call.is_done(text):
+                    num_kept = i
+                    break
+            context = self._context
+            return broadcast_object(num_kept, context.rank, context.num_replicas, self._exchange_device)
+
+        return stop
+
+
+class _Recorder:
+    """Keeps the rows of logits and scores that committed tokens were drawn from; -inf where another rank has them."""
+
+    def __init__(self, vocabulary_size: int):
+        self._size = vocabulary_size
+        self.scores: list[torch.Tensor] = []
+        self.logits: list[torch.Tensor] = []
+
+    def __call__(self, nodes: list[int], owned: list[int], logits: torch.Tensor, scores: torch.Tensor) -> None:
+        place = {node: row for row, node in enumerate(owned)}
+        for node in nodes:
+            for kept, values in ((self.scores, scores), (self.logits, logits)):
+                row = place.get(node)
+                kept.append(values.new_full((self._size,), float("-inf")) if row is None else values[row].clone())
