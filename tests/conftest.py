@@ -6,39 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import small_models
 import torch
-import transformers
 
 from lp_runtime.config import DEMO_MODEL
 
 torch.set_num_threads(1)
 
-SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-
-
-def _random_model(name: str = "Llama", seed: int = 0, attention: str | None = None, **settings):
-    config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
-    config = config_class(**(SHAPE | settings))
-    config._attn_implementation = attention
-    torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(config).float().eval()
-
 
 @pytest.fixture(scope="session")
 def random_model() -> Callable:
     """Factory: a tiny random causal LM, float32, `name` as in LlamaConfig, `settings` for its config."""
-    return _random_model
+    return small_models.random_model
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +26,7 @@ def make_model_dir(tmp_path_factory) -> Callable[..., Path]:
 
     def make(name: str = "Llama", seed: int = 0, **settings) -> Path:
         path = tmp_path_factory.mktemp(name.lower())
-        _random_model(name, seed, **settings).save_pretrained(path)
+        small_models.random_model(name, seed, **settings).save_pretrained(path)
         return path
 
     return make

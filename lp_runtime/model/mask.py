@@ -13,6 +13,7 @@ import torch
 from lp_runtime.errors import ModelError
 
 FULL, SLIDING, CHUNKED = KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+ALIBI_MODELS = ("bloom", "mpt")
 WINDOW_FIELDS = ("sliding_window", "attention_chunk_size", "window_size")
 
 LayerMasks = torch.Tensor | dict[str, torch.Tensor]
@@ -51,7 +52,15 @@ class MaskBuilder:
         self._chunk: int | None = getattr(config, "attention_chunk_size", None)
         kinds = set(getattr(config, "layer_types", None) or ())
         if unknown := kinds - set(KINDS):
-            raise ModelError(f"{config.model_type}: layers of type {min(unknown)} cannot be fed a token tree")
+            raise ModelError(
+                f"{config.model_type}: layers of type {min(unknown)} cannot be fed a token tree: they carry a state"
+                " from token to token, or mix neighbours, whatever the mask says"
+            )
+        if getattr(config, "alibi", False) or getattr(config, "model_type", None) in ALIBI_MODELS:
+            raise ModelError(
+                f"{config.model_type}: cannot be fed a token tree: its position biases (ALiBi) go by a token's place"
+                " in the input, not by its position"
+            )
         # A model of several kinds of layers takes a mask for each, by name; a model of one kind takes one mask.
         self._by_kind = bool(kinds - {FULL})
         self._kinds = kinds if self._by_kind else {FULL if kinds or not self._sliding_window else SLIDING}

@@ -43,8 +43,8 @@ def test_the_check_is_longer_than_a_sliding_window(random_model):
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("Mpt", {}), ("GPTNeo", LOCAL | {"window_size": 8})],
-    ids=["mpt", "gpt_neo"],
+    [("Rwkv", {}), ("GPTNeo", LOCAL | {"window_size": 8})],
+    ids=["rwkv", "gpt_neo"],
 )
 def test_a_model_that_is_silently_wrong_is_refused(random_model, name, settings):
     with pytest.raises(ModelError, match=f"{name}ForCausalLM failed the start-up self-check.*refused") as caught:

@@ -1,0 +1,97 @@
+"""Small random models of many families, for tests and measurements: the library's own classes, a few thousand weights.
+
+Windows are smaller than the texts that are decoded with them, so that every kind of layer matters.
+"""
+
+from __future__ import annotations
+
+import torch
+import transformers
+
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+# By a name of ours: the library's name, and settings beside SHAPE.
+FAMILIES: dict[str, tuple[str, dict]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": 8}),
+    "mixtral": ("Mixtral", {"sliding_window": 8, **EXPERTS}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "qwen3_moe": ("Qwen3Moe", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    "gemma": ("Gemma", {"head_dim": 8}),
+    "gemma2": ("Gemma2", {"head_dim": 8, "query_pre_attn_scalar": 8, **SLIDING}),
+    "gemma3": ("Gemma3", {"head_dim": 8, **SLIDING}),
+    "phi": ("Phi", {}),
+    "phi3": ("Phi3", {"sliding_window": 8}),
+    "gpt2": ("GPT2", {}),
+    "gpt_bigcode": ("GPTBigCode", {}),
+    "gptj": ("GPTJ", {"rotary_dim": 8}),
+    "gpt_neox": ("GPTNeoX", {}),
+    "gpt_oss": ("GptOss", {"head_dim": 8, **EXPERTS, **SLIDING}),
+    "opt": ("OPT", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "falcon": ("Falcon", {"alibi": False, "num_kv_heads": 2}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 8}),
+    "stablelm": ("StableLm", {}),
+    "olmo2": ("Olmo2", {}),
+    "cohere": ("Cohere", {}),
+    "granite": ("Granite", {}),
+    "smollm3": ("SmolLM3", {}),
+    "glm4": ("Glm4", {"head_dim": 8}),
+    "exaone4": ("Exaone4", {"sliding_window": 8}),
+    "llama4": (
+        "Llama4",
+        {
+            "attention_chunk_size": 8,
+            "head_dim": 8,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 64,
+            "layer_types": ["chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0],
+        },
+    ),
+}
+# What must be refused, and a part of the reason that is given.
+REFUSED: dict[str, tuple[str, dict, str]] = {
+    "bloom": ("Bloom", {}, "ALiBi"),
+    "falcon_alibi": ("Falcon", {"alibi": True}, "ALiBi"),
+    "mpt": ("Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}, "ALiBi"),
+    "gpt_neo": (
+        "GPTNeo",
+        {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},
+        "failed the start-up self-check",
+    ),
+    "mamba": ("Mamba", {"state_size": 8}, "carry a state from token to token"),
+    "rwkv": ("Rwkv", {}, "failed the start-up self-check"),
+    "jamba": ("Jamba", {}, "carry a state from token to token"),
+    "recurrent_gemma": ("RecurrentGemma", {}, "carry a state from token to token"),
+    "qwen3_next": ("Qwen3Next", {}, "carry a state from token to token"),
+}
+
+
+def random_model(name: str = "Llama", seed: int = 0, attention: str | None = None, **settings):
+    """A random causal LM in float32, in eval mode.
+
+    Args:
+        name: as in LlamaConfig.
+        seed: of the weights.
+        attention: its attn_implementation; None is the library's choice.
+        settings: for its configuration, beside SHAPE.
+    """
+    config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+    config = config_class(**(SHAPE | settings))
+    config._attn_implementation = attention
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(config).float().eval()
