@@ -359,6 +359,10 @@ class LookaheadRuntime:
             ids = tuple(encode(self.tokenizer, prompt) if isinstance(prompt, str) else prompt)
         if not ids:
             raise RequestError("the prompt is empty: it must have at least one token")
+        if sampling.min_new_tokens is not None and sampling.min_new_tokens > max_new_tokens:
+            raise ConfigError(
+                f"sampling.min_new_tokens={sampling.min_new_tokens}: must not be above max_new_tokens={max_new_tokens}"
+            )
         self._check_vocabulary("of the prompt", ids)
         for words in sampling.bad_words_ids or ():
             self._check_vocabulary("in sampling.bad_words_ids", words)

@@ -95,6 +95,12 @@ class ModelConfig:
     """Run code that comes with the model."""
     attn_implementation: str = "auto"
     """auto, sdpa or eager."""
+    device_map: Any = None
+    """Where the replica's model goes within its machine: a name or a mapping of transformers' (needs accelerate). If
+    not given, all of it goes to the replica's device."""
+    quantization_config: Any = None
+    """Quantize while loading: a transformers quantization config, or a mapping of its fields. A checkpoint that is
+    quantized already needs none."""
     prefill_chunk: int = 2048
     """Tokens of the prompt fed at once."""
 

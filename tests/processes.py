@@ -108,15 +108,13 @@ def run_cli(*arguments: str, cwd: Path, environment: dict | None = None) -> subp
     )
 
 
-def start_cli(
-    *arguments: str, cwd: Path, environment: dict, module: str = "lp_runtime", stdin: int = subprocess.DEVNULL
-) -> subprocess.Popen:
-    """`python -m MODULE`, still running; its stdout can be read."""
+def start_cli(*arguments: str, cwd: Path, environment: dict) -> subprocess.Popen:
+    """`python -m lp_runtime`, still running; its stdout can be read."""
     return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
+        [sys.executable, "-m", "lp_runtime", *arguments],
         cwd=cwd,
         env=environment,
-        stdin=stdin,
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         # A background job of a shell, these tests perhaps, ignores Ctrl-C, and so would its children.

@@ -309,6 +309,7 @@ def test_samples_of_one_seed(runtime):
         ({"stop": [""]}, "stop='': must be strings"),
         ({"max_time": -1}, "max_time=-1: must be a number of seconds"),
         ({"sample": -1}, "sample=-1: must be 0 to"),
+        ({"sampling": SamplingConfig(min_new_tokens=9)}, "sampling.min_new_tokens=9: must not be above max_new_tok"),
         ({"sampling": SamplingConfig(top_p=0.5)}, "sampling.top_p=0.5: has no effect"),
         ({"sampling": SamplingConfig(bad_words_ids=[[10**6]])}, "token id 1000000 in sampling.bad_words_ids"),
         ({"sampling": SamplingConfig(logit_bias={10**6: 1.0})}, "token id 1000000 in sampling.logit_bias"),

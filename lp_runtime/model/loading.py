@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,9 @@ def quiet() -> Iterator[None]:
         library.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         for library, verbosity in zip(libraries, verbosities, strict=True):
             library.set_verbosity(verbosity)
@@ -63,6 +66,7 @@ def load_model(config: ModelConfig, device: torch.device, dtype: str):
     check_location(config)
     torch_dtype = DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto")
     attention = None if config.attn_implementation == "auto" else config.attn_implementation
+    optional = {"device_map": config.device_map, "quantization_config": config.quantization_config}
     try:
         with quiet():
             model, loading = AutoModelForCausalLM.from_pretrained(
@@ -73,8 +77,11 @@ def load_model(config: ModelConfig, device: torch.device, dtype: str):
                 attn_implementation=attention,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below, in one line
+                **{name: value for name, value in optional.items() if value is not None},
             )
-            model = model.to(device).eval()
+            if config.device_map is None and model.device != device:
+                model = model.to(device)
+            model = model.eval()
     except Exception as error:  # from_pretrained raises what its many back ends raise
         what = (
             "cannot be loaded" if Path(config.location).is_dir() else "no such directory, and no such model on the hub"

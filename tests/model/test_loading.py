@@ -6,10 +6,14 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import TorchAoConfig
 
-from lp_runtime.config import ModelConfig
+from lp_runtime.config import LookaheadConfig, ModelConfig
+from lp_runtime.decoding import DecodingLoop, Request
 from lp_runtime.errors import ModelError
 from lp_runtime.model.loading import check_location, eos_token_ids, load_model, load_tokenizer
+from lp_runtime.model.self_check import TOLERANCES, check_model
+from lp_runtime.model.tree_model import TreeModel
 
 CPU = torch.device("cpu")
 
@@ -118,3 +122,41 @@ def test_end_of_sequence_ids(random_model):
     assert eos_token_ids(model) == {5}
     model.generation_config.eos_token_id = [3, 4]
     assert eos_token_ids(model) == {3, 4}
+
+
+QUANTIZED = {
+    "quant_method": "torchao",
+    "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}},
+}
+
+
+def test_a_quantized_model_is_loaded_checked_and_decoded_exactly(demo_model_dir):
+    """Quantized on loading, given as transformers' object or as its fields; then as exact as any other."""
+    torchao = pytest.importorskip("torchao.quantization")
+    config = TorchAoConfig(quant_type=torchao.Int8WeightOnlyConfig())
+    for given in (config, QUANTIZED):
+        model = load_model(ModelConfig(path=str(demo_model_dir), quantization_config=given), CPU, "float32")
+        assert type(model.model.layers[0].mlp.up_proj.weight).__module__.startswith("torchao")
+        tree_model = TreeModel(model, prefill_chunk=2048)
+        assert check_model(tree_model) < TOLERANCES[torch.float32]
+        prompt = torch.tensor([[5, 6, 7, 8, 9, 5, 6]])
+        expected = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=40, eos_token_id=-1,
+            pad_token_id=0,
+        )  # fmt: skip
+        request = Request(tuple(prompt[0].tolist()), LookaheadConfig(5, 4, 5), 40)
+        *runs, _ = DecodingLoop(tree_model, 0, 1, CPU).run(request)
+        assert [token for run in runs for token in run.token_ids] == expected[0, 7:].tolist()
+
+
+def test_a_device_map_is_passed_on(demo_model_dir):
+    pytest.importorskip("accelerate")
+    load_model(ModelConfig(path=str(demo_model_dir), device_map={"": "cpu"}), CPU, "float32")
+    with pytest.raises(ModelError, match="cannot be loaded: .*lm_head"):  # that is not mapped to any device
+        load_model(ModelConfig(path=str(demo_model_dir), device_map={"model": "cpu"}), CPU, "float32")
+
+
+def test_a_quantization_that_transformers_refuses(demo_model_dir):
+    config = ModelConfig(path=str(demo_model_dir), quantization_config={"quant_method": "nonsense"})
+    with pytest.raises(ModelError, match="cannot be loaded: .*nonsense"):
+        load_model(config, CPU, "float32")
