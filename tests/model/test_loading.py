@@ -152,8 +152,8 @@ def test_a_quantized_model_is_loaded_checked_and_decoded_exactly(demo_model_dir)
 def test_a_device_map_is_passed_on(demo_model_dir):
     pytest.importorskip("accelerate")
     load_model(ModelConfig(path=str(demo_model_dir), device_map={"": "cpu"}), CPU, "float32")
-    with pytest.raises(ModelError, match="cannot be loaded: .*lm_head"):  # that is not mapped to any device
-        load_model(ModelConfig(path=str(demo_model_dir), device_map={"model": "cpu"}), CPU, "float32")
+    with pytest.raises(ModelError, match="cannot be loaded: "):
+        load_model(ModelConfig(path=str(demo_model_dir), device_map={"nonsense": "cpu"}), CPU, "float32")
 
 
 def test_a_quantization_that_transformers_refuses(demo_model_dir):
