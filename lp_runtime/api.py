@@ -15,6 +15,7 @@ from lp_runtime.config import (
     ModelConfig,
     RuntimeConfig,
     SamplingConfig,
+    check_exactness,
     check_limits,
 )
 from lp_runtime.decoding import Event, Report, Request, StepTimes
@@ -35,7 +36,7 @@ class Generation:
     Attributes:
         text: the new text.
         token_ids: the new tokens.
-        steps: steps it took, the prefill's included.
+        steps: steps it took, the prefill's included; further forward passes of exactness="strict" count as steps.
         step_tokens: tokens fed a step, mean over replicas and steps, the prefill's excluded.
         seconds: from the request's start to its last token; loading excluded.
         finish_reason: "eos", "stop" (a stop string), "length", "time" or "cancelled".
@@ -194,6 +195,7 @@ class LookaheadRuntime:
         dtype: "auto", "float32", "bfloat16" or "float16".
         lookahead: W, N, G; see LookaheadConfig.
         sampling: how successors are drawn; see SamplingConfig. Default: as the model's generation_config.json says.
+        exactness: "fast" or "strict": bit for bit the output of one token a step, in half precision, too.
 
     Use it in a `with` block, or call `close`. Under torchrun every rank runs the same program.
 
@@ -210,6 +212,7 @@ class LookaheadRuntime:
         dtype: str = "auto",
         lookahead: LookaheadConfig | None = None,
         sampling: SamplingConfig | None = None,
+        exactness: str = "fast",
     ):
         if not isinstance(model, ModelConfig):
             model = ModelConfig(path=None if model is None else str(model))
@@ -222,6 +225,7 @@ class LookaheadRuntime:
                 dtype=dtype,
                 lookahead=lookahead or LookaheadConfig(),
                 sampling=sampling or SamplingConfig(),
+                exactness=exactness,
             )
         )
 
@@ -351,6 +355,8 @@ class LookaheadRuntime:
         if isinstance(sample, bool) or not isinstance(sample, int) or not 0 <= sample <= MAX_SAMPLE:
             raise ConfigError(f"sample={sample}: must be 0 to 2**32 - 1")
         sampling = self._resolve(sampling or self.config.sampling)
+        lookahead = lookahead or self.config.lookahead
+        check_exactness(self.config.exactness, lookahead)
         if (prompt is None) == (messages is None):
             raise RequestError("prompt and messages: give one of them")
         if messages is not None:
@@ -374,7 +380,7 @@ class LookaheadRuntime:
             )
         return Request(
             prompt_ids=ids,
-            lookahead=lookahead or self.config.lookahead,
+            lookahead=lookahead,
             max_new_tokens=max_new_tokens,
             eos_token_ids=info.eos_token_ids if eos else frozenset(),
             sampling=sampling,

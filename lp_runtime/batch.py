@@ -139,6 +139,7 @@ def _settings(runtime: LookaheadRuntime, config: GenerateConfig) -> dict:
         "logprobs": config.logprobs,
         "eos": config.eos,
         "dtype": runtime.info.dtype,
+        "exactness": [config.exactness, config.strict_tokens] if config.exactness == "strict" else config.exactness,
         "device": runtime.info.device.split(":")[0],
         "gpus": runtime.num_replicas,
         "lookahead": asdict(config.lookahead),

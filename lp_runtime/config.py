@@ -19,6 +19,8 @@ MAX_SEED = 2**64 - 1
 DEFAULT_MAX_NEW_TOKENS = 128
 WARPERS = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1}
 """Settings that matter to sampling alone, and the value at which each does nothing or means greedy decoding."""
+EXACTNESSES = ("fast", "strict")
+MAX_STRICT_RUN = 32  # tokens that a step may commit at most where exactness is strict (model/strict.py)
 LAUNCHERS = ("auto", "local", "torchrun", "ray")
 
 
@@ -229,6 +231,12 @@ class RuntimeConfig:
     """auto (cuda where there is one), cpu or cuda."""
     dtype: str = "auto"
     """auto (the checkpoint's on cuda, float32 on cpu), float32, bfloat16 or float16."""
+    exactness: str = "fast"
+    """fast, or strict: in half precision, too, the output is that of one token a step, bit for bit. float32 is exact
+    either way, up to ties that no text of ours has shown."""
+    strict_tokens: int = 128
+    """Tokens of every forward pass where exactness is strict; a step with more takes several. Another value is another
+    rounding, so outputs are comparable at equal values only."""
 
     def __post_init__(self) -> None:
         if self.gpus is not None:
@@ -239,6 +247,21 @@ class RuntimeConfig:
             )
         _require_choice("device", self.device, DEVICES)
         _require_choice("dtype", self.dtype, DTYPES)
+        _require_choice("exactness", self.exactness, EXACTNESSES)
+        _require_int("strict_tokens", self.strict_tokens, 2)
+        check_exactness(self.exactness, self.lookahead)
+
+
+def check_exactness(exactness: str, lookahead: LookaheadConfig) -> None:
+    """Refuse a window that is too deep for exactness=strict.
+
+    Raises:
+        ConfigError: names W and N.
+    """
+    if exactness == "strict" and lookahead.max_run > MAX_STRICT_RUN:
+        raise ConfigError(
+            f"lookahead.W={lookahead.W} lookahead.N={lookahead.N}: exactness=strict needs W + N <= {MAX_STRICT_RUN + 2}"
+        )
 
 
 def check_limits(max_new_tokens: int | None, stop: Sequence[str] | None, max_time: float | None) -> None:

@@ -87,7 +87,7 @@ class Report:
     """What a finished request took.
 
     Attributes:
-        num_steps: steps, the prefill's included.
+        num_steps: steps, the prefill's included; where a step takes several forward passes, each counts.
         finish_reason: "eos", "stop", "length", "time" or "cancelled".
         step_tokens: tokens fed a step, mean over replicas and steps, the prefill's excluded.
         seconds: from the request's start to its last token.
@@ -202,7 +202,7 @@ class DecodingLoop:
         yield report_run([0], run, logprobs, shares, logits, scores)
         prefill_seconds = time.perf_counter() - started
 
-        tokens_fed = 0.0
+        tokens_fed, extra_passes = 0.0, 0
         clock = _Clock()
         while state.finish_reason is None and not outcome.control:
             clock.start()
@@ -215,12 +215,13 @@ class DecodingLoop:
             successors, logprobs = drawing.unpack(outcome.values)
             run, nodes = state.advance(proposal, successors)
             tokens_fed += step_tokens(shares)
+            extra_passes += max(self._model.num_passes(len(each.nodes)) for each in shares) - 1
             clock.lap("other")
             yield report_run(nodes, run, logprobs, shares, logits, scores)
 
         num_tree_steps = state.num_steps - 1
         yield Report(
-            num_steps=state.num_steps,
+            num_steps=state.num_steps + extra_passes,
             finish_reason=state.finish_reason or ("cancelled" if outcome.control & CANCEL else "time"),
             step_tokens=tokens_fed / num_tree_steps if num_tree_steps else 0.0,
             seconds=time.perf_counter() - started,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lp_runtime.config import LauncherConfig, LookaheadConfig, SamplingConfig
+from lp_runtime.config import LauncherConfig, LookaheadConfig, ModelConfig, RuntimeConfig, SamplingConfig
 from lp_runtime.decoding import DecodingLoop, Report, Request
 from lp_runtime.errors import RequestError
 from lp_runtime.lookahead.sampling import GumbelNoise
@@ -22,8 +22,8 @@ from lp_runtime.model.tree_model import TreeModel
 from lp_runtime.parallel.exchange import broadcast_object, merge_rows
 from lp_runtime.parallel.group import ReplicaContext, existing_or_new_group, started_by_torchrun
 
-# Models that have passed the self-check, so that it is made once a model and not once a call.
-_checked: weakref.WeakSet = weakref.WeakSet()
+# The strict_tokens with which a model has passed the self-check, so that it is made once and not with every call.
+_checked: weakref.WeakKeyDictionary[Any, set[int | None]] = weakref.WeakKeyDictionary()
 
 
 def lookahead_generate(
@@ -39,6 +39,8 @@ def lookahead_generate(
     window_seed: int = LookaheadConfig.window_seed,
     seed: int | None = None,
     share_ranks: bool = True,
+    exactness: str = "fast",
+    strict_tokens: int = RuntimeConfig.strict_tokens,
     **model_kwargs: Any,
 ):
     """Decode as `generate` would, in fewer steps.
@@ -58,6 +60,7 @@ def lookahead_generate(
         W, N, G, pool_from_prompt, window_seed: see LookaheadConfig.
         seed: of the samples, 0 to 2**64 - 1. Default: drawn from torch's generator, so `torch.manual_seed` counts.
             Rows of a batch with the same prompt are independent samples of it.
+        exactness, strict_tokens: see RuntimeConfig.
         share_ranks: False where torchrun's ranks decode different prompts, each its own.
 
     Returns:
@@ -68,13 +71,15 @@ def lookahead_generate(
         ModelError: if the model fails the self-check, which is made at its first call.
     """
     lookahead = LookaheadConfig(W=W, N=N, G=G, pool_from_prompt=pool_from_prompt, window_seed=window_seed)
+    RuntimeConfig(lookahead=lookahead, exactness=exactness, strict_tokens=strict_tokens)  # checks them
     sampling = SamplingConfig(seed=seed)
     call = GenerateCall(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
     with fit_for_trees(model), _ranks(model.device, share_ranks) as (context, exchange_device):
-        tree_model = TreeModel(model, prefill_chunk=2048)
-        if model not in _checked:
+        tree_model = TreeModel(model, ModelConfig.prefill_chunk, strict_tokens if exactness == "strict" else None)
+        checked = _checked.setdefault(model, set())
+        if tree_model.strict_tokens not in checked:
             check_model(tree_model)
-            _checked.add(model)
+            checked.add(tree_model.strict_tokens)
         if call.do_sample and seed is None:
             drawn = int(torch.randint(2**63 - 1, ()))
             sampling.seed = broadcast_object(drawn, context.rank, context.num_replicas, exchange_device)

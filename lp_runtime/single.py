@@ -97,7 +97,7 @@ def summary(
     info = runtime.info
     lines = [
         f"\n{runtime.num_replicas} replica{'s' * (runtime.num_replicas > 1)} on {info.device.split(':')[0]},"
-        f" {info.dtype}, W={lookahead.W} N={lookahead.N} G={lookahead.G};"
+        f" {info.dtype} ({runtime.config.exactness}), W={lookahead.W} N={lookahead.N} G={lookahead.G};"
         f" {describe_sampling(runtime.config.sampling, info.defaults, rows[0][1].seed)}",
         f"{'':18}{'tokens':>8}{'steps':>8}{'compression ratio':>20}{'tokens fed a step':>20}"
         f"{'seconds':>10}{'tokens/s':>10}",

@@ -82,7 +82,9 @@ def start_replica(config: RuntimeConfig, context: ReplicaContext, store: dist.St
         torch.cuda.set_device(device)
     elif context.owns_process:  # replicas that share a machine share its cores
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // context.num_local))
-    model = TreeModel(load_model(config.model, device, config.dtype), config.model.prefill_chunk)
+    is_strict = config.exactness == "strict"
+    loaded = load_model(config.model, device, config.dtype)
+    model = TreeModel(loaded, config.model.prefill_chunk, config.strict_tokens if is_strict else None)
     self_check = check_model(model)
     info = ReplicaInfo(
         vocabulary_size=model.vocabulary_size,

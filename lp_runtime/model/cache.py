@@ -11,12 +11,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class _Length:
-    """The committed length, shared by all layers of a cache."""
+    """The committed length, and how much is written behind it already, shared by all layers of a cache."""
 
-    __slots__ = ("value",)
+    __slots__ = ("value", "written")
 
     def __init__(self) -> None:
         self.value = 0
+        self.written = 0
 
 
 class TreeCacheLayer(CacheLayerMixin):
@@ -39,10 +40,10 @@ class TreeCacheLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write T new tokens' states behind the committed ones; returns views of all, [1, H, length + T, D]."""
+        """Write T new tokens' states behind what is there; returns views of all of it, [1, H, length, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start = self._length.value
+        start = self._length.value + self._length.written
         end = start + key_states.shape[-2]
         self.keys[..., start:end, :] = key_states
         self.values[..., start:end, :] = value_states
@@ -76,11 +77,17 @@ class TreeCache(Cache):
         """Committed tokens."""
         return self._length.value
 
+    def keep_writing(self, num_tokens: int) -> None:
+        """A forward pass has written this many; the next one writes behind them. Until the next commit."""
+        self._length.written += num_tokens
+
     def commit(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` of those that the last forward pass wrote; forget the others."""
+        """Keep the first `num_tokens` of those that have been written since the last commit; forget the others."""
         assert self._length.value + num_tokens <= self.capacity
         self._length.value += num_tokens
+        self._length.written = 0
 
     def clear(self) -> None:
         """Forget everything; the memory stays."""
         self._length.value = 0
+        self._length.written = 0

@@ -40,6 +40,8 @@ class MaskBuilder:
 
     Attributes:
         windows: lengths of the sliding windows and chunks that layers may have.
+        by_kind: whether the model takes a mask for each kind of layer, by name, and not one for all.
+        windows_by_kind: the sliding window of each kind of layer; 0 without one.
 
     Raises:
         ModelError: if the model has a kind of layer that cannot be fed a tree.
@@ -62,8 +64,9 @@ class MaskBuilder:
                 " in the input, not by its position"
             )
         # A model of several kinds of layers takes a mask for each, by name; a model of one kind takes one mask.
-        self._by_kind = bool(kinds - {FULL})
-        self._kinds = kinds if self._by_kind else {FULL if kinds or not self._sliding_window else SLIDING}
+        self.by_kind = bool(kinds - {FULL})
+        self._kinds = kinds if self.by_kind else {FULL if kinds or not self._sliding_window else SLIDING}
+        self.windows_by_kind = {kind: (self._sliding_window or 0) if kind == SLIDING else 0 for kind in self._kinds}
         # Every name under which a model keeps a length beyond which it attends otherwise, used here or not.
         self.windows: list[int] = [length for name in WINDOW_FIELDS if (length := getattr(config, name, None))]
 
@@ -79,7 +82,7 @@ class MaskBuilder:
         full = torch.ones((num_tokens, num_cached + num_tokens), dtype=torch.bool, device=self._device)
         full[:, num_cached:] = torch.from_numpy(ancestor_mask(parents)).to(self._device)
         masks = {kind: self._finish(full, positions, num_cached, kind) for kind in self._kinds}
-        return masks if self._by_kind else next(iter(masks.values()))
+        return masks if self.by_kind else next(iter(masks.values()))
 
     def _finish(self, full: torch.Tensor, positions: torch.Tensor, num_cached: int, kind: str) -> torch.Tensor:
         if kind != FULL:

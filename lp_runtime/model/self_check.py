@@ -20,6 +20,8 @@ from lp_runtime.model.tree_model import TreeModel
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-4, torch.float16: 4e-2, torch.bfloat16: 2e-1}
 SHORT_PROMPT = 24
 CROSSED_BY = 8  # tokens that the prompt is longer than a window
+STRICT_LENGTHS = (20, 123, 190)  # before, across and behind borders of the blocks of strict.py
+LONGEST_PATH = 8
 LONGEST_TAIL = 10  # tokens that the check stands behind the prompt
 
 
@@ -49,6 +51,8 @@ def check_model(model: TreeModel) -> float:
             f"{name} failed the start-up self-check: a tree step differs from plain text by {worst:.2g}"
             f" (allowed: {tolerance:g}); lookahead decoding would be wrong, so this model is refused"
         )
+    if model.strict_tokens is not None:
+        _check_bits(model)
     return worst
 
 
@@ -101,3 +105,37 @@ def _plain_logits(model: TreeModel, tokens: list[int], num_last: int) -> torch.T
 def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     actual, expected = actual - actual.mean(-1, keepdim=True), expected - expected.mean(-1, keepdim=True)
     return ((actual - expected).norm() / expected.norm().clamp_min(1e-12)).item()
+
+
+def _check_bits(model: TreeModel) -> None:
+    """Compare, bit for bit, what a text gives one token at a time and as a path through larger trees.
+
+    Raises:
+        ModelError: if any bit differs.
+    """
+    rng = random.Random(1)
+
+    def draw(count: int) -> list[int]:
+        return [rng.randrange(model.vocabulary_size) for _ in range(count)]
+
+    longest = math.inf if model.context_length is None else model.context_length
+    for length in STRICT_LENGTHS:
+        if length + LONGEST_PATH > longest:
+            continue
+        prompt, text = draw(length), draw(LONGEST_PATH)
+        model.begin(length + 200)
+        model.prefill(prompt)
+        plain = [model.forward(TokenTree([token], 0), [0], [0])[0] for token in text]
+        for num_pending, others in ((1, (5, 5, 5)), (3, (2, 7, 4, 7, 1, 6, 3, 5, 7, 7)), (LONGEST_PATH, ())):
+            tree = TokenTree(text[:num_pending], LONGEST_PATH)
+            for size in others:
+                tree.add_branch(draw(size))
+            nodes = [tree.root, *tree.add_branch(text[num_pending:])]
+            model.begin(length + 200)
+            model.prefill(prompt)
+            logits = model.forward(tree, list(range(len(tree))), nodes)
+            if not all(map(torch.equal, logits, plain[num_pending - 1 :])):
+                raise ModelError(
+                    f"{type(model.model).__name__} failed the check of exactness=strict: its logits depend on what"
+                    " else is fed; use exactness=fast, or float32"
+                )

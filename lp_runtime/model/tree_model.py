@@ -8,12 +8,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.cache import TreeCache
 from lp_runtime.model.mask import MaskBuilder
+from lp_runtime.model.strict import BLOCK, KEYS, POSITION, WINDOW, tail_table
+from lp_runtime.model.strict import NAME as STRICT
 
 ATTENTIONS = ("sdpa", "eager")
 
@@ -24,12 +27,14 @@ class TreeModel:
     Args:
         model: the loaded model, in eval mode, on one device.
         prefill_chunk: tokens fed at once during the prefill.
+        strict_tokens: tokens of every forward pass of a tree, a larger tree takes several; with it a token's logits,
+            keys and values do not depend on what else is fed, bit for bit (strict.py). None for one pass of any size.
 
     Raises:
         ModelError: if its attention is not one that takes a tree's mask.
     """
 
-    def __init__(self, model, prefill_chunk: int):
+    def __init__(self, model, prefill_chunk: int, strict_tokens: int | None = None):
         config = model.config.get_text_config()
         attention = config._attn_implementation
         if attention not in ATTENTIONS:
@@ -40,13 +45,20 @@ class TreeModel:
         self.vocabulary_size: int = config.vocab_size
         self.context_length: int | None = getattr(config, "max_position_embeddings", None)
         self.masks = MaskBuilder(config, attention, self.dtype, self.device)
+        self.strict_tokens = strict_tokens
+        self._attention = attention
         self._prefill_chunk = prefill_chunk
         self._num_layers = config.num_hidden_layers
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._cache: TreeCache | None = None
 
+    def num_passes(self, num_tokens: int) -> int:
+        """Forward passes that it takes to feed this many tokens of a tree."""
+        return 1 if self.strict_tokens is None else -(-num_tokens // self.strict_tokens)
+
     def begin(self, capacity: int) -> None:
         """Start a request: an empty cache with room for `capacity` tokens (committed ones and one step's)."""
+        capacity += self.strict_tokens or 0  # passes are filled up
         if self._cache is None or self._cache.capacity < capacity:
             self._cache = None  # freed before the larger one is made
             self._cache = TreeCache(self._num_layers, capacity)
@@ -80,16 +92,44 @@ class TreeModel:
         local = {node: i for i, node in enumerate(nodes)}
         parents = [local.get(tree.parents[node], -1) for node in nodes]
         root_position = num_cached + tree.root
-        host = torch.tensor(
-            [[tree.tokens[node] for node in nodes], [root_position + tree.depths[node] for node in nodes]],
-            dtype=torch.int64,
-        )
-        ids, positions = host.to(self.device)
-        mask = self.masks.build(parents, positions, num_cached)
+        tokens = [tree.tokens[node] for node in nodes]
+        places = [root_position + tree.depths[node] for node in nodes]
         keep = torch.tensor([local[node] for node in wanted], dtype=torch.int64, device=self.device)
-        logits = self._forward(ids, positions, mask, keep)
+        if self.strict_tokens is None:
+            ids, positions = torch.tensor([tokens, places], dtype=torch.int64).to(self.device)
+            mask = self.masks.build(parents, positions, num_cached)
+            logits = self._forward(ids, positions, mask, keep)
+        else:
+            logits = self._strict_forward(tokens, places, parents)[keep]
         self._cache.commit(tree.root + 1)
         return logits
+
+    def _strict_forward(self, tokens: list[int], places: list[int], parents: list[int]) -> torch.Tensor:
+        """[T, V] float32 logits of all tokens, from passes of strict_tokens each, the last one filled up."""
+        size, num_cached = self.strict_tokens, self._cache.length
+        # What fills up stands at position 0 and sees the first committed token, so that it stays finite.
+        num_filling = -len(tokens) % size
+        tables = {window: tail_table(num_cached, parents, window) for window in self.masks.windows_by_kind.values()}
+        for window, table in tables.items():
+            filling = np.full((num_filling, table.shape[1]), -1, dtype=np.int64)
+            filling[:, [POSITION, WINDOW, KEYS + BLOCK]] = 0
+            tables[window] = torch.from_numpy(np.concatenate([table, filling])).to(self.device)
+        ids, positions = torch.tensor(
+            [tokens + [0] * num_filling, places + [0] * num_filling], dtype=torch.int64, device=self.device
+        )
+        self.model.set_attn_implementation(STRICT)
+        try:
+            logits = []
+            for start in range(0, len(ids), size):
+                rows = slice(start, start + size)
+                masks = {kind: tables[window][rows][None, None] for kind, window in self.masks.windows_by_kind.items()}
+                mask = masks if self.masks.by_kind else next(iter(masks.values()))
+                everything = torch.arange(size, device=self.device)
+                logits.append(self._forward(ids[rows], positions[rows], mask, everything))
+                self._cache.keep_writing(size)
+        finally:
+            self.model.set_attn_implementation(self._attention)
+        return torch.cat(logits)[: len(tokens)]
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask, keep: torch.Tensor) -> torch.Tensor:
         arguments = {"logits_to_keep": keep} if self.keeps_logits else {}
