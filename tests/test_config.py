@@ -33,7 +33,8 @@ def test_defaults_are_the_papers_setting_on_one_replica_of_the_demo_model():
     assert (config.lookahead.W, config.lookahead.N, config.lookahead.G) == (15, 5, 15)
     assert config.model.location == str(DEMO_MODEL)
     assert (config.gpus, config.device, config.dtype, config.launcher.name) == (None, "auto", "auto", "auto")
-    assert (config.max_new_tokens, config.eos, config.ids, config.limit) == (128, True, False, None)
+    assert (config.max_new_tokens, config.eos, config.ids, config.limit) == (None, True, False, None)
+    assert (config.exactness, config.strict_tokens, config.num_samples) == ("fast", 128, 1)
 
 
 @pytest.mark.parametrize("values", [{"W": 0}, {"N": 2}, {"G": 0}, {"W": 1}, {"W": 0, "N": 2, "G": 0}, {"W": 100}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,11 +28,14 @@ def quiet() -> Iterator[None]:
     for library in libraries:
         library.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # what is imported on the way has notices of its own
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        logging.disable(disabled)
         for library, verbosity in zip(libraries, verbosities, strict=True):
             library.set_verbosity(verbosity)
         if bars:

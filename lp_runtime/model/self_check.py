@@ -42,7 +42,8 @@ def check_model(model: TreeModel) -> float:
     except ModelError:
         raise
     except Exception as error:  # any failure of a foreign model here means the same thing: it cannot be served
-        raise ModelError(f"{name} cannot be fed a token tree: {first_line(error)}") from error
+        how = "" if model.strict_tokens is None else " with exactness=strict"
+        raise ModelError(f"{name} cannot be fed a token tree{how}: {first_line(error)}") from error
     tolerance = TOLERANCES.get(model.dtype)
     if tolerance is None:
         raise ModelError(f"{name} computes in {model.dtype}: must be one of {', '.join(map(str, TOLERANCES))}")

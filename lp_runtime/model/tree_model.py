@@ -14,7 +14,7 @@ import torch
 from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.cache import TreeCache
-from lp_runtime.model.mask import MaskBuilder
+from lp_runtime.model.mask import CHUNKED, MaskBuilder
 from lp_runtime.model.strict import BLOCK, KEYS, POSITION, WINDOW, tail_table
 from lp_runtime.model.strict import NAME as STRICT
 
@@ -45,6 +45,8 @@ class TreeModel:
         self.vocabulary_size: int = config.vocab_size
         self.context_length: int | None = getattr(config, "max_position_embeddings", None)
         self.masks = MaskBuilder(config, attention, self.dtype, self.device)
+        if strict_tokens is not None and CHUNKED in self.masks.windows_by_kind:
+            raise ModelError(f"{config.model_type}: chunked attention cannot be computed with exactness=strict")
         self.strict_tokens = strict_tokens
         self._attention = attention
         self._prefill_chunk = prefill_chunk

@@ -124,29 +124,48 @@ def test_end_of_sequence_ids(random_model):
     assert eos_token_ids(model) == {3, 4}
 
 
-QUANTIZED = {
+def assert_decodes_as_transformers(model) -> None:
+    tree_model = TreeModel(model, prefill_chunk=2048)
+    assert check_model(tree_model) < TOLERANCES[torch.float32]
+    prompt = torch.tensor([[5, 6, 7, 8, 9, 5, 6]])
+    expected = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=40, eos_token_id=-1,
+        pad_token_id=0,
+    )  # fmt: skip
+    request = Request(tuple(prompt[0].tolist()), LookaheadConfig(5, 4, 5), 40)
+    *runs, _ = DecodingLoop(tree_model, 0, 1, CPU).run(request)
+    assert [token for run in runs for token in run.token_ids] == expected[0, 7:].tolist()
+
+
+def test_a_quantized_checkpoint_is_loaded_checked_and_decoded_exactly(demo_model_dir, tmp_path):
+    """BitNet: three-valued weights, activations of 8 bits; transformers has all of it and runs it on CPUs."""
+    pytest.importorskip("accelerate")
+    folder = shutil.copytree(demo_model_dir, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "bitnet",
+        "linear_class": "autobitlinear",
+        "quantization_mode": "online",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    model = load_model(ModelConfig(path=str(folder)), CPU, "float32")
+    assert type(model.model.layers[0].mlp.up_proj).__name__ == "AutoBitLinear"
+    assert_decodes_as_transformers(model)
+
+
+TORCHAO = {
     "quant_method": "torchao",
     "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}},
 }
 
 
-def test_a_quantized_model_is_loaded_checked_and_decoded_exactly(demo_model_dir):
-    """Quantized on loading, given as transformers' object or as its fields; then as exact as any other."""
+def test_a_model_quantized_on_loading_is_decoded_exactly(demo_model_dir):
+    """The quantization given as transformers' object, or as its fields."""
     torchao = pytest.importorskip("torchao.quantization")
-    config = TorchAoConfig(quant_type=torchao.Int8WeightOnlyConfig())
-    for given in (config, QUANTIZED):
+    for given in (TorchAoConfig(quant_type=torchao.Int8WeightOnlyConfig()), TORCHAO):
         model = load_model(ModelConfig(path=str(demo_model_dir), quantization_config=given), CPU, "float32")
         assert type(model.model.layers[0].mlp.up_proj.weight).__module__.startswith("torchao")
-        tree_model = TreeModel(model, prefill_chunk=2048)
-        assert check_model(tree_model) < TOLERANCES[torch.float32]
-        prompt = torch.tensor([[5, 6, 7, 8, 9, 5, 6]])
-        expected = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=40, eos_token_id=-1,
-            pad_token_id=0,
-        )  # fmt: skip
-        request = Request(tuple(prompt[0].tolist()), LookaheadConfig(5, 4, 5), 40)
-        *runs, _ = DecodingLoop(tree_model, 0, 1, CPU).run(request)
-        assert [token for run in runs for token in run.token_ids] == expected[0, 7:].tolist()
+        assert_decodes_as_transformers(model)
 
 
 def test_a_device_map_is_passed_on(demo_model_dir, monkeypatch):
