@@ -7,7 +7,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lp_runtime import SamplingConfig
+
 MAX_NEW_TOKENS = 48
+SAMPLING = SamplingConfig(temperature=0.9, top_p=0.95, repetition_penalty=1.1, seed=11)
 PROMPTS = [
     '''from typing import List
 

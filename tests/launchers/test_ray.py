@@ -96,6 +96,12 @@ def test_pieces_and_a_stream_closed_early(runtime, greedy):
     assert [token for piece in pieces for token in piece.token_ids] == greedy[0]
 
 
+def test_sampling_is_that_of_one_token_a_step(runtime, sampled):
+    out = runtime.generate(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False, sampling=reference.SAMPLING)
+    assert out.token_ids == sampled
+    assert out.steps < len(sampled)
+
+
 def test_replicas_are_actors_and_the_driver_is_none(runtime, cluster):
     assert len(actors(cluster)) == 2
     assert os.getpid() not in actors(cluster)

@@ -10,6 +10,7 @@ import reference
 from processes import own_replicas, wait_until
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, ReplicaError
+from lp_runtime.config import PLAIN
 
 SETTINGS = [(15, 5, 15), (5, 3, 5), (7, 5, 7), (1, 2, 0), (0, 4, 6)]
 
@@ -26,6 +27,28 @@ def test_equals_transformers_generate(demo_model_dir, greedy, gpus):
                 assert out.exchange_bytes > 0 or gpus == 1
                 fewest = min(fewest, out.steps)
         assert fewest < reference.MAX_NEW_TOKENS
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_sampling_is_that_of_one_token_a_step(demo_model_dir, sampled, gpus):
+    with LookaheadRuntime(demo_model_dir, gpus=gpus, device="cpu", dtype="float32") as runtime:
+        out = runtime.generate(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False, sampling=reference.SAMPLING)
+        assert out.token_ids == sampled
+        assert out.steps < len(sampled)
+        text = out.text[:20]
+        stopped = runtime.generate(reference.PROMPTS[0], 48, eos=False, sampling=reference.SAMPLING, stop=[text])
+        assert (stopped.text, stopped.finish_reason) == (text, "stop")
+
+
+def test_strict_bits_are_those_of_one_token_a_step_on_one_replica(demo_model_dir):
+    options = {"device": "cpu", "dtype": "bfloat16", "exactness": "strict"}
+    texts = []
+    for gpus in (1, 2, 3):
+        with LookaheadRuntime(demo_model_dir, gpus=gpus, **options) as runtime:
+            for lookahead in (PLAIN, LookaheadConfig(7, 5, 7)):
+                out = runtime.generate(reference.PROMPTS[0], 24, eos=False, lookahead=lookahead, logprobs=True)
+                texts.append((out.token_ids, out.logprobs))
+    assert texts == texts[:1] * 6
 
 
 @pytest.mark.parametrize("victim", [0, 1])

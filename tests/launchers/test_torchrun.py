@@ -25,6 +25,7 @@ with LookaheadRuntime(sys.argv[1], dtype="float32", device="cpu") as runtime:
 # A second group of the same processes.
 with LookaheadRuntime(sys.argv[1], dtype="float32", device="cpu", lookahead=LookaheadConfig(5, 3, 5)) as runtime:
     outs = [runtime.generate(prompt, reference.MAX_NEW_TOKENS, eos=False).token_ids for prompt in reference.PROMPTS]
+    sampled = runtime.generate(reference.PROMPTS[0], 48, eos=False, sampling=reference.SAMPLING).token_ids
     stream = runtime.stream(reference.PROMPTS[0], 2000, eos=False)
     first = [next(stream).token_ids, next(stream).token_ids]
     stream.close()
@@ -32,7 +33,7 @@ with LookaheadRuntime(sys.argv[1], dtype="float32", device="cpu", lookahead=Look
     last = runtime.stream(reference.PROMPTS[0], 2000, eos=False)
     next(last)  # left open: the runtime's end must not hang on it
     result = {"leader": runtime.is_leader, "replicas": runtime.num_replicas, "outs": outs}
-    result |= {"first": first, "before": before}
+    result |= {"first": first, "before": before, "sampled": sampled}
     with open(f"{sys.argv[2]}/{int(not runtime.is_leader)}.json", "w") as file:
         json.dump(result, file)
 """
@@ -83,7 +84,7 @@ def test_command_line_on_four_ranks(environment, demo_model_dir, greedy, tmp_pat
     environment.assert_gone()
 
 
-def test_a_script_on_two_ranks(environment, demo_model_dir, greedy, tmp_path):
+def test_a_script_on_two_ranks(environment, demo_model_dir, greedy, sampled, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     tests = reference.__file__.rpartition("/")[0]
     result = torchrun(environment, 2, "script.py", str(demo_model_dir), str(tmp_path), tests, cwd=tmp_path)
@@ -93,6 +94,7 @@ def test_a_script_on_two_ranks(environment, demo_model_dir, greedy, tmp_path):
     for result in results:
         assert result["replicas"] == 2
         assert result["before"] == greedy[0]
+        assert result["sampled"] == sampled
         assert result["outs"] == [*greedy, greedy[0]]
         first = [token for tokens in result["first"] for token in tokens]
         assert first == greedy[0][: len(first)]
