@@ -31,6 +31,7 @@ from lp_runtime.parallel.group import ReplicaContext, host_store, process_group
 
 CPU = torch.device("cpu")
 TIMEOUT = 600.0
+DRAWN = sorted(FAMILIES.keys() - {"phi3_longrope"})  # its context is too short for these draws
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def make_draws(num_draws: int, seed: int) -> list[Draw]:
             sampling=sampling,
             sample=rng.randrange(3),
         )
-        draws.append(Draw(rng.choice(sorted(FAMILIES)), rng.randint(1, 4), request))
+        draws.append(Draw(rng.choice(DRAWN), rng.randint(1, 4), request))
     return draws
 
 
@@ -161,7 +162,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     draws = make_draws(args.draws, args.seed)
-    models = {family: make_model(family) for family in FAMILIES}
+    models = {family: make_model(family) for family in DRAWN}
     table, total = [], 0
     for num_replicas in range(1, 5):
         mine = [draw for draw in draws if draw.num_replicas == num_replicas]

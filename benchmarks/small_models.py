@@ -36,6 +36,19 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "gemma3": ("Gemma3", {"head_dim": 8, **SLIDING}),
     "phi": ("Phi", {}),
     "phi3": ("Phi3", {"sliding_window": 8}),
+    "phi3_longrope": (
+        "Phi3",
+        {
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 64,
+                "short_factor": [1.0] * 4,
+                "long_factor": [3.0] * 4,
+            },
+        },
+    ),
     "gpt2": ("GPT2", {}),
     "gpt_bigcode": ("GPTBigCode", {}),
     "gptj": ("GPTJ", {"rotary_dim": 8}),

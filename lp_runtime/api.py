@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import secrets
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +20,12 @@ from lp_runtime.config import (
     check_limits,
 )
 from lp_runtime.decoding import Event, Report, Request, StepTimes
-from lp_runtime.errors import ConfigError, ModelError, RequestError
+from lp_runtime.errors import ConfigError, ModelError, RequestError, first_line
 from lp_runtime.launchers import launch
 from lp_runtime.lookahead.pool import PoolStatistics
 from lp_runtime.lookahead.sampling import MAX_SAMPLE
 from lp_runtime.model.loading import check_location, load_tokenizer
+from lp_runtime.model.processors import check_processors
 from lp_runtime.model.text import StopStrings, TextStream, encode, encode_chat
 
 SEED_BITS = 32  # of a seed that is drawn: short enough to type
@@ -123,14 +125,12 @@ class GenerationStream:
     def __init__(
         self,
         events: Generator[Event, None, None],
-        request: Request,
         text_stream: TextStream | None,
         stop_strings: StopStrings | None,
     ):
         self.generation: Generation | None = None
         self.has_text = text_stream is not None
         self._events = events
-        self._seed = request.sampling.seed
         self._pieces = self._decode(text_stream, stop_strings)
 
     def __iter__(self) -> GenerationStream:
@@ -163,7 +163,7 @@ class GenerationStream:
                 step_tokens=event.step_tokens,
                 seconds=event.seconds,
                 finish_reason=event.finish_reason,
-                seed=self._seed,
+                seed=event.seed,
                 logprobs=logprobs or None,
                 prefill_seconds=event.prefill_seconds,
                 times=event.times,
@@ -179,8 +179,10 @@ def _text(token_ids: Sequence[int], text_stream: TextStream, stop_strings: StopS
     text = ""
     for token in token_ids:
         added = text_stream.add([token])
-        num_behind = stop_strings.add(token) or 0
-        text += added[: max(0, len(added) - num_behind)]
+        num_behind = stop_strings.add(token)
+        if num_behind is not None:
+            added += text_stream.finish()
+        text += added[: max(0, len(added) - (num_behind or 0))]
     return text
 
 
@@ -196,6 +198,7 @@ class LookaheadRuntime:
         lookahead: W, N, G; see LookaheadConfig.
         sampling: how successors are drawn; see SamplingConfig. Default: as the model's generation_config.json says.
         exactness: "fast" or "strict": bit for bit the output of one token a step, in half precision, too.
+        strict_tokens: see RuntimeConfig.
 
     Use it in a `with` block, or call `close`. Under torchrun every rank runs the same program.
 
@@ -213,6 +216,7 @@ class LookaheadRuntime:
         lookahead: LookaheadConfig | None = None,
         sampling: SamplingConfig | None = None,
         exactness: str = "fast",
+        strict_tokens: int = RuntimeConfig.strict_tokens,
     ):
         if not isinstance(model, ModelConfig):
             model = ModelConfig(path=None if model is None else str(model))
@@ -226,6 +230,7 @@ class LookaheadRuntime:
                 lookahead=lookahead or LookaheadConfig(),
                 sampling=sampling or SamplingConfig(),
                 exactness=exactness,
+                strict_tokens=strict_tokens,
             )
         )
 
@@ -294,6 +299,8 @@ class LookaheadRuntime:
         **options: Unpack[RequestOptions],
     ) -> list[Generation]:
         """Several independent samples of a prompt, of one seed. Arguments and errors as in `generate`."""
+        if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
+            raise ConfigError(f"num_samples={num_samples}: must be an integer >= 1")
         first = self.request(prompt, max_new_tokens, **options)
         if num_samples > 1 and first.sampling.seed is None:
             raise RequestError(f"num_samples={num_samples}: decoding is greedy; give sampling.temperature > 0")
@@ -315,7 +322,7 @@ class LookaheadRuntime:
         needs_text = isinstance(prompt, str) or bool(request.stop)
         text_stream = self._text_stream(optional=not needs_text)
         stop_strings = StopStrings(self.tokenizer, request.stop) if request.stop else None
-        return GenerationStream(self._launcher.run(request), request, text_stream, stop_strings)
+        return GenerationStream(self._launcher.run(request), text_stream, stop_strings)
 
     def _text_stream(self, optional: bool) -> TextStream | None:
         try:
@@ -346,12 +353,14 @@ class LookaheadRuntime:
             ConfigError, RequestError: see `generate`.
         """
         info, defaults = self.info, self.info.defaults
-        if max_new_tokens is None:
-            max_new_tokens = defaults.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
         stop = defaults.get("stop_strings", ()) if stop is None else stop
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        stop = (stop,) if isinstance(stop, str) else stop
         max_time = defaults.get("max_time") if max_time is None else max_time
         check_limits(max_new_tokens, stop, max_time)
+        for value, kind, name in ((sampling, SamplingConfig, "sampling"), (lookahead, LookaheadConfig, "lookahead")):
+            if value is not None and not isinstance(value, kind):
+                raise ConfigError(f"{name}={value!r}: must be a {kind.__name__}")
+        self._check_processors(processors)
         if isinstance(sample, bool) or not isinstance(sample, int) or not 0 <= sample <= MAX_SAMPLE:
             raise ConfigError(f"sample={sample}: must be 0 to 2**32 - 1")
         sampling = self._resolve(sampling or self.config.sampling)
@@ -365,6 +374,8 @@ class LookaheadRuntime:
             ids = tuple(encode(self.tokenizer, prompt) if isinstance(prompt, str) else prompt)
         if not ids:
             raise RequestError("the prompt is empty: it must have at least one token")
+        if max_new_tokens is None:
+            max_new_tokens = self._default_max_new_tokens(len(ids))
         if sampling.min_new_tokens is not None and sampling.min_new_tokens > max_new_tokens:
             raise ConfigError(
                 f"sampling.min_new_tokens={sampling.min_new_tokens}: must not be above max_new_tokens={max_new_tokens}"
@@ -385,11 +396,33 @@ class LookaheadRuntime:
             eos_token_ids=info.eos_token_ids if eos else frozenset(),
             sampling=sampling,
             sample=sample,
-            stop=stop,
+            stop=tuple(stop),
             max_time=max_time,
             logprobs=logprobs,
             processors=tuple(processors),
         )
+
+    def _default_max_new_tokens(self, prompt_length: int) -> int:
+        """As the model's own defaults say, else ours."""
+        defaults = self.info.defaults
+        if "max_new_tokens" in defaults or "max_length" not in defaults:
+            return defaults.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
+        if defaults["max_length"] <= prompt_length:
+            raise RequestError(
+                f"the prompt has {prompt_length} tokens, and the model's default max_length={defaults['max_length']}"
+                " counts them: give max_new_tokens"
+            )
+        return defaults["max_length"] - prompt_length
+
+    @staticmethod
+    def _check_processors(processors: Sequence[Any]) -> None:
+        if isinstance(processors, str) or not isinstance(processors, Sequence):
+            raise ConfigError(f"processors={processors!r}: must be a list of LogitsProcessors")
+        check_processors(processors)
+        try:
+            pickle.dumps(tuple(processors))
+        except Exception as error:  # whatever a foreign class raises
+            raise ConfigError(f"processors: must pickle, to be sent to replicas: {first_line(error)}") from error
 
     def _resolve(self, sampling: SamplingConfig) -> SamplingConfig:
         """The settings with a seed if they sample, and without one if they do not."""

@@ -128,8 +128,7 @@ def _settings(runtime: LookaheadRuntime, config: GenerateConfig) -> dict:
     location = Path(config.model.location)
     return {
         "model": str(location.resolve()) if location.is_dir() else config.model.location,
-        "revision": config.model.revision,
-        "attn_implementation": config.model.attn_implementation,
+        "loading": asdict(config.model) | {"path": None},
         "prompts": digest,
         "prompt_field": config.prompt_field,
         "ids": config.ids,
@@ -182,7 +181,7 @@ class OutputFile:
     def __init__(self, path: Path, settings: dict, seed: int | None):
         self._path = path
         self._settings_path = _settings_path(path)
-        self._settings = settings
+        self._settings = json.loads(json.dumps(settings, default=str))  # as they will be read again
         self.seed = seed
         self._file = None
 

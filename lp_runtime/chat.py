@@ -75,6 +75,8 @@ def _answer(runtime: LookaheadRuntime, config: ChatConfig, messages: list[dict[s
             if interrupted.is_set():
                 break
     print(flush=True)
+    if stream.generation and stream.generation.seed is not None and config.sampling.seed is None:
+        print(f"(seed {stream.generation.seed})", file=sys.stderr)
     return "".join(shown)
 
 

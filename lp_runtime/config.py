@@ -17,6 +17,7 @@ ATTENTIONS = ("auto", "sdpa", "eager")
 MAX_SECONDS = 1_000_000
 MAX_SEED = 2**64 - 1
 DEFAULT_MAX_NEW_TOKENS = 128
+MIN_TEMPERATURE = 1e-4  # below it logits would overflow
 WARPERS = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1}
 """Settings that matter to sampling alone, and the value at which each does nothing or means greedy decoding."""
 EXACTNESSES = ("fast", "strict")
@@ -41,6 +42,10 @@ def _require_number(name: str, value: object, allowed: str, is_allowed: Callable
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or not is_allowed(value):
         raise ConfigError(f"{name}={value}: must be {allowed}")
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -150,7 +155,7 @@ class SamplingConfig:
     """
 
     temperature: Optional[float] = None  # noqa: UP045
-    """>= 0; 0 is greedy decoding. If given and above 0, successors are sampled."""
+    """0 is greedy decoding; if given and above 0 (at least 1e-4), successors are sampled."""
     top_k: Optional[int] = None  # noqa: UP045
     """Draw among the k most likely tokens, >= 0; 0 is off."""
     top_p: Optional[float] = None  # noqa: UP045
@@ -173,7 +178,10 @@ class SamplingConfig:
     """0 to 2**64 - 1; one is drawn, and reported, if not given. One seed, one output, whatever the parallelism."""
 
     def __post_init__(self) -> None:
-        _require_number("sampling.temperature", self.temperature, "a number >= 0", lambda value: value >= 0)
+        allowed = f"0 (greedy) or a number >= {MIN_TEMPERATURE}"
+        _require_number(
+            "sampling.temperature", self.temperature, allowed, lambda value: value == 0 or value >= MIN_TEMPERATURE
+        )
         for name in ("top_p", "typical_p"):
             _require_number(f"sampling.{name}", getattr(self, name), "in (0, 1]", lambda value: 0 < value <= 1)
         _require_number("sampling.min_p", self.min_p, "in [0, 1]", lambda value: 0 <= value <= 1)
@@ -183,8 +191,12 @@ class SamplingConfig:
                 _require_int(f"sampling.{name}", getattr(self, name), 0)
         if self.seed is not None and self.seed > MAX_SEED:
             raise ConfigError(f"sampling.seed={self.seed}: must be 0 to 2**64 - 1")
+        if self.bad_words_ids is not None and not _is_list(self.bad_words_ids):
+            raise ConfigError(f"sampling.bad_words_ids={self.bad_words_ids}: must be lists of token ids")
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            raise ConfigError(f"sampling.logit_bias={self.logit_bias}: must be {{TOKEN_ID: BIAS, ...}}")
         for words in self.bad_words_ids or ():
-            if not isinstance(words, Sequence) or isinstance(words, str) or not words:
+            if not _is_list(words) or not words:
                 raise ConfigError(f"sampling.bad_words_ids={self.bad_words_ids}: must be lists of token ids, not empty")
             for token in words:
                 _require_int("sampling.bad_words_ids", token, 0)
@@ -207,7 +219,10 @@ class SamplingConfig:
             ConfigError: if a setting is for sampling, and decoding is greedy.
         """
         if not self.draws(defaults):
-            self._refuse_warpers("the model's default, greedy decoding; give sampling.temperature > 0")
+            reason = "the model's default, greedy decoding; give sampling.temperature > 0"
+            self._refuse_warpers(reason)
+            if self.seed is not None and self.temperature is None:
+                raise ConfigError(f"sampling.seed={self.seed}: has no effect with {reason}")
 
     def _refuse_warpers(self, reason: str) -> None:
         for name, off in WARPERS.items():
@@ -247,6 +262,8 @@ class RuntimeConfig:
             )
         _require_choice("device", self.device, DEVICES)
         _require_choice("dtype", self.dtype, DTYPES)
+        if self.model.device_map is not None and (self.gpus or 1) > 1:
+            raise ConfigError(f"model.device_map={self.model.device_map}: only with gpus=1")
         _require_choice("exactness", self.exactness, EXACTNESSES)
         _require_int("strict_tokens", self.strict_tokens, 2)
         check_exactness(self.exactness, self.lookahead)
@@ -260,11 +277,12 @@ def check_exactness(exactness: str, lookahead: LookaheadConfig) -> None:
     """
     if exactness == "strict" and lookahead.max_run > MAX_STRICT_RUN:
         raise ConfigError(
-            f"lookahead.W={lookahead.W} lookahead.N={lookahead.N}: exactness=strict needs W + N <= {MAX_STRICT_RUN + 2}"
+            f"lookahead.W={lookahead.W} lookahead.N={lookahead.N}: a step may commit {lookahead.max_run} tokens;"
+            f" with exactness=strict it must be at most {MAX_STRICT_RUN} (W + N - 2, or N without a window)"
         )
 
 
-def check_limits(max_new_tokens: int | None, stop: Sequence[str] | None, max_time: float | None) -> None:
+def check_limits(max_new_tokens: int | None, stop: Any, max_time: float | None) -> None:
     """Check where a request is to stop.
 
     Raises:
@@ -272,6 +290,8 @@ def check_limits(max_new_tokens: int | None, stop: Sequence[str] | None, max_tim
     """
     if max_new_tokens is not None:
         _require_int("max_new_tokens", max_new_tokens, 1)
+    if stop is not None and not _is_list(stop):
+        raise ConfigError(f"stop={stop!r}: must be a list of strings")
     for string in stop or ():
         if not isinstance(string, str) or not string:
             raise ConfigError(f"stop={string!r}: must be strings of at least one character")
@@ -331,6 +351,8 @@ class GenerateConfig(RuntimeConfig):
             raise ConfigError("prompt: is empty; it must have at least one character")
         if self.compare and (self.prompts is not None or self.num_samples > 1):
             raise ConfigError("compare=true: only with a single prompt and sample")
+        if self.compare and self.max_time is not None:
+            raise ConfigError("compare=true: not with max_time, which ends the two at different lengths")
 
 
 @dataclass

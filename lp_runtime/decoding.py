@@ -95,6 +95,7 @@ class Report:
         times: of these, where the other steps' went.
         exchange_bytes: bytes that a replica sends in a step.
         pool: the n-gram pool at the end.
+        seed: of the sample; None if decoding was greedy.
     """
 
     num_steps: int
@@ -105,6 +106,7 @@ class Report:
     times: StepTimes
     exchange_bytes: int
     pool: PoolStatistics
+    seed: int | None
 
 
 Event = Run | Report  # a run a step, and a report at the end
@@ -229,6 +231,7 @@ class DecodingLoop:
             times=StepTimes(**clock.seconds),
             exchange_bytes=exchange.bytes_sent if self._num_replicas > 1 else 0,
             pool=state.pool.statistics(),
+            seed=request.sampling.seed,
         )
 
 

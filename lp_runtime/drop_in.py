@@ -11,27 +11,27 @@ import torch
 
 from lp_runtime.config import LauncherConfig, LookaheadConfig, ModelConfig, RuntimeConfig, SamplingConfig
 from lp_runtime.decoding import DecodingLoop, Report, Request
-from lp_runtime.errors import RequestError
+from lp_runtime.errors import RequestError, first_line
 from lp_runtime.lookahead.sampling import GumbelNoise
 from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.drawing import Drawing
 from lp_runtime.model.generate_call import GenerateCall, fit_for_trees
 from lp_runtime.model.processors import TreeProcessors
 from lp_runtime.model.self_check import check_model
-from lp_runtime.model.tree_model import TreeModel
+from lp_runtime.model.tree_model import TreeModel, attention_settings
 from lp_runtime.parallel.exchange import broadcast_object, merge_rows
 from lp_runtime.parallel.group import ReplicaContext, existing_or_new_group, started_by_torchrun
 
-# The strict_tokens with which a model has passed the self-check, so that it is made once and not with every call.
-_checked: weakref.WeakKeyDictionary[Any, set[int | None]] = weakref.WeakKeyDictionary()
+# How a model has passed the self-check, so that it is made once and not with every call. Nothing else hangs on it.
+_checked: weakref.WeakKeyDictionary[Any, set[tuple]] = weakref.WeakKeyDictionary()
 
 
 def lookahead_generate(
     model,
     input_ids: torch.Tensor,
-    logits_processor: Sequence = (),
-    stopping_criteria: Sequence = (),
-    generation_config=None,
+    logits_processor: Sequence,
+    stopping_criteria: Sequence,
+    generation_config,
     W: int = LookaheadConfig.W,
     N: int = LookaheadConfig.N,
     G: int = LookaheadConfig.G,
@@ -58,8 +58,9 @@ def lookahead_generate(
         input_ids: [B, L].
         logits_processor, stopping_criteria, generation_config, model_kwargs: from `generate`.
         W, N, G, pool_from_prompt, window_seed: see LookaheadConfig.
-        seed: of the samples, 0 to 2**64 - 1. Default: drawn from torch's generator, so `torch.manual_seed` counts.
-            Rows of a batch with the same prompt are independent samples of it.
+        seed: of the samples, 0 to 2**64 - 1: a row is sampled as if alone with this seed, and rows with the same
+            prompt are independent samples of it. Default: drawn from torch's generator, so `torch.manual_seed` counts;
+            all rows are then independent.
         exactness, strict_tokens: see RuntimeConfig.
         share_ranks: False where torchrun's ranks decode different prompts, each its own.
 
@@ -77,12 +78,14 @@ def lookahead_generate(
     with fit_for_trees(model), _ranks(model.device, share_ranks) as (context, exchange_device):
         tree_model = TreeModel(model, ModelConfig.prefill_chunk, strict_tokens if exactness == "strict" else None)
         checked = _checked.setdefault(model, set())
-        if tree_model.strict_tokens not in checked:
+        kind = (tree_model.strict_tokens, tree_model.dtype, str(attention_settings(model)))
+        if kind not in checked:
             check_model(tree_model)
-            checked.add(tree_model.strict_tokens)
+            checked.add(kind)
         if call.do_sample and seed is None:
             drawn = int(torch.randint(2**63 - 1, ()))
             sampling.seed = broadcast_object(drawn, context.rank, context.num_replicas, exchange_device)
+            call.samples = list(range(len(call.rows)))
         rows = _Rows(call, tree_model, context, exchange_device, lookahead, sampling)
         return rows.decode()
 
@@ -166,20 +169,33 @@ class _Rows:
         return new_tokens
 
     def _stop(self, prompt: Sequence[int]) -> Stop | None:
-        """The caller's own criteria, asked after every token. Where ranks share the work, the first one's answers."""
+        """The caller's own criteria, asked after every token. Where ranks share the work, the first one asks them, and
+        tells the others in a collective of its own: the tokens of this step must not be streamed before."""
         if not self._call.criteria:
             return None
         text = list(prompt)
+        context = self._context
 
-        def stop(run: Sequence[int]) -> int | None:
-            num_kept = None
+        def ask(run: Sequence[int]) -> int | None:
             for i, token in enumerate(run, start=1):
                 text.append(token)
                 if self._call.is_done(text):
-                    num_kept = i
-                    break
-            context = self._context
-            return broadcast_object(num_kept, context.rank, context.num_replicas, self._exchange_device)
+                    return i
+            return None
+
+        def stop(run: Sequence[int]) -> int | None:
+            answer: int | Exception | None = None
+            if context.rank == 0:
+                try:
+                    answer = ask(run)
+                except Exception as error:
+                    if context.num_replicas == 1:
+                        raise
+                    answer = RequestError(f"a stopping criterion failed: {type(error).__name__}: {first_line(error)}")
+            answer = broadcast_object(answer, context.rank, context.num_replicas, self._exchange_device)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
 
         return stop
 

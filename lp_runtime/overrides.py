@@ -85,6 +85,8 @@ def load_config(schema: type[Config], overrides: list[str], config_dir: str | No
             literal[key] = value
         elif key == "stop":
             literal[key] = _strings(key, value)
+        elif key == "sampling.logit_bias":
+            literal[key] = _biases(key, value)
         else:
             rest.append(override)
     ConfigStore.instance().store(name="schema", node=schema)
@@ -120,6 +122,20 @@ def _strings(key: str, value: str) -> list[str]:
         return json.loads(value)
     except ValueError as error:
         raise ConfigError(f"{key}={value}: must be a string or a JSON list of strings ({error})") from error
+
+
+def _biases(key: str, value: str) -> dict[int, float]:
+    """{TOKEN_ID: BIAS, ...}; quotes around the ids, as JSON has them, may be there."""
+    biases = {}
+    try:
+        if not (value.startswith("{") and value.endswith("}")):
+            raise ValueError("no braces")
+        for pair in filter(None, value[1:-1].split(",")):
+            token, bias = pair.split(":")
+            biases[int(token.strip(" \"'"))] = float(bias)
+    except ValueError as error:
+        raise ConfigError(f"{key}={value}: must be {{TOKEN_ID: BIAS, ...}}") from error
+    return biases
 
 
 def _culprit(missing: str, overrides: list[str]) -> str:

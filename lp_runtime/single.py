@@ -85,7 +85,7 @@ def describe_sampling(config: SamplingConfig, defaults: Mapping[str, Any], seed:
     settings += [
         f"{name} {value} (the model's)"
         for name, value in defaults.items()
-        if name not in given and name not in unused and name not in ("do_sample", "max_new_tokens")
+        if name not in given and name not in unused and name not in ("do_sample", "max_new_tokens", "max_length")
     ]
     return ", ".join([drawing, *settings])
 

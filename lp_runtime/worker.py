@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lp_runtime.config import ModelConfig, RuntimeConfig
-from lp_runtime.decoding import DecodingLoop, Event, Request
+from lp_runtime.config import PLAIN, ModelConfig, RuntimeConfig
+from lp_runtime.decoding import DecodingLoop, Event, Request, make_drawing
 from lp_runtime.errors import ConfigError
 from lp_runtime.model.generation import defaults_of
 from lp_runtime.model.loading import eos_token_ids, load_model, load_tokenizer
@@ -86,12 +86,13 @@ def start_replica(config: RuntimeConfig, context: ReplicaContext, store: dist.St
     loaded = load_model(config.model, device, config.dtype)
     model = TreeModel(loaded, config.model.prefill_chunk, config.strict_tokens if is_strict else None)
     self_check = check_model(model)
+    make_drawing(model, Request((0,), PLAIN, max_new_tokens=1))  # the model's own defaults must be ones we can keep
     info = ReplicaInfo(
         vocabulary_size=model.vocabulary_size,
         context_length=model.context_length,
         eos_token_ids=eos_token_ids(model.model),
         defaults=defaults_of(model.model),
-        device=str(device),
+        device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         self_check=self_check,
     )

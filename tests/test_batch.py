@@ -269,3 +269,26 @@ def test_lines_behind_the_limit_are_not_read(job):
         file.write("not JSON\n")
     job.run("ids=true", "limit=5")
     assert len(job.output.read_text().splitlines()) == 5
+
+
+def test_samples_are_resumed_with_the_seed_of_the_first_run(job):
+    sampling = ("ids=true", "sampling.temperature=1.0", "num_samples=2", "logprobs=true", "sampling.logit_bias={4:1}")
+    job.run(*sampling, "limit=2")
+    first = job.output.read_text()
+    results = [json.loads(line) for line in first.splitlines()]
+    assert [(result["index"], result["sample"]) for result in results] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(len(result["logprobs"]) == result["num_tokens"] for result in results)
+    seed = results[0]["seed"]
+    assert [result["seed"] for result in results] == [seed, seed, seed + 1, seed + 1]
+    assert results[0]["token_ids"] != results[1]["token_ids"]
+    job.run(*sampling)
+    assert job.output.read_text().startswith(first)
+    again = [json.loads(line) for line in job.output.read_text().splitlines()]
+    assert {result["seed"] - result["index"] for result in again} == {seed}
+    assert len(again) == 10
+
+
+def test_several_samples_of_greedy_decoding_are_refused(job, refusal):
+    assert "num_samples=2: decoding is greedy; give sampling.temperature > 0" in refusal(
+        job, "ids=true", "num_samples=2"
+    )

@@ -490,3 +490,24 @@ def test_a_reader_that_leaves_is_no_reason_for_a_traceback(tiny_model_dir, tmp_p
 def test_ids_of_a_model_without_a_tokenizer_are_shown(capsys, tiny_model_dir):
     main([f"model.path={tiny_model_dir}", IDS, "ids=true", "max_new_tokens=3"])
     assert len(capsys.readouterr().out.split()) == 3
+
+
+def test_biases_of_tokens(refusal, capsys, tiny_model_dir):
+    biased = [f"model.path={tiny_model_dir}", IDS, "ids=true", "max_new_tokens=3"]
+    main([*biased, "sampling.logit_bias={4: 200.0, 5:1}"])
+    main([*biased, 'sampling.logit_bias={"4":200}'])
+    assert capsys.readouterr().out == "4 4 4 \n" * 2
+    for value in ("abc", "5", "[1]", "{4}", "{x:1}"):
+        message = refusal(*biased, f"sampling.logit_bias={value}")
+        assert message == f"sampling.logit_bias={value}: must be {{TOKEN_ID: BIAS, ...}}"
+    assert refusal(*biased, "sampling.logit_bias={64:1}").startswith("token id 64 in sampling.logit_bias: must be")
+
+
+def test_stop_strings(refusal):
+    def stop(value: str) -> list[str]:
+        return load_config(GenerateConfig, ["prompt=x", f"stop={value}"]).stop
+
+    assert stop("a b: c") == ["a b: c"]
+    assert stop('["\\n\\n", "x"]') == ["\n\n", "x"]
+    assert refusal("prompt=x", "stop=[1").startswith("stop=[1: must be a string or a JSON list of strings")
+    assert refusal("prompt=x", "stop=") == "stop='': must be strings of at least one character"

@@ -117,9 +117,10 @@ def test_sampling_settings_that_are_allowed():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": -0.1}, "sampling.temperature=-0.1: must be a number >= 0"),
-        ({"temperature": float("inf")}, "sampling.temperature=inf: must be a number >= 0"),
-        ({"temperature": True}, "sampling.temperature=True: must be a number >= 0"),
+        ({"temperature": -0.1}, "sampling.temperature=-0.1: must be 0 (greedy) or a number >= 0.0001"),
+        ({"temperature": 1e-9}, "sampling.temperature=1e-09: must be 0 (greedy) or a number >= 0.0001"),
+        ({"temperature": float("inf")}, "sampling.temperature=inf: must be 0 (greedy) or a number >= 0.0001"),
+        ({"temperature": True}, "sampling.temperature=True: must be 0 (greedy) or a number >= 0.0001"),
         ({"top_p": 0}, "sampling.top_p=0: must be in (0, 1]"),
         ({"top_p": 1.1}, "sampling.top_p=1.1: must be in (0, 1]"),
         ({"typical_p": "x"}, "sampling.typical_p=x: must be in (0, 1]"),
@@ -131,6 +132,8 @@ def test_sampling_settings_that_are_allowed():
         ({"seed": -1}, "sampling.seed=-1: must be an integer >= 0"),
         ({"seed": 2**64}, f"sampling.seed={2**64}: must be 0 to 2**64 - 1"),
         ({"bad_words_ids": [[]]}, "sampling.bad_words_ids=[[]]: must be lists of token ids, not empty"),
+        ({"bad_words_ids": 5}, "sampling.bad_words_ids=5: must be lists of token ids"),
+        ({"logit_bias": [1]}, "sampling.logit_bias=[1]: must be {TOKEN_ID: BIAS, ...}"),
         ({"bad_words_ids": [[-2]]}, "sampling.bad_words_ids=-2: must be an integer >= 0"),
         ({"logit_bias": {-1: 2.0}}, "sampling.logit_bias=-1: must be an integer >= 0"),
         ({"logit_bias": {3: float("nan")}}, "sampling.logit_bias of token 3=nan: must be a number"),
@@ -147,14 +150,30 @@ def test_sampling_settings_against_the_models_own():
     assert SamplingConfig().draws({"do_sample": True})
     assert not SamplingConfig(temperature=0).draws({"do_sample": True})
     SamplingConfig(top_k=3).check({"do_sample": True})
-    with pytest.raises(ConfigError, match="sampling.top_k=3: has no effect with the model's default, greedy decoding"):
-        SamplingConfig(top_k=3).check({})
+    SamplingConfig(temperature=0, seed=3).check({})
+    for values in ({"top_k": 3}, {"seed": 3}):
+        with pytest.raises(
+            ConfigError, match=r"sampling.\w+=3: has no effect with the model's default, greedy decoding"
+        ):
+            SamplingConfig(**values).check({})
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"stop": [""]}, "stop='': must be strings of at least one character"),
+        ({"stop": 5}, "stop=5: must be a list of strings"),
+        ({"compare": True, "max_time": 2}, "compare=true: not with max_time, which ends the two at different lengths"),
+        (
+            {"exactness": "strict", "lookahead": LookaheadConfig(W=30, N=5)},
+            "lookahead.W=30 lookahead.N=5: a step may commit 33 tokens; with exactness=strict it must be at most 32"
+            " (W + N - 2, or N without a window)",
+        ),
+        ({"exactness": "exact"}, "exactness=exact: must be one of fast, strict"),
+        (
+            {"model": ModelConfig(device_map="auto"), "gpus": 2},
+            "model.device_map=auto: only with gpus=1",
+        ),
         ({"stop": [3]}, "stop=3: must be strings of at least one character"),
         ({"max_time": 0}, "max_time=0: must be a number of seconds > 0 and <= 1000000"),
         ({"num_samples": 0}, "num_samples=0: must be an integer >= 1"),

@@ -128,6 +128,38 @@ def test_rows_of_a_padded_batch_are_decoded_as_alone(model, tokenizer, side):
         assert found[row, length:].tolist() == padded
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_new_tokens": 4, "eos_token_id": [221, 266, 12]},
+        {"forced_eos_token_id": 63},
+        {"begin_suppress_tokens": [266, 221, 12]},
+        {"exponential_decay_length_penalty": (2, 1.6), "eos_token_id": 5},
+        {"min_length": 9, "eos_token_id": [221, 266, 12]},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_processors_do_not_count_the_padding_of_a_row(model, options, num_rows):
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "repetition_penalty": 1.1, **options}
+    row, other = [1, 266, 9], [7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
+    batch = torch.tensor([[0] * 7 + row, other][:num_rows])
+    mask = torch.tensor([[0] * 7 + [1] * 3, [1] * 10][:num_rows])
+    found = ours(model, batch, attention_mask=mask, **options)
+    alone = model.generate(torch.tensor([row]), attention_mask=torch.ones((1, 3), dtype=torch.long), **options)
+    new = alone[0, 3:].tolist()
+    assert found[0, 10 : 10 + len(new)].tolist() == new
+    assert not found[0, 10 + len(new) :].any()
+
+
+def test_rows_are_padded_as_generate_pads_them(model):
+    batch = torch.tensor([[1, 266, 9], [7, 8, 9]])
+    options = {"attention_mask": torch.ones_like(batch), "max_new_tokens": 20, "do_sample": False}
+    first = model.generate(batch, **options)[0, 4].item()
+    model_options = {"eos_token_id": first, **options}
+    assert torch.equal(ours(model, batch, **model_options), model.generate(batch, **model_options))
+
+
 def test_a_streamer_gets_everything(model, tokenizer, inputs):
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=PATIENCE)
     options = {"max_new_tokens": 40, "do_sample": False}
@@ -159,6 +191,10 @@ def test_repeated_rows_are_samples_of_their_own(model, inputs):
     options = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 10, "eos_token_id": -1, "seed": 5}
     found = ours(model, **inputs, num_return_sequences=3, **options)
     assert len({tuple(row) for row in found.tolist()}) == 3
+    different = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    flat = {"attention_mask": torch.ones_like(different), "temperature": 1e4, "top_k": 0, "max_new_tokens": 6}
+    first, second = ours(model, different, do_sample=True, eos_token_id=-1, **flat)[:, 3:].tolist()
+    assert first != second  # with a drawn seed all rows are independent
     assert torch.equal(found[:1], ours(model, **inputs, **options))
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import CPU, run_ranks
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from lp_runtime.config import PLAIN, LookaheadConfig, ModelConfig, SamplingConfig
 from lp_runtime.decoding import DecodingLoop, Report, Request
@@ -153,10 +153,11 @@ def test_the_models_own_defaults_apply_unless_overridden(random_model):
     assert decode(loop, replace(request, sampling=overridden))[0] == greedy
 
 
-def test_a_value_that_transformers_refuses_is_one_line(loop):
-    request = Request(PROMPT, PLAIN, 4, EOS, SamplingConfig(bad_words_ids=[]))
-    with pytest.raises(ConfigError, match="^sampling: .*bad_words_ids"):
-        decode(loop, request)
+def test_a_processor_that_cannot_do_trees_is_one_line(loop):
+    processors = (UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, None),)
+    with pytest.raises(ConfigError, match="^UnbatchedClassifierFreeGuidanceLogitsProcessor: keeps a state"):
+        decode(loop, Request(PROMPT, PLAIN, 4, processors=processors))
+    assert decode(loop, Request(PROMPT, PLAIN, 4, sampling=SamplingConfig(bad_words_ids=[])))[1].num_steps == 4
 
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=0.7, top_k=5, seed=8)])

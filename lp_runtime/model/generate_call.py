@@ -22,7 +22,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from lp_runtime.errors import ConfigError, RequestError
 from lp_runtime.model.processors import of_row
-from lp_runtime.model.tree_model import ATTENTIONS
+from lp_runtime.model.tree_model import ATTENTIONS, attention_settings, of_text_model
 
 # What generate puts there by itself, and what changes nothing here: we have our own cache, masks and positions.
 KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
@@ -107,8 +107,12 @@ class GenerateCall:
         return max(SHORTEST_TIME, min(c.initial_timestamp + c.max_time - now for c in self._time_limits))
 
     def processors(self, row: int) -> Sequence:
-        """The logits processors of one row alone."""
-        return self._processors if len(self.rows) == 1 else of_row(self._processors, row)
+        """The logits processors of one row alone, without its padding."""
+        padding = self._input_ids.shape[1] - len(self.rows[row])
+        if len(self.rows) == 1 and not padding:
+            return self._processors
+        # min_new_tokens becomes a min_length, too, which then counts the padding
+        return of_row(self._processors, row, padding, self._config.min_new_tokens is not None)
 
     def is_done(self, tokens: Sequence[int]) -> bool:
         """Whether any of `criteria` holds for a row's text, prompt included."""
@@ -130,8 +134,8 @@ class GenerateCall:
         ids = self._input_ids
         longest = max(map(len, new_tokens))
         pad = self._config.pad_token_id
-        pad = pad[0] if isinstance(pad, list) else pad
-        sequences = ids.new_full((len(ids), ids.shape[1] + longest), 0 if pad is None else pad)
+        pad = min(self.eos_token_ids, default=0) if pad is None else pad  # the same as generate's
+        sequences = ids.new_full((len(ids), ids.shape[1] + longest), pad[0] if isinstance(pad, list) else pad)
         sequences[:, : ids.shape[1]] = ids
         for row, tokens in enumerate(new_tokens):
             sequences[row, ids.shape[1] : ids.shape[1] + len(tokens)] = torch.tensor(tokens, device=ids.device)
@@ -191,7 +195,7 @@ def _check_mode(model, config: GenerationConfig, assistant) -> None:
 
 def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:
     """[B, L] bool: which tokens are the prompts'."""
-    given = {name: value for name, value in model_kwargs.items() if value is not None}
+    given = {name: value for name, value in model_kwargs.items() if value is not None and value != {}}
     if unknown := sorted(given.keys() - set(KNOWN_INPUTS)):
         raise ConfigError(f"{unknown[0]}=...: must be left out; lookahead_generate feeds the model token ids alone")
     cache = given.get("past_key_values")
@@ -211,15 +215,16 @@ def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torc
 def fit_for_trees(model) -> Iterator[None]:
     """The caller's model in eval mode and with an attention that takes a tree's mask; afterwards as it was."""
     training = [module for module in model.modules() if module.training]
-    attention = model.config.get_text_config()._attn_implementation
+    is_fit = model.config.get_text_config()._attn_implementation in ATTENTIONS
+    before = attention_settings(model)
     try:
         for module in training:
             module.training = False
-        if attention not in ATTENTIONS:
-            model.set_attn_implementation("sdpa")
+        if not is_fit:
+            model.set_attn_implementation(of_text_model(model, "sdpa"))
         yield
     finally:
         for module in training:
             module.training = True
-        if attention not in ATTENTIONS:
-            model.set_attn_implementation(attention)
+        if not is_fit:
+            model.set_attn_implementation(before)

@@ -36,6 +36,7 @@ APPLIED_DEFAULTS = (
     "forced_eos_token_id",
     "exponential_decay_length_penalty",
     "max_new_tokens",
+    "max_length",
     "max_time",
     "stop_strings",
 )
@@ -113,7 +114,7 @@ def _generation_config(
         "typical_p": sampling.typical_p,
         "repetition_penalty": None if sampling.repetition_penalty is None else float(sampling.repetition_penalty),
         "no_repeat_ngram_size": sampling.no_repeat_ngram_size,
-        "bad_words_ids": sampling.bad_words_ids,
+        "bad_words_ids": sampling.bad_words_ids or None,
         "min_new_tokens": sampling.min_new_tokens,
         "sequence_bias": _sequence_bias(sampling),
     }

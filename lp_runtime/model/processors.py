@@ -5,10 +5,10 @@ Letters: n nodes, V vocabulary, L committed tokens.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 
 import torch
-from transformers import LogitsProcessorList
 from transformers.generation import logits_process as library
 
 from lp_runtime.errors import ConfigError
@@ -49,6 +49,7 @@ STATEFUL = (
     library.SynthIDTextWatermarkLogitsProcessor,
     library.WhisperTimeStampLogitsProcessor,
 )
+OF_THE_PROMPT = (library.EncoderRepetitionPenaltyLogitsProcessor, library.EncoderNoRepeatNGramLogitsProcessor)
 
 
 class TreeProcessors:
@@ -67,11 +68,7 @@ class TreeProcessors:
         self._processors = list(processors)
         self._device = device
         self._ids = torch.empty(0, dtype=torch.int64, device=device)  # the committed tokens
-        for processor in self._processors:
-            if isinstance(processor, STATEFUL):
-                raise ConfigError(
-                    f"{type(processor).__name__}: keeps a state from token to token, so it cannot process a tree"
-                )
+        check_processors(self._processors)
         # By exact type: a subclass may do anything.
         self._needs_prefixes = any(type(processor) not in CONTEXT_FREE for processor in self._processors)
 
@@ -103,7 +100,13 @@ class TreeProcessors:
             else:
                 for rows, prefixes in groups:
                     for row, prefix in zip(rows.tolist(), prefixes.split(1), strict=True):
-                        scores[row] = processor(prefix, scores[row : row + 1].clone())[0]
+                        processed = processor(prefix, scores[row : row + 1].clone())
+                        if processed.shape != (1, scores.shape[1]):
+                            raise ConfigError(
+                                f"{type(processor).__name__}: of scores of shape {(1, scores.shape[1])} it made"
+                                f" {tuple(processed.shape)}; it must do with one prompt at a time"
+                            )
+                        scores[row] = processed[0]
         return scores
 
     def _groups(
@@ -124,27 +127,63 @@ class TreeProcessors:
         return groups
 
 
-def of_row(processors: LogitsProcessorList, row: int) -> list:
+# Where a processor counts from the padded length, which a row alone does not have.
+COUNTS_FROM = {
+    library.MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
+    library.ForcedEOSTokenLogitsProcessor: "max_length",
+    library.ExponentialDecayLengthPenalty: "regulation_start",
+    library.SuppressTokensAtBeginLogitsProcessor: "begin_index",
+}
+
+
+def of_row(processors: Iterable, row: int, padding: int, pads_min_length: bool) -> list:
     """The processors of a batch, as they would be for one row of it alone, without padding.
+
+    Args:
+        processors: of the batch.
+        row: which one.
+        padding: tokens of padding that the row has.
+        pads_min_length: whether a minimal length counts the padding.
 
     Raises:
         ConfigError: if one of them cannot be had for a row.
     """
     alone = []
     for processor in processors:
-        if isinstance(processor, library.RepetitionPenaltyLogitsProcessor) and isinstance(
-            processor.prompt_ignore_length, torch.Tensor
-        ):
-            processor = library.RepetitionPenaltyLogitsProcessor(processor.penalty)  # it ignored the padding
-        elif isinstance(processor, library.PrefixConstrainedLogitsProcessor):
+        if type(processor) is library.RepetitionPenaltyLogitsProcessor:
+            if isinstance(processor.prompt_ignore_length, torch.Tensor):  # it ignores the padding
+                processor = library.RepetitionPenaltyLogitsProcessor(processor.penalty)
+        elif type(processor) is library.PrefixConstrainedLogitsProcessor:
             allowed = processor._prefix_allowed_tokens_fn
             processor = library.PrefixConstrainedLogitsProcessor(
                 lambda _, prefix, allowed=allowed: allowed(row, prefix), num_beams=1
             )
-        elif isinstance(
-            processor,
-            library.EncoderRepetitionPenaltyLogitsProcessor | library.EncoderNoRepeatNGramLogitsProcessor,
-        ):
-            raise ConfigError(f"{type(processor).__name__}: is for one prompt at a time, not a batch of them")
+        elif isinstance(processor, OF_THE_PROMPT):
+            raise ConfigError(f"{type(processor).__name__}: is for one prompt without padding at a time")
+        elif name := COUNTS_FROM.get(type(processor)):
+            processor = _shifted(processor, name, padding)
+        elif type(processor) is library.MinLengthLogitsProcessor and pads_min_length:
+            processor = _shifted(processor, "min_length", padding)
         alone.append(processor)
     return alone
+
+
+def _shifted(processor, name: str, padding: int):
+    shifted = copy.copy(processor)
+    setattr(shifted, name, getattr(processor, name) - padding)
+    return shifted
+
+
+def check_processors(processors: Iterable) -> None:
+    """Refuse what cannot process a tree.
+
+    Raises:
+        ConfigError: if a processor cannot be called, or keeps a state between calls.
+    """
+    for processor in processors:
+        if not callable(processor):
+            raise ConfigError(f"processors: {processor!r} is not a LogitsProcessor")
+        if isinstance(processor, STATEFUL):
+            raise ConfigError(
+                f"{type(processor).__name__}: keeps a state from token to token, so it cannot process a tree"
+            )

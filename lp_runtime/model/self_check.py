@@ -21,6 +21,7 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-4, torch.float16: 4e-2, tor
 SHORT_PROMPT = 24
 CROSSED_BY = 8  # tokens that the prompt is longer than a window
 STRICT_LENGTHS = (20, 123, 190)  # before, across and behind borders of the blocks of strict.py
+LONG_STRICT_LENGTHS = (1500, 3000)
 LONGEST_PATH = 8
 LONGEST_TAIL = 10  # tokens that the check stands behind the prompt
 
@@ -120,7 +121,8 @@ def _check_bits(model: TreeModel) -> None:
         return [rng.randrange(model.vocabulary_size) for _ in range(count)]
 
     longest = math.inf if model.context_length is None else model.context_length
-    for length in STRICT_LENGTHS:
+    # Where kernels are chosen by size, as on GPUs, by a longer text, too.
+    for length in (*STRICT_LENGTHS, *(LONG_STRICT_LENGTHS if model.device.type == "cuda" else ())):
         if length + LONGEST_PATH > longest:
             continue
         prompt, text = draw(length), draw(LONGEST_PATH)

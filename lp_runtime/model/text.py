@@ -63,22 +63,25 @@ class TextStream:
     def add(self, ids: Sequence[int]) -> str:
         """The text that the new tokens complete; bytes of an unfinished character wait for the next call."""
         self._ids += ids
-        return self._take(final=False)
-
-    def finish(self) -> str:
-        """What is left, unfinished characters included."""
-        return self._take(final=True)
-
-    def _take(self, final: bool) -> str:
         before = self._decode(self._ids[self._start : self._shown])
         now = self._decode(self._ids[self._start :])
-        if not final and now.endswith(REPLACEMENT):
+        if now.endswith(REPLACEMENT):
             return ""
         self._shown = len(self._ids)
         self._start = max(self._start, self._shown - self.CONTEXT)
         while self._start < self._shown and self._decode(self._ids[self._start : self._shown]).startswith(REPLACEMENT):
             self._start += 1
         return now[len(before) :]
+
+    def finish(self) -> str:
+        """What is left, without a character that was never finished."""
+        return self.peek()
+
+    def peek(self) -> str:
+        """The same, and nothing changes: further tokens may finish the character."""
+        before = self._decode(self._ids[self._start : self._shown])
+        now = self._decode(self._ids[self._start :])
+        return now[len(before) :].rstrip(REPLACEMENT)
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(
@@ -103,9 +106,10 @@ class StopStrings:
     def add(self, token: int) -> int | None:
         """How many characters stand behind the stop string that this token completes; None if it completes none."""
         text = self._tail + self._stream.add([token])
+        unfinished = self._stream.peek()  # a stop string may end before a character that is not whole yet
+        ends = [start + len(string) for string in self._strings if (start := (text + unfinished).find(string)) >= 0]
         self._tail = text[len(text) - self._longest + 1 :] if len(text) >= self._longest else text
-        ends = [start + len(string) for string in self._strings if (start := text.find(string)) >= 0]
-        return len(text) - min(ends) if ends else None
+        return len(text) + len(unfinished) - min(ends) if ends else None
 
     def __call__(self, run: Sequence[int]) -> int | None:
         """How many tokens of a run to keep if a stop string ends in it, else None: a lookahead.state.Stop."""

@@ -43,12 +43,11 @@ class TreeModel:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.vocabulary_size: int = config.vocab_size
-        self.context_length: int | None = getattr(config, "max_position_embeddings", None)
+        self.context_length = _context_length(config)
         self.masks = MaskBuilder(config, attention, self.dtype, self.device)
         if strict_tokens is not None and CHUNKED in self.masks.windows_by_kind:
             raise ModelError(f"{config.model_type}: chunked attention cannot be computed with exactness=strict")
         self.strict_tokens = strict_tokens
-        self._attention = attention
         self._prefill_chunk = prefill_chunk
         self._num_layers = config.num_hidden_layers
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -119,7 +118,8 @@ class TreeModel:
         ids, positions = torch.tensor(
             [tokens + [0] * num_filling, places + [0] * num_filling], dtype=torch.int64, device=self.device
         )
-        self.model.set_attn_implementation(STRICT)
+        before = attention_settings(self.model)
+        self.model.set_attn_implementation(of_text_model(self.model, STRICT))
         try:
             logits = []
             for start in range(0, len(ids), size):
@@ -130,7 +130,7 @@ class TreeModel:
                 logits.append(self._forward(ids[rows], positions[rows], mask, everything))
                 self._cache.keep_writing(size)
         finally:
-            self.model.set_attn_implementation(self._attention)
+            self.model.set_attn_implementation(before)
         return torch.cat(logits)[: len(tokens)]
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask, keep: torch.Tensor) -> torch.Tensor:
@@ -145,3 +145,38 @@ class TreeModel:
         )
         logits = output.logits[0] if self.keeps_logits else output.logits[0, keep]
         return logits.float()
+
+
+def _context_length(config) -> int | None:
+    """Positions that a text may have; None if the model sets no limit.
+
+    Long RoPE takes other rotary factors for a whole pass as soon as one position in it is beyond the original context,
+    so what a token gives would depend on what else is fed; such a model is used within its original context.
+    """
+    length = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if "longrope" in (parameters.get("rope_type"), parameters.get("type")):
+            original = parameters.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            length = min(filter(None, (length, original)), default=None)
+    return length
+
+
+def attention_settings(model) -> str | dict[str, str]:
+    """The attention of a model and of its sub-models, in the form that `set_attn_implementation` takes."""
+    config = model.config
+    parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
+    if not parts:
+        return config._attn_implementation
+    return {"": config._attn_implementation} | {name: part._attn_implementation for name, part in parts.items()}
+
+
+def of_text_model(model, attention: str) -> str | dict[str, str]:
+    """The same with another attention for the model of text, which may be one of several sub-models."""
+    settings = attention_settings(model)
+    if isinstance(settings, str):
+        return attention
+    text = model.config.get_text_config()
+    name = next((name for name in settings if name and getattr(model.config, name) is text), "")
+    return settings | {name: attention}

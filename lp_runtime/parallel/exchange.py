@@ -113,7 +113,7 @@ def _all_gather(output: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def broadcast_object(value: Any, context_rank: int, num_replicas: int, device: torch.device) -> Any:
-    """Rank 0's `value` on every replica. Once a request, never inside a step.
+    """Rank 0's `value` on every replica. Once a request; once a step only where a caller's own criteria must be asked.
 
     Args:
         value: anything that pickles; read on rank 0 only.

@@ -14,7 +14,7 @@ from processes import PATIENCE, Marked, marked
 SCRIPT = """
 import json, sys
 import torch
-from lp_runtime import LookaheadConfig, LookaheadRuntime
+from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
 sys.path.insert(0, sys.argv[3])
 import reference
 
@@ -25,6 +25,7 @@ with LookaheadRuntime(sys.argv[1], dtype="float32", device="cpu") as runtime:
 # A second group of the same processes.
 with LookaheadRuntime(sys.argv[1], dtype="float32", device="cpu", lookahead=LookaheadConfig(5, 3, 5)) as runtime:
     outs = [runtime.generate(prompt, reference.MAX_NEW_TOKENS, eos=False).token_ids for prompt in reference.PROMPTS]
+    seed = runtime.generate(reference.PROMPTS[0], 4, sampling=SamplingConfig(temperature=1.0)).seed
     sampled = runtime.generate(reference.PROMPTS[0], 48, eos=False, sampling=reference.SAMPLING).token_ids
     stream = runtime.stream(reference.PROMPTS[0], 2000, eos=False)
     first = [next(stream).token_ids, next(stream).token_ids]
@@ -33,7 +34,7 @@ with LookaheadRuntime(sys.argv[1], dtype="float32", device="cpu", lookahead=Look
     last = runtime.stream(reference.PROMPTS[0], 2000, eos=False)
     next(last)  # left open: the runtime's end must not hang on it
     result = {"leader": runtime.is_leader, "replicas": runtime.num_replicas, "outs": outs}
-    result |= {"first": first, "before": before, "sampled": sampled}
+    result |= {"first": first, "before": before, "sampled": sampled, "seed": seed}
     with open(f"{sys.argv[2]}/{int(not runtime.is_leader)}.json", "w") as file:
         json.dump(result, file)
 """
@@ -91,6 +92,7 @@ def test_a_script_on_two_ranks(environment, demo_model_dir, greedy, sampled, tmp
     assert result.returncode == 0, result.stderr
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     assert [result["leader"] for result in results] == [True, False]
+    assert len({result["seed"] for result in results}) == 1  # rank 0's, which was used
     for result in results:
         assert result["replicas"] == 2
         assert result["before"] == greedy[0]

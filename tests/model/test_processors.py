@@ -106,10 +106,25 @@ def test_processors_of_one_row_of_a_batch():
             library.TopKLogitsWarper(5),
         ]
     )
-    penalty, constrained, top_k = of_row(batch, 1)
+    penalty, constrained, top_k = of_row(batch, 1, 2, False)
     assert penalty.prompt_ignore_length is None and penalty.penalty == 1.5
     scores = constrained(torch.tensor([TEXT]), torch.zeros((1, 16)))
     assert (scores[0] == 0).nonzero().flatten().tolist() == [1]
     assert top_k is batch[2]
-    with pytest.raises(ConfigError, match="EncoderRepetitionPenaltyLogitsProcessor: is for one prompt at a time"):
-        of_row([PROCESSORS[10]], 0)
+    with pytest.raises(ConfigError, match="EncoderRepetitionPenaltyLogitsProcessor: is for one prompt without padding"):
+        of_row([PROCESSORS[10]], 0, 0, False)
+
+
+class ForABatch(LogitsProcessor):
+    """A user's own that takes its batch for two prompts."""
+
+    def __call__(self, input_ids, scores):
+        return scores + torch.ones((2, 16))
+
+
+def test_a_processor_that_wants_a_batch_is_refused():
+    processors = TreeProcessors([ForABatch()], CPU)
+    with pytest.raises(
+        ConfigError, match=r"ForABatch: of scores of shape \(1, 16\) it made \(2, 16\); it must do with"
+    ):
+        processors(torch.zeros((1, 16)), TokenTree([1], max_depth=0), [0], TEXT)

@@ -80,9 +80,9 @@ def test_families_are_strict_or_refused(family):
     for seed in range(3):
         prompt = tuple(torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(seed)).tolist())
         for sampling in (SamplingConfig(), SamplingConfig(temperature=0.9, seed=seed)):
-            expected = decode(tree_model, Request(prompt, PLAIN, 60, sampling=sampling))
+            expected = decode(tree_model, Request(prompt, PLAIN, 30, sampling=sampling))
             for lookahead in (LookaheadConfig(5, 4, 5), LookaheadConfig(15, 5, 15)):
-                assert decode(tree_model, Request(prompt, lookahead, 60, sampling=sampling)) == expected
+                assert decode(tree_model, Request(prompt, lookahead, 30, sampling=sampling)) == expected
 
 
 def test_further_passes_count_as_steps(demo_model_dir):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lp_runtime.model.text import REPLACEMENT, TextStream
+from lp_runtime.model.text import REPLACEMENT, StopStrings, TextStream
 
 SAMPLES = ["def fib(n):\n    return n", "naïve café — 北京 🙂 ok", "🏳️‍🌈👩‍👩‍👧 x", "  two  spaces", "né"]
 
@@ -84,7 +84,7 @@ def test_an_unfinished_character_comes_at_the_end():
     tokenizer = TOKENIZERS["byte_level"]
     ids = tokenizer.encode("a") + [tokenizer.convert_tokens_to_ids("ð")]  # byte f0: a character of four begins
     text = TextStream(tokenizer)
-    assert text.add(ids) + text.finish() == "a" + REPLACEMENT
+    assert (text.add(ids), text.peek(), text.finish()) == ("", "a", "a")  # never half a character, at the end neither
 
 
 def test_special_tokens_show_nothing():
@@ -115,4 +115,41 @@ def test_pieces_of_any_valid_text_add_up(name, data):
 def test_pieces_of_any_tokens_add_up_even_where_they_are_no_text(ids, sizes):
     tokenizer = TOKENIZERS["byte_level"]
     ids = [i for i in ids if i < len(tokenizer)]
-    assert "".join(stream(tokenizer, ids, sizes)) == whole(tokenizer, ids)
+    assert "".join(stream(tokenizer, ids, sizes)) == whole(tokenizer, ids).rstrip(REPLACEMENT)
+
+
+def test_a_stop_string_before_half_a_character_is_found():
+    tokenizer = TOKENIZERS["byte_level"]
+    half = tokenizer.convert_tokens_to_ids("ð")
+    stop = StopStrings(tokenizer, ["ab"])
+    ids = [*tokenizer.encode("a"), *tokenizer.encode("b"), half]
+    found = [stop.add(token) for token in ids]
+    assert found[1] == 0
+    assert found[0] is None
+
+    # a token that ends the string and begins a character: the string counts, what is unfinished does not
+    class Joined:
+        def decode(self, ids, **options):
+            return b"".join([b"x", b"ab\xf0"][i] for i in ids).decode(errors="replace")
+
+    stop = StopStrings(Joined(), ["ab"])
+    assert [stop.add(0), stop.add(1)] == [None, 0]
+
+
+def test_where_stop_strings_end():
+    class Letters:
+        def decode(self, ids, **options):
+            return "".join(["a", "b", "ab", "abc", "ba"][i] for i in ids)
+
+    def ends(ids, *strings):
+        stop = StopStrings(Letters(), strings)
+        return [stop.add(token) for token in ids]
+
+    assert ends([0, 1], "ab") == [None, 0]
+    assert ends([0, 4], "ab") == [None, 1]
+    assert ends([0, 4, 1], "aab") == [None, None, None]
+    assert ends([1, 3], "ba") == [None, 2]
+    assert ends([1, 3], "bab", "ba") == [None, 2]
+    assert ends([3], "abc", "zz") == [0]
+    assert StopStrings(Letters(), ["bab"])([0, 1, 3, 1]) == 3
+    assert StopStrings(Letters(), ["zz"])([0, 1, 3, 1]) is None

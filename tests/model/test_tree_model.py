@@ -1,13 +1,15 @@
 """A tree's forward pass against plain forward passes of the same text, on tiny random models."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
+import small_models
 import torch
 
 from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model.tree_model import TreeModel
+from lp_runtime.model.tree_model import TreeModel, attention_settings, of_text_model
 from lp_runtime.parallel.partition import partition
 
 WINDOW = 8  # shorter than every text below
@@ -149,3 +151,26 @@ def test_an_attention_that_takes_no_tree_is_refused(random_model):
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ModelError, match="attn_implementation=flash_attention_2: must be one of sdpa, eager"):
         TreeModel(model, prefill_chunk=2048)
+
+
+def test_long_rope_is_used_within_its_original_context(random_model):
+    """Beyond it transformers takes other factors for a whole pass, so trees would not be the text's."""
+    name, settings = small_models.FAMILIES["phi3_longrope"]
+    assert TreeModel(random_model(name, **settings), 2048).context_length == 64
+    assert TreeModel(random_model("Phi3"), 2048).context_length == 256
+
+
+def test_the_attention_of_sub_models_is_told_apart(random_model):
+    model = random_model("Llama")
+    assert attention_settings(model) == "sdpa"
+    assert of_text_model(model, "eager") == "eager"
+    parts = SimpleNamespace(
+        sub_configs={"text_config": None, "vision_config": None},
+        _attn_implementation="sdpa",
+        text_config=SimpleNamespace(_attn_implementation="sdpa"),
+        vision_config=SimpleNamespace(_attn_implementation="eager"),
+    )
+    parts.get_text_config = lambda: parts.text_config
+    model = SimpleNamespace(config=parts)
+    assert attention_settings(model) == {"": "sdpa", "text_config": "sdpa", "vision_config": "eager"}
+    assert of_text_model(model, "x") == {"": "sdpa", "text_config": "x", "vision_config": "eager"}
