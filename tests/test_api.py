@@ -86,7 +86,8 @@ def test_pieces_add_up(runtime, prompt):
     whole = runtime.generate(prompt, max_new_tokens=32, eos=False)
     assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
     assert "".join(piece.text for piece in pieces) == whole.text
-    assert whole.text == runtime.tokenizer.decode(whole.token_ids, skip_special_tokens=True)
+    decoded = runtime.tokenizer.decode(whole.token_ids, skip_special_tokens=True)
+    assert whole.text == decoded.rstrip("\ufffd")  # a character that was cut off by the length is not shown
     assert stream.generation.token_ids == whole.token_ids
     assert len([piece for piece in pieces if piece.token_ids]) == whole.steps
 
