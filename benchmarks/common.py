@@ -10,7 +10,7 @@ import torch
 
 from lp_runtime import LookaheadConfig
 from lp_runtime.batch import Prompt, read_prompts
-from lp_runtime.config import GenerateConfig
+from lp_runtime.command_config import GenerateConfig
 
 SETTINGS = ("5,3,5", "7,5,7", "15,5,15")
 

@@ -6,7 +6,7 @@ with LookaheadRuntime(model="path/or/id", gpus=2, lookahead=LookaheadConfig(W=15
     print(runtime.generate("def fib(n):", max_new_tokens=128).text)
 """
 
-from lp_runtime.api import Generation, GenerationStream, LookaheadRuntime, Piece, RequestOptions
+from lp_runtime.api import LookaheadRuntime
 from lp_runtime.config import LauncherConfig, LookaheadConfig, ModelConfig, SamplingConfig
 from lp_runtime.drop_in import lookahead_generate
 from lp_runtime.errors import (
@@ -18,6 +18,8 @@ from lp_runtime.errors import (
     RequestError,
     StateMismatchError,
 )
+from lp_runtime.generation import Generation, GenerationStream, Piece
+from lp_runtime.request import RequestOptions
 
 __all__ = [
     "ConfigError",

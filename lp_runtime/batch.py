@@ -11,9 +11,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from lp_runtime.api import Generation, LookaheadRuntime
-from lp_runtime.config import MAX_SEED, GenerateConfig
+from lp_runtime.api import LookaheadRuntime
+from lp_runtime.command_config import GenerateConfig
+from lp_runtime.config import MAX_SEED
 from lp_runtime.errors import ConfigError, LookaheadError, RequestError
+from lp_runtime.generation import Generation
 from lp_runtime.single import check_num_samples, parse_ids, request_options
 
 

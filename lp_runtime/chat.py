@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from lp_runtime.api import LookaheadRuntime
-from lp_runtime.config import ChatConfig
+from lp_runtime.command_config import ChatConfig
 from lp_runtime.errors import RequestError
 from lp_runtime.model.loading import load_tokenizer
 from lp_runtime.model.text import encode_chat

@@ -13,7 +13,8 @@ from pathlib import Path
 from lp_runtime.api import LookaheadRuntime
 from lp_runtime.batch import check_output, generate_file, read_prompts
 from lp_runtime.chat import chat, check_chat
-from lp_runtime.config import ChatConfig, GenerateConfig, RuntimeConfig
+from lp_runtime.command_config import ChatConfig, GenerateConfig
+from lp_runtime.config import RuntimeConfig
 from lp_runtime.errors import ConfigError, LaunchError, LookaheadError, ModelError, RequestError
 from lp_runtime.model.loading import check_location
 from lp_runtime.overrides import as_yaml, help_keys, load_config

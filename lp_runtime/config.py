@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
+from lp_runtime.checks import is_list, require_choice, require_int, require_number, require_seconds
 from lp_runtime.errors import ConfigError
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "sdpa", "eager")
-MAX_SECONDS = 1_000_000
 MAX_SEED = 2**64 - 1
 DEFAULT_MAX_NEW_TOKENS = 128
 MIN_TEMPERATURE = 1e-4  # below it logits would overflow
@@ -23,34 +22,6 @@ WARPERS = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1}
 EXACTNESSES = ("fast", "strict")
 MAX_STRICT_RUN = 32  # tokens that a step may commit at most where exactness is strict (model/strict.py)
 LAUNCHERS = ("auto", "local", "torchrun", "ray")
-
-
-def _require_int(name: str, value: object, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name}={value}: must be an integer >= {low}")
-
-
-def _require_seconds(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_SECONDS:
-        raise ConfigError(f"{name}={value}: must be a number of seconds > 0 and <= {MAX_SECONDS}")
-
-
-def _require_number(name: str, value: object, allowed: str, is_allowed: Callable[[float], bool]) -> None:
-    """`value` is None, or a finite number for which `is_allowed` holds."""
-    if value is None:
-        return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not is_allowed(value):
-        raise ConfigError(f"{name}={value}: must be {allowed}")
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name}={value}: must be one of {', '.join(choices)}")
 
 
 @dataclass
@@ -69,10 +40,10 @@ class LookaheadConfig:
     """Seed of the prompt tokens that the window starts from."""
 
     def __post_init__(self) -> None:
-        _require_int("lookahead.W", self.W, 0)
-        _require_int("lookahead.N", self.N, 2)
-        _require_int("lookahead.G", self.G, 0)
-        _require_int("lookahead.window_seed", self.window_seed, 0)
+        require_int("lookahead.W", self.W, 0)
+        require_int("lookahead.N", self.N, 2)
+        require_int("lookahead.G", self.G, 0)
+        require_int("lookahead.window_seed", self.window_seed, 0)
 
     @property
     def max_guess_tokens(self) -> int:
@@ -114,8 +85,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.path == "":
             raise ConfigError("model.path: is empty; must be a directory or a hub id")
-        _require_choice("model.attn_implementation", self.attn_implementation, ATTENTIONS)
-        _require_int("model.prefill_chunk", self.prefill_chunk, 1)
+        require_choice("model.attn_implementation", self.attn_implementation, ATTENTIONS)
+        require_int("model.prefill_chunk", self.prefill_chunk, 1)
 
     @property
     def location(self) -> str:
@@ -139,12 +110,12 @@ class LauncherConfig:
     """Ray cluster to use; if not given, the one this machine or job belongs to, else a local one is started."""
 
     def __post_init__(self) -> None:
-        _require_choice("launcher", self.name, LAUNCHERS)
-        _require_int("launcher.port", self.port, 0)
+        require_choice("launcher", self.name, LAUNCHERS)
+        require_int("launcher.port", self.port, 0)
         if self.port > 65535:
             raise ConfigError(f"launcher.port={self.port}: must be 0 to 65535")
-        _require_seconds("launcher.timeout", self.timeout)
-        _require_seconds("launcher.start_timeout", self.start_timeout)
+        require_seconds("launcher.timeout", self.timeout)
+        require_seconds("launcher.start_timeout", self.start_timeout)
 
 
 @dataclass
@@ -179,30 +150,30 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         allowed = f"0 (greedy) or a number >= {MIN_TEMPERATURE}"
-        _require_number(
+        require_number(
             "sampling.temperature", self.temperature, allowed, lambda value: value == 0 or value >= MIN_TEMPERATURE
         )
         for name in ("top_p", "typical_p"):
-            _require_number(f"sampling.{name}", getattr(self, name), "in (0, 1]", lambda value: 0 < value <= 1)
-        _require_number("sampling.min_p", self.min_p, "in [0, 1]", lambda value: 0 <= value <= 1)
-        _require_number("sampling.repetition_penalty", self.repetition_penalty, "a number > 0", lambda value: value > 0)
+            require_number(f"sampling.{name}", getattr(self, name), "in (0, 1]", lambda value: 0 < value <= 1)
+        require_number("sampling.min_p", self.min_p, "in [0, 1]", lambda value: 0 <= value <= 1)
+        require_number("sampling.repetition_penalty", self.repetition_penalty, "a number > 0", lambda value: value > 0)
         for name in ("top_k", "no_repeat_ngram_size", "min_new_tokens", "seed"):
             if getattr(self, name) is not None:
-                _require_int(f"sampling.{name}", getattr(self, name), 0)
+                require_int(f"sampling.{name}", getattr(self, name), 0)
         if self.seed is not None and self.seed > MAX_SEED:
             raise ConfigError(f"sampling.seed={self.seed}: must be 0 to 2**64 - 1")
-        if self.bad_words_ids is not None and not _is_list(self.bad_words_ids):
+        if self.bad_words_ids is not None and not is_list(self.bad_words_ids):
             raise ConfigError(f"sampling.bad_words_ids={self.bad_words_ids}: must be lists of token ids")
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
             raise ConfigError(f"sampling.logit_bias={self.logit_bias}: must be {{TOKEN_ID: BIAS, ...}}")
         for words in self.bad_words_ids or ():
-            if not _is_list(words) or not words:
+            if not is_list(words) or not words:
                 raise ConfigError(f"sampling.bad_words_ids={self.bad_words_ids}: must be lists of token ids, not empty")
             for token in words:
-                _require_int("sampling.bad_words_ids", token, 0)
+                require_int("sampling.bad_words_ids", token, 0)
         for token, bias in (self.logit_bias or {}).items():
-            _require_int("sampling.logit_bias", token, 0)
-            _require_number(f"sampling.logit_bias of token {token}", bias, "a number", lambda value: True)
+            require_int("sampling.logit_bias", token, 0)
+            require_number(f"sampling.logit_bias of token {token}", bias, "a number", lambda value: True)
         if self.temperature == 0:
             self._refuse_warpers("sampling.temperature=0")
 
@@ -255,17 +226,17 @@ class RuntimeConfig:
 
     def __post_init__(self) -> None:
         if self.gpus is not None:
-            _require_int("gpus", self.gpus, 1)
+            require_int("gpus", self.gpus, 1)
         if self.gpus_per_replica != 1:
             raise ConfigError(
                 f"gpus_per_replica={self.gpus_per_replica}: must be 1 (larger replicas are not supported)"
             )
-        _require_choice("device", self.device, DEVICES)
-        _require_choice("dtype", self.dtype, DTYPES)
+        require_choice("device", self.device, DEVICES)
+        require_choice("dtype", self.dtype, DTYPES)
         if self.model.device_map is not None and (self.gpus or 1) > 1:
             raise ConfigError(f"model.device_map={self.model.device_map}: only with gpus=1")
-        _require_choice("exactness", self.exactness, EXACTNESSES)
-        _require_int("strict_tokens", self.strict_tokens, 2)
+        require_choice("exactness", self.exactness, EXACTNESSES)
+        require_int("strict_tokens", self.strict_tokens, 2)
         check_exactness(self.exactness, self.lookahead)
 
 
@@ -289,85 +260,11 @@ def check_limits(max_new_tokens: int | None, stop: Any, max_time: float | None) 
         ConfigError: names the value and what is allowed.
     """
     if max_new_tokens is not None:
-        _require_int("max_new_tokens", max_new_tokens, 1)
-    if stop is not None and not _is_list(stop):
+        require_int("max_new_tokens", max_new_tokens, 1)
+    if stop is not None and not is_list(stop):
         raise ConfigError(f"stop={stop!r}: must be a list of strings")
     for string in stop or ():
         if not isinstance(string, str) or not string:
             raise ConfigError(f"stop={string!r}: must be strings of at least one character")
     if max_time is not None:
-        _require_seconds("max_time", max_time)
-
-
-@dataclass
-class GenerateConfig(RuntimeConfig):
-    """What lp-generate takes: a runtime and what to do with it."""
-
-    prompt: Optional[str] = None  # noqa: UP045
-    """One prompt; its text is streamed to the terminal."""
-    prompts: Optional[str] = None  # noqa: UP045
-    """A JSON-lines file of prompts; results go to `output`."""
-    prompt_field: str = "prompt"
-    """Field of `prompts` that holds the prompt; of a list, the first element."""
-    ids: bool = False
-    """The field (or `prompt`, as a JSON list) holds token ids, not text."""
-    limit: Optional[int] = None  # noqa: UP045
-    """Take only this many prompts of the file."""
-    output: Optional[str] = None  # noqa: UP045
-    """File that gets one JSON object a prompt; a second run resumes it."""
-    max_new_tokens: Optional[int] = None  # noqa: UP045
-    """Tokens to generate at most; if not given, as the model's generation_config.json says, else 128."""
-    stop: Optional[list[str]] = None  # noqa: UP045
-    """Strings of new text after which to stop; they are kept. If not given, the model's stop_strings."""
-    max_time: Optional[float] = None  # noqa: UP045
-    """Seconds after which to stop, at the end of a step."""
-    num_samples: int = 1
-    """Independent samples of each prompt; needs sampling."""
-    logprobs: bool = False
-    """Report the model's log-probability of each new token (`prompts` only)."""
-    eos: bool = True
-    """Stop at the end-of-sequence token; false goes on to max_new_tokens (for benchmarks)."""
-    compare: bool = False
-    """Decode `prompt` once more one token a step, and show both (single prompt only)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_limits(self.max_new_tokens, self.stop, self.max_time)
-        _require_int("num_samples", self.num_samples, 1)
-        if self.logprobs and self.prompts is None:
-            raise ConfigError("logprobs=true: only with prompts")
-        if self.limit is not None:
-            _require_int("limit", self.limit, 1)
-        if (self.prompt is None) == (self.prompts is None):
-            given = "both" if self.prompt is not None else "neither"
-            raise ConfigError(f"prompt and prompts: give one of them ({given} given)")
-        if self.prompts is not None and self.output is None:
-            raise ConfigError("output: must be given with prompts")
-        if self.prompts is None and self.output is not None:
-            raise ConfigError(f"output={self.output}: only with prompts")
-        if self.prompts is None and self.limit is not None:
-            raise ConfigError(f"limit={self.limit}: only with prompts")
-        if self.prompt == "":
-            raise ConfigError("prompt: is empty; it must have at least one character")
-        if self.compare and (self.prompts is not None or self.num_samples > 1):
-            raise ConfigError("compare=true: only with a single prompt and sample")
-        if self.compare and self.max_time is not None:
-            raise ConfigError("compare=true: not with max_time, which ends the two at different lengths")
-
-
-@dataclass
-class ChatConfig(RuntimeConfig):
-    """What lp-chat takes: a runtime and how to answer."""
-
-    system: Optional[str] = None  # noqa: UP045
-    """A system message that every conversation begins with."""
-    max_new_tokens: Optional[int] = None  # noqa: UP045
-    """Tokens of an answer at most; if not given, as the model's generation_config.json says, else 128."""
-    stop: Optional[list[str]] = None  # noqa: UP045
-    """See GenerateConfig."""
-    max_time: Optional[float] = None  # noqa: UP045
-    """See GenerateConfig."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_limits(self.max_new_tokens, self.stop, self.max_time)
+        require_seconds("max_time", max_time)

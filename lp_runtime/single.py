@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from lp_runtime.api import Generation, GenerationStream, LookaheadRuntime, RequestOptions
-from lp_runtime.config import PLAIN, WARPERS, GenerateConfig, LookaheadConfig, SamplingConfig
+from lp_runtime.api import LookaheadRuntime
+from lp_runtime.command_config import GenerateConfig
+from lp_runtime.config import PLAIN, WARPERS, LookaheadConfig, SamplingConfig
 from lp_runtime.errors import ConfigError
+from lp_runtime.generation import Generation, GenerationStream
+from lp_runtime.request import RequestOptions
 
 
 def generate_one(runtime: LookaheadRuntime, config: GenerateConfig, prompt: str | list[int]) -> None:

@@ -13,7 +13,8 @@ import torch
 from processes import PATIENCE, marked, run_cli, start_cli, wait_until
 
 from lp_runtime.cli import main
-from lp_runtime.config import GenerateConfig, LookaheadConfig
+from lp_runtime.command_config import GenerateConfig
+from lp_runtime.config import LookaheadConfig
 from lp_runtime.overrides import load_config
 
 IDS = "prompt=[1,2,3]"

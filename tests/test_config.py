@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from lp_runtime.command_config import GenerateConfig
 from lp_runtime.config import (
     DEMO_MODEL,
     PLAIN,
-    GenerateConfig,
     LauncherConfig,
     LookaheadConfig,
     ModelConfig,

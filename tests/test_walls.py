@@ -17,13 +17,16 @@ NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
 # From the bottom up. A part may import parts of lower rows only, or itself.
 LAYERS = [
     {"errors"},
+    {"checks"},
     {"config"},
+    {"command_config"},
     {"lookahead"},
     {"model", "parallel"},
     {"decoding"},
     {"worker"},
     {"launchers"},
-    {"api", "drop_in"},
+    {"generation", "request", "drop_in"},
+    {"api"},
     {"single"},
     {"batch"},
     {"chat", "overrides"},

@@ -1,0 +1,84 @@
+"""Settings of the commands: those of a runtime, and what to do with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+from lp_runtime.checks import require_int
+from lp_runtime.config import RuntimeConfig, check_limits
+from lp_runtime.errors import ConfigError
+
+
+@dataclass
+class GenerateConfig(RuntimeConfig):
+    """What lp-generate takes: a runtime and what to do with it."""
+
+    prompt: Optional[str] = None  # noqa: UP045
+    """One prompt; its text is streamed to the terminal."""
+    prompts: Optional[str] = None  # noqa: UP045
+    """A JSON-lines file of prompts; results go to `output`."""
+    prompt_field: str = "prompt"
+    """Field of `prompts` that holds the prompt; of a list, the first element."""
+    ids: bool = False
+    """The field (or `prompt`, as a JSON list) holds token ids, not text."""
+    limit: Optional[int] = None  # noqa: UP045
+    """Take only this many prompts of the file."""
+    output: Optional[str] = None  # noqa: UP045
+    """File that gets one JSON object a prompt; a second run resumes it."""
+    max_new_tokens: Optional[int] = None  # noqa: UP045
+    """Tokens to generate at most; if not given, as the model's generation_config.json says, else 128."""
+    stop: Optional[list[str]] = None  # noqa: UP045
+    """Strings of new text after which to stop; they are kept. If not given, the model's stop_strings."""
+    max_time: Optional[float] = None  # noqa: UP045
+    """Seconds after which to stop, at the end of a step."""
+    num_samples: int = 1
+    """Independent samples of each prompt; needs sampling."""
+    logprobs: bool = False
+    """Report the model's log-probability of each new token (`prompts` only)."""
+    eos: bool = True
+    """Stop at the end-of-sequence token; false goes on to max_new_tokens (for benchmarks)."""
+    compare: bool = False
+    """Decode `prompt` once more one token a step, and show both (single prompt only)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_limits(self.max_new_tokens, self.stop, self.max_time)
+        require_int("num_samples", self.num_samples, 1)
+        if self.logprobs and self.prompts is None:
+            raise ConfigError("logprobs=true: only with prompts")
+        if self.limit is not None:
+            require_int("limit", self.limit, 1)
+        if (self.prompt is None) == (self.prompts is None):
+            given = "both" if self.prompt is not None else "neither"
+            raise ConfigError(f"prompt and prompts: give one of them ({given} given)")
+        if self.prompts is not None and self.output is None:
+            raise ConfigError("output: must be given with prompts")
+        if self.prompts is None and self.output is not None:
+            raise ConfigError(f"output={self.output}: only with prompts")
+        if self.prompts is None and self.limit is not None:
+            raise ConfigError(f"limit={self.limit}: only with prompts")
+        if self.prompt == "":
+            raise ConfigError("prompt: is empty; it must have at least one character")
+        if self.compare and (self.prompts is not None or self.num_samples > 1):
+            raise ConfigError("compare=true: only with a single prompt and sample")
+        if self.compare and self.max_time is not None:
+            raise ConfigError("compare=true: not with max_time, which ends the two at different lengths")
+
+
+@dataclass
+class ChatConfig(RuntimeConfig):
+    """What lp-chat takes: a runtime and how to answer."""
+
+    system: Optional[str] = None  # noqa: UP045
+    """A system message that every conversation begins with."""
+    max_new_tokens: Optional[int] = None  # noqa: UP045
+    """Tokens of an answer at most; if not given, as the model's generation_config.json says, else 128."""
+    stop: Optional[list[str]] = None  # noqa: UP045
+    """See GenerateConfig."""
+    max_time: Optional[float] = None  # noqa: UP045
+    """See GenerateConfig."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_limits(self.max_new_tokens, self.stop, self.max_time)
