@@ -41,12 +41,12 @@ def test_sampling_is_that_of_one_token_a_step(demo_model_dir, sampled, gpus):
 
 
 def test_strict_bits_are_those_of_one_token_a_step_on_one_replica(demo_model_dir):
-    options = {"device": "cpu", "dtype": "bfloat16", "exactness": "strict"}
+    options = {"device": "cpu", "dtype": "bfloat16", "exactness": "strict", "strict_tokens": 16}
     texts = []
     for gpus in (1, 2, 3):
         with LookaheadRuntime(demo_model_dir, gpus=gpus, **options) as runtime:
             for lookahead in (PLAIN, LookaheadConfig(7, 5, 7)):
-                out = runtime.generate(reference.PROMPTS[0], 24, eos=False, lookahead=lookahead, logprobs=True)
+                out = runtime.generate(reference.PROMPTS[0], 16, eos=False, lookahead=lookahead, logprobs=True)
                 texts.append((out.token_ids, out.logprobs))
     assert texts == texts[:1] * 6
 

@@ -129,10 +129,10 @@ def assert_decodes_as_transformers(model) -> None:
     assert check_model(tree_model) < TOLERANCES[torch.float32]
     prompt = torch.tensor([[5, 6, 7, 8, 9, 5, 6]])
     expected = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=40, eos_token_id=-1,
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=16, eos_token_id=-1,
         pad_token_id=0,
     )  # fmt: skip
-    request = Request(tuple(prompt[0].tolist()), LookaheadConfig(5, 4, 5), 40)
+    request = Request(tuple(prompt[0].tolist()), LookaheadConfig(5, 4, 5), 16)
     *runs, _ = DecodingLoop(tree_model, 0, 1, CPU).run(request)
     assert [token for run in runs for token in run.token_ids] == expected[0, 7:].tolist()
 

@@ -45,9 +45,9 @@ def test_logits_are_those_of_one_token_a_step_bit_for_bit(demo_model_dir, dtype)
     text = [(7 * i * i) % 4096 for i in range(12)]
     others = [[(11 * i * j + 5) % 4096 for i in range(1, 2 + j % 7)] for j in range(9)]
     differed = 0
-    for strict_tokens in (8, 32, None):
+    for strict_tokens in (16, None):
         tree_model = TreeModel(model, 2048, strict_tokens)
-        for length in (9, 60, 122, 130, 400):
+        for length in (9, 60, 122, 250):
             prompt = [(13 * i) % 4096 for i in range(length)]
             tree_model.begin(600)
             tree_model.prefill(prompt)
