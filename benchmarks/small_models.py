@@ -89,7 +89,7 @@ REFUSED: dict[str, tuple[str, dict, str]] = {
     "mamba": ("Mamba", {"state_size": 8}, "carry a state from token to token"),
     "rwkv": ("Rwkv", {}, "failed the start-up self-check"),
     "jamba": ("Jamba", {}, "carry a state from token to token"),
-    "recurrent_gemma": ("RecurrentGemma", {}, "carry a state from token to token"),
+    "recurrent_gemma": ("RecurrentGemma", {}, "cannot be fed a token tree"),
     "qwen3_next": ("Qwen3Next", {}, "carry a state from token to token"),
 }
 

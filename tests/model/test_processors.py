@@ -99,9 +99,11 @@ def test_processors_with_a_memory_are_refused():
 
 
 def test_processors_of_one_row_of_a_batch():
+    padded = library.RepetitionPenaltyLogitsProcessor(1.5)
+    padded.prompt_ignore_length = torch.tensor([0, 2])  # as newer versions of transformers make it for a padded batch
     batch = LogitsProcessorList(
         [
-            library.RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=torch.tensor([0, 2])),
+            padded,
             library.PrefixConstrainedLogitsProcessor(lambda row, ids: [row], 1),
             library.TopKLogitsWarper(5),
         ]
