@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import platform
+from collections.abc import Sequence
 from importlib import metadata
 
 import torch
 
-from lp_runtime import LookaheadConfig
+from lp_runtime import Generation, LookaheadConfig
 from lp_runtime.batch import Prompt, read_prompts
 from lp_runtime.command_config import GenerateConfig
 
@@ -38,6 +39,13 @@ def load_prompts(args: argparse.Namespace) -> list[Prompt]:
 def parse_setting(text: str) -> LookaheadConfig:
     W, N, G = map(int, text.split(","))
     return LookaheadConfig(W=W, N=N, G=G)
+
+
+def totals(runs: Sequence[Generation]) -> tuple[float, float]:
+    """(S, tokens fed a step and replica) over all runs: new tokens / steps; the mean leaves out the prefills' steps."""
+    tokens, steps = sum(run.num_tokens for run in runs), sum(run.steps for run in runs)
+    fed = sum(run.step_tokens * (run.steps - 1) for run in runs)
+    return tokens / steps, fed / (steps - len(runs))
 
 
 def machine() -> str:

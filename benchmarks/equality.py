@@ -13,7 +13,7 @@ import argparse
 import sys
 
 import torch
-from common import add_arguments, load_prompts, machine, markdown, parse_setting
+from common import add_arguments, load_prompts, machine, markdown, parse_setting, totals
 
 from lp_runtime import LookaheadRuntime
 from lp_runtime.config import ModelConfig
@@ -53,9 +53,8 @@ def main() -> None:
                 ]
                 wrong = sum(run.token_ids != tokens for run, tokens in zip(runs, expected, strict=True))
                 num_mismatches += wrong
-                tokens, steps = sum(run.num_tokens for run in runs), sum(run.steps for run in runs)
-                fed = sum(run.step_tokens * (run.steps - 1) for run in runs) / (steps - len(runs))
-                rows.append([gpus, f"({setting})", len(prompts), wrong, f"{tokens / steps:.3f}", f"{fed:.1f}"])
+                ratio, fed = totals(runs)
+                rows.append([gpus, f"({setting})", len(prompts), wrong, f"{ratio:.3f}", f"{fed:.1f}"])
                 print(*rows[-1], file=sys.stderr, flush=True)
     print(f"{machine()}; {args.max_new_tokens} new tokens a prompt\n")
     print(markdown(["replicas", "(W, N, G)", "prompts", "mismatches", "S", "tokens fed a step and replica"], rows))

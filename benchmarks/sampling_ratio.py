@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from common import add_arguments, load_prompts, machine, markdown, parse_setting
+from common import add_arguments, load_prompts, machine, markdown, parse_setting, totals
 
 from lp_runtime import LookaheadRuntime, SamplingConfig
 from lp_runtime.config import PLAIN, ModelConfig
@@ -44,9 +44,8 @@ def main() -> None:
                 ]
                 wrong = sum(run.token_ids != tokens for run, tokens in zip(runs, plain, strict=True))
                 num_mismatches += wrong
-                tokens, steps = sum(run.num_tokens for run in runs), sum(run.steps for run in runs)
-                fed = sum(run.step_tokens * (run.steps - 1) for run in runs) / (steps - len(runs))
-                rows.append([name, f"({setting})", len(prompts), wrong, f"{tokens / steps:.3f}", f"{fed:.1f}"])
+                ratio, fed = totals(runs)
+                rows.append([name, f"({setting})", len(prompts), wrong, f"{ratio:.3f}", f"{fed:.1f}"])
                 print(*rows[-1], file=sys.stderr, flush=True)
     print(f"{machine()}; {args.max_new_tokens} new tokens a prompt\n")
     print(markdown(["decoding", "(W, N, G)", "prompts", "mismatches", "S", "tokens fed a step"], rows))

@@ -23,6 +23,8 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from lp_runtime.errors import ModelError
+
 NAME = "lp_runtime_strict"
 BLOCK = 64
 TAIL = 2 * BLOCK
@@ -80,7 +82,7 @@ def strict_attention(
         ([1, B, g H, D], None)
     """
     if kwargs.get("s_aux") is not None:
-        raise NotImplementedError("attention sinks")
+        raise ModelError("attention sinks cannot be computed with exactness=strict")
     table = attention_mask[0, 0]
     num_tokens, num_heads = query.shape[2], key.shape[1]
     groups = query.shape[1] // num_heads

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_models import FAMILIES
 
 from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
@@ -63,18 +64,7 @@ def test_a_model_that_cannot_be_fed_a_tree_is_refused(random_model, name):
     ("name", "settings"),
     [
         ("GPTNeo", LOCAL | {"window_size": 64, "attention": "eager"}),
-        (
-            "Llama4",
-            {
-                "attention_chunk_size": 64,
-                "head_dim": 8,
-                "num_local_experts": 2,
-                "intermediate_size_mlp": 64,
-                "layer_types": ["chunked_attention", "full_attention"],
-                "no_rope_layers": [1, 0],
-                "attention": "sdpa",
-            },
-        ),
+        ("Llama4", FAMILIES["llama4"][1] | {"attention_chunk_size": 64, "attention": "sdpa"}),
     ],
     ids=["gpt_neo", "llama4"],
 )
