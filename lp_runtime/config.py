@@ -21,43 +21,87 @@ WARPERS = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1}
 """Settings that matter to sampling alone, and the value at which each does nothing or means greedy decoding."""
 EXACTNESSES = ("fast", "strict")
 MAX_STRICT_RUN = 32  # tokens that a step may commit at most where exactness is strict (model/strict.py)
+POLICIES = ("full", "paper", "prompt_lookup", "recycling")
+ACCEPTANCES = ("tree", "guesses")
+PRIORS = ("vocabulary", "none")
+DEFAULT_WINDOW = (15, 5, 15)  # the paper's W, N, G for 7B models
+MAX_DEPTH = 24  # of a tree of the policy full
+NUM_COPIED = 10  # tokens that prompt lookup copies at most
+RECYCLING_DEPTH = 6  # of token recycling's static tree
 LAUNCHERS = ("auto", "local", "torchrun", "ray")
 
 
 @dataclass
 class LookaheadConfig:
-    """The window, the n-grams and the guesses. None of it changes the output, only the number of steps."""
+    """What a step proposes and how much of it. None of it changes the output, only the number and the cost of steps.
 
-    W: int = 15
-    """Window size in columns, >= 0; 0 for no window at all."""
-    N: int = 5
-    """n-gram size, >= 2; 2 is Jacobi decoding."""
-    G: int = 15
-    """Largest number of guesses verified in a step, >= 0."""
+    With none of W, N and G given, the policy `full` measures this machine and chooses at every step what pays.
+    """
+
+    W: Optional[int] = None  # noqa: UP045
+    """Window size in columns, >= 0; 0 for no window at all. 15 if only others are given."""
+    N: Optional[int] = None  # noqa: UP045
+    """n-gram size, >= 2; 2 is Jacobi decoding. 5 if only others are given."""
+    G: Optional[int] = None  # noqa: UP045
+    """Largest number of guesses verified in a step, >= 0. 15 if only others are given."""
+    policy: str = "full"
+    """What is proposed: full (one tree, best first, from everything that is free; at most (W + G)(N - 1) tokens where
+    they are given), paper (the window and the pool's guesses), prompt_lookup or recycling."""
+    acceptance: str = "tree"
+    """Policy paper: accept along any node of the tree, or, as the paper does, along guesses only."""
+    budget: Optional[int] = None  # noqa: UP045
+    """Tokens that a replica feeds in a step at most, >= 1, whatever they are for; the prefill is not meant."""
+    prior: str = "vocabulary"
+    """Policy full: what it knows before it has seen any text: vocabulary (what the model says follows each token alone,
+    computed once and kept on disk) or none."""
+    memory: str = "request"
+    """Policy full: what it saw is forgotten after a request, or kept for the runtime, or in the file of this path."""
+    memory_bytes: int = 16 * 2**20
+    """Bytes of that memory, at least 65536; what is oldest goes first."""
     pool_from_prompt: bool = True
-    """Insert the prompt's n-grams into the pool."""
+    """Policy paper: insert the prompt's n-grams into the pool."""
     window_seed: int = 0
-    """Seed of the prompt tokens that the window starts from."""
+    """Policy paper: seed of the prompt tokens that the window starts from."""
 
     def __post_init__(self) -> None:
-        require_int("lookahead.W", self.W, 0)
-        require_int("lookahead.N", self.N, 2)
-        require_int("lookahead.G", self.G, 0)
+        for name, least in (("W", 0), ("N", 2), ("G", 0), ("budget", 1)):
+            if getattr(self, name) is not None:
+                require_int(f"lookahead.{name}", getattr(self, name), least)
+        require_choice("lookahead.policy", self.policy, POLICIES)
+        require_choice("lookahead.acceptance", self.acceptance, ACCEPTANCES)
+        require_choice("lookahead.prior", self.prior, PRIORS)
+        if not isinstance(self.memory, str) or not self.memory:
+            raise ConfigError(f"lookahead.memory={self.memory!r}: must be request, runtime or the path of a file")
+        require_int("lookahead.memory_bytes", self.memory_bytes, 1 << 16)
         require_int("lookahead.window_seed", self.window_seed, 0)
+        if self.acceptance != "tree" and self.policy != "paper":
+            raise ConfigError(f"lookahead.acceptance={self.acceptance}: only with lookahead.policy=paper")
 
     @property
-    def max_guess_tokens(self) -> int:
-        """Nodes below the root at most: W(N-1) - 1 of the window and G(N-1) of the guesses."""
-        return max(0, self.W * (self.N - 1) - 1) + self.G * (self.N - 1)
+    def is_auto(self) -> bool:
+        """Whether every step's size is chosen by what pays."""
+        return self.policy == "full" and self.W is None and self.N is None and self.G is None
+
+    @property
+    def window(self) -> tuple[int, int, int]:
+        """W, N and G, with the defaults filled in."""
+        given = zip((self.W, self.N, self.G), DEFAULT_WINDOW, strict=True)
+        return tuple(default if value is None else value for value, default in given)
 
     @property
     def max_run(self) -> int:
         """Tokens that one step commits at most: the deepest node's depth and the bonus token."""
-        window_depth = self.W + self.N - 3 if self.W else 0
-        return max(window_depth, self.N - 1 if self.G else 0) + 1
+        W, N, G = self.window
+        depth = {
+            "full": MAX_DEPTH if self.is_auto else min(MAX_DEPTH, max(0, (W + G) * (N - 1) - 1)),
+            "paper": max(W + N - 3 if W else 0, N - 1 if G else 0),
+            "prompt_lookup": NUM_COPIED,
+            "recycling": RECYCLING_DEPTH,
+        }[self.policy]
+        return (depth if self.budget is None else min(depth, self.budget - 1)) + 1
 
 
-PLAIN = LookaheadConfig(W=0, N=2, G=0, pool_from_prompt=False)
+PLAIN = LookaheadConfig(W=0, N=2, G=0, policy="paper", pool_from_prompt=False)
 """Plain autoregressive decoding: every step feeds the root alone."""
 
 
@@ -224,6 +268,9 @@ class RuntimeConfig:
     """Tokens of every forward pass where exactness is strict; a step with more takes several. Another value is another
     rounding, so outputs are comparable at equal values only."""
 
+    cache_dir: Optional[str] = "~/.cache/lp_runtime"  # noqa: UP045
+    """Where what was measured of a model on a device is kept; null measures it at every start."""
+
     def __post_init__(self) -> None:
         if self.gpus is not None:
             require_int("gpus", self.gpus, 1)
@@ -235,6 +282,8 @@ class RuntimeConfig:
         require_choice("dtype", self.dtype, DTYPES)
         if self.model.device_map is not None and (self.gpus or 1) > 1:
             raise ConfigError(f"model.device_map={self.model.device_map}: only with gpus=1")
+        if self.cache_dir == "":
+            raise ConfigError("cache_dir: is empty; must be a directory or null")
         require_choice("exactness", self.exactness, EXACTNESSES)
         require_int("strict_tokens", self.strict_tokens, 2)
         check_exactness(self.exactness, self.lookahead)
@@ -247,8 +296,9 @@ def check_exactness(exactness: str, lookahead: LookaheadConfig) -> None:
         ConfigError: names W and N.
     """
     if exactness == "strict" and lookahead.max_run > MAX_STRICT_RUN:
+        W, N, _ = lookahead.window
         raise ConfigError(
-            f"lookahead.W={lookahead.W} lookahead.N={lookahead.N}: a step may commit {lookahead.max_run} tokens;"
+            f"lookahead.W={W} lookahead.N={N}: a step may commit {lookahead.max_run} tokens;"
             f" with exactness=strict it must be at most {MAX_STRICT_RUN} (W + N - 2, or N without a window)"
         )
 

@@ -1,7 +1,7 @@
 """The decoding loop: one request, step by step, on one replica in concert with its peers.
 
-proposal = state.propose()                              equal on every replica
-shares   = partition(proposal.tree, speeds)             equal on every replica
+proposal = state.propose(budget.fit)                    equal on every replica
+shares   = budget.shares(proposal.tree)                 equal on every replica
 found    = model.forward(shares[rank])                  the only expensive thing
 outcome  = exchange.all_gather(draw(found))             the only communication
 run      = state.advance(proposal, outcome)             equal on every replica
@@ -17,6 +17,10 @@ from typing import Any
 import torch
 
 from lp_runtime.config import LookaheadConfig, SamplingConfig
+from lp_runtime.lookahead.best_first import compile_kernels
+from lp_runtime.lookahead.drafts import Memory
+from lp_runtime.lookahead.paper import PaperPolicy
+from lp_runtime.lookahead.policy import Counts, Found
 from lp_runtime.lookahead.pool import PoolStatistics
 from lp_runtime.lookahead.sampling import GumbelNoise
 from lp_runtime.lookahead.state import DecodingRules, DecodingState, Proposal, Stop
@@ -24,8 +28,11 @@ from lp_runtime.model.drawing import Drawing
 from lp_runtime.model.generation import build_processors, defaults_of
 from lp_runtime.model.processors import TreeProcessors
 from lp_runtime.model.tree_model import TreeModel
+from lp_runtime.parallel.budget import StepBudget, assumed_times
 from lp_runtime.parallel.exchange import Exchange, Outcome
-from lp_runtime.parallel.partition import Share, partition, step_tokens
+from lp_runtime.parallel.partition import Share, step_tokens
+from lp_runtime.policies import make_policy
+from lp_runtime.tuning import Tuning
 
 CANCEL, TIME_IS_UP = 1, 2  # bits of the exchange's control word
 
@@ -36,7 +43,7 @@ class Request:
 
     Attributes:
         prompt_ids: token ids, at least one, all in the vocabulary.
-        lookahead: W, N, G and the pool's settings.
+        lookahead: what is proposed, and how much of it.
         max_new_tokens: tokens to generate at most, >= 1.
         eos_token_ids: where to stop; empty to go on to max_new_tokens.
         sampling: what overrides the model's own defaults; its seed is set where it samples.
@@ -93,8 +100,9 @@ class Report:
         seconds: from the request's start to its last token.
         prefill_seconds: of these, the prefill's step.
         times: of these, where the other steps' went.
-        exchange_bytes: bytes that a replica sends in a step.
-        pool: the n-gram pool at the end.
+        exchange_bytes: bytes that a replica sends in a step, mean.
+        counts: tokens fed and accepted, by where they came from and how deep they stood.
+        pool: the n-gram pool at the end; None where the policy has none.
         seed: of the sample; None if decoding was greedy.
     """
 
@@ -104,8 +112,9 @@ class Report:
     seconds: float
     prefill_seconds: float
     times: StepTimes
-    exchange_bytes: int
-    pool: PoolStatistics
+    exchange_bytes: float
+    counts: Counts
+    pool: PoolStatistics | None
     seed: int | None
 
 
@@ -123,13 +132,70 @@ class DecodingLoop:
         model: this replica's.
         rank, num_replicas: its place in the group.
         exchange_device: where the group's backend wants its tensors.
+        tuning: what was measured of the model; by default measured when a request needs it, and not kept.
+        memory: what is kept between requests that ask for it.
     """
 
-    def __init__(self, model: TreeModel, rank: int, num_replicas: int, exchange_device: torch.device):
+    def __init__(
+        self,
+        model: TreeModel,
+        rank: int,
+        num_replicas: int,
+        exchange_device: torch.device,
+        tuning: Tuning | None = None,
+        memory: Memory | None = None,
+    ):
         self._model = model
         self._rank = rank
         self._num_replicas = num_replicas
         self._exchange_device = exchange_device
+        self._tuning = tuning or Tuning(model, rank, num_replicas, exchange_device, cache_dir=None)
+        self._kept = memory
+        self._cleared: Memory | None = None  # used again by the next request that forgets
+
+    def prepare(self, settings: LookaheadConfig) -> None:
+        """Measure now what a request with these settings would have measured."""
+        if settings.policy == "full":
+            compile_kernels()
+            if settings.is_auto:
+                self._tuning.most_tokens()
+            if settings.prior == "vocabulary":
+                self._tuning.vocabulary()
+            self._memory(settings)
+
+    def _memory(self, settings: LookaheadConfig) -> Memory:
+        if settings.memory == "request":
+            if self._cleared is None or self._cleared.num_bytes != settings.memory_bytes:
+                self._cleared = Memory(settings.memory_bytes)
+            self._cleared.clear()
+            return self._cleared
+        if self._kept is None or self._kept.num_bytes != settings.memory_bytes:
+            self._kept = Memory(settings.memory_bytes)
+        return self._kept
+
+    @property
+    def memory(self) -> Memory | None:
+        """What is kept between requests."""
+        return self._kept
+
+    def _begin(self, request: Request, drawing: Drawing, stop: Stop | None) -> tuple[DecodingState, StepBudget]:
+        settings = request.lookahead
+        noise = None if drawing.noise is None else (drawing.noise.seed, drawing.noise.sample)
+        limit = settings.budget
+        if settings.is_auto:
+            limit = min(filter(None, (limit, self._tuning.most_tokens())))
+        most = self._num_replicas * (limit or 0)
+        policy = make_policy(settings, noise, most, lambda: self._memory(settings), self._tuning.vocabulary)
+        rules = DecodingRules(
+            max_new_tokens=request.max_new_tokens,
+            eos_token_ids=request.eos_token_ids,
+            drafting=repr(settings),
+            drawing=repr((request.sampling, request.sample, request.stop, request.logprobs)),
+        )
+        num_nodes = policy.max_nodes + policy.max_run
+        times = self._tuning.times(num_nodes) if settings.is_auto else assumed_times(self._num_replicas, num_nodes)
+        budget = StepBudget(times, settings.is_auto, limit)
+        return DecodingState(request.prompt_ids, rules, policy, stop), budget
 
     def run(
         self,
@@ -153,26 +219,15 @@ class DecodingLoop:
         """
         started = time.perf_counter()
         drawing = drawing or make_drawing(self._model, request)
-        settings = request.lookahead
-        state = DecodingState(
-            request.prompt_ids,
-            DecodingRules(
-                W=settings.W,
-                N=settings.N,
-                G=settings.G,
-                pool_from_prompt=settings.pool_from_prompt,
-                window_seed=settings.window_seed,
-                max_new_tokens=request.max_new_tokens,
-                eos_token_ids=request.eos_token_ids,
-                drawing=repr((request.sampling, request.sample, request.stop, request.logprobs)),
-            ),
-            stop,
-        )
-        capacity = 1 + settings.max_guess_tokens
-        exchange = Exchange(self._rank, self._num_replicas, capacity, self._exchange_device)
-        self._model.begin(len(request.prompt_ids) + request.max_new_tokens + capacity + settings.max_run)
-        speeds = [1.0] * self._num_replicas
+        state, budget = self._begin(request, drawing, stop)
+        policy = state.policy
+        drawing.num_runners_up = policy.num_runners_up
+        capacity = min(policy.max_nodes, budget.limit or policy.max_nodes)
+        exchange = Exchange(self._rank, self._num_replicas, capacity, self._exchange_device, drawing.width)
+        most_fed = policy.max_nodes + policy.max_run
+        self._model.begin(len(request.prompt_ids) + request.max_new_tokens + most_fed)
         clock = _Clock()
+        is_resting = False
 
         def control() -> int:
             # One replica's clock decides, the first one's.
@@ -182,11 +237,13 @@ class DecodingLoop:
         def agree(proposal: Proposal, shares: Sequence[Share], logits: torch.Tensor) -> tuple[Outcome, torch.Tensor]:
             """Draw the successors of the nodes this replica owns and exchange them; also its processed scores."""
             owned = shares[self._rank].owned
-            values, scores = drawing.draw(logits[: len(owned)], proposal.tree, owned, state.tokens)
+            values, scores = drawing.draw(logits[: len(owned)], proposal.tree, owned, state.tokens, not is_resting)
             if values.device.type == "cuda":
                 torch.cuda.current_stream(values.device).synchronize()
             clock.lap("forward")
-            outcome = exchange.all_gather(shares, len(proposal.tree), values, proposal.digest, control())
+            outcome = exchange.all_gather(
+                shares, len(proposal.tree), values, proposal.digest, control(), clock.packed()
+            )
             clock.lap("exchange")
             return outcome, scores
 
@@ -195,12 +252,18 @@ class DecodingLoop:
                 observe(nodes, shares[self._rank].owned, logits, scores)
             return Run(run, None if logprobs is None else [logprobs[node] for node in nodes])
 
+        def unpack(proposal: Proposal, outcome: Outcome) -> tuple[Found, list[float] | None]:
+            root = proposal.tree.root
+            successors, logprobs, runners_up = drawing.unpack(outcome.values[root:], not is_resting)
+            unknown = [-1] * root
+            return Found(unknown + successors, runners_up), None if logprobs is None else unknown + logprobs
+
         proposal = state.propose_prefill()
-        shares = partition(proposal.tree, speeds)
+        shares = budget.shares(proposal.tree)
         logits = self._model.prefill(request.prompt_ids)
         outcome, scores = agree(proposal, shares, logits)
-        successors, logprobs = drawing.unpack(outcome.values)
-        run = state.advance_prefill(proposal, successors)
+        found, logprobs = unpack(proposal, outcome)
+        run = state.advance_prefill(proposal, found)
         yield report_run([0], run, logprobs, shares, logits, scores)
         prefill_seconds = time.perf_counter() - started
 
@@ -208,14 +271,16 @@ class DecodingLoop:
         clock = _Clock()
         while state.finish_reason is None and not outcome.control:
             clock.start()
-            proposal = state.propose()
-            shares = partition(proposal.tree, speeds)
+            is_resting = budget.is_resting
+            proposal = state.propose_root() if is_resting else state.propose(budget.fit)
+            shares = budget.shares(proposal.tree)
             clock.lap("other")
             share = shares[self._rank]
             logits = self._model.forward(proposal.tree, share.nodes, share.owned)
             outcome, scores = agree(proposal, shares, logits)
-            successors, logprobs = drawing.unpack(outcome.values)
-            run, nodes = state.advance(proposal, successors)
+            budget.observe(shares, *_Clock.unpacked(outcome.clocks))
+            found, logprobs = unpack(proposal, outcome)
+            run, nodes = state.advance(proposal, found)
             tokens_fed += step_tokens(shares)
             extra_passes += max(self._model.num_passes(len(each.nodes)) for each in shares) - 1
             clock.lap("other")
@@ -229,8 +294,9 @@ class DecodingLoop:
             seconds=time.perf_counter() - started,
             prefill_seconds=prefill_seconds,
             times=StepTimes(**clock.seconds),
-            exchange_bytes=exchange.bytes_sent if self._num_replicas > 1 else 0,
-            pool=state.pool.statistics(),
+            exchange_bytes=exchange.bytes_sent / state.num_steps if self._num_replicas > 1 else 0.0,
+            counts=policy.counts,
+            pool=policy.pool.statistics() if isinstance(policy, PaperPolicy) else None,
             seed=request.sampling.seed,
         )
 
@@ -251,17 +317,34 @@ def make_drawing(model: TreeModel, request: Request) -> Drawing:
     return Drawing(TreeProcessors(processors, model.device), noise, request.logprobs)
 
 
+MAX_MICROSECONDS = (1 << 31) - 1
+
+
 class _Clock:
     """Adds up the time between laps by what was done in it."""
 
     def __init__(self) -> None:
         self.seconds = {"forward": 0.0, "exchange": 0.0, "other": 0.0}
+        self._step = dict.fromkeys(self.seconds, 0.0)  # the last one's
         self._last = 0.0
+        self._other = 0.0  # of the last whole step
 
     def start(self) -> None:
         self._last = time.perf_counter()
+        self._other, self._step = self._step["other"], dict.fromkeys(self.seconds, 0.0)
 
     def lap(self, what: str) -> None:
         now = time.perf_counter()
         self.seconds[what] += now - self._last
+        self._step[what] += now - self._last
         self._last = now
+
+    def packed(self) -> int:
+        """Microseconds of this step's forward pass and of the last step's other work, for the exchange."""
+        forward, other = (min(int(1e6 * seconds), MAX_MICROSECONDS) for seconds in (self._step["forward"], self._other))
+        return forward << 31 | other
+
+    @staticmethod
+    def unpacked(clocks: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Nanoseconds of forward passes and of other work, by replica."""
+        return [1000 * (clock >> 31) for clock in clocks], [1000 * (clock & MAX_MICROSECONDS) for clock in clocks]

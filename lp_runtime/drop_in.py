@@ -11,7 +11,7 @@ import torch
 
 from lp_runtime.config import LauncherConfig, LookaheadConfig, ModelConfig, RuntimeConfig, SamplingConfig
 from lp_runtime.decoding import DecodingLoop, Report, Request
-from lp_runtime.errors import RequestError, first_line
+from lp_runtime.errors import ConfigError, RequestError, first_line
 from lp_runtime.lookahead.sampling import GumbelNoise
 from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.drawing import Drawing
@@ -21,9 +21,11 @@ from lp_runtime.model.self_check import check_model
 from lp_runtime.model.tree_model import TreeModel, attention_settings
 from lp_runtime.parallel.exchange import broadcast_object, merge_rows
 from lp_runtime.parallel.group import ReplicaContext, existing_or_new_group, started_by_torchrun
+from lp_runtime.tuning import Tuning
 
-# How a model has passed the self-check, so that it is made once and not with every call. Nothing else hangs on it.
-_checked: weakref.WeakKeyDictionary[Any, set[tuple]] = weakref.WeakKeyDictionary()
+# What is known of a model since an earlier call: how it has passed the self-check, and what was measured of it. Nothing
+# but time hangs on it.
+_known: weakref.WeakKeyDictionary[Any, dict[tuple, dict]] = weakref.WeakKeyDictionary()
 
 
 def lookahead_generate(
@@ -32,11 +34,10 @@ def lookahead_generate(
     logits_processor: Sequence,
     stopping_criteria: Sequence,
     generation_config,
-    W: int = LookaheadConfig.W,
-    N: int = LookaheadConfig.N,
-    G: int = LookaheadConfig.G,
-    pool_from_prompt: bool = LookaheadConfig.pool_from_prompt,
-    window_seed: int = LookaheadConfig.window_seed,
+    W: int | None = None,
+    N: int | None = None,
+    G: int | None = None,
+    lookahead: LookaheadConfig | None = None,
     seed: int | None = None,
     share_ranks: bool = True,
     exactness: str = "fast",
@@ -45,7 +46,7 @@ def lookahead_generate(
 ):
     """Decode as `generate` would, in fewer steps.
 
-        model.generate(**inputs, custom_generate=lookahead_generate, W=15, N=5, G=15, max_new_tokens=128)
+        model.generate(**inputs, custom_generate=lookahead_generate, max_new_tokens=128)
 
     Greedy search and sampling, with everything that `generate` prepares for them: generation configs, logits
     processors, stopping criteria, streamers, padded batches (each row is decoded as if alone, one after the other),
@@ -57,7 +58,8 @@ def lookahead_generate(
         model: loaded by the caller; it is left as it was found.
         input_ids: [B, L].
         logits_processor, stopping_criteria, generation_config, model_kwargs: from `generate`.
-        W, N, G, pool_from_prompt, window_seed: see LookaheadConfig.
+        W, N, G: see LookaheadConfig; if none is given, every step's size is chosen by what pays on this machine.
+        lookahead: a whole LookaheadConfig instead of W, N and G; its memory must be "request".
         seed: of the samples, 0 to 2**64 - 1: a row is sampled as if alone with this seed, and rows with the same
             prompt are independent samples of it. Default: drawn from torch's generator, so `torch.manual_seed` counts;
             all rows are then independent.
@@ -71,22 +73,30 @@ def lookahead_generate(
         ConfigError, RequestError: if something is asked for that cannot be done, or a setting is out of range.
         ModelError: if the model fails the self-check, which is made at its first call.
     """
-    lookahead = LookaheadConfig(W=W, N=N, G=G, pool_from_prompt=pool_from_prompt, window_seed=window_seed)
+    if lookahead is None:
+        lookahead = LookaheadConfig(W=W, N=N, G=G)
+    elif not isinstance(lookahead, LookaheadConfig) or (W, N, G) != (None, None, None) or lookahead.memory != "request":
+        raise ConfigError(
+            f"lookahead={lookahead}: must be a LookaheadConfig with memory=request, without W, N, G beside it"
+        )
     RuntimeConfig(lookahead=lookahead, exactness=exactness, strict_tokens=strict_tokens)  # checks them
     sampling = SamplingConfig(seed=seed)
     call = GenerateCall(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
     with fit_for_trees(model), _ranks(model.device, share_ranks) as (context, exchange_device):
         tree_model = TreeModel(model, ModelConfig.prefill_chunk, strict_tokens if exactness == "strict" else None)
-        checked = _checked.setdefault(model, set())
-        kind = (tree_model.strict_tokens, tree_model.dtype, str(attention_settings(model)))
-        if kind not in checked:
+        kind = (tree_model.strict_tokens, tree_model.dtype, str(attention_settings(model)), context.num_replicas)
+        known = _known.setdefault(model, {})
+        if kind not in known:
             check_model(tree_model)
-            checked.add(kind)
+            known[kind] = {}
+        tuning = Tuning(
+            tree_model, context.rank, context.num_replicas, exchange_device, RuntimeConfig.cache_dir, known[kind]
+        )
         if call.do_sample and seed is None:
             drawn = int(torch.randint(2**63 - 1, ()))
             sampling.seed = broadcast_object(drawn, context.rank, context.num_replicas, exchange_device)
             call.samples = list(range(len(call.rows)))
-        rows = _Rows(call, tree_model, context, exchange_device, lookahead, sampling)
+        rows = _Rows(call, tree_model, context, exchange_device, lookahead, sampling, tuning)
         return rows.decode()
 
 
@@ -110,6 +120,7 @@ class _Rows:
         exchange_device: torch.device,
         lookahead: LookaheadConfig,
         sampling: SamplingConfig,
+        tuning: Tuning,
     ):
         self._call = call
         self._model = model
@@ -117,7 +128,7 @@ class _Rows:
         self._exchange_device = exchange_device
         self._lookahead = lookahead
         self._sampling = sampling
-        self._loop = DecodingLoop(model, context.rank, context.num_replicas, exchange_device)
+        self._loop = DecodingLoop(model, context.rank, context.num_replicas, exchange_device, tuning)
 
     def decode(self):
         call = self._call

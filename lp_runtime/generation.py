@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from lp_runtime.decoding import Event, Report, StepTimes
+from lp_runtime.lookahead.policy import Counts
 from lp_runtime.lookahead.pool import PoolStatistics
 from lp_runtime.model.text import StopStrings, TextStream
 
@@ -23,7 +24,7 @@ class Generation:
         finish_reason: "eos", "stop" (a stop string), "length", "time" or "cancelled".
         seed: of the sample; None if decoding was greedy.
         logprobs: the model's log-probability of each new token, before processors; None if not asked for.
-        prefill_seconds, times, exchange_bytes, pool: see lp_runtime.decoding.Report.
+        prefill_seconds, times, exchange_bytes, counts, pool: see lp_runtime.decoding.Report.
     """
 
     text: str
@@ -36,8 +37,9 @@ class Generation:
     logprobs: list[float] | None
     prefill_seconds: float
     times: StepTimes
-    exchange_bytes: int
-    pool: PoolStatistics
+    exchange_bytes: float
+    counts: Counts
+    pool: PoolStatistics | None
 
     @property
     def num_tokens(self) -> int:
@@ -122,6 +124,7 @@ class GenerationStream:
                 prefill_seconds=event.prefill_seconds,
                 times=event.times,
                 exchange_bytes=event.exchange_bytes,
+                counts=event.counts,
                 pool=event.pool,
             )
 

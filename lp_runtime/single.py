@@ -93,6 +93,14 @@ def describe_sampling(config: SamplingConfig, defaults: Mapping[str, Any], seed:
     return ", ".join([drawing, *settings])
 
 
+def describe_lookahead(config: LookaheadConfig) -> str:
+    """What is proposed, in a few words."""
+    W, N, G = config.window
+    size = "auto" if config.is_auto else f"W={W} N={N} G={G}"
+    budget = "" if config.budget is None else f" budget={config.budget}"
+    return f"policy {config.policy} {size if config.policy in ('full', 'paper') else ''}".rstrip() + budget
+
+
 def summary(
     runtime: LookaheadRuntime, lookahead: LookaheadConfig, rows: list[tuple[str, Generation]], compare: bool
 ) -> str:
@@ -100,7 +108,7 @@ def summary(
     info = runtime.info
     lines = [
         f"\n{runtime.num_replicas} replica{'s' * (runtime.num_replicas > 1)} on {info.device.split(':')[0]},"
-        f" {info.dtype} ({runtime.config.exactness}), W={lookahead.W} N={lookahead.N} G={lookahead.G};"
+        f" {info.dtype} ({runtime.config.exactness}), {describe_lookahead(lookahead)};"
         f" {describe_sampling(runtime.config.sampling, info.defaults, rows[0][1].seed)}",
         f"{'':18}{'tokens':>8}{'steps':>8}{'compression ratio':>20}{'tokens fed a step':>20}"
         f"{'seconds':>10}{'tokens/s':>10}",
@@ -110,11 +118,10 @@ def summary(
             f"{name:18}{run.num_tokens:8}{run.steps:8}{run.compression_ratio:20.2f}{run.step_tokens:20.1f}"
             f"{run.seconds:10.2f}{run.tokens_per_second:10.1f}"
         )
-    pool = rows[0][1].pool
-    lines.append(
-        f"pool: {pool.num_ngrams} n-grams of {pool.num_keys} first tokens ({pool.fan_out:.1f} each); guesses in"
-        f" {pool.hit_rate:.0%} of the steps, {pool.accepted_length:.1f} of their tokens accepted a step"
-    )
+    counts = rows[0][1].counts
+    accepted, fed = counts.accepted.sum(axis=1), counts.fed.sum(axis=1)
+    parts = [f"{name} {took}/{had}" for name, took, had in zip(counts.sources, accepted, fed, strict=True) if had]
+    lines.append(f"accepted of the guesses fed, by where they came from: {', '.join(parts) or 'none fed'}")
     if compare:
         same = rows[-2][1].token_ids == rows[-1][1].token_ids
         lines.append(f"the same tokens: {'yes' if same else 'NO'}")

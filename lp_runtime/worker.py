@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lp_runtime.config import PLAIN, ModelConfig, RuntimeConfig
+from lp_runtime.config import PLAIN, RuntimeConfig
 from lp_runtime.decoding import DecodingLoop, Event, Request, make_drawing
 from lp_runtime.errors import ConfigError
 from lp_runtime.model.generation import defaults_of
@@ -21,6 +21,7 @@ from lp_runtime.model.self_check import check_model
 from lp_runtime.model.text import StopStrings
 from lp_runtime.model.tree_model import TreeModel
 from lp_runtime.parallel.group import ReplicaContext, process_group
+from lp_runtime.tuning import Tuning
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,14 @@ class ReplicaInfo:
 class Replica:
     """A loaded, checked and connected model. Made by `start_replica`."""
 
-    def __init__(self, config: ModelConfig, context: ReplicaContext, info: ReplicaInfo, model: TreeModel):
+    def __init__(self, config: RuntimeConfig, context: ReplicaContext, info: ReplicaInfo, model: TreeModel):
         self.context = context
         self.info = info
-        self._config = config
+        self._config = config.model
         self._model = model
-        self._loop = DecodingLoop(model, context.rank, context.num_replicas, model.device)
+        place = (context.rank, context.num_replicas, model.device)
+        self._loop = DecodingLoop(model, *place, Tuning(model, *place, config.cache_dir))
+        self._loop.prepare(config.lookahead)
 
     def decode(self, request: Request, should_cancel: Callable[[], bool] = lambda: False) -> Iterator[Event]:
         """See DecodingLoop.run."""
@@ -97,7 +100,7 @@ def start_replica(config: RuntimeConfig, context: ReplicaContext, store: dist.St
         self_check=self_check,
     )
     with process_group(context, device, config.launcher.timeout, store):
-        yield Replica(config.model, context, info, model)
+        yield Replica(config, context, info, model)
 
 
 def choose_device(device: str, index: int) -> torch.device:

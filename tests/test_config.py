@@ -28,9 +28,10 @@ def refusal(schema, **values) -> str:
     return str(caught.value)
 
 
-def test_defaults_are_the_papers_setting_on_one_replica_of_the_demo_model():
+def test_defaults_are_what_pays_on_one_replica_of_the_demo_model():
     config = GenerateConfig(**PROMPT)
-    assert (config.lookahead.W, config.lookahead.N, config.lookahead.G) == (15, 5, 15)
+    assert config.lookahead == LookaheadConfig() and config.lookahead.is_auto
+    assert (config.lookahead.policy, config.lookahead.memory) == ("full", "request")
     assert config.model.location == str(DEMO_MODEL)
     assert (config.gpus, config.device, config.dtype, config.launcher.name) == (None, "auto", "auto", "auto")
     assert (config.max_new_tokens, config.eos, config.ids, config.limit) == (None, True, False, None)
@@ -53,7 +54,13 @@ def test_smallest_lookahead_settings_are_allowed(values):
         ({"W": 1.5}, "lookahead.W=1.5: must be an integer >= 0"),
         ({"W": "a"}, "lookahead.W=a: must be an integer >= 0"),
         ({"W": True}, "lookahead.W=True: must be an integer >= 0"),
-        ({"N": None}, "lookahead.N=None: must be an integer >= 2"),
+        ({"budget": 0}, "lookahead.budget=0: must be an integer >= 1"),
+        ({"policy": "best"}, "lookahead.policy=best: must be one of full, paper, prompt_lookup, recycling"),
+        ({"acceptance": "all"}, "lookahead.acceptance=all: must be one of tree, guesses"),
+        ({"acceptance": "guesses"}, "lookahead.acceptance=guesses: only with lookahead.policy=paper"),
+        ({"prior": "all"}, "lookahead.prior=all: must be one of vocabulary, none"),
+        ({"memory": ""}, "lookahead.memory='': must be request, runtime or the path of a file"),
+        ({"memory_bytes": 1000}, "lookahead.memory_bytes=1000: must be an integer >= 65536"),
         ({"window_seed": -1}, "lookahead.window_seed=-1: must be an integer >= 0"),
     ],
 )
@@ -62,17 +69,33 @@ def test_lookahead_ranges(values, message):
 
 
 @pytest.mark.parametrize(
-    ("setting", "guess_tokens", "run"),
-    [((15, 5, 15), 119, 18), ((1, 2, 0), 0, 1), ((0, 2, 0), 0, 1), ((0, 4, 2), 6, 4), ((3, 2, 0), 2, 3)],
+    ("settings", "run"),
+    [
+        ({"W": 15, "N": 5, "G": 15, "policy": "paper"}, 18),
+        ({"W": 1, "N": 2, "G": 0, "policy": "paper"}, 1),
+        ({"W": 0, "N": 4, "G": 2, "policy": "paper"}, 4),
+        ({"W": 3, "N": 2, "G": 0, "policy": "paper"}, 3),
+        ({"W": 3, "N": 2, "G": 0, "policy": "paper", "budget": 2}, 2),
+        ({}, 25),
+        ({"budget": 1}, 1),
+        ({"W": 2, "N": 3, "G": 2}, 8),
+        ({"W": 0, "N": 2, "G": 0}, 1),
+        ({"policy": "prompt_lookup"}, 11),
+        ({"policy": "recycling"}, 7),
+    ],
 )
-def test_sizes_that_follow_from_a_setting(setting, guess_tokens, run):
-    config = LookaheadConfig(*setting)
-    assert config.max_guess_tokens == guess_tokens
-    assert config.max_run == run
+def test_what_a_step_may_commit(settings, run):
+    assert LookaheadConfig(**settings).max_run == run
+
+
+def test_any_of_the_papers_letters_sets_all_of_them():
+    assert LookaheadConfig().window == (15, 5, 15)
+    assert not LookaheadConfig(W=7).is_auto and LookaheadConfig(W=7).window == (7, 5, 15)
+    assert not LookaheadConfig(policy="paper").is_auto
 
 
 def test_plain_decoding_guesses_nothing():
-    assert PLAIN.max_guess_tokens == 0
+    assert PLAIN.max_run == 1
     assert not PLAIN.pool_from_prompt
 
 
@@ -165,7 +188,7 @@ def test_sampling_settings_against_the_models_own():
         ({"stop": 5}, "stop=5: must be a list of strings"),
         ({"compare": True, "max_time": 2}, "compare=true: not with max_time, which ends the two at different lengths"),
         (
-            {"exactness": "strict", "lookahead": LookaheadConfig(W=30, N=5)},
+            {"exactness": "strict", "lookahead": LookaheadConfig(W=30, N=5, policy="paper")},
             "lookahead.W=30 lookahead.N=5: a step may commit 33 tokens; with exactness=strict it must be at most 32"
             " (W + N - 2, or N without a window)",
         ),

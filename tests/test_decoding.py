@@ -13,6 +13,7 @@ from lp_runtime.decoding import DecodingLoop, Report, Request
 from lp_runtime.errors import StateMismatchError
 from lp_runtime.model.loading import load_model
 from lp_runtime.model.tree_model import TreeModel
+from lp_runtime.tuning import Tuning
 
 ARCHITECTURES = {
     "llama": ("Llama", {"initializer_range": 0.3}),
@@ -34,6 +35,12 @@ ARCHITECTURES = {
 def models(random_model) -> dict:
     """A few random models whose logits are spread widely enough that texts differ."""
     return {key: random_model(name, seed=5, **settings) for key, (name, settings) in ARCHITECTURES.items()}
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, dict]:
+    """What Tuning has measured of each model."""
+    return {name: {} for name in ARCHITECTURES}
 
 
 def greedy_text(model, request: Request) -> list[int]:
@@ -58,14 +65,27 @@ def decode(loop: DecodingLoop, request: Request, **options) -> tuple[list[int], 
     return sum(runs, []), runs, report
 
 
-lookaheads = st.builds(
+papers = st.builds(
     LookaheadConfig,
     W=st.integers(0, 8),
     N=st.integers(2, 6),
     G=st.integers(0, 6),
+    policy=st.just("paper"),
+    acceptance=st.sampled_from(["tree", "guesses"]),
+    budget=st.sampled_from([None, None, 1, 2, 5, 20]),
     pool_from_prompt=st.booleans(),
     window_seed=st.integers(0, 3),
 )
+others = st.builds(
+    LookaheadConfig,
+    W=st.sampled_from([None, 0, 4, 15]),
+    policy=st.sampled_from(["full", "full", "prompt_lookup", "recycling"]),
+    prior=st.sampled_from(["vocabulary", "none"]),
+    memory=st.sampled_from(["request", "runtime"]),
+    memory_bytes=st.sampled_from([1 << 16, 1 << 20]),
+    budget=st.sampled_from([None, 1, 2, 5, 20]),
+)
+lookaheads = papers | others
 requests = st.builds(
     Request,
     prompt_ids=st.lists(st.integers(0, 63), min_size=1, max_size=40).map(tuple),
@@ -78,14 +98,17 @@ requests = st.builds(
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(requests, st.sampled_from([1, 5, 2048]))
-def test_the_output_is_greedy_whatever_the_settings(models, architecture, request, chunk):
+def test_the_output_is_greedy_whatever_the_settings(models, measured, architecture, request, chunk):
     model = models[architecture]
-    tokens, runs, report = decode(DecodingLoop(TreeModel(model, chunk), 0, 1, CPU), request)
+    tree_model = TreeModel(model, chunk)
+    loop = DecodingLoop(tree_model, 0, 1, CPU, Tuning(tree_model, 0, 1, CPU, None, measured[architecture]))
+    tokens, runs, report = decode(loop, request)
     assert tokens == greedy_text(model, request)
     assert report.num_steps == len(runs) <= len(tokens)
     assert all(runs)
     assert report.finish_reason == ("eos" if tokens[-1] in request.eos_token_ids else "length")
     assert report.exchange_bytes == 0
+    assert report.step_tokens <= (request.lookahead.budget or 10_000)
 
 
 def test_a_step_feeds_what_W_N_G_say(models):
@@ -93,14 +116,15 @@ def test_a_step_feeds_what_W_N_G_say(models):
     _, runs, report = decode(loop, Request((1, 2, 3), PLAIN, max_new_tokens=12))
     assert runs == [[token] for run in runs for token in run]
     assert (report.num_steps, report.step_tokens) == (12, 1.0)
-    settings = LookaheadConfig(W=4, N=3, G=4)
-    _, _, report = decode(loop, Request((1, 2, 3), settings, max_new_tokens=40))
-    assert 1 < report.step_tokens <= 1 + settings.max_guess_tokens
+    for policy in ("paper", "full"):
+        settings = LookaheadConfig(W=4, N=3, G=4, policy=policy)
+        _, _, report = decode(loop, Request((1, 2, 3), settings, max_new_tokens=40))
+        assert 1 < report.step_tokens <= 16
 
 
 def test_guesses_from_a_looping_text_save_steps(models):
     loop = DecodingLoop(TreeModel(models["llama"], 2048), 0, 1, CPU)
-    _, _, report = decode(loop, Request((1, 2, 3), LookaheadConfig(W=8, N=5, G=8), max_new_tokens=150))
+    _, _, report = decode(loop, Request((1, 2, 3), LookaheadConfig(W=8, N=5, G=8, policy="paper"), max_new_tokens=150))
     assert report.num_steps < 110
     assert report.pool.hit_rate > 0.3
     assert report.pool.accepted_length > 0

@@ -22,6 +22,7 @@ LAYERS = [
     {"command_config"},
     {"lookahead"},
     {"model", "parallel"},
+    {"policies", "tuning"},
     {"decoding"},
     {"worker"},
     {"launchers"},

@@ -16,7 +16,10 @@ from lp_runtime.worker import Replica, start_replica
 
 def main() -> None:
     pipe = Connection(int(sys.argv[1]))
-    config, context = pipe.recv()
+    try:
+        config, context = pipe.recv()
+    except (EOFError, OSError):
+        return  # the driver was gone before it could say what to do
     requests: queue.Queue[Request] = queue.Queue()
     cancelled = threading.Event()
 

@@ -77,7 +77,7 @@ class GumbelNoise:
     """
 
     def __init__(self, seed: int, sample: int, vocabulary_size: int, device: torch.device):
-        self._seed, self._sample = seed, sample
+        self.seed, self.sample = seed, sample
         self._vocabulary_size, self._device = vocabulary_size, device
         self._slots: dict[int, int] = {}  # row of `_rows` by position
         self._rows = torch.empty((0, vocabulary_size), dtype=torch.float32, device=device)
@@ -85,7 +85,7 @@ class GumbelNoise:
     def at(self, positions: Sequence[int]) -> torch.Tensor:
         """[n, V] float32: standard Gumbel noise of the tokens drawn at `positions` [n]."""
         if missing := sorted(set(positions) - self._slots.keys()):
-            made = -(-uniforms(self._seed, self._sample, missing, self._vocabulary_size, self._device).log()).log()
+            made = -(-uniforms(self.seed, self.sample, missing, self._vocabulary_size, self._device).log()).log()
             # What stands before this step's positions will not be asked for again.
             kept = [position for position in self._slots if position >= min(positions)]
             rows = self._rows[[self._slots[position] for position in kept]]

@@ -1,19 +1,20 @@
 """The decoding state, which every replica holds alike: propose a tree, then advance by what the step decided.
 
-Both are functions of the state and of integers that all replicas share, so equal states stay equal.
+Both are functions of the state and of integers that all replicas share, so equal states stay equal. What stands in the
+tree is a policy's choice (policy.py); it never changes what is committed.
 """
 
 from __future__ import annotations
 
 import hashlib
-import random
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from lp_runtime.lookahead.pool import NGramPool
-from lp_runtime.lookahead.tree import TokenTree, accept
-from lp_runtime.lookahead.window import Slots, Window
+import numpy as np
+
+from lp_runtime.lookahead.policy import Found, Policy
+from lp_runtime.lookahead.tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -21,51 +22,44 @@ class DecodingRules:
     """What fixes a request's decoding besides its prompt.
 
     Attributes:
-        W, N, G: window columns, n-gram size, largest number of guesses (the paper's letters).
-        pool_from_prompt: insert the prompt's n-grams into the pool.
-        window_seed: seed of the tokens that slots of the window start from.
         max_new_tokens: commit at most this many tokens, >= 1.
         eos_token_ids: stop after any of these; empty to go on to max_new_tokens.
+        drafting: how trees are made, as text; part of the digest.
         drawing: whatever else decides which successors are drawn, as text; part of the digest.
     """
 
-    W: int
-    N: int
-    G: int
-    pool_from_prompt: bool
-    window_seed: int
     max_new_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
+    drafting: str = ""
     drawing: str = ""
 
 
 # Given a run that is about to be committed: how many of its tokens to keep if it stops within them, else None.
 Stop = Callable[[Sequence[int]], int | None]
+# Given a tree whose nodes stand in order of their estimated worth, and the estimates: how many of its nodes to feed.
+Fit = Callable[[TokenTree, np.ndarray], int]
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """One step's tree and what stands where in it.
+    """One step's tree.
 
     Attributes:
         tree: the token tree, T nodes.
-        slots: the window's nodes; empty without a window.
-        guess_nodes: nodes that some guess contains.
         digest: digest of the state that proposed this tree; equal on all replicas, or they have parted.
     """
 
     tree: TokenTree
-    slots: Slots
-    guess_nodes: set[int] = field(repr=False)
     digest: int
 
 
 class DecodingState:
-    """Committed tokens, window and pool of one request.
+    """Committed tokens of one request, and the policy that proposes what may follow.
 
     Args:
         prompt: token ids, at least one.
         rules: see DecodingRules.
+        policy: proposes trees; has not begun another request.
         stop: a condition beyond the rules'; asked once a step about what is left of the run after them. It must
             answer alike on all replicas.
 
@@ -76,9 +70,10 @@ class DecodingState:
         finish_reason: None while unfinished, then "eos", "stop" or "length".
     """
 
-    def __init__(self, prompt: Sequence[int], rules: DecodingRules, stop: Stop | None = None):
+    def __init__(self, prompt: Sequence[int], rules: DecodingRules, policy: Policy, stop: Stop | None = None):
         assert prompt and rules.max_new_tokens >= 1
         self.rules = rules
+        self.policy = policy
         self._stop = stop
         self.prompt_length = len(prompt)
         self.tokens = list(prompt)
@@ -86,11 +81,7 @@ class DecodingState:
         self.num_steps = 0
         self.finish_reason: str | None = None
         self._digest = 0
-        self._random = random.Random(rules.window_seed)
-        self.pool = NGramPool(rules.N, rules.G)
-        self._pool_first = 0 if rules.pool_from_prompt else len(prompt)
-        self.pool.insert_text(self.tokens, self._pool_first, 0)
-        self.window = Window(rules.W, rules.N, self._refill) if rules.W else None
+        policy.begin(self.tokens)
 
     @property
     def new_tokens(self) -> list[int]:
@@ -100,60 +91,59 @@ class DecodingState:
     def pending(self) -> list[int]:
         return self.tokens[self.num_cached :]
 
-    def _refill(self, previous: int | None) -> int:
-        """First guess for a window slot: what followed the token before it, else a token of the prompt."""
-        expected = None if previous is None else self.pool.expect(previous)
-        return self.tokens[self._random.randrange(self.prompt_length)] if expected is None else expected
+    def propose(self, fit: Fit | None = None) -> Proposal:
+        """The tree of the next step. Nothing in it stands where its successor could not be committed.
 
-    def propose(self) -> Proposal:
-        """The tree of the next step. Nothing in it stands where its successor could not be committed."""
+        Args:
+            fit: asked, where the policy estimates what its nodes are worth, how many of them to feed; it must answer
+                alike on all replicas.
+        """
         num_left = self.rules.max_new_tokens - (len(self.tokens) - self.prompt_length)
-        tree = TokenTree(self.pending, max_depth=num_left - 1)
-        slots = self.window.place(tree) if self.window else []
-        guess_nodes: set[int] = set()
-        for guess in self.pool.guesses(self.tokens[-1]):
-            guess_nodes.update(tree.add_branch(guess))
+        tree = self.policy.propose(self.tokens, self.num_cached, num_left - 1)
+        if fit is not None and tree.reach is not None:
+            tree.truncate(fit(tree, tree.reach))
+        return self._proposal(tree)
+
+    def propose_root(self) -> Proposal:
+        """A step that guesses nothing: the pending tokens alone."""
+        return self._proposal(TokenTree(self.pending, max_depth=0))
+
+    def _proposal(self, tree: TokenTree) -> Proposal:
         content = array("q", [self.num_cached, *tree.tokens, *tree.parents]).tobytes()
         digest = hashlib.blake2b(content, digest_size=7, key=self._digest.to_bytes(8, "big")).digest()
-        return Proposal(tree, slots, guess_nodes, int.from_bytes(digest, "big"))
+        return Proposal(tree, int.from_bytes(digest, "big"))
 
     def propose_prefill(self) -> Proposal:
         """The prefill's step as a tree: its one node is the prompt's last token. The digest covers the request."""
         rules = replace(self.rules, eos_token_ids=frozenset())
         content = repr((self.tokens, rules, sorted(self.rules.eos_token_ids))).encode()
         digest = hashlib.blake2b(content, digest_size=7).digest()
-        return Proposal(TokenTree(self.tokens[-1:], max_depth=0), [], set(), int.from_bytes(digest, "big"))
+        return Proposal(TokenTree(self.tokens[-1:], max_depth=0), int.from_bytes(digest, "big"))
 
-    def advance_prefill(self, proposal: Proposal, successors: Sequence[int]) -> list[int]:
+    def advance_prefill(self, proposal: Proposal, found: Found) -> list[int]:
         """Take the prefill's step: the whole prompt is cached and its successor committed. Returns the run."""
         self._digest = proposal.digest
         self.num_cached = self.prompt_length
-        run = self._commit([successors[0]])
-        self.pool.insert_text(self.tokens, self._pool_first, self.prompt_length)
+        run = self._commit([found.successors[0]])
+        self.policy.advance_prefill(self.tokens, found)
         return run
 
-    def advance(self, proposal: Proposal, successors: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Take one step: accept, cut, commit, then move window and pool on.
+    def advance(self, proposal: Proposal, found: Found) -> tuple[list[int], list[int]]:
+        """Take one step: accept, cut, commit, then move the policy on.
 
         Args:
             proposal: what `propose` returned for this step.
-            successors: [T] the token that follows each node of the tree, from the root on.
+            found: what the step found about every node of the tree.
 
         Returns:
             (run, nodes): the committed run, 1 token or more, and the node that each of its tokens follows.
         """
-        tree, slots = proposal.tree, proposal.slots
-        run, path = accept(tree, successors)
+        tree = proposal.tree
+        run, path = self.policy.accept(tree, found.successors)
         self._digest = proposal.digest
         self.num_cached += tree.root + 1
-        ngrams = self.window.ngrams(tree, slots, successors) if self.window else []
         run = self._commit(run)
-        for ngram in ngrams:
-            self.pool.insert(ngram)
-        self.pool.insert_text(self.tokens, self._pool_first, len(self.tokens) - len(run))
-        self.pool.record_step(path[: len(run)], proposal.guess_nodes)
-        if self.window:
-            self.window.advance(slots, successors, len(run))
+        self.policy.advance(self.tokens, tree, found, run, path[: len(run)])
         return run, [tree.root, *path][: len(run)]
 
     def _commit(self, run: list[int]) -> list[int]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 
 class TokenTree:
     """A tree of tokens in feeding order: every parent stands before its children.
@@ -22,33 +24,61 @@ class TokenTree:
         depths: [T] depth below the root: 0 for the root, negative for the pending tokens before it.
         root: index of the root, P - 1.
         max_depth: no node is added below this depth.
+        max_nodes: nor any once there are this many; None for no limit.
+        reach: [T] estimated probability that a node is on the accepted path, fixed point, where a policy has it; the
+            nodes then stand in its order, the largest first, so that any first nodes are the best tree of their size.
     """
 
-    __slots__ = ("tokens", "parents", "depths", "root", "max_depth", "_children")
+    __slots__ = ("tokens", "parents", "depths", "root", "max_depth", "max_nodes", "reach", "_children")
 
-    def __init__(self, pending: Sequence[int], max_depth: int):
+    def __init__(self, pending: Sequence[int], max_depth: int, max_nodes: int | None = None):
         assert pending, "a tree has a root"
         self.tokens = list(pending)
         self.parents = list(range(-1, len(pending) - 1))
         self.depths = list(range(1 - len(pending), 1))
         self.root = len(pending) - 1
         self.max_depth = max_depth
+        self.max_nodes = max_nodes
+        self.reach: np.ndarray | None = None
         self._children: dict[tuple[int, int], int] = {}
+
+    @classmethod
+    def from_arrays(
+        cls, tokens: np.ndarray, parents: np.ndarray, depths: np.ndarray, reach: np.ndarray, root: int, max_depth: int
+    ) -> TokenTree:
+        """A tree from [T] arrays; siblings must differ. The children are found when they are first asked for."""
+        tree = cls.__new__(cls)
+        tree.tokens, tree.parents, tree.depths = tokens.tolist(), parents.tolist(), depths.tolist()
+        tree.root, tree.max_depth, tree.max_nodes, tree.reach = root, max_depth, None, reach
+        tree._children = {}
+        return tree
+
+    def truncate(self, num_nodes: int) -> None:
+        """Keep the first nodes only; the pending tokens at least."""
+        assert num_nodes > self.root
+        for values in (self.tokens, self.parents, self.depths):
+            del values[num_nodes:]
+        if self.reach is not None:
+            self.reach = self.reach[:num_nodes]
+        self._children = {key: node for key, node in self._children.items() if node < num_nodes}
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` that carries `token`, if there is one."""
+        if self.reach is not None and not self._children:
+            below = range(self.root + 1, len(self))
+            self._children = {(self.parents[i], self.tokens[i]): i for i in below}
         return self._children.get((node, token))
 
     def add(self, parent: int, token: int) -> int | None:
-        """The child of `parent` (the root or below) that carries `token`, made if need be; None below max_depth."""
+        """The child of `parent` (the root or below) that carries `token`, made if need be; None without room."""
         key = (parent, token)
         node = self._children.get(key)
         if node is None:
             depth = self.depths[parent] + 1
-            if depth > self.max_depth:
+            if depth > self.max_depth or (self.max_nodes is not None and len(self.tokens) >= self.max_nodes):
                 return None
             node = len(self.tokens)
             self.tokens.append(token)
@@ -58,7 +88,7 @@ class TokenTree:
         return node
 
     def add_branch(self, tokens: Sequence[int]) -> list[int]:
-        """Add a chain of tokens under the root, as deep as max_depth allows; returns its nodes from the top."""
+        """Add a chain of tokens under the root, as far as there is room; returns its nodes from the top."""
         nodes: list[int] = []
         node: int | None = self.root
         for token in tokens:

@@ -78,6 +78,15 @@ class TreeModel:
         return logits
 
     @torch.inference_mode()
+    def alone(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[n, V] float32 logits of tokens that each are a text of one token: they see themselves only."""
+        self._cache.clear()
+        ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
+        positions = torch.zeros_like(ids)
+        mask = self.masks.build([-1] * len(tokens), positions, 0)
+        return self._forward(ids, positions, mask, torch.arange(len(tokens), device=self.device))
+
+    @torch.inference_mode()
     def forward(self, tree: TokenTree, nodes: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
         """Feed a share of a tree and commit its pending tokens.
 

@@ -1,29 +1,30 @@
 """The exchange: one fixed-size integer collective a step, which turns what each replica found into what all know.
 
-What a replica sends, [2 + capacity] int64:
+What a replica sends, [3 + n * width] int64:
 
-    digest | control | what it found about the nodes it owns, in the tree's order | padding
+    digest | control | clock | what it found about the nodes it owns, `width` integers each | padding
 
-Both sides of the layout are known to everyone (the partition is a pure function), so nothing else is sent.
+Both sides of the layout are known to everyone (the partition is a pure function), n, too: as many nodes as any replica
+owns in this step, rounded up. So nothing else is sent, and no size is ever agreed on.
 Letters: R replicas, T nodes in the tree.
 """
 
 from __future__ import annotations
 
-import functools
-import operator
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from lp_runtime.errors import ReplicaError, StateMismatchError, first_line
 from lp_runtime.parallel.partition import Share
 
-HEADER = 2  # digest, control
+HEADER = 3  # digest, control, clock
+ROUNDED_TO = 16  # nodes
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,14 @@ class Outcome:
     """What every replica knows after the exchange.
 
     Attributes:
-        values: [T] what the node's owner found; -1 for pending tokens before the root.
+        values: [T, width] int64: what the node's owner found; -1 for pending tokens before the root.
         control: the bits that any replica set; they take effect at the end of this step, everywhere.
+        clocks: [R] what each replica says of its time.
     """
 
-    values: list[int]
+    values: np.ndarray
     control: int
+    clocks: list[int]
 
 
 class Exchange:
@@ -46,64 +49,70 @@ class Exchange:
         rank, num_replicas: as in the process group, which must have been formed for R > 1.
         capacity: largest number of nodes that a replica may own in a step.
         device: where the process group's backend wants its tensors.
+        width: integers that are found of a node.
     """
 
-    def __init__(self, rank: int, num_replicas: int, capacity: int, device: torch.device):
+    def __init__(self, rank: int, num_replicas: int, capacity: int, device: torch.device, width: int = 1):
         self.rank = rank
         self.num_replicas = num_replicas
         self.capacity = capacity
+        self.width = width
         self._device = device
-        size = HEADER + capacity
+        self.bytes_sent = 0  # by this replica so far
+        size = HEADER + capacity * width
         pinned = device.type == "cuda"
         self._header = torch.empty(HEADER, dtype=torch.int64, pin_memory=pinned)
         self._sent = torch.zeros(size, dtype=torch.int64, device=device)
         self._received = torch.empty(num_replicas * size, dtype=torch.int64, device=device)
 
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that one replica sends in a step."""
-        return self._sent.numel() * self._sent.element_size()
+    def _size(self, shares: Sequence[Share]) -> int:
+        """Integers that each replica sends in a step."""
+        most = max(len(share.owned) for share in shares)
+        assert most <= self.capacity
+        return HEADER + min(-(-most // ROUNDED_TO) * ROUNDED_TO, self.capacity) * self.width
 
     def all_gather(
-        self, shares: Sequence[Share], num_nodes: int, values: torch.Tensor, digest: int, control: int
+        self, shares: Sequence[Share], num_nodes: int, values: torch.Tensor, digest: int, control: int, clock: int = 0
     ) -> Outcome:
         """Exchange one step's results.
 
         Args:
             shares: [R] everyone's share.
             num_nodes: T.
-            values: int64, one for each node that this replica owns, on its device; read back here, once.
+            values: [n, width] int64, a row for each node that this replica owns, on its device; read back here, once.
             digest: digest of this replica's state, 56 bits.
             control: bits that this replica alone knows, and all must act on.
+            clock: what this replica tells of its time.
 
         Raises:
             StateMismatchError: if the replicas' digests differ.
             ReplicaError: if a peer is gone or does not answer in time.
         """
-        num_sent = len(values)
-        assert num_sent == len(shares[self.rank].owned) <= self.capacity
-        self._header[0], self._header[1] = digest, control
+        num_sent = values.numel()
+        assert len(values) == len(shares[self.rank].owned)
+        assert num_sent == len(values) * self.width
+        size = self._size(shares)
+        self._header[0], self._header[1], self._header[2] = digest, control, clock
         self._sent[:HEADER].copy_(self._header, non_blocking=True)
-        self._sent[HEADER : HEADER + num_sent].copy_(values)
+        self._sent[HEADER : HEADER + num_sent].copy_(values.reshape(-1))
         if self.num_replicas == 1:
-            rows = [self._sent.tolist()]
+            rows = self._sent[:size].cpu().numpy()[None]
         else:
+            received = self._received[: self.num_replicas * size]
             try:
-                _all_gather(self._received, self._sent)
-                received = self._received.tolist()
+                _all_gather(received, self._sent[:size])
+                rows = received.cpu().numpy().reshape(self.num_replicas, -1)
             except RuntimeError as error:
                 raise ReplicaError(f"rank {self.rank} lost a peer in the exchange: {first_line(error)}") from error
-            size = HEADER + self.capacity
-            rows = [received[start : start + size] for start in range(0, len(received), size)]
-        digests = [row[0] for row in rows]
-        if digests.count(digest) != len(digests):
-            shown = ", ".join(f"rank {rank} {value:#x}" for rank, value in enumerate(digests))
+        self.bytes_sent += 8 * size
+        if (rows[:, 0] != digest).any():
+            shown = ", ".join(f"rank {rank} {value:#x}" for rank, value in enumerate(rows[:, 0].tolist()))
             raise StateMismatchError(f"the replicas' states have parted, their digests differ: {shown}")
-        merged = [-1] * num_nodes
+        merged = np.full((num_nodes, self.width), -1, dtype=np.int64)
         for share, row in zip(shares, rows, strict=True):
-            for node, value in zip(share.owned, row[HEADER:], strict=False):
-                merged[node] = value
-        return Outcome(merged, functools.reduce(operator.or_, (row[1] for row in rows)))
+            num_owned = len(share.owned)
+            merged[share.owned] = row[HEADER : HEADER + num_owned * self.width].reshape(num_owned, self.width)
+        return Outcome(merged, int(np.bitwise_or.reduce(rows[:, 1])), rows[:, 2].tolist())
 
 
 def _all_gather(output: torch.Tensor, value: torch.Tensor) -> None:
@@ -154,3 +163,22 @@ def merge_rows(rows: torch.Tensor, num_replicas: int, device: torch.device) -> t
     except RuntimeError as error:
         raise ReplicaError(f"lost a peer: {first_line(error)}") from error
     return merged.to(rows.device)
+
+
+def gather_rows(row: np.ndarray, num_replicas: int, device: torch.device) -> np.ndarray:
+    """Every replica's row, [R, n], on all of them. When a runtime starts, never inside a step.
+
+    Args:
+        row: [n] int64, of the same n everywhere.
+        num_replicas: R.
+        device: where the process group's backend wants its tensors.
+    """
+    if num_replicas == 1:
+        return row[None]
+    mine = torch.from_numpy(row).to(device)
+    rows = torch.empty(num_replicas * len(row), dtype=torch.int64, device=device)
+    try:
+        _all_gather(rows, mine)
+        return rows.cpu().numpy().reshape(num_replicas, -1)
+    except RuntimeError as error:
+        raise ReplicaError(f"lost a peer: {first_line(error)}") from error

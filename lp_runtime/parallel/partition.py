@@ -1,11 +1,11 @@
 """Partition of a step's token tree into one share a replica.
 
 A share is a set of leaves with all their ancestors; ancestors that several shares need are computed by each (the
-paper's redundant tokens, section 3.4). The work of a share is the number of tokens it feeds, and the partition keeps
-the finishing time of the busiest replica, work / speed, as small as it can: finding the least is NP-hard (it contains
-bin packing), so this is a search for the least cap under which a greedy packing fits.
+paper's redundant tokens, section 3.4). The partition keeps the finishing time of the last replica as small as it can,
+by what each of them needs for so many tokens: finding the least is NP-hard (it contains bin packing), so this is a
+search for the least time under which a greedy packing fits. The inner loops are compiled by Numba.
 
-Letters: T nodes in the tree, P pending tokens, R replicas.
+Letters: T nodes in the tree, P pending tokens, R replicas, M tokens that a replica's time is known for at most.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numba import njit
+
 from lp_runtime.lookahead.tree import TokenTree
+
+TIME_UNIT = 1 << 20  # a token at speed 1
 
 
 @dataclass(frozen=True)
@@ -31,115 +36,176 @@ class Share:
     owned: list[int]
 
 
+def linear_times(speeds: Sequence[float], num_tokens: int) -> np.ndarray:
+    """[R, num_tokens + 1] int64 times of replicas that need the same for every token; > 0, only ratios matter."""
+    fastest = max(speeds)
+    return np.array([np.arange(num_tokens + 1) * (TIME_UNIT * fastest / speed) for speed in speeds]).astype(np.int64)
+
+
 def partition(tree: TokenTree, speeds: Sequence[float]) -> list[Share]:
+    """Cut the tree into R shares for replicas that do so many tokens per unit of time: see `partition_by_times`."""
+    return partition_by_times(tree, linear_times(speeds, len(tree)))
+
+
+def partition_by_times(tree: TokenTree, times: np.ndarray) -> list[Share]:
     """Cut the tree into R shares, balanced on what each replica computes, ancestors included.
 
     Args:
         tree: the step's tree.
-        speeds: [R] tokens per unit of time of each replica, > 0; only their ratios matter.
+        times: [R, >= T + 1] int64, how long each replica needs for 0, 1, 2 ... tokens, in one unit; must not fall.
 
     Returns:
         [R] shares. A replica without leaves feeds the pending tokens alone.
     """
-    if len(speeds) == 1:
+    if len(times) == 1:
         nodes = list(range(len(tree)))
         return [Share(nodes, nodes[tree.root :])]
-    bins = _pack(tree, speeds)
-    owner = [-1] * len(tree)
-    owner[tree.root] = 0
-    shares = []
-    for rank, leaves in enumerate(bins):
-        member = set(range(tree.root + 1))
-        owned = [tree.root] if rank == 0 else []
-        for leaf in leaves:
-            node = leaf
-            while node not in member:
-                member.add(node)
-                if owner[node] < 0:
-                    owner[node] = rank
-                    owned.append(node)
-                node = tree.parents[node]
-        shares.append(Share(sorted(member), sorted(owned)))
-    return shares
+    fed, owner, _ = _cut(np.array(tree.parents), np.array(tree.depths), tree.root, len(tree), times)
+    return [Share(np.flatnonzero(row).tolist(), np.flatnonzero(owner == rank).tolist()) for rank, row in enumerate(fed)]
 
 
-def _pack(tree: TokenTree, speeds: Sequence[float]) -> list[list[int]]:
-    """[R] lists of leaves: the packing with the least cap on time that `_fits` finds."""
-    leaves = _leaves_deep_first(tree)
-    if not leaves:
-        return [[] for _ in speeds]
-    num_pending = tree.root + 1
-    fastest = max(speeds)
-    # No packing can beat the deepest leaf on the fastest replica, nor all nodes shared out without redundancy. The
-    # capacities only change where time * speed passes a whole number, so times are tried at those steps.
-    deepest = max(tree.depths[leaf] for leaf, _ in leaves)
-    num_nodes = len(tree) - num_pending
-    low = (num_pending + deepest) / fastest
-    low = max(low, (num_nodes + num_pending * len(speeds)) / sum(speeds))
-    while True:
-        room = [int(low * speed + 1e-9) - num_pending for speed in speeds]
-        bins = _fits(leaves, tree.depths, room)
-        if bins is not None:
-            return bins
-        low = min((int(low * speed + 1e-9) + 1) / speed for speed in speeds)
+def finishing_time(tree: TokenTree, num_nodes: int, times: np.ndarray) -> int:
+    """When the last replica is done with the first `num_nodes` nodes of a tree, in the unit of `times`."""
+    if len(times) == 1:
+        return int(times[0, num_nodes])
+    return int(_cut(np.array(tree.parents), np.array(tree.depths), tree.root, num_nodes, times)[2])
 
 
-def _leaves_deep_first(tree: TokenTree) -> list[tuple[int, int]]:
+def largest_fit(tree: TokenTree, num_replicas: int, budget: int) -> int:
+    """How many of the first nodes of a tree can be fed if no replica may feed more than `budget` tokens."""
+    if num_replicas == 1 or len(tree) <= budget:
+        return min(len(tree), max(budget, tree.root + 1))
+    return int(_largest_fit(np.array(tree.parents), np.array(tree.depths), tree.root, len(tree), num_replicas, budget))
+
+
+@njit(cache=True)
+def _leaves_deep_first(parents, depths, root, num_nodes):
     """The leaves in depth-first order, the deepest subtree first, each with the depth at which it leaves the last one.
 
     In this order neighbours share the most ancestors, and what is dear to share (the end of the window's level 0)
     comes while there is room.
     """
-    children: list[list[int]] = [[] for _ in range(len(tree))]
-    height = list(tree.depths)  # depth of the deepest node below
-    for node in range(len(tree) - 1, tree.root, -1):
-        parent = tree.parents[node]
-        children[parent].append(node)
-        if height[node] > height[parent]:
-            height[parent] = height[node]
-    leaves: list[tuple[int, int]] = []
-    stack = [tree.root]
-    branch_depth = 0
-    while stack:
-        node = stack.pop()
-        below = children[node]
-        if not below:
-            if node != tree.root:
-                leaves.append((node, branch_depth))
-                if stack:
-                    branch_depth = tree.depths[stack[-1]] - 1
+    height = depths[:num_nodes].copy()  # depth of the deepest node below
+    num_children = np.zeros(num_nodes, np.int64)
+    for node in range(num_nodes - 1, root, -1):
+        parent = parents[node]
+        num_children[parent] += 1
+        height[parent] = max(height[parent], height[node])
+    firsts = np.cumsum(num_children) - num_children  # of each node's children in `children`
+    ends = firsts.copy()
+    children = np.empty(num_nodes, np.int64)
+    for node in range(root + 1, num_nodes):
+        parent = parents[node]
+        at = ends[parent]
+        ends[parent] += 1
+        while at > firsts[parent] and height[children[at - 1]] > height[node]:  # sorted by height, stable
+            children[at] = children[at - 1]
+            at -= 1
+        children[at] = node
+    leaves = np.empty(num_nodes, np.int64)
+    branches = np.empty(num_nodes, np.int64)
+    stack = np.empty(num_nodes + 1, np.int64)
+    stack[0] = root
+    num_stacked, num_leaves, branch = 1, 0, 0
+    while num_stacked:
+        num_stacked -= 1
+        node = stack[num_stacked]
+        if firsts[node] == ends[node]:
+            if node != root:
+                leaves[num_leaves], branches[num_leaves] = node, branch
+                num_leaves += 1
+                if num_stacked:
+                    branch = depths[stack[num_stacked - 1]] - 1
             continue
-        if len(below) > 1:
-            below.sort(key=height.__getitem__)
-        stack += below
-    return leaves
+        for at in range(firsts[node], ends[node]):
+            stack[num_stacked] = children[at]
+            num_stacked += 1
+    return leaves[:num_leaves], branches[:num_leaves]
 
 
-def _fits(leaves: list[tuple[int, int]], depths: Sequence[int], room: Sequence[int]) -> list[list[int]] | None:
-    """Pack the leaves into bins of the given room, or None.
+@njit(cache=True)
+def _fits(leaves, branches, depths, room, bins):
+    """Pack the leaves into bins of the given room, if they fit: `bins` is the bin of each.
 
     Each leaf goes where it adds the fewest nodes; among those, where the least room is left. What a leaf adds to a
     bin is its depth less the depth of its branching from the bin's last leaf, which in depth-first order is the one
     it shares the most with.
     """
-    left = list(room)
-    bins: list[list[int]] = [[] for _ in room]
-    shared = [0] * len(room)  # depth down to which the current leaf's ancestors are in the bin
-    for leaf, branch_depth in leaves:
-        depth = depths[leaf]
-        best, best_key = -1, (depth + 1, 0)
-        for rank, have in enumerate(shared):
-            if have > branch_depth:
-                shared[rank] = have = branch_depth
-            added = depth - have
-            if added <= left[rank] and (key := (added, left[rank])) < best_key:
-                best, best_key = rank, key
+    left = room.copy()
+    shared = np.zeros(len(room), np.int64)  # depth down to which the current leaf's ancestors are in the bin
+    for i in range(len(leaves)):
+        depth, branch = depths[leaves[i]], branches[i]
+        best, best_added, best_left = -1, depth + 1, 0
+        for rank in range(len(room)):
+            if shared[rank] > branch:
+                shared[rank] = branch
+            added = depth - shared[rank]
+            if added <= left[rank] and (added < best_added or (added == best_added and left[rank] < best_left)):
+                best, best_added, best_left = rank, added, left[rank]
         if best < 0:
-            return None
-        bins[best].append(leaf)
-        left[best] -= best_key[0]
+            return False
+        bins[i] = best
+        left[best] -= best_added
         shared[best] = depth
-    return bins
+    return True
+
+
+@njit(cache=True)
+def _cut(parents, depths, root, num_nodes, times):
+    """(fed [R, T] bool, owner [T], time): the shares under the least time that `_fits` finds."""
+    num_replicas, most = len(times), times.shape[1] - 1
+    num_pending = root + 1
+    fed = np.zeros((num_replicas, num_nodes), np.bool_)
+    fed[:, :num_pending] = True
+    owner = np.full(num_nodes, -1, np.int64)
+    owner[root] = 0
+    leaves, branches = _leaves_deep_first(parents, depths, root, num_nodes)
+    # No packing can beat the pending tokens everywhere, nor the deepest leaf on the replica that is fastest with it.
+    time = times[:, num_pending].max()
+    if len(leaves) == 0:
+        return fed, owner, time
+    deepest = 0
+    for leaf in leaves:
+        deepest = max(deepest, depths[leaf])
+    time = max(time, times[:, num_pending + deepest].min())
+    room = np.empty(num_replicas, np.int64)
+    bins = np.empty(len(leaves), np.int64)
+    while True:
+        for rank in range(num_replicas):
+            room[rank] = np.searchsorted(times[rank], time, side="right") - 1 - num_pending
+        if room.sum() >= num_nodes - num_pending and _fits(leaves, branches, depths, room, bins):
+            break
+        # what fits only changes where one more token fits
+        later = np.int64(-1)
+        for rank in range(num_replicas):
+            tokens = room[rank] + num_pending + 1
+            if tokens <= most and (later < 0 or times[rank, tokens] < later):
+                later = times[rank, tokens]
+        time = later
+    for i in range(len(leaves)):
+        node, rank = leaves[i], bins[i]
+        while not fed[rank, node]:
+            fed[rank, node] = True
+            if owner[node] < 0:
+                owner[node] = rank
+            node = parents[node]
+    return fed, owner, time
+
+
+@njit(cache=True)
+def _largest_fit(parents, depths, root, num_nodes, num_replicas, budget):
+    """The largest number of first nodes that a bisection finds to fit."""
+    room = np.full(num_replicas, budget - root - 1, np.int64)
+    low, high = min(num_nodes, max(root + 1, budget)), num_nodes
+    bins = np.empty(num_nodes, np.int64)
+    while low < high:
+        middle = (low + high + 1) // 2
+        leaves, branches = _leaves_deep_first(parents, depths, root, middle)
+        if _fits(leaves, branches, depths, room, bins):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def step_tokens(shares: Sequence[Share]) -> float:

@@ -1,0 +1,144 @@
+"""The runtime's own drafting: one tree, grown best first from everything that is free.
+
+Sources of what may follow a context (kernels.py): what followed the longest match of it in the text; the runners-up
+that a forward pass found under its last 4, 3, 2 and 1 tokens, in this text or in a branch of an earlier tree; and what
+the model says follows its last token alone. How often a candidate is accepted is counted by source, length or order,
+rank and log-probability, and the tree takes, of all candidates below all its nodes, always the one that is likeliest to
+be reached. Where successors are sampled, candidates are ranked by log-probability plus the noise of the position that
+they would stand at (sampling.py): what will be drawn there is what is proposed.
+
+After: best-first trees as in OPT-Tree (arXiv 2406.17276), runners-up as in token recycling (arXiv 2408.08696), matches
+as in prompt lookup; all of them at once, and with the noise known, are this project's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lp_runtime.lookahead import kernels
+from lp_runtime.lookahead.drafts import NUM_RUNNERS_UP, Memory, make_vocabulary
+from lp_runtime.lookahead.policy import Counts, Found, Policy, RunnersUp
+from lp_runtime.lookahead.sampling import WORD
+from lp_runtime.lookahead.tree import TokenTree
+
+MAX_DEPTH = 24
+CANDIDATES = 1 + NUM_RUNNERS_UP * (kernels.NUM_ORDERS + 1)  # of a node, at most
+
+
+class BestFirstPolicy(Policy):
+    """Grows trees best first.
+
+    Args:
+        max_nodes: nodes of a tree at most, pending tokens counted; the root is always there.
+        memory: its tables; cleared by whoever owns it, if at all.
+        vocabulary: what follows each token alone; None for nothing.
+        noise: (seed, sample) where successors are sampled, else None.
+        max_depth: of a tree.
+    """
+
+    num_runners_up = NUM_RUNNERS_UP
+
+    def __init__(
+        self,
+        max_nodes: int,
+        memory: Memory,
+        vocabulary: kernels.Vocabulary | None = None,
+        noise: tuple[int, int] | None = None,
+        max_depth: int = MAX_DEPTH,
+    ):
+        self.max_nodes = max_nodes
+        self.max_run = min(max_depth, max_nodes - 1) + 1
+        self.counts = Counts(kernels.SOURCES)
+        self._max_depth = max_depth
+        self._memory = memory
+        self._drafts = memory.drafts(vocabulary or make_vocabulary(None))
+        seed, sample = noise or (0, 0)
+        self._noise = kernels.Noise(noise is not None, seed & WORD, seed >> 32, sample)
+        room = max_nodes + self.max_run
+        # tokens, parents, depths, reach, sources of the nodes
+        self._nodes = tuple(np.zeros(room, np.int64) for _ in range(5))
+        num_pushed = min(room * CANDIDATES, kernels.MAX_PUSHED)
+        types = (np.int64, np.int32, np.int32, np.int8)
+        self._pushed = tuple(np.zeros(num_pushed, dtype) for dtype in types)
+        sizes = (kernels.CONTEXT, CANDIDATES, CANDIDATES, CANDIDATES)
+        self._scratch = tuple(np.zeros(size, np.int64) for size in sizes)
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self._memory.begin_text(tokens)
+
+    def propose(self, tokens: Sequence[int], num_cached: int, max_depth: int) -> TokenTree:
+        num_pending = len(tokens) - num_cached
+        root = num_pending - 1
+        names, parents, depths, reach, sources = self._nodes
+        names[:num_pending] = tokens[num_cached:]
+        parents[:num_pending] = np.arange(-1, root)
+        depths[:num_pending] = np.arange(-root, 1)
+        size = kernels.grow(
+            self._drafts,
+            self._noise,
+            len(tokens),
+            self._memory.rates,
+            self._nodes,
+            root,
+            max(root + 1, self.max_nodes),
+            min(max_depth, self._max_depth),
+            self._pushed,
+            self._scratch,
+        )
+        return TokenTree.from_arrays(names[:size], parents[:size], depths[:size], reach[:size], root, max_depth)
+
+    def advance_prefill(self, tokens: Sequence[int], found: Found) -> None:
+        self._memory.append_text(tokens[-1:])
+
+    def advance(
+        self, tokens: Sequence[int], tree: TokenTree, found: Found, run: Sequence[int], path: Sequence[int]
+    ) -> None:
+        if found.runners_up is None:  # a step that guessed nothing, and was told of nothing
+            self._memory.append_text(run)
+            return
+        names, parents, depths, _, sources = self._nodes
+        memory, root, size = self._memory, tree.root, len(tree)
+        position = len(tokens) - len(run)
+        below = root + 1
+        self.counts.add(sources[below:size], depths[below:size], [node - below for node in path])
+        kernels.learn(
+            self._drafts,
+            self._noise,
+            position,
+            names,
+            parents,
+            root,
+            np.array([root, *path][: len(run)]),
+            np.array(run),
+            memory.rates,
+            self._scratch,
+        )
+        memory.estimate()
+        told = found.runners_up
+        kernels.remember(
+            self._drafts,
+            names,
+            parents,
+            root,
+            told.tokens,
+            told.scores,
+            told.rest,
+            memory.next_stamp(),
+            self._scratch,
+        )
+        memory.append_text(run)
+
+
+def compile_kernels() -> None:
+    """Compile, or load from Numba's cache, whatever a request needs, so that none waits for it."""
+    for noise in (None, (1, 0)):
+        policy = BestFirstPolicy(4, Memory(1 << 16), noise=noise)
+        policy.begin([1, 2, 1])
+        tokens = [1, 2, 1, 2]
+        policy.advance_prefill(tokens, Found([2]))
+        tree = policy.propose(tokens, 3, max_depth=3)
+        shape = (len(tree), NUM_RUNNERS_UP)
+        told = RunnersUp(np.zeros(shape, np.int32), np.zeros(shape, np.uint8), np.zeros(len(tree), np.uint8))
+        policy.advance([*tokens, 1], tree, Found([1] * len(tree), told), [1], [0])

@@ -1,0 +1,163 @@
+"""What drafts are made from: the tables of runners-up and of text, and how often what they said came true.
+
+A memory lives for one request, or for many; either way it is bounded in bytes, and forgets what is oldest.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+
+from lp_runtime.lookahead import kernels
+from lp_runtime.lookahead.kernels import NUM_FEATURES, NUM_LENGTHS, NUM_NOISE_BINS, NUM_ORDERS, NUM_RANKS, ONE, WAYS
+from lp_runtime.lookahead.policy import RunnersUp
+
+NUM_RUNNERS_UP = 8
+SLOT_BYTES = 8 + NUM_RUNNERS_UP * 5 + 1 + 4
+TEXT_BYTES = 4 + 16 * 2 * kernels.MAX_GRAM  # a token and its n-grams, half of whose slots are in use
+PRIOR_WEIGHT = 8  # observations that a prior estimate counts for
+FORMAT = 1  # of a saved memory
+
+# Prior estimates of acceptance: of the likeliest tokens of an entry by log-probability, times a factor by order.
+PRIOR_BY_SCORE = (0.9, 0.85, 0.75, 0.6, 0.4, 0.2, 0.08, 0.03, 0.01)
+PRIOR_BY_ORDER = (0.55, 0.7, 0.8, 0.85, 0.11)
+LEAST_PRIOR, FIRST_RANK_PRIOR = 0.003, 0.3
+
+
+def prior_rates() -> np.ndarray:
+    """[F] estimates of acceptance before anything was seen, of kernels.ONE."""
+    by_score = np.tile(PRIOR_BY_SCORE, (NUM_RANKS, 1))
+    by_score[0] = np.maximum(by_score[0], FIRST_RANK_PRIOR)
+    runners_up = np.maximum(np.multiply.outer(PRIOR_BY_ORDER, by_score), LEAST_PRIOR)
+    text = np.repeat(np.minimum(0.4 + 0.1 * np.arange(NUM_LENGTHS), 0.9), NUM_NOISE_BINS)
+    return (np.concatenate([text, runners_up.ravel()]) * ONE).astype(np.int64)
+
+
+def make_vocabulary(found: RunnersUp | None) -> kernels.Vocabulary:
+    """The table of what follows each token alone, [V] entries; without one, it is empty."""
+    if found is None:
+        found = RunnersUp(np.zeros((0, NUM_RUNNERS_UP)), np.zeros((0, NUM_RUNNERS_UP)), np.zeros(0))
+    return kernels.Vocabulary(found.tokens.astype(np.int32), found.scores.astype(np.uint8), found.rest.astype(np.uint8))
+
+
+def _power_of_two(limit: int) -> int:
+    """The largest power of two within a limit, at least one bucket."""
+    return max(WAYS, 1 << (max(1, limit).bit_length() - 1))
+
+
+class Memory:
+    """The tables, bounded in bytes.
+
+    Args:
+        num_bytes: of all tables, about.
+
+    Attributes:
+        drafts, rates: for the kernels.
+    """
+
+    def __init__(self, num_bytes: int):
+        self.num_bytes = num_bytes
+        slots = _power_of_two(num_bytes * 3 // 4 // SLOT_BYTES)
+        places = _power_of_two(num_bytes // 4 // TEXT_BYTES)
+        self._runners_up = kernels.RunnersUp(
+            keys=np.zeros(slots, np.int64),
+            tokens=np.zeros((slots, NUM_RUNNERS_UP), np.int32),
+            scores=np.zeros((slots, NUM_RUNNERS_UP), np.uint8),
+            rest=np.zeros(slots, np.uint8),
+            stamps=np.zeros(slots, np.int32),
+        )
+        grams = _power_of_two(2 * kernels.MAX_GRAM * places)
+        self._text = kernels.Text(
+            buffer=np.zeros(max(places, 2 * kernels.CONTEXT), np.int32),
+            span=np.zeros(2, np.int64),
+            keys=np.zeros(grams, np.int64),
+            places=np.zeros(grams, np.int64),
+        )
+        self.rates = kernels.Rates(*(np.zeros(NUM_FEATURES, np.int64) for _ in range(3)))
+        self._prior = prior_rates()
+        self._stamp = 0
+        self.estimate()
+
+    def drafts(self, vocabulary: kernels.Vocabulary) -> kernels.Drafts:
+        """The tables, with a vocabulary's."""
+        return kernels.Drafts(self._runners_up, self._text, vocabulary)
+
+    def clear(self) -> None:
+        """Forget everything; the memory stays."""
+        self._runners_up.keys[:] = 0
+        self._text.keys[:] = 0
+        self._text.span[:] = 0
+        self.rates.tried[:] = 0
+        self.rates.taken[:] = 0
+        self._stamp = 0
+        self.estimate()
+
+    def begin_text(self, tokens: Sequence[int]) -> None:
+        """Begin a text: no n-gram reaches back across here."""
+        self._text.span[0] = self._text.span[1]
+        self.append_text(tokens)
+
+    def append_text(self, tokens: Sequence[int]) -> None:
+        """Append committed tokens to the text."""
+        kernels.append_text(self._text, np.array(tokens, dtype=np.int64))
+
+    def next_stamp(self) -> int:
+        """The age of what is stored from now on."""
+        self._stamp += 1
+        return self._stamp
+
+    def estimate(self) -> None:
+        """Bring the estimates up to what was counted."""
+        rates = self.rates
+        np.floor_divide(rates.taken * ONE + self._prior * PRIOR_WEIGHT, rates.tried + PRIOR_WEIGHT, out=rates.rate)
+
+    def dump(self) -> bytes:
+        """Everything, for `load`."""
+        file = io.BytesIO()
+        np.savez_compressed(
+            file,
+            format=FORMAT,
+            num_bytes=self.num_bytes,
+            shape=(NUM_ORDERS, NUM_FEATURES, NUM_RUNNERS_UP),
+            stamp=self._stamp,
+            tried=self.rates.tried,
+            taken=self.rates.taken,
+            **{f"runners_up_{name}": value for name, value in self._runners_up._asdict().items()},
+            **{f"text_{name}": value for name, value in self._text._asdict().items()},
+        )
+        return file.getvalue()
+
+    @classmethod
+    def load(cls, data: bytes, num_bytes: int) -> Memory:
+        """A memory from what `dump` returned.
+
+        Raises:
+            ValueError: if it is not that, or of another size or version.
+        """
+        memory = cls(num_bytes)
+        try:
+            with np.load(io.BytesIO(data), allow_pickle=False) as saved:
+                arrays = {name: saved[name] for name in saved.files}
+        except Exception as error:  # whatever a broken archive raises
+            raise ValueError("it is not a saved memory") from error
+        if int(arrays.get("format", 0)) != FORMAT or tuple(arrays["shape"]) != (
+            NUM_ORDERS,
+            NUM_FEATURES,
+            NUM_RUNNERS_UP,
+        ):
+            raise ValueError("it was saved by another version")
+        if int(arrays["num_bytes"]) != num_bytes:
+            raise ValueError(f"it was saved with memory_bytes={int(arrays['num_bytes'])}")
+        targets = {f"runners_up_{name}": value for name, value in memory._runners_up._asdict().items()}
+        targets |= {f"text_{name}": value for name, value in memory._text._asdict().items()}
+        targets |= {"tried": memory.rates.tried, "taken": memory.rates.taken}
+        for name, target in targets.items():
+            value = arrays.get(name)
+            if value is None or value.shape != target.shape or value.dtype != target.dtype:
+                raise ValueError("it is damaged")
+            target[:] = value
+        memory._stamp = int(arrays["stamp"])
+        memory.estimate()
+        return memory

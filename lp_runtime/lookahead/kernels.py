@@ -1,0 +1,410 @@
+"""The inner loops of drafting, compiled by Numba: tables of runners-up and of text, candidates of a context, the tree.
+
+Everything is integer arithmetic (the one logarithm is rounded at once), so equal inputs make equal trees on every
+replica. Probabilities are fixed point, ONE being certain; scores are sixteenths of a nat.
+
+Letters: J orders of runners-up, K runners-up, T nodes in the tree, B tokens in the buffer of text, F features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import namedtuple
+
+import numpy as np
+from numba import njit
+
+WAYS = 4  # slots of a bucket; the oldest of them is overwritten
+MAX_GRAM = 6  # tokens of the longest n-gram in the index of text
+MAX_MATCH = 24  # tokens that a match of text is followed back
+CONTEXT = MAX_MATCH + 1
+UNKNOWN = -1  # a token that is not there
+
+# Features: what is known of a candidate; acceptance is counted by feature.
+NUM_BINS = 9
+NUM_RANKS = 4
+NUM_NOISE_BINS = 4
+NUM_LENGTHS = 10
+PER_ORDER = NUM_RANKS * NUM_BINS
+NUM_ORDERS = 4
+TEXT_FEATURES = NUM_LENGTHS * NUM_NOISE_BINS
+NUM_FEATURES = TEXT_FEATURES + (NUM_ORDERS + 1) * PER_ORDER
+SOURCES = ("text", *(f"runners-up {order + 1}" for order in range(NUM_ORDERS)), "vocabulary")
+MAX_SCORE = 255
+SCORE_UNIT = 16  # a nat
+
+ONE_BITS = 16
+ONE = 1 << ONE_BITS
+PROBABILITY_BITS = 40  # of a path
+SEQUENCE_BITS = 20
+MAX_PUSHED = (1 << SEQUENCE_BITS) - 1
+
+WORD = 0xFFFFFFFF
+
+# Runners-up by hashed context: [slots] int64, [slots, K] int32, [slots, K] uint8, [slots] uint8, [slots] int32.
+RunnersUp = namedtuple("RunnersUp", "keys tokens scores rest stamps")
+# The buffer of text, a ring, [B] int32; where the request's text begins and ends in it, [2] int64; the place after an
+# n-gram's last occurrence by its hash: [slots] int64 each.
+Text = namedtuple("Text", "buffer span keys places")
+# [V, K] int32 and [V, K] uint8, [V] uint8; V is 0 where there is none.
+Vocabulary = namedtuple("Vocabulary", "tokens scores rest")
+# All of the above.
+Drafts = namedtuple("Drafts", "runners_up text vocabulary")
+# [F] int64 each: how often a candidate with a feature was there, and was what came; the estimate, of ONE.
+Rates = namedtuple("Rates", "tried taken rate")
+# Whether successors are drawn with noise; the key and the sample of it.
+Noise = namedtuple("Noise", "is_on key0 key1 sample")
+
+
+@njit(cache=True)
+def mix(value):
+    """Scramble 64 bits (the finalizer of splitmix64, with arithmetic shifts)."""
+    value = (value ^ (value >> 30)) * np.int64(-4658895280553007687)
+    value = (value ^ (value >> 27)) * np.int64(-7723592293110705685)
+    return value ^ (value >> 31)
+
+
+@njit(cache=True)
+def extend_hash(value, token):
+    """Hash of a context that is one token longer to the left."""
+    value = mix(value * np.int64(31) + token + np.int64(0x632BE5AB))
+    return value if value != 0 else np.int64(1)  # 0 is an empty slot
+
+
+@njit(cache=True)
+def find_slot(keys, key):
+    """The slot of a key, or -1."""
+    first = (key & (len(keys) // WAYS - 1)) * WAYS
+    for slot in range(first, first + WAYS):
+        if keys[slot] == key:
+            return slot
+    return -1
+
+
+@njit(cache=True)
+def take_slot(keys, ages, key):
+    """The slot of a key; if it has none, an empty one of its bucket, or the one of the least age."""
+    first = (key & (len(keys) // WAYS - 1)) * WAYS
+    best = first
+    for slot in range(first, first + WAYS):
+        if keys[slot] == key:
+            return slot
+        if keys[slot] == 0:
+            if keys[best] != 0:
+                best = slot
+        elif keys[best] != 0 and ages[slot] < ages[best]:
+            best = slot
+    return best
+
+
+@njit(cache=True)
+def gumbel(noise, position, token):
+    """Gumbel noise of a token that may be drawn at an absolute position, in sixteenths of a nat (see sampling.py)."""
+    even0, odd0 = np.int64(token >> 1), np.int64(position)
+    even1, odd1 = np.int64(noise.sample), np.int64(0)
+    key0, key1 = noise.key0, noise.key1
+    for _ in range(10):
+        product0, product1 = even0 * np.int64(0xD2511F53), even1 * np.int64(0xCD9E8D57)
+        even0, even1 = ((product1 >> 32) & WORD) ^ odd0 ^ key0, ((product0 >> 32) & WORD) ^ odd1 ^ key1
+        odd0, odd1 = product1 & WORD, product0 & WORD
+        key0, key1 = (key0 + np.int64(0x9E3779B9)) & WORD, (key1 + np.int64(0xBB67AE85)) & WORD
+    high, low = (even1, odd1) if token & 1 else (even0, odd0)
+    uniform = (float(((high >> 6) << 26) | (low >> 6)) + 0.5) * 2.0**-52
+    return np.int64(math.floor(-math.log(-math.log(uniform)) * SCORE_UNIT + 0.5))
+
+
+@njit(cache=True)
+def score_bin(score):
+    """Bin of a log-probability (negated), or of a distance between two perturbed ones."""
+    if score < 5:
+        return 0 if score < 1 else (1 if score < 2 else 2)
+    if score < 22:
+        return 3 if score < 11 else 4
+    if score < 64:
+        return 5 if score < 40 else 6
+    return 7 if score < 96 else 8
+
+
+@njit(cache=True)
+def length_bin(length):
+    """Bin of the length of a match of text."""
+    if length <= 6:
+        return length - 1
+    if length <= 8:
+        return 6
+    return 7 if length <= 12 else (8 if length <= 20 else 9)
+
+
+@njit(cache=True)
+def fill_context(text, tokens, parents, root, node, context):
+    """The tokens up to a node, the latest first; returns how many. Text before the request's is not seen."""
+    size = 0
+    while node != root:
+        context[size] = tokens[node]
+        size += 1
+        node = parents[node]
+        if size == CONTEXT:
+            return size
+    place = text.span[1] - 1  # the root
+    while place >= text.span[0] and size < CONTEXT:
+        context[size] = text.buffer[place % len(text.buffer)]
+        size += 1
+        place -= 1
+    return size
+
+
+@njit(cache=True)
+def match_text(text, context, size):
+    """(place, length) of what followed the longest match of the context in the text; length 0 without one."""
+    key = np.int64(0)
+    found, length = np.int64(-1), 0
+    for i in range(min(size, MAX_GRAM)):
+        key = extend_hash(key, context[i])
+        slot = find_slot(text.keys, key)
+        if slot < 0:
+            break
+        place = text.places[slot]
+        if place <= text.span[1] - len(text.buffer) + MAX_MATCH:
+            break
+        found, length = place, i + 1
+    if length == MAX_GRAM:
+        while length < min(size, MAX_MATCH) and text.buffer[(found - 1 - length) % len(text.buffer)] == context[length]:
+            length += 1
+    return found, length
+
+
+@njit(cache=True)
+def collect(drafts, noise, position, context, size, found, features, values):
+    """What may follow a context, and why: writes tokens and features, the same token maybe several times.
+
+    Args:
+        position: absolute position of what follows.
+        found, features: written, room for all sources' candidates.
+        values: [K] scratch.
+
+    Returns:
+        how many were written.
+    """
+    text = drafts.text
+    count = 0
+    place, length = match_text(text, context, size)
+    if length:
+        token = text.buffer[place % len(text.buffer)]
+        noise_bin = 0
+        if noise.is_on:
+            value = gumbel(noise, position, token)
+            noise_bin = 0 if value < 0 else (1 if value < 16 else (2 if value < 40 else 3))
+        found[count] = token
+        features[count] = length_bin(length) * NUM_NOISE_BINS + noise_bin
+        count += 1
+    base = TEXT_FEATURES
+    key = np.int64(0)
+    knows_token = False
+    table = drafts.runners_up
+    for order in range(min(NUM_ORDERS, size)):
+        key = extend_hash(key, context[order])
+        slot = find_slot(table.keys, key)
+        if slot < 0:
+            break
+        knows_token = True
+        count = collect_entry(
+            table.tokens[slot], table.scores[slot], table.rest[slot], base + order * PER_ORDER,
+            noise, position, found, features, values, count,
+        )  # fmt: skip
+    token = context[0]
+    if not knows_token and token < len(drafts.vocabulary.tokens):
+        count = collect_entry(
+            drafts.vocabulary.tokens[token], drafts.vocabulary.scores[token], drafts.vocabulary.rest[token],
+            base + NUM_ORDERS * PER_ORDER, noise, position, found, features, values, count,
+        )  # fmt: skip
+    return count
+
+
+@njit(cache=True)
+def collect_entry(tokens, scores, rest, base, noise, position, found, features, values, count):
+    """The runners-up of one entry: by rank and log-probability or, with noise, by rank and distance once perturbed."""
+    num = 0
+    while num < len(tokens) and tokens[num] >= 0:
+        found[count + num] = tokens[num]
+        num += 1
+    if not noise.is_on:
+        for rank in range(num):
+            features[count + rank] = base + min(rank, NUM_RANKS - 1) * NUM_BINS + score_bin(scores[rank])
+        return count + num
+    best, second = -1, np.int64(9) - rest  # second: the mean of the largest of all that the entry does not hold
+    for i in range(num):
+        values[i] = gumbel(noise, position, tokens[i]) - np.int64(scores[i])
+        if best < 0 or values[i] > values[best]:
+            if best >= 0:
+                second = max(second, values[best])
+            best = i
+        else:
+            second = max(second, values[i])
+    for i in range(num):
+        rank = 0
+        for j in range(num):
+            if values[j] > values[i] or (values[j] == values[i] and j < i):
+                rank += 1
+        if rank == 0:
+            margin = max(np.int64(0), values[i] - second)  # a wide margin is as a high probability
+            which = 8 - min(np.int64(8), score_bin(margin))
+        else:
+            which = score_bin(values[best] - values[i])
+        features[count + i] = base + min(rank, NUM_RANKS - 1) * NUM_BINS + which
+    return count + num
+
+
+@njit(cache=True)
+def learn(drafts, noise, position, tokens, parents, root, path, run, rates, scratch):
+    """Count, for each feature of each candidate along a committed run, whether it was the token that came.
+
+    Args:
+        position: of the run's first token.
+        path: the nodes before each of the run's tokens, the root first.
+        run: committed tokens.
+    """
+    context, found, features, values = scratch
+    for i in range(len(run)):
+        size = fill_context(drafts.text, tokens, parents, root, path[i], context)
+        count = collect(drafts, noise, position + i, context, size, found, features, values)
+        for j in range(count):
+            rates.tried[features[j]] += 1
+            rates.taken[features[j]] += found[j] == run[i]
+
+
+@njit(cache=True)
+def remember(drafts, tokens, parents, root, found_tokens, found_scores, found_rest, stamp, scratch):
+    """Store the runners-up of all nodes from the root on, each under its last tokens; the first nodes win.
+
+    Args:
+        found_tokens, found_scores: [n, K], found_rest: [n], by node from the root on.
+    """
+    context = scratch[0]
+    table = drafts.runners_up
+    for i in range(len(found_tokens) - 1, -1, -1):
+        size = fill_context(drafts.text, tokens, parents, root, root + i, context)
+        key = np.int64(0)
+        for order in range(min(NUM_ORDERS, size)):
+            key = extend_hash(key, context[order])
+            slot = take_slot(table.keys, table.stamps, key)
+            table.keys[slot] = key
+            table.stamps[slot] = stamp
+            table.rest[slot] = found_rest[i]
+            for k in range(len(found_tokens[i])):
+                table.tokens[slot, k] = found_tokens[i, k]
+                table.scores[slot, k] = found_scores[i, k]
+
+
+@njit(cache=True)
+def append_text(text, tokens):
+    """Append committed tokens, and note for every n-gram that ends before each of them that it follows."""
+    size = len(text.buffer)
+    for i in range(len(tokens)):
+        end = text.span[1]
+        key = np.int64(0)
+        for length in range(min(MAX_GRAM, end - text.span[0])):
+            key = extend_hash(key, text.buffer[(end - 1 - length) % size])
+            slot = take_slot(text.keys, text.places, key)
+            text.keys[slot] = key
+            text.places[slot] = end
+        text.buffer[end % size] = tokens[i]
+        text.span[1] = end + 1
+
+
+@njit(cache=True)
+def source_of(feature):
+    """Which source a feature speaks of: see SOURCES."""
+    return 0 if feature < TEXT_FEATURES else 1 + (feature - TEXT_FEATURES) // PER_ORDER
+
+
+@njit(cache=True)
+def sift_up(heap, at):
+    """Restore a heap (the largest first) after its element `at` was added."""
+    while at > 0:
+        above = (at - 1) >> 1
+        if heap[above] >= heap[at]:
+            return
+        heap[above], heap[at] = heap[at], heap[above]
+        at = above
+
+
+@njit(cache=True)
+def pop(heap, size):
+    """Take the largest element of a heap of `size` elements."""
+    top, last = heap[0], heap[size - 1]
+    size -= 1
+    at = 0
+    while True:
+        below = 2 * at + 1
+        if below >= size:
+            break
+        if below + 1 < size and heap[below + 1] > heap[below]:
+            below += 1
+        if heap[below] <= last:
+            break
+        heap[at] = heap[below]
+        at = below
+    heap[at] = last
+    return top
+
+
+@njit(cache=True)
+def grow(drafts, noise, position, rates, nodes, root, max_nodes, max_depth, pushed, scratch):
+    """Grow a tree best first: of all candidates below all nodes, always the one that is likeliest to be reached.
+
+    Args:
+        position: absolute position of what follows the root.
+        rates: of acceptance by feature.
+        nodes: tokens, parents, depths, reach and sources, [>= max_nodes] each, filled up to the root; reach is the
+            estimated probability that a node is on the accepted path, fixed point of PROBABILITY_BITS.
+        root: index of the root.
+        max_nodes: nodes at most, the pending tokens included.
+        max_depth: none stands deeper.
+        pushed: scratch for the candidates: heap keys, parents, tokens, sources.
+
+    Returns:
+        T, the number of nodes.
+    """
+    context, found, features, values = scratch
+    tokens, parents, depths, reach, sources = nodes
+    heap, pushed_parents, pushed_tokens, pushed_sources = pushed
+    num_nodes = root + 1
+    num_pushed = heap_size = 0
+    node = root
+    reach[root] = np.int64(1) << PROBABILITY_BITS
+    while True:
+        if depths[node] < max_depth:
+            size = fill_context(drafts.text, tokens, parents, root, node, context)
+            count = collect(drafts, noise, position + depths[node], context, size, found, features, values)
+            for i in range(count):  # of the same token the best reason counts
+                rate = rates.rate[features[i]]
+                values[i] = source_of(features[i])
+                for j in range(i):
+                    if found[j] == found[i]:
+                        if rate > features[j]:
+                            features[j], values[j] = rate, values[i]
+                        rate = 0
+                        break
+                features[i] = rate
+            for i in range(count):
+                if features[i] > 0 and num_pushed < len(heap):
+                    estimate = (reach[node] >> ONE_BITS) * features[i]
+                    heap[heap_size] = (estimate << SEQUENCE_BITS) | (MAX_PUSHED - num_pushed)
+                    pushed_parents[num_pushed] = node
+                    pushed_tokens[num_pushed] = found[i]
+                    pushed_sources[num_pushed] = values[i]
+                    num_pushed += 1
+                    heap_size += 1
+                    sift_up(heap, heap_size - 1)
+        if heap_size == 0 or num_nodes >= max_nodes:
+            return num_nodes
+        top = pop(heap, heap_size)
+        heap_size -= 1
+        index = MAX_PUSHED - (top & MAX_PUSHED)
+        node = num_nodes
+        tokens[node] = pushed_tokens[index]
+        parents[node] = pushed_parents[index]
+        sources[node] = pushed_sources[index]
+        depths[node] = depths[parents[node]] + 1
+        reach[node] = top >> SEQUENCE_BITS
+        num_nodes += 1
