@@ -34,6 +34,7 @@ from lp_runtime.parallel.partition import Share, step_tokens
 from lp_runtime.policies import make_policy
 from lp_runtime.tuning import Tuning
 
+MAX_NODES = 1 << 14  # of a tree, where nothing else limits it
 CANCEL, TIME_IS_UP = 1, 2  # bits of the exchange's control word
 
 
@@ -184,7 +185,7 @@ class DecodingLoop:
         limit = settings.budget
         if settings.is_auto:
             limit = min(filter(None, (limit, self._tuning.most_tokens())))
-        most = self._num_replicas * (limit or 0)
+        most = self._num_replicas * (limit or MAX_NODES)
         policy = make_policy(settings, noise, most, lambda: self._memory(settings), self._tuning.vocabulary)
         rules = DecodingRules(
             max_new_tokens=request.max_new_tokens,

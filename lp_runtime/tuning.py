@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lp_runtime.lookahead.drafts import NUM_RUNNERS_UP, make_vocabulary
-from lp_runtime.lookahead.kernels import Vocabulary
+from lp_runtime.lookahead.kernels import K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.drawing import Drawing
 from lp_runtime.model.processors import TreeProcessors
@@ -96,8 +95,8 @@ class Tuning:
         """M: the largest step that was measured on any replica."""
         return max(int(tokens[-1]) for tokens, _ in self._points())
 
-    def vocabulary(self) -> Vocabulary:
-        """What follows each token alone; the same on all replicas."""
+    def vocabulary(self) -> np.ndarray:
+        """[V, ENTRY] what follows each token alone, as kernels.py stores it; the same on all replicas."""
         if "vocabulary" not in self._known:
             name = f"vocabulary-{self._fingerprint()}.npz"
             packed = None
@@ -108,8 +107,7 @@ class Tuning:
                 packed = self._sweep()
                 if self._rank == 0:
                     self._store(name, {"packed": packed})
-            *_, found = _drawing(self._model).unpack(packed)
-            self._known["vocabulary"] = make_vocabulary(found)
+            *_, self._known["vocabulary"] = _drawing(self._model).unpack(packed)
         return self._known["vocabulary"]
 
     def _sweep(self) -> np.ndarray:
@@ -133,7 +131,7 @@ class Tuning:
         digest = hashlib.blake2b(digest_size=12)
         model = self._model.model
         versions = [metadata.version(name) for name in ("torch", "transformers")]
-        parts = [VERSION, NUM_RUNNERS_UP, str(self._model.dtype), self._model.strict_tokens, *versions]
+        parts = [VERSION, K, str(self._model.dtype), self._model.strict_tokens, *versions]
         digest.update(repr((parts, model.config.to_json_string())).encode())
         for name, tensor in sorted(model.state_dict().items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -190,7 +188,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def _drawing(model: TreeModel) -> Drawing:
-    return Drawing(TreeProcessors([], model.device), None, num_runners_up=NUM_RUNNERS_UP)
+    return Drawing(TreeProcessors([], model.device), None, num_runners_up=K)
 
 
 def measure_steps(model: TreeModel) -> tuple[list[int], list[int]]:

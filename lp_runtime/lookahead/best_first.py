@@ -18,13 +18,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from lp_runtime.lookahead import kernels
-from lp_runtime.lookahead.drafts import NUM_RUNNERS_UP, Memory, make_vocabulary
-from lp_runtime.lookahead.policy import Counts, Found, Policy, RunnersUp
+from lp_runtime.lookahead.drafts import Memory
+from lp_runtime.lookahead.policy import Counts, Found, Policy
 from lp_runtime.lookahead.sampling import WORD
 from lp_runtime.lookahead.tree import TokenTree
 
 MAX_DEPTH = 24
-CANDIDATES = 1 + NUM_RUNNERS_UP * (kernels.NUM_ORDERS + 1)  # of a node, at most
+NO_VOCABULARY = np.zeros((0, kernels.ENTRY), np.int32)
+CANDIDATES = 1 + kernels.K * (kernels.NUM_ORDERS + 3)  # of a node, at most
 
 
 class BestFirstPolicy(Policy):
@@ -33,18 +34,18 @@ class BestFirstPolicy(Policy):
     Args:
         max_nodes: nodes of a tree at most, pending tokens counted; the root is always there.
         memory: its tables; cleared by whoever owns it, if at all.
-        vocabulary: what follows each token alone; None for nothing.
+        vocabulary: [V, ENTRY] what follows each token alone; None for nothing.
         noise: (seed, sample) where successors are sampled, else None.
         max_depth: of a tree.
     """
 
-    num_runners_up = NUM_RUNNERS_UP
+    num_runners_up = kernels.K
 
     def __init__(
         self,
         max_nodes: int,
         memory: Memory,
-        vocabulary: kernels.Vocabulary | None = None,
+        vocabulary: np.ndarray | None = None,
         noise: tuple[int, int] | None = None,
         max_depth: int = MAX_DEPTH,
     ):
@@ -53,7 +54,7 @@ class BestFirstPolicy(Policy):
         self.counts = Counts(kernels.SOURCES)
         self._max_depth = max_depth
         self._memory = memory
-        self._drafts = memory.drafts(vocabulary or make_vocabulary(None))
+        self._drafts = memory.drafts(NO_VOCABULARY if vocabulary is None else vocabulary)
         seed, sample = noise or (0, 0)
         self._noise = kernels.Noise(noise is not None, seed & WORD, seed >> 32, sample)
         room = max_nodes + self.max_run
@@ -116,15 +117,15 @@ class BestFirstPolicy(Policy):
             self._scratch,
         )
         memory.estimate()
-        told = found.runners_up
         kernels.remember(
             self._drafts,
+            position,
             names,
             parents,
+            depths,
             root,
-            told.tokens,
-            told.scores,
-            told.rest,
+            np.array(found.successors[root:]),
+            found.runners_up,
             memory.next_stamp(),
             self._scratch,
         )
@@ -139,6 +140,5 @@ def compile_kernels() -> None:
         tokens = [1, 2, 1, 2]
         policy.advance_prefill(tokens, Found([2]))
         tree = policy.propose(tokens, 3, max_depth=3)
-        shape = (len(tree), NUM_RUNNERS_UP)
-        told = RunnersUp(np.zeros(shape, np.int32), np.zeros(shape, np.uint8), np.zeros(len(tree), np.uint8))
+        told = np.zeros((len(tree), kernels.ENTRY), np.int32)
         policy.advance([*tokens, 1], tree, Found([1] * len(tree), told), [1], [0])

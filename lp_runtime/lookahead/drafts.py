@@ -12,13 +12,12 @@ import numpy as np
 
 from lp_runtime.lookahead import kernels
 from lp_runtime.lookahead.kernels import NUM_FEATURES, NUM_LENGTHS, NUM_NOISE_BINS, NUM_ORDERS, NUM_RANKS, ONE, WAYS
-from lp_runtime.lookahead.policy import RunnersUp
 
-NUM_RUNNERS_UP = 8
-SLOT_BYTES = 8 + NUM_RUNNERS_UP * 5 + 1 + 4
+SLOT_BYTES = 8 + 4 * kernels.ENTRY
 TEXT_BYTES = 4 + 16 * 2 * kernels.MAX_GRAM  # a token and its n-grams, half of whose slots are in use
 PRIOR_WEIGHT = 8  # observations that a prior estimate counts for
 FORMAT = 1  # of a saved memory
+SHAPE = (NUM_ORDERS, NUM_FEATURES, kernels.K)
 
 # Prior estimates of acceptance: of the likeliest tokens of an entry by log-probability, times a factor by order.
 PRIOR_BY_SCORE = (0.9, 0.85, 0.75, 0.6, 0.4, 0.2, 0.08, 0.03, 0.01)
@@ -32,14 +31,8 @@ def prior_rates() -> np.ndarray:
     by_score[0] = np.maximum(by_score[0], FIRST_RANK_PRIOR)
     runners_up = np.maximum(np.multiply.outer(PRIOR_BY_ORDER, by_score), LEAST_PRIOR)
     text = np.repeat(np.minimum(0.4 + 0.1 * np.arange(NUM_LENGTHS), 0.9), NUM_NOISE_BINS)
-    return (np.concatenate([text, runners_up.ravel()]) * ONE).astype(np.int64)
-
-
-def make_vocabulary(found: RunnersUp | None) -> kernels.Vocabulary:
-    """The table of what follows each token alone, [V] entries; without one, it is empty."""
-    if found is None:
-        found = RunnersUp(np.zeros((0, NUM_RUNNERS_UP)), np.zeros((0, NUM_RUNNERS_UP)), np.zeros(0))
-    return kernels.Vocabulary(found.tokens.astype(np.int32), found.scores.astype(np.uint8), found.rest.astype(np.uint8))
+    drawn = np.concatenate([0.15 / (1 + np.arange(kernels.K)), 0.4 / (1 + np.arange(kernels.K))])
+    return (np.concatenate([text, runners_up.ravel(), drawn]) * ONE).astype(np.int64)
 
 
 def _power_of_two(limit: int) -> int:
@@ -63,10 +56,7 @@ class Memory:
         places = _power_of_two(num_bytes // 4 // TEXT_BYTES)
         self._runners_up = kernels.RunnersUp(
             keys=np.zeros(slots, np.int64),
-            tokens=np.zeros((slots, NUM_RUNNERS_UP), np.int32),
-            scores=np.zeros((slots, NUM_RUNNERS_UP), np.uint8),
-            rest=np.zeros(slots, np.uint8),
-            stamps=np.zeros(slots, np.int32),
+            entries=np.zeros((slots, kernels.ENTRY), np.int32),
         )
         grams = _power_of_two(2 * kernels.MAX_GRAM * places)
         self._text = kernels.Text(
@@ -80,8 +70,8 @@ class Memory:
         self._stamp = 0
         self.estimate()
 
-    def drafts(self, vocabulary: kernels.Vocabulary) -> kernels.Drafts:
-        """The tables, with a vocabulary's."""
+    def drafts(self, vocabulary: np.ndarray) -> kernels.Drafts:
+        """The tables, with a vocabulary's, [V, ENTRY]."""
         return kernels.Drafts(self._runners_up, self._text, vocabulary)
 
     def clear(self) -> None:
@@ -120,7 +110,7 @@ class Memory:
             file,
             format=FORMAT,
             num_bytes=self.num_bytes,
-            shape=(NUM_ORDERS, NUM_FEATURES, NUM_RUNNERS_UP),
+            shape=SHAPE,
             stamp=self._stamp,
             tried=self.rates.tried,
             taken=self.rates.taken,
@@ -142,11 +132,7 @@ class Memory:
                 arrays = {name: saved[name] for name in saved.files}
         except Exception as error:  # whatever a broken archive raises
             raise ValueError("it is not a saved memory") from error
-        if int(arrays.get("format", 0)) != FORMAT or tuple(arrays["shape"]) != (
-            NUM_ORDERS,
-            NUM_FEATURES,
-            NUM_RUNNERS_UP,
-        ):
+        if int(arrays.get("format", 0)) != FORMAT or tuple(arrays["shape"]) != SHAPE:
             raise ValueError("it was saved by another version")
         if int(arrays["num_bytes"]) != num_bytes:
             raise ValueError(f"it was saved with memory_bytes={int(arrays['num_bytes'])}")

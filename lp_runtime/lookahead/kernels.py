@@ -1,7 +1,8 @@
 """The inner loops of drafting, compiled by Numba: tables of runners-up and of text, candidates of a context, the tree.
 
 Everything is integer arithmetic (the one logarithm is rounded at once), so equal inputs make equal trees on every
-replica. Probabilities are fixed point, ONE being certain; scores are sixteenths of a nat.
+replica. Probabilities are fixed point, ONE being certain; a token's gap is how far its log-probability
+lies below the likeliest one's, in sixteenths of a nat.
 
 Letters: J orders of runners-up, K runners-up, T nodes in the tree, B tokens in the buffer of text, F features.
 """
@@ -14,6 +15,9 @@ from collections import namedtuple
 import numpy as np
 from numba import njit
 
+K = 8
+ENTRY = 16
+GAPS, STAMP = K, K + K // 4
 WAYS = 4  # slots of a bucket; the oldest of them is overwritten
 MAX_GRAM = 6  # tokens of the longest n-gram in the index of text
 MAX_MATCH = 24  # tokens that a match of text is followed back
@@ -28,9 +32,10 @@ NUM_LENGTHS = 10
 PER_ORDER = NUM_RANKS * NUM_BINS
 NUM_ORDERS = 4
 TEXT_FEATURES = NUM_LENGTHS * NUM_NOISE_BINS
-NUM_FEATURES = TEXT_FEATURES + (NUM_ORDERS + 1) * PER_ORDER
-SOURCES = ("text", *(f"runners-up {order + 1}" for order in range(NUM_ORDERS)), "vocabulary")
-MAX_SCORE = 255
+POSITION_FEATURES = TEXT_FEATURES + (NUM_ORDERS + 1) * PER_ORDER
+NUM_FEATURES = POSITION_FEATURES + 2 * K
+SOURCES = ("text", *(f"runners-up {order + 1}" for order in range(NUM_ORDERS)), "vocabulary", "drawn")
+MAX_VALUE = 1 << 20
 SCORE_UNIT = 16  # a nat
 
 ONE_BITS = 16
@@ -41,13 +46,13 @@ MAX_PUSHED = (1 << SEQUENCE_BITS) - 1
 
 WORD = 0xFFFFFFFF
 
-# Runners-up by hashed context: [slots] int64, [slots, K] int32, [slots, K] uint8, [slots] uint8, [slots] int32.
-RunnersUp = namedtuple("RunnersUp", "keys tokens scores rest stamps")
+# Runners-up by hashed context: [slots] int64, and an entry for each, [slots, ENTRY] int32, one line of a cache: K
+# tokens, the likeliest first, -1 where there are fewer; their K gaps, a byte each; the age.
+RunnersUp = namedtuple("RunnersUp", "keys entries")
 # The buffer of text, a ring, [B] int32; where the request's text begins and ends in it, [2] int64; the place after an
 # n-gram's last occurrence by its hash: [slots] int64 each.
 Text = namedtuple("Text", "buffer span keys places")
-# [V, K] int32 and [V, K] uint8, [V] uint8; V is 0 where there is none.
-Vocabulary = namedtuple("Vocabulary", "tokens scores rest")
+# What follows each token alone: [V, ENTRY] entries; V is 0 where there is none.
 # All of the above.
 Drafts = namedtuple("Drafts", "runners_up text vocabulary")
 # [F] int64 each: how often a candidate with a feature was there, and was what came; the estimate, of ONE.
@@ -85,16 +90,20 @@ def find_slot(keys, key):
 def take_slot(keys, ages, key):
     """The slot of a key; if it has none, an empty one of its bucket, or the one of the least age."""
     first = (key & (len(keys) // WAYS - 1)) * WAYS
-    best = first
     for slot in range(first, first + WAYS):
-        if keys[slot] == key:
+        if keys[slot] == key or keys[slot] == 0:
             return slot
-        if keys[slot] == 0:
-            if keys[best] != 0:
-                best = slot
-        elif keys[best] != 0 and ages[slot] < ages[best]:
+    best = first
+    for slot in range(first + 1, first + WAYS):
+        if ages[slot] < ages[best]:
             best = slot
     return best
+
+
+@njit(cache=True)
+def gap_of(entry, rank):
+    """The gap of a rank."""
+    return np.int64((entry[GAPS + (rank >> 2)] >> (8 * (rank & 3))) & 255)
 
 
 @njit(cache=True)
@@ -208,48 +217,72 @@ def collect(drafts, noise, position, context, size, found, features, values):
             break
         knows_token = True
         count = collect_entry(
-            table.tokens[slot], table.scores[slot], table.rest[slot], base + order * PER_ORDER,
-            noise, position, found, features, values, count,
-        )  # fmt: skip
+            table.entries[slot], base + order * PER_ORDER, noise, position, found, features, values, count
+        )
     token = context[0]
-    if not knows_token and token < len(drafts.vocabulary.tokens):
-        count = collect_entry(
-            drafts.vocabulary.tokens[token], drafts.vocabulary.scores[token], drafts.vocabulary.rest[token],
-            base + NUM_ORDERS * PER_ORDER, noise, position, found, features, values, count,
-        )  # fmt: skip
+    if not knows_token and token < len(drafts.vocabulary):
+        base += NUM_ORDERS * PER_ORDER
+        count = collect_entry(drafts.vocabulary[token], base, noise, position, found, features, values, count)
+    for with_token in range(2):
+        slot = find_slot(table.keys, position_key(position, token if with_token else -1))
+        if slot >= 0:
+            for rank in range(K):
+                if table.entries[slot, rank] < 0:
+                    break
+                found[count] = table.entries[slot, rank]
+                features[count] = POSITION_FEATURES + with_token * K + rank
+                count += 1
     return count
 
 
 @njit(cache=True)
-def collect_entry(tokens, scores, rest, base, noise, position, found, features, values, count):
-    """The runners-up of one entry: by rank and log-probability or, with noise, by rank and distance once perturbed."""
+def position_key(position, token):
+    """Key of what was drawn at an absolute position: after a token, or, with -1, after any."""
+    return extend_hash(mix(np.int64(position) + np.int64(1 << 40)), token)
+
+
+@njit(cache=True)
+def note_drawn(table, key, token, stamp):
+    """Put a token to the front of what was drawn at a position."""
+    slot = take_slot(table.keys, table.entries[:, STAMP], key)
+    entry = table.entries[slot]
+    if table.keys[slot] != key:
+        table.keys[slot] = key
+        entry[:K] = -1
+    entry[STAMP] = stamp
+    held = token
+    for rank in range(K):
+        held, entry[rank] = entry[rank], held
+        if held == token or held < 0:
+            break
+
+
+@njit(cache=True)
+def collect_entry(entry, base, noise, position, found, features, values, count):
+    """The runners-up of one entry by rank and gap: of log-probabilities or, with noise, of perturbed ones."""
     num = 0
-    while num < len(tokens) and tokens[num] >= 0:
-        found[count + num] = tokens[num]
+    while num < K and entry[num] >= 0:
+        found[count + num] = entry[num]
         num += 1
     if not noise.is_on:
         for rank in range(num):
-            features[count + rank] = base + min(rank, NUM_RANKS - 1) * NUM_BINS + score_bin(scores[rank])
+            # The first one's gap is its margin: a wide one is as a high probability.
+            which = 8 - score_bin(gap_of(entry, 1)) if rank == 0 else score_bin(gap_of(entry, rank))
+            features[count + rank] = base + min(rank, NUM_RANKS - 1) * NUM_BINS + which
         return count + num
-    best, second = -1, np.int64(9) - rest  # second: the mean of the largest of all that the entry does not hold
+    best, second = np.int64(-MAX_VALUE), np.int64(-MAX_VALUE)
     for i in range(num):
-        values[i] = gumbel(noise, position, tokens[i]) - np.int64(scores[i])
-        if best < 0 or values[i] > values[best]:
-            if best >= 0:
-                second = max(second, values[best])
-            best = i
-        else:
-            second = max(second, values[i])
+        values[i] = gumbel(noise, position, entry[i]) - gap_of(entry, i)
+        if values[i] > best:
+            best, second = values[i], best
+        elif values[i] > second:
+            second = values[i]
     for i in range(num):
         rank = 0
         for j in range(num):
             if values[j] > values[i] or (values[j] == values[i] and j < i):
                 rank += 1
-        if rank == 0:
-            margin = max(np.int64(0), values[i] - second)  # a wide margin is as a high probability
-            which = 8 - min(np.int64(8), score_bin(margin))
-        else:
-            which = score_bin(values[best] - values[i])
+        which = 8 - score_bin(best - second) if rank == 0 else score_bin(best - values[i])
         features[count + i] = base + min(rank, NUM_RANKS - 1) * NUM_BINS + which
     return count + num
 
@@ -273,26 +306,30 @@ def learn(drafts, noise, position, tokens, parents, root, path, run, rates, scra
 
 
 @njit(cache=True)
-def remember(drafts, tokens, parents, root, found_tokens, found_scores, found_rest, stamp, scratch):
-    """Store the runners-up of all nodes from the root on, each under its last tokens; the first nodes win.
+def remember(drafts, position, tokens, parents, depths, root, successors, entries, stamp, scratch):
+    """Store what was found at all nodes from the root on, each under its last tokens; the first nodes win.
 
     Args:
-        found_tokens, found_scores: [n, K], found_rest: [n], by node from the root on.
+        position: absolute position of what follows the root.
+        successors: [n] what was drawn, by node from the root on.
+        entries: [n, ENTRY] runners-up.
     """
     context = scratch[0]
     table = drafts.runners_up
-    for i in range(len(found_tokens) - 1, -1, -1):
-        size = fill_context(drafts.text, tokens, parents, root, root + i, context)
+    ages = table.entries[:, STAMP]
+    for i in range(len(entries) - 1, -1, -1):
+        entries[i, STAMP] = stamp
+        node = root + i
+        size = fill_context(drafts.text, tokens, parents, root, node, context)
         key = np.int64(0)
         for order in range(min(NUM_ORDERS, size)):
             key = extend_hash(key, context[order])
-            slot = take_slot(table.keys, table.stamps, key)
+            slot = take_slot(table.keys, ages, key)
             table.keys[slot] = key
-            table.stamps[slot] = stamp
-            table.rest[slot] = found_rest[i]
-            for k in range(len(found_tokens[i])):
-                table.tokens[slot, k] = found_tokens[i, k]
-                table.scores[slot, k] = found_scores[i, k]
+            table.entries[slot] = entries[i]
+        place = position + depths[node]
+        note_drawn(table, position_key(place, tokens[node]), successors[i], stamp)
+        note_drawn(table, position_key(place, -1), successors[i], stamp)
 
 
 @njit(cache=True)
@@ -314,7 +351,11 @@ def append_text(text, tokens):
 @njit(cache=True)
 def source_of(feature):
     """Which source a feature speaks of: see SOURCES."""
-    return 0 if feature < TEXT_FEATURES else 1 + (feature - TEXT_FEATURES) // PER_ORDER
+    if feature < TEXT_FEATURES:
+        return 0
+    if feature >= POSITION_FEATURES:
+        return NUM_ORDERS + 2
+    return 1 + (feature - TEXT_FEATURES) // PER_ORDER
 
 
 @njit(cache=True)

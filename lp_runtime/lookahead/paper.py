@@ -84,7 +84,7 @@ class PaperPolicy(CountingPolicy):
     ) -> None:
         drawn = found.successors
         if found.runners_up is not None:  # the window's own successors: the likeliest tokens, whatever is sampled
-            drawn = [-1] * tree.root + found.runners_up.tokens[:, 0].tolist()
+            drawn = [-1] * tree.root + found.runners_up[:, 0].tolist()
         ngrams = self.window.ngrams(tree, self._slots, drawn) if self.window else []
         for ngram in ngrams:
             self.pool.insert(ngram)

@@ -20,31 +20,18 @@ MAX_DEPTH_COUNTED = 16
 
 
 @dataclass(frozen=True)
-class RunnersUp:
-    """The likeliest successors of the nodes from the root on, by the scores they are drawn from, before noise.
-
-    Attributes:
-        tokens: [n, K] int32, the likeliest first; -1 where there is none.
-        scores: [n, K] uint8, negated log-probabilities in sixteenths of a nat, 255 at most.
-        rest: [n] uint8, the same of all other tokens together.
-    """
-
-    tokens: np.ndarray
-    scores: np.ndarray
-    rest: np.ndarray
-
-
-@dataclass(frozen=True)
 class Found:
     """What a step found.
 
     Attributes:
         successors: [T] the token that follows each node, from the root on.
-        runners_up: where the policy asked for them.
+        runners_up: [n, ENTRY] int32, of the nodes from the root on, where the policy asked for them: the K likeliest
+            successors by the scores they are drawn from, before noise; -1 where there are fewer, and how far each lies
+            below the first (kernels.py).
     """
 
     successors: Sequence[int]
-    runners_up: RunnersUp | None = None
+    runners_up: np.ndarray | None = None
 
 
 @dataclass

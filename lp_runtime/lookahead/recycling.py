@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lp_runtime.lookahead.kernels import K
 from lp_runtime.lookahead.policy import CountingPolicy, Found
 from lp_runtime.lookahead.tree import TokenTree
 
-NUM_RUNNERS_UP = 8
 # For each node that has children, by its path of ranks from the root: how many.
 CHILDREN = {
     "": 8,
@@ -37,7 +37,7 @@ class RecyclingPolicy(CountingPolicy):
         budget: nodes at most, pending tokens included; None for the whole template.
     """
 
-    num_runners_up = NUM_RUNNERS_UP
+    num_runners_up = K
 
     def __init__(self, budget: int | None = None):
         super().__init__("runners-up")
@@ -45,7 +45,7 @@ class RecyclingPolicy(CountingPolicy):
         self.max_run = 2 + max(len(path) for path in CHILDREN)  # the deepest child's depth and the bonus token
         self._budget = budget
         self._table: dict[int, np.ndarray] = {}
-        self._unseen = np.zeros(NUM_RUNNERS_UP, dtype=np.int64)
+        self._unseen = np.zeros(K, dtype=np.int64)
 
     def begin(self, tokens: Sequence[int]) -> None:
         pass
@@ -67,6 +67,6 @@ class RecyclingPolicy(CountingPolicy):
     def advance(
         self, tokens: Sequence[int], tree: TokenTree, found: Found, run: Sequence[int], path: Sequence[int]
     ) -> None:
-        for token, row in zip(tree.tokens[tree.root :], found.runners_up.tokens, strict=True):
+        for token, row in zip(tree.tokens[tree.root :], found.runners_up, strict=True):
             self._table[token] = row
         self.count(tree, path, [range(tree.root + 1, len(tree))])

@@ -2,9 +2,10 @@
 
 What is found about a node is packed into `width` integers of 64 bits, which travel:
 
-    successor (24 bits) | rest (8) | log-probability of the successor (32, where asked for)
-    runner-up (24 bits) | score (8) | runner-up | score, and so on, two to an integer
+    successor (32 bits) | log-probability of the successor (32, where asked for)
+    runner-up (24 bits) | gap (8) | runner-up | gap, and so on, two to an integer
 
+A gap is how far a token's log-probability lies below the likeliest one's, in sixteenths of a nat, at most 255.
 Letters: n nodes, V vocabulary, K runners-up.
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lp_runtime.lookahead.policy import RunnersUp
+from lp_runtime.lookahead.kernels import ENTRY, GAPS, K
 from lp_runtime.lookahead.sampling import GumbelNoise, draw
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.processors import TreeProcessors
@@ -23,8 +24,8 @@ from lp_runtime.model.processors import TreeProcessors
 ID_BITS = 24
 MAX_VOCABULARY = 1 << ID_BITS
 HALF = 32
-SCORE_UNIT = 16  # a nat
-MAX_SCORE = 255
+GAP_UNIT = 16  # a nat
+MAX_GAP = 255
 NO_TOKEN = MAX_VOCABULARY - 1
 
 
@@ -83,16 +84,16 @@ class Drawing:
             first = first | (logprobs.view(torch.int32).long() << HALF)
         if not (self.num_runners_up and with_runners_up):
             return torch.nn.functional.pad(first[:, None], (0, self.width - 1)), scores
-        ids, quantized, rest = runners_up(scores, self.num_runners_up)
-        words = (ids << 8) | quantized
+        ids, gaps = runners_up(scores, self.num_runners_up)
+        words = (ids << 8) | gaps
         if words.shape[1] % 2:
             words = torch.nn.functional.pad(words, (0, 1), value=NO_TOKEN << 8)
         pairs = words[:, 0::2] | (words[:, 1::2] << HALF)
-        return torch.cat([(first | (rest << ID_BITS))[:, None], pairs], dim=1), scores
+        return torch.cat([first[:, None], pairs], dim=1), scores
 
     def unpack(
         self, packed: np.ndarray, with_runners_up: bool = True
-    ) -> tuple[list[int], list[float] | None, RunnersUp | None]:
+    ) -> tuple[list[int], list[float] | None, np.ndarray | None]:
         """What was found, of each of n nodes: successors, log-probabilities and runners-up, where they travelled.
 
         The log-probability is the model's own: of the token under softmax(logits), before processors and noise.
@@ -100,42 +101,39 @@ class Drawing:
         Args:
             packed: [n, width] int64.
             with_runners_up: as when it was drawn.
+
+        Returns:
+            (successors, logprobs, entries): the last is [n, ENTRY] int32, as lp_runtime/lookahead/kernels.py has it.
         """
         first = packed[:, 0]
         logprobs = (first >> HALF).astype(np.int32).view(np.float32).tolist() if self._with_logprobs else None
-        found = None
+        entries = None
         if self.num_runners_up and with_runners_up:
-            words = np.empty((len(packed), 2 * (packed.shape[1] - 1)), dtype=np.int64)
-            words[:, 0::2] = packed[:, 1:] & 0xFFFFFFFF
-            words[:, 1::2] = (packed[:, 1:] >> HALF) & 0xFFFFFFFF
-            words = words[:, : self.num_runners_up]
-            ids = (words >> 8).astype(np.int32)
+            words = np.ascontiguousarray(packed[:, 1:]).view(np.uint32)[:, : self.num_runners_up]
+            ids = (words >> 8).view(np.int32)
             ids[ids == NO_TOKEN] = -1
-            found = RunnersUp(ids, (words & 0xFF).astype(np.uint8), ((first >> ID_BITS) & 0xFF).astype(np.uint8))
-        return (first & (MAX_VOCABULARY - 1)).tolist(), logprobs, found
+            entries = np.full((len(packed), ENTRY), -1, dtype=np.int32)
+            entries[:, : self.num_runners_up] = ids
+            if self.num_runners_up == K:
+                gaps = np.ascontiguousarray((words & 0xFF).astype(np.uint8))
+                entries[:, GAPS : GAPS + K // 4] = gaps.view(np.int32)
+        return (first & 0xFFFFFFFF).tolist(), logprobs, entries
 
 
-def runners_up(scores: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The likeliest tokens of each row, with coarse log-probabilities.
+def runners_up(scores: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest tokens of each row, and their gaps.
 
     Args:
         scores: [n, V] float32.
-        num: K.
+        num: how many, K.
 
     Returns:
-        (ids, quantized, rest): [n, K], [n, K] and [n] int64: token ids, NO_TOKEN where there are fewer; negated
-        log-probabilities in sixteenths of a nat, at most 255; the same of all other tokens together.
+        (ids, gaps): [n, K] int64 each; token ids, NO_TOKEN where there are fewer.
     """
     top, ids = scores.topk(min(num, scores.shape[-1]), dim=-1)
-    logprobs = top - scores.logsumexp(dim=-1, keepdim=True)
-    others = (1 - logprobs.exp().sum(dim=-1)).clamp(min=1e-7).log()
+    gaps = ((top[:, :1] - top) * GAP_UNIT).round().nan_to_num(nan=MAX_GAP, posinf=MAX_GAP).clamp(0, MAX_GAP).long()
     if ids.shape[1] < num:
         missing = (0, num - ids.shape[1])
         ids = torch.nn.functional.pad(ids, missing, value=NO_TOKEN)
-        logprobs = torch.nn.functional.pad(logprobs, missing, value=-torch.inf)
-    return ids, _quantize(logprobs), _quantize(others)
-
-
-def _quantize(logprobs: torch.Tensor) -> torch.Tensor:
-    scaled = (logprobs * -SCORE_UNIT).round().nan_to_num(nan=MAX_SCORE, posinf=MAX_SCORE)
-    return scaled.clamp(0, MAX_SCORE).long()
+        gaps = torch.nn.functional.pad(gaps, missing, value=MAX_GAP)
+    return ids, gaps

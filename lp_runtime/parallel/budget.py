@@ -117,6 +117,8 @@ class StepBudget:
             forward: [R] nanoseconds that each replica's forward pass took; 0 where it is not known.
             overhead: [R] nanoseconds of what else a step takes.
         """
+        if len(shares) == 1 and not self._is_auto:
+            return
         self._rest = max(0, self._rest - 1)
         known = max(overhead)
         self._overhead += (known - self._overhead) // SMOOTHING if self._overhead else known

@@ -1,0 +1,337 @@
+"""How many steps drafting saves: S by policy, tokens a step and LP degree; ablation; categories; sources.
+
+    python benchmarks/drafting.py policies --prompts humaneval.jsonl:prompt gsm8k.jsonl:question --output out/
+    python benchmarks/drafting.py degrees ablation sampling memory sources ...
+    python benchmarks/drafting.py categories --prompts spec_bench.jsonl:turns ...
+
+S = new tokens / steps over all prompts, the prefill's step included, past end-of-text to exactly --max-new-tokens. Each
+output is compared with one token a step. "tokens a step" is the mean over steps of what the busiest replica feeds.
+"least repetitive" is S over the third of the prompts whose outputs repeat the fewest 4-grams.
+
+With several replicas a step is computed as one forward pass of the whole tree on this one: the tree, the partition and
+so the number of steps are what so many replicas have; nothing is timed. Results go to OUTPUT/STUDY.md and .json, and,
+where matplotlib is installed, to OUTPUT/STUDY.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from common import machine, markdown
+from peers import SamPolicy
+
+from lp_runtime.config import LookaheadConfig, ModelConfig, SamplingConfig
+from lp_runtime.decoding import Request, make_drawing
+from lp_runtime.lookahead.drafts import Memory
+from lp_runtime.lookahead.policy import Found, Policy
+from lp_runtime.lookahead.state import DecodingRules, DecodingState
+from lp_runtime.model.loading import load_model, load_tokenizer
+from lp_runtime.model.tree_model import TreeModel
+from lp_runtime.parallel.budget import StepBudget, assumed_times
+from lp_runtime.policies import make_policy
+from lp_runtime.tuning import Tuning
+
+BUDGETS = (16, 32, 46, 54, 83, 160, 320, 640)
+DEGREES = (1, 2, 4, 8, 16)
+CPU = torch.device("cpu")
+
+
+def full(budget: int, degree: int = 1, **settings) -> LookaheadConfig:
+    """The policy `full` that spends its budget in every step."""
+    return LookaheadConfig(W=(budget * degree) // 4 + 1, N=5, G=0, budget=budget, **settings)
+
+
+def paper(W: int, N: int, G: int, **settings) -> LookaheadConfig:
+    return LookaheadConfig(W=W, N=N, G=G, policy="paper", **settings)
+
+
+@dataclass
+class Run:
+    """One prompt's output and what it took."""
+
+    tokens: list[int]
+    steps: int
+    fed: int  # by the busiest replica, the prefill excluded
+    policy: Policy
+
+    @property
+    def repeated(self) -> float:
+        """Share of the output's 4-grams that occurred in it before."""
+        grams = [tuple(self.tokens[i : i + 4]) for i in range(len(self.tokens) - 3)]
+        return 1 - len(set(grams)) / max(1, len(grams))
+
+
+class Bench:
+    """A model and prompts; decodes them with any policy and checks every output."""
+
+    def __init__(self, args: argparse.Namespace):
+        config = ModelConfig(path=args.model)
+        self.model = TreeModel(load_model(config, CPU, "float32"), config.prefill_chunk)
+        self.tuning = Tuning(self.model, 0, 1, CPU, None)
+        self.memory = Memory(LookaheadConfig.memory_bytes)
+        self.max_new_tokens = args.max_new_tokens
+        self.eos: frozenset[int] = frozenset()
+        self.prompts: list[tuple[str, list[int]]] = []
+        tokenizer = load_tokenizer(config)
+        for source in args.prompts:
+            path, _, field = source.rpartition(":")
+            for line in Path(path).read_text().splitlines()[: args.limit]:
+                row = json.loads(line)
+                text = row[field][0] if isinstance(row[field], list) else row[field]
+                kind = row.get("category", Path(path).stem)
+                self.prompts.append((kind, tokenizer(text, add_special_tokens=False)["input_ids"]))
+        self._expected: dict[tuple, list[int]] = {}
+
+    def decode(
+        self, index: int, settings: LookaheadConfig | Callable[[], Policy], degree: int = 1, temperature: float = 0.0
+    ) -> Run:
+        """Decode a prompt; the sample's seed is its index."""
+        _, prompt = self.prompts[index]
+        sampling = SamplingConfig(temperature=temperature, seed=index if temperature else None)
+        request = Request(tuple(prompt), LookaheadConfig(), self.max_new_tokens, self.eos, sampling)
+        drawing = make_drawing(self.model, request)
+        if isinstance(settings, LookaheadConfig):
+            if settings.memory == "request":
+                self.memory.clear()
+            noise = None if drawing.noise is None else (drawing.noise.seed, drawing.noise.sample)
+            limit = degree * (settings.budget or 1 << 12)
+            policy = make_policy(settings, noise, limit, lambda: self.memory, self.tuning.vocabulary)
+            cap = settings.budget
+        else:
+            policy, cap = settings(), None
+        drawing.num_runners_up = policy.num_runners_up
+        state = DecodingState(prompt, DecodingRules(self.max_new_tokens, self.eos), policy)
+        num_nodes = policy.max_nodes + policy.max_run
+        budget = StepBudget(assumed_times(degree, num_nodes), False, cap)
+        self.model.begin(len(prompt) + self.max_new_tokens + num_nodes)
+        proposal = state.propose_prefill()
+        logits = self.model.prefill(prompt)
+        found = self._found(drawing, drawing.draw(logits, proposal.tree, [0], state.tokens)[0], 0)
+        if isinstance(policy, SamPolicy):
+            self._show_prompt(policy, drawing, prompt)
+        state.advance_prefill(proposal, found)
+        fed = 0
+        while state.finish_reason is None:
+            proposal = state.propose(budget.fit)
+            tree = proposal.tree
+            fed += max(len(share.nodes) for share in budget.shares(tree))
+            wanted = list(range(tree.root, len(tree)))
+            logits = self.model.forward(tree, list(range(len(tree))), wanted)
+            packed, _ = drawing.draw(logits, tree, wanted, state.tokens)
+            state.advance(proposal, self._found(drawing, packed, tree.root))
+        expected = self._expected.setdefault((index, temperature), state.new_tokens)
+        if state.new_tokens != expected:
+            raise SystemExit(f"prompt {index}: the output is not that of one token a step")
+        return Run(state.new_tokens, state.num_steps, fed, policy)
+
+    @staticmethod
+    def _found(drawing, packed: torch.Tensor, root: int) -> Found:
+        successors, _, runners_up = drawing.unpack(packed.numpy())
+        return Found([-1] * root + successors, runners_up)
+
+    @torch.inference_mode()
+    def _show_prompt(self, policy: SamPolicy, drawing, prompt: list[int]) -> None:
+        logits = self.model.model(torch.tensor([prompt])).logits[0].float()
+        tree = DecodingState(prompt, DecodingRules(1), policy).propose_prefill().tree
+        packed, _ = drawing.draw(logits, tree, [0] * len(prompt), prompt)
+        policy.note_prompt(prompt, drawing.unpack(packed.numpy())[2])
+
+    def decode_all(self, settings, degree: int = 1, temperature: float = 0.0) -> list[Run]:
+        """All prompts in order; the first time, one token a step is decoded beside, to compare with."""
+        plain = LookaheadConfig(W=0, N=2, G=0, policy="paper")
+        for index in range(len(self.prompts)):
+            if (index, temperature) not in self._expected:
+                self.decode(index, plain, temperature=temperature)
+        self.memory.clear()
+        return [self.decode(index, settings, degree, temperature) for index in range(len(self.prompts))]
+
+
+def ratio(runs: list[Run]) -> float:
+    return sum(len(run.tokens) for run in runs) / sum(run.steps for run in runs)
+
+
+def tokens_a_step(runs: list[Run]) -> float:
+    return sum(run.fed for run in runs) / max(1, sum(run.steps - 1 for run in runs))
+
+
+def least_repetitive(runs: list[Run]) -> list[Run]:
+    return sorted(runs, key=lambda run: run.repeated)[: max(1, len(runs) // 3)]
+
+
+class Study:
+    """Rows of one study: printed as they come, then written."""
+
+    def __init__(self, name: str, bench: Bench, output: Path | None):
+        self.name, self._bench, self._output = name, bench, output
+        self.rows: list[dict] = []
+
+    def add(self, label: str, settings, degree: int = 1, temperature: float = 0.0, **more) -> list[Run]:
+        started = time.perf_counter()
+        runs = self._bench.decode_all(settings, degree, temperature)
+        row = {
+            "what": label,
+            "degree": degree,
+            "temperature": temperature,
+            "tokens a step": tokens_a_step(runs),
+            "S": ratio(runs),
+            "S, least repetitive": ratio(least_repetitive(runs)),
+            "4-grams repeated": float(np.mean([run.repeated for run in runs])),
+            **more,
+        }
+        self.rows.append(row)
+        print(f"{self.name}: {label} R={degree} S {row['S']:.3f} {time.perf_counter() - started:.0f}s", file=sys.stderr)
+        return runs
+
+    def table(self) -> str:
+        columns = list(self.rows[0])
+        shown = [[f"{v:.3g}" if isinstance(v, float) and v >= 100 else f"{v:.3f}" if isinstance(v, float) else v
+                  for v in (row.get(column, "") for column in columns)] for row in self.rows]  # fmt: skip
+        return markdown(columns, shown)
+
+    def write(self, head: str) -> None:
+        print(f"\n## {self.name}\n\n{head}\n\n{self.table()}\n", flush=True)
+        if self._output:
+            self._output.mkdir(parents=True, exist_ok=True)
+            (self._output / f"{self.name}.md").write_text(f"{head}\n\n{self.table()}\n")
+            (self._output / f"{self.name}.json").write_text(json.dumps({"head": head, "rows": self.rows}, indent=1))
+            plot(self.name, self.rows, self._output / f"{self.name}.svg")
+
+
+def plot(name: str, rows: list[dict], path: Path) -> None:
+    """S against tokens a step, a line for each label and degree; left out without matplotlib."""
+    if name not in ("policies", "degrees"):
+        return
+    try:
+        import matplotlib
+    except ImportError:
+        print("matplotlib is not installed: no plot", file=sys.stderr)
+        return
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        lines.setdefault(row.get("line", row["what"]), []).append((row.get("x", row["tokens a step"]), row["S"]))
+    for label, points in lines.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel(rows[0].get("x label", "tokens fed a step"))
+    axes.set_ylabel("S")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def policies(study: Study, bench: Bench) -> None:
+    for setting in ((5, 3, 5), (7, 5, 7), (15, 5, 15)):
+        study.add(f"paper {setting}", paper(*setting), line="paper")
+        study.add(f"paper {setting}, guesses alone", paper(*setting, acceptance="guesses"), line="paper, guesses alone")
+    study.add("prompt lookup", LookaheadConfig(policy="prompt_lookup"), line="prompt lookup")
+    study.add("token recycling", LookaheadConfig(policy="recycling"), line="token recycling")
+    study.add("SAM decoding with a recycling tree", SamPolicy, line="SAM decoding")
+    for budget in BUDGETS:
+        study.add(f"full, {budget}", full(budget), line="full")
+        study.add(f"full, {budget}, prior=none", full(budget, prior="none"), line="full, prior=none")
+
+
+def degrees(study: Study, bench: Bench) -> None:
+    for budget in (16, 83):
+        for degree in DEGREES:
+            more = {"line": f"full, {budget} a replica", "x": degree * budget, "x label": "tokens a step, all replicas"}
+            study.add(f"full, {budget}", full(budget, degree), degree, **more)
+    for degree in DEGREES:  # the paper's weak scaling: window and guesses grow with the replicas
+        W = 15 * degree
+        more = {"line": "paper, W = G = 15 a replica", "x": degree * 120, "x label": "tokens a step, all replicas"}
+        study.add(f"paper ({W}, 5, {W})", paper(W, 5, W), degree, **more)
+
+
+def ablation(study: Study, bench: Bench) -> None:
+    """The paper's table 3, and what each source is worth."""
+    study.add("paper: window and pool, from the prompt, too", paper(15, 5, 15))
+    study.add("paper: no prompt in the pool", paper(15, 5, 15, pool_from_prompt=False))
+    study.add("paper: no window", paper(0, 5, 15))
+    study.add("paper: a small window", paper(5, 5, 15))
+    study.add("paper: no guesses", paper(15, 5, 0))
+    study.add("paper: Jacobi decoding", paper(15, 2, 0))
+    study.add("full", full(83))
+    study.add("full, prior=none", full(83, prior="none"))
+
+
+def sampling(study: Study, bench: Bench) -> None:
+    for temperature in (1.0, 0.7):
+        study.add("paper (15, 5, 15)", paper(15, 5, 15), temperature=temperature)
+        study.add("token recycling", LookaheadConfig(policy="recycling"), temperature=temperature)
+        for budget in (16, 54, 83):
+            study.add(f"full, {budget}", full(budget), temperature=temperature)
+        study.add("full, 83, prior=none", full(83, prior="none"), temperature=temperature)
+
+
+def memory(study: Study, bench: Bench) -> None:
+    for budget in (16, 83):
+        study.add(f"full, {budget}, memory=request", full(budget))
+        study.add(f"full, {budget}, memory=runtime", full(budget, memory="runtime"))
+
+
+def categories(study: Study, bench: Bench) -> None:
+    for label, settings in (
+        ("paper (15, 5, 15)", paper(15, 5, 15)),
+        ("prompt lookup", LookaheadConfig(policy="prompt_lookup")),
+        ("token recycling", LookaheadConfig(policy="recycling")),
+        ("full, 54", full(54)),
+        ("full, 83", full(83)),
+    ):
+        runs = study.add(label, settings)
+        kinds = [kind for kind, _ in bench.prompts]
+        for kind in dict.fromkeys(kinds):
+            chosen = [run for run, of in zip(runs, kinds, strict=True) if of == kind]
+            study.rows[-1][kind] = ratio(chosen)
+
+
+def sources(study: Study, bench: Bench) -> None:
+    """Accepted / fed by source and depth."""
+    for label, settings, temperature in (("full, 83", full(83), 0.0), ("full, 83, T=1", full(83), 1.0)):
+        runs = study.add(label, settings, temperature=temperature)
+        study.rows.pop()
+        fed = sum(run.policy.counts.fed for run in runs)
+        accepted = sum(run.policy.counts.accepted for run in runs)
+        for name, took, had in zip(runs[0].policy.counts.sources, accepted, fed, strict=True):
+            row = {"what": f"{label}: {name}", "all": f"{took.sum()}/{had.sum()}"}
+            for depth in (1, 2, 3, 4, 6, 8, 12, 16):
+                row[f"depth {depth}"] = f"{took[depth - 1]}/{had[depth - 1]}"
+            study.rows.append(row)
+
+
+STUDIES = (policies, degrees, ablation, sampling, memory, categories, sources)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("studies", nargs="+", choices=[study.__name__ for study in STUDIES])
+    parser.add_argument("--model", default=None, help="directory or hub id; the demo model if not given")
+    parser.add_argument("--prompts", nargs="+", required=True, metavar="FILE:FIELD")
+    parser.add_argument("--limit", type=int, default=40, help="prompts of each file")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--output", type=Path, default=None)
+    args = parser.parse_args()
+    bench = Bench(args)
+    names = ", ".join(Path(source.rpartition(":")[0]).stem for source in args.prompts)
+    head = f"{len(bench.prompts)} prompts ({names}), {args.max_new_tokens} new tokens each; {machine()}"
+    for study in STUDIES:
+        if study.__name__ in args.studies:
+            results = Study(study.__name__, bench, args.output)
+            study(results, bench)
+            results.write(head)
+
+
+if __name__ == "__main__":
+    main()
