@@ -165,19 +165,13 @@ class DecodingLoop:
             self._memory(settings)
 
     def _memory(self, settings: LookaheadConfig) -> Memory:
-        if settings.memory == "request":
-            if self._cleared is None or self._cleared.num_bytes != settings.memory_bytes:
-                self._cleared = Memory(settings.memory_bytes)
-            self._cleared.clear()
-            return self._cleared
-        if self._kept is None or self._kept.num_bytes != settings.memory_bytes:
-            self._kept = Memory(settings.memory_bytes)
-        return self._kept
-
-    @property
-    def memory(self) -> Memory | None:
-        """What is kept between requests."""
-        return self._kept
+        if settings.memory != "request":
+            self._kept = self._kept or Memory(settings.memory_bytes)
+            return self._kept
+        if self._cleared is None or self._cleared.num_bytes != settings.memory_bytes:
+            self._cleared = Memory(settings.memory_bytes)
+        self._cleared.clear()
+        return self._cleared
 
     def _begin(self, request: Request, drawing: Drawing, stop: Stop | None) -> tuple[DecodingState, StepBudget]:
         settings = request.lookahead

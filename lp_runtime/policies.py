@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from lp_runtime.config import MAX_DEPTH, NUM_COPIED, RECYCLING_DEPTH, LookaheadConfig
-from lp_runtime.lookahead.best_first import BestFirstPolicy
+from lp_runtime.lookahead.best_first import BestFirstPolicy, compile_kernels
 from lp_runtime.lookahead.drafts import Memory
 from lp_runtime.lookahead.paper import PaperPolicy
 from lp_runtime.lookahead.policy import Policy
@@ -32,6 +32,7 @@ def make_policy(
     """
     W, N, G = settings.window
     if settings.policy == "full":
+        compile_kernels()
         limit = num_nodes if settings.is_auto else min(num_nodes, max(1, (W + G) * (N - 1)))
         prior = vocabulary() if settings.prior == "vocabulary" else None
         return BestFirstPolicy(limit, memory(), prior, noise, MAX_DEPTH)

@@ -99,6 +99,10 @@ class RequestMaker:
         sampling = self._resolve(sampling or self._config.sampling)
         lookahead = lookahead or self._config.lookahead
         check_exactness(self._config.exactness, lookahead)
+        if lookahead.memory not in ("request", "runtime", self._config.lookahead.memory):
+            raise ConfigError(
+                f"lookahead.memory={lookahead.memory}: of a request it must be request, runtime or the runtime's own"
+            )
         if (prompt is None) == (messages is None):
             raise RequestError("prompt and messages: give one of them")
         if messages is not None:

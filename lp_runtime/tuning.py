@@ -6,13 +6,11 @@ Letters: V vocabulary, K runners-up, M tokens that a replica's time is known for
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import logging
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from importlib import metadata
@@ -22,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lp_runtime.files import write_whole
 from lp_runtime.lookahead.kernels import K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.drawing import Drawing
@@ -167,24 +166,6 @@ class Tuning:
             write_whole(self._folder / name, data.getvalue())
         except OSError as error:
             log.warning("%s cannot be kept: %s", self._folder / name, error.strerror or error)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file such that it is there as a whole, or as it was before.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def _drawing(model: TreeModel) -> Drawing:

@@ -13,11 +13,13 @@ as in prompt lookup; all of them at once, and with the noise known, are this pro
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 
 from lp_runtime.lookahead import kernels
+from lp_runtime.lookahead.compiled import forget_compiled
 from lp_runtime.lookahead.drafts import Memory
 from lp_runtime.lookahead.policy import Counts, Found, Policy
 from lp_runtime.lookahead.sampling import WORD
@@ -88,7 +90,7 @@ class BestFirstPolicy(Policy):
             self._pushed,
             self._scratch,
         )
-        return TokenTree.from_arrays(names[:size], parents[:size], depths[:size], reach[:size], root, max_depth)
+        return TokenTree.from_arrays(names[:size], parents[:size], depths[:size], reach[:size].copy(), root, max_depth)
 
     def advance_prefill(self, tokens: Sequence[int], found: Found) -> None:
         self._memory.append_text(tokens[-1:])
@@ -132,8 +134,17 @@ class BestFirstPolicy(Policy):
         memory.append_text(run)
 
 
+@functools.cache
 def compile_kernels() -> None:
-    """Compile, or load from Numba's cache, whatever a request needs, so that none waits for it."""
+    """Compile, or load from where it is kept, whatever a request needs, so that none waits for it. Once a process."""
+    try:
+        _try_kernels()
+    except Exception:  # what is kept may be of another version
+        forget_compiled()
+        _try_kernels()
+
+
+def _try_kernels() -> None:
     for noise in (None, (1, 0)):
         policy = BestFirstPolicy(4, Memory(1 << 16), noise=noise)
         policy.begin([1, 2, 1])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lp_runtime.lookahead import kernels
-from lp_runtime.lookahead.kernels import NUM_FEATURES, NUM_LENGTHS, NUM_NOISE_BINS, NUM_ORDERS, NUM_RANKS, ONE, WAYS
+from lp_runtime.lookahead.kernels import NUM_FEATURES, NUM_LENGTHS, NUM_NOISE_BINS, NUM_ORDERS, ONE, WAYS
 
 SLOT_BYTES = 8 + 4 * kernels.ENTRY
 TEXT_BYTES = 4 + 16 * 2 * kernels.MAX_GRAM  # a token and its n-grams, half of whose slots are in use
@@ -19,17 +19,20 @@ PRIOR_WEIGHT = 8  # observations that a prior estimate counts for
 FORMAT = 1  # of a saved memory
 SHAPE = (NUM_ORDERS, NUM_FEATURES, kernels.K)
 
-# Prior estimates of acceptance: of the likeliest tokens of an entry by log-probability, times a factor by order.
-PRIOR_BY_SCORE = (0.9, 0.85, 0.75, 0.6, 0.4, 0.2, 0.08, 0.03, 0.01)
-PRIOR_BY_ORDER = (0.55, 0.7, 0.8, 0.85, 0.11)
-LEAST_PRIOR, FIRST_RANK_PRIOR = 0.003, 0.3
+# Prior estimates of acceptance: of an entry's first token by its margin, from wide to narrow; of the others by their
+# gap, from none to wide, and by rank; times a factor by order, the vocabulary last.
+PRIOR_FIRST = (0.9, 0.85, 0.75, 0.6, 0.45, 0.35, 0.3, 0.3, 0.3)
+PRIOR_OTHERS = (0.4, 0.38, 0.35, 0.3, 0.2, 0.12, 0.06, 0.02, 0.01)
+PRIOR_BY_RANK = (1.0, 1.0, 0.7, 0.4)
+PRIOR_BY_ORDER = (0.55, 0.7, 0.8, 0.85, 0.2)
+LEAST_PRIOR = 0.003
 
 
 def prior_rates() -> np.ndarray:
     """[F] estimates of acceptance before anything was seen, of kernels.ONE."""
-    by_score = np.tile(PRIOR_BY_SCORE, (NUM_RANKS, 1))
-    by_score[0] = np.maximum(by_score[0], FIRST_RANK_PRIOR)
-    runners_up = np.maximum(np.multiply.outer(PRIOR_BY_ORDER, by_score), LEAST_PRIOR)
+    by_gap = np.multiply.outer(PRIOR_BY_RANK, PRIOR_OTHERS)
+    by_gap[0] = PRIOR_FIRST
+    runners_up = np.maximum(np.multiply.outer(PRIOR_BY_ORDER, by_gap), LEAST_PRIOR)
     text = np.repeat(np.minimum(0.4 + 0.1 * np.arange(NUM_LENGTHS), 0.9), NUM_NOISE_BINS)
     drawn = np.concatenate([0.15 / (1 + np.arange(kernels.K)), 0.4 / (1 + np.arange(kernels.K))])
     return (np.concatenate([text, runners_up.ravel(), drawn]) * ONE).astype(np.int64)
@@ -106,7 +109,7 @@ class Memory:
     def dump(self) -> bytes:
         """Everything, for `load`."""
         file = io.BytesIO()
-        np.savez_compressed(
+        np.savez(
             file,
             format=FORMAT,
             num_bytes=self.num_bytes,

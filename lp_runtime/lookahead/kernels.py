@@ -13,7 +13,8 @@ import math
 from collections import namedtuple
 
 import numpy as np
-from numba import njit
+
+from lp_runtime.lookahead.compiled import compiled
 
 K = 8
 ENTRY = 16
@@ -61,7 +62,7 @@ Rates = namedtuple("Rates", "tried taken rate")
 Noise = namedtuple("Noise", "is_on key0 key1 sample")
 
 
-@njit(cache=True)
+@compiled
 def mix(value):
     """Scramble 64 bits (the finalizer of splitmix64, with arithmetic shifts)."""
     value = (value ^ (value >> 30)) * np.int64(-4658895280553007687)
@@ -69,14 +70,14 @@ def mix(value):
     return value ^ (value >> 31)
 
 
-@njit(cache=True)
+@compiled
 def extend_hash(value, token):
     """Hash of a context that is one token longer to the left."""
     value = mix(value * np.int64(31) + token + np.int64(0x632BE5AB))
     return value if value != 0 else np.int64(1)  # 0 is an empty slot
 
 
-@njit(cache=True)
+@compiled
 def find_slot(keys, key):
     """The slot of a key, or -1."""
     first = (key & (len(keys) // WAYS - 1)) * WAYS
@@ -86,7 +87,7 @@ def find_slot(keys, key):
     return -1
 
 
-@njit(cache=True)
+@compiled
 def take_slot(keys, ages, key):
     """The slot of a key; if it has none, an empty one of its bucket, or the one of the least age."""
     first = (key & (len(keys) // WAYS - 1)) * WAYS
@@ -100,13 +101,13 @@ def take_slot(keys, ages, key):
     return best
 
 
-@njit(cache=True)
+@compiled
 def gap_of(entry, rank):
     """The gap of a rank."""
     return np.int64((entry[GAPS + (rank >> 2)] >> (8 * (rank & 3))) & 255)
 
 
-@njit(cache=True)
+@compiled
 def gumbel(noise, position, token):
     """Gumbel noise of a token that may be drawn at an absolute position, in sixteenths of a nat (see sampling.py)."""
     even0, odd0 = np.int64(token >> 1), np.int64(position)
@@ -122,7 +123,7 @@ def gumbel(noise, position, token):
     return np.int64(math.floor(-math.log(-math.log(uniform)) * SCORE_UNIT + 0.5))
 
 
-@njit(cache=True)
+@compiled
 def score_bin(score):
     """Bin of a log-probability (negated), or of a distance between two perturbed ones."""
     if score < 5:
@@ -134,7 +135,7 @@ def score_bin(score):
     return 7 if score < 96 else 8
 
 
-@njit(cache=True)
+@compiled
 def length_bin(length):
     """Bin of the length of a match of text."""
     if length <= 6:
@@ -144,7 +145,7 @@ def length_bin(length):
     return 7 if length <= 12 else (8 if length <= 20 else 9)
 
 
-@njit(cache=True)
+@compiled
 def fill_context(text, tokens, parents, root, node, context):
     """The tokens up to a node, the latest first; returns how many. Text before the request's is not seen."""
     size = 0
@@ -162,7 +163,7 @@ def fill_context(text, tokens, parents, root, node, context):
     return size
 
 
-@njit(cache=True)
+@compiled
 def match_text(text, context, size):
     """(place, length) of what followed the longest match of the context in the text; length 0 without one."""
     key = np.int64(0)
@@ -182,7 +183,7 @@ def match_text(text, context, size):
     return found, length
 
 
-@njit(cache=True)
+@compiled
 def collect(drafts, noise, position, context, size, found, features, values):
     """What may follow a context, and why: writes tokens and features, the same token maybe several times.
 
@@ -224,7 +225,7 @@ def collect(drafts, noise, position, context, size, found, features, values):
         base += NUM_ORDERS * PER_ORDER
         count = collect_entry(drafts.vocabulary[token], base, noise, position, found, features, values, count)
     for with_token in range(2):
-        slot = find_slot(table.keys, position_key(position, token if with_token else -1))
+        slot = find_slot(table.keys, position_key(text, position, token if with_token else -1))
         if slot >= 0:
             for rank in range(K):
                 if table.entries[slot, rank] < 0:
@@ -235,13 +236,13 @@ def collect(drafts, noise, position, context, size, found, features, values):
     return count
 
 
-@njit(cache=True)
-def position_key(position, token):
-    """Key of what was drawn at an absolute position: after a token, or, with -1, after any."""
-    return extend_hash(mix(np.int64(position) + np.int64(1 << 40)), token)
+@compiled
+def position_key(text, position, token):
+    """Key of what was drawn at an absolute position of this request's text: after a token, or, with -1, after any."""
+    return extend_hash(extend_hash(np.int64(1 << 40), position), text.span[0] + (np.int64(token) << 32))
 
 
-@njit(cache=True)
+@compiled
 def note_drawn(table, key, token, stamp):
     """Put a token to the front of what was drawn at a position."""
     slot = take_slot(table.keys, table.entries[:, STAMP], key)
@@ -257,7 +258,7 @@ def note_drawn(table, key, token, stamp):
             break
 
 
-@njit(cache=True)
+@compiled
 def collect_entry(entry, base, noise, position, found, features, values, count):
     """The runners-up of one entry by rank and gap: of log-probabilities or, with noise, of perturbed ones."""
     num = 0
@@ -287,7 +288,7 @@ def collect_entry(entry, base, noise, position, found, features, values, count):
     return count + num
 
 
-@njit(cache=True)
+@compiled
 def learn(drafts, noise, position, tokens, parents, root, path, run, rates, scratch):
     """Count, for each feature of each candidate along a committed run, whether it was the token that came.
 
@@ -305,7 +306,7 @@ def learn(drafts, noise, position, tokens, parents, root, path, run, rates, scra
             rates.taken[features[j]] += found[j] == run[i]
 
 
-@njit(cache=True)
+@compiled
 def remember(drafts, position, tokens, parents, depths, root, successors, entries, stamp, scratch):
     """Store what was found at all nodes from the root on, each under its last tokens; the first nodes win.
 
@@ -328,11 +329,11 @@ def remember(drafts, position, tokens, parents, depths, root, successors, entrie
             table.keys[slot] = key
             table.entries[slot] = entries[i]
         place = position + depths[node]
-        note_drawn(table, position_key(place, tokens[node]), successors[i], stamp)
-        note_drawn(table, position_key(place, -1), successors[i], stamp)
+        note_drawn(table, position_key(drafts.text, place, tokens[node]), successors[i], stamp)
+        note_drawn(table, position_key(drafts.text, place, -1), successors[i], stamp)
 
 
-@njit(cache=True)
+@compiled
 def append_text(text, tokens):
     """Append committed tokens, and note for every n-gram that ends before each of them that it follows."""
     size = len(text.buffer)
@@ -348,7 +349,7 @@ def append_text(text, tokens):
         text.span[1] = end + 1
 
 
-@njit(cache=True)
+@compiled
 def source_of(feature):
     """Which source a feature speaks of: see SOURCES."""
     if feature < TEXT_FEATURES:
@@ -358,7 +359,7 @@ def source_of(feature):
     return 1 + (feature - TEXT_FEATURES) // PER_ORDER
 
 
-@njit(cache=True)
+@compiled
 def sift_up(heap, at):
     """Restore a heap (the largest first) after its element `at` was added."""
     while at > 0:
@@ -369,7 +370,7 @@ def sift_up(heap, at):
         at = above
 
 
-@njit(cache=True)
+@compiled
 def pop(heap, size):
     """Take the largest element of a heap of `size` elements."""
     top, last = heap[0], heap[size - 1]
@@ -389,7 +390,7 @@ def pop(heap, size):
     return top
 
 
-@njit(cache=True)
+@compiled
 def grow(drafts, noise, position, rates, nodes, root, max_nodes, max_depth, pushed, scratch):
     """Grow a tree best first: of all candidates below all nodes, always the one that is likeliest to be reached.
 

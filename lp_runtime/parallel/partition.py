@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
+from lp_runtime.lookahead.compiled import compiled
 from lp_runtime.lookahead.tree import TokenTree
 
 TIME_UNIT = 1 << 20  # a token at speed 1
@@ -78,7 +78,7 @@ def largest_fit(tree: TokenTree, num_replicas: int, budget: int) -> int:
     return int(_largest_fit(np.array(tree.parents), np.array(tree.depths), tree.root, len(tree), num_replicas, budget))
 
 
-@njit(cache=True)
+@compiled
 def _leaves_deep_first(parents, depths, root, num_nodes):
     """The leaves in depth-first order, the deepest subtree first, each with the depth at which it leaves the last one.
 
@@ -123,7 +123,7 @@ def _leaves_deep_first(parents, depths, root, num_nodes):
     return leaves[:num_leaves], branches[:num_leaves]
 
 
-@njit(cache=True)
+@compiled
 def _fits(leaves, branches, depths, room, bins):
     """Pack the leaves into bins of the given room, if they fit: `bins` is the bin of each.
 
@@ -150,7 +150,7 @@ def _fits(leaves, branches, depths, room, bins):
     return True
 
 
-@njit(cache=True)
+@compiled
 def _cut(parents, depths, root, num_nodes, times):
     """(fed [R, T] bool, owner [T], time): the shares under the least time that `_fits` finds."""
     num_replicas, most = len(times), times.shape[1] - 1
@@ -192,7 +192,7 @@ def _cut(parents, depths, root, num_nodes, times):
     return fed, owner, time
 
 
-@njit(cache=True)
+@compiled
 def _largest_fit(parents, depths, root, num_nodes, num_replicas, budget):
     """The largest number of first nodes that a bisection finds to fit."""
     room = np.full(num_replicas, budget - root - 1, np.int64)

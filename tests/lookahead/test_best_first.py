@@ -1,0 +1,229 @@
+"""Best-first drafting, driven by a toy language model whose runners-up are known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lp_runtime.lookahead import kernels
+from lp_runtime.lookahead.best_first import BestFirstPolicy
+from lp_runtime.lookahead.drafts import Memory
+from lp_runtime.lookahead.paper import PaperPolicy
+from lp_runtime.lookahead.policy import Found, Policy
+from lp_runtime.lookahead.prompt_lookup import PromptLookupPolicy
+from lp_runtime.lookahead.recycling import RecyclingPolicy
+from lp_runtime.lookahead.sampling import GumbelNoise
+from lp_runtime.lookahead.state import DecodingRules, DecodingState
+from lp_runtime.lookahead.tree import TokenTree
+
+VOCABULARY = 11
+ONE_CERTAIN = 1 << kernels.PROBABILITY_BITS
+
+
+def toy_ranking(tokens: list[int], seed: int) -> list[int]:
+    """The toy model: all tokens, the likeliest first, by a hash of the last two, and of the position now and then."""
+    value = seed
+    for token in tokens[-2:]:
+        value = (value * 31 + token + 7) % 10_007
+    if len(tokens) % 5 == 0:
+        value += len(tokens)
+    return sorted(range(VOCABULARY), key=lambda token: (value * (token + 3)) % 101)
+
+
+def entries_of(rankings: list[list[int]]) -> np.ndarray:
+    """Runners-up as a step tells of them, gaps of 1, 2, 3 ... nats."""
+    entries = np.full((len(rankings), kernels.ENTRY), -1, np.int32)
+    gaps = np.tile(np.arange(kernels.K, dtype=np.uint8) * 16, (len(rankings), 1))
+    entries[:, kernels.GAPS : kernels.STAMP] = gaps.view(np.int32)
+    entries[:, : kernels.K] = [ranking[: kernels.K] for ranking in rankings]
+    return entries
+
+
+def found_of(tree: TokenTree, committed: list[int], policy: Policy, seed: int) -> Found:
+    """What the toy model says of a tree; `committed` ends with its root."""
+    texts: list[list[int]] = []
+    for node, token in enumerate(tree.tokens):
+        parent = tree.parents[node]
+        before = texts[parent] if parent >= 0 else committed[: len(committed) - tree.root - 1]
+        texts.append([*before, token])
+    rankings = [toy_ranking(text, seed) for text in texts]
+    entries = entries_of(rankings[tree.root :]) if policy.num_runners_up else None
+    return Found([ranking[0] for ranking in rankings], entries)
+
+
+def decode(
+    prompt: list[int], policy: Policy, seed: int, num_new: int, fit=None
+) -> tuple[DecodingState, list[TokenTree]]:
+    state = DecodingState(prompt, DecodingRules(num_new), policy)
+    proposal = state.propose_prefill()
+    state.advance_prefill(proposal, found_of(proposal.tree, state.tokens, policy, seed))
+    trees = []
+    while state.finish_reason is None:
+        proposal = state.propose(fit)
+        trees.append(proposal.tree)
+        state.advance(proposal, found_of(proposal.tree, state.tokens, policy, seed))
+    return state, trees
+
+
+def greedy_text(prompt: list[int], seed: int, num_new: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_new):
+        tokens.append(toy_ranking(tokens, seed)[0])
+    return tokens[len(prompt) :]
+
+
+POLICIES = {
+    "full": lambda: BestFirstPolicy(24, Memory(1 << 16)),
+    "full, one node": lambda: BestFirstPolicy(1, Memory(1 << 16)),
+    "full, flat": lambda: BestFirstPolicy(40, Memory(1 << 16), max_depth=1),
+    "full, noise": lambda: BestFirstPolicy(30, Memory(1 << 16), noise=(5, 0)),
+    "paper": lambda: PaperPolicy(4, 3, 4),
+    "paper, guesses alone": lambda: PaperPolicy(4, 3, 4, only_guesses=True),
+    "paper, budget": lambda: PaperPolicy(4, 3, 4, budget=7),
+    "prompt lookup": lambda: PromptLookupPolicy(5),
+    "prompt lookup, budget": lambda: PromptLookupPolicy(5, budget=3),
+    "recycling": RecyclingPolicy,
+    "recycling, budget": lambda: RecyclingPolicy(budget=9),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=12), st.integers(0, 50), st.integers(1, 60))
+def test_no_policy_changes_the_output(name, prompt, seed, num_new):
+    policy = POLICIES[name]()
+    state, trees = decode(prompt, policy, seed, num_new)
+    assert state.new_tokens == greedy_text(prompt, seed, num_new)
+    for tree in trees:
+        assert max(tree.depths) <= policy.max_run - 1
+        assert len(tree) - tree.root <= policy.max_nodes
+        assert len(set(zip(tree.parents, tree.tokens, strict=True))) == len(tree)  # siblings differ
+        assert all(parent < node for node, parent in enumerate(tree.parents))
+    accepted, fed = policy.counts.accepted.sum(), policy.counts.fed.sum()
+    assert fed == sum(len(tree) - tree.root - 1 for tree in trees)
+    assert state.num_steps - 1 <= len(state.new_tokens) - 1 <= accepted + state.num_steps - 1 + (num_new == 1)
+
+
+@pytest.mark.parametrize("budget", [7, 9])
+def test_a_budget_caps_what_is_fed_pending_tokens_included(budget):
+    for policy in (PaperPolicy(6, 4, 6, budget=budget), PromptLookupPolicy(20, budget), RecyclingPolicy(budget)):
+        _, trees = decode([1, 2, 3], policy, 3, 80)
+        assert max(map(len, trees)) == budget
+
+
+def test_equal_histories_make_equal_trees():
+    first, second = (decode([1, 2, 3], BestFirstPolicy(30, Memory(1 << 16)), 4, 60)[1] for _ in range(2))
+    assert [tree.tokens for tree in first] == [tree.tokens for tree in second]
+    assert [tree.parents for tree in first] == [tree.parents for tree in second]
+    assert all((a.reach == b.reach).all() for a, b in zip(first, second, strict=True))
+
+
+def test_nodes_stand_in_the_order_of_their_reach():
+    _, trees = decode([1, 2, 3], BestFirstPolicy(40, Memory(1 << 16)), 4, 60)
+    assert len(trees[-2]) > 10
+    for tree in trees:
+        below = tree.reach[tree.root :]
+        assert below[0] == ONE_CERTAIN
+        assert (np.diff(below) <= 0).all()
+        parents = np.array(tree.parents[tree.root + 1 :], dtype=np.int64)
+        assert (tree.reach[tree.root + 1 :] < tree.reach[parents]).all()
+
+
+def test_the_first_nodes_are_the_smaller_tree():
+    """What a smaller budget feeds is the beginning of what a larger one does, at the same state."""
+    memory = Memory(1 << 16)
+    state, _ = decode([1, 2, 3], BestFirstPolicy(24, memory), 4, 60)
+    trees = []
+    for max_nodes in (8, 24, 60):
+        policy = BestFirstPolicy(max_nodes, memory)
+        trees.append(policy.propose(state.tokens, len(state.tokens) - 2, max_depth=20))
+    assert [len(tree) for tree in trees] == [8, 24, 60]
+    for small, large in zip(trees, trees[1:], strict=False):
+        assert small.tokens == large.tokens[: len(small)]
+        assert small.parents == large.parents[: len(small)]
+
+
+def test_more_nodes_take_fewer_steps():
+    steps = [decode([1, 2, 3], BestFirstPolicy(size, Memory(1 << 16)), 7, 150)[0].num_steps for size in (1, 4, 16, 64)]
+    assert steps[0] == 150
+    assert steps == sorted(steps, reverse=True)
+    assert steps[-1] < 60
+
+
+def test_a_text_that_repeats_is_copied():
+    # The toy model knows two tokens back, but for the position; a text without that part repeats for ever.
+    text = [3, 1, 4, 1, 5, 9, 2, 6]
+    policy = BestFirstPolicy(12, Memory(1 << 16))
+    tokens = text * 3 + text[:3]
+    policy.begin(tokens)
+    tree = policy.propose(tokens, len(tokens) - 1, max_depth=30)
+    chain = [tree.tokens[node] for node in range(1, len(tree)) if tree.parents[node] == node - 1]
+    assert chain[:5] == [1, 5, 9, 2, 6]
+    assert len(tree) == 12
+
+
+def test_what_follows_each_token_alone_is_a_start():
+    vocabulary = entries_of([[(token + rank + 1) % VOCABULARY for rank in range(8)] for token in range(VOCABULARY)])
+    policy = BestFirstPolicy(6, Memory(1 << 16), vocabulary)
+    policy.begin([4])
+    tree = policy.propose([4], 0, max_depth=30)
+    assert (tree.tokens[1], tree.parents[1]) == (5, 0)
+    assert len(tree) == 6
+    none = BestFirstPolicy(6, Memory(1 << 16))
+    none.begin([4])
+    assert len(none.propose([4], 0, max_depth=30)) == 1
+
+
+def test_a_source_that_is_often_wrong_starves():
+    """Rates are learned: a context whose first runner-up is never what comes loses its place to one that is."""
+    memory = Memory(1 << 16)
+    feature = kernels.TEXT_FEATURES  # order 1, rank 0, the narrowest margin
+    before = memory.rates.rate.copy()
+    memory.rates.tried[feature] += 50
+    memory.rates.tried[0] += 50
+    memory.rates.taken[0] += 50
+    memory.estimate()
+    assert memory.rates.rate[feature] < before[feature] / 5
+    assert memory.rates.rate[0] > before[0]
+    assert (memory.rates.rate > 0).all() and (memory.rates.rate <= kernels.ONE).all()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**33 + 5, 2**64 - 1])
+def test_the_kernels_noise_is_that_of_sampling(seed):
+    noise = GumbelNoise(seed, 3, 64, torch.device("cpu"))
+    key = kernels.Noise(True, seed & 0xFFFFFFFF, seed >> 32, 3)
+    rows = noise.at([0, 7, 100_000])
+    for row, position in zip(rows, (0, 7, 100_000), strict=True):
+        ours = [kernels.gumbel(key, position, token) for token in range(64)]
+        assert np.abs(np.array(ours) / kernels.SCORE_UNIT - row.numpy()).max() <= 0.5 / kernels.SCORE_UNIT + 1e-5
+
+
+def test_with_noise_the_likeliest_candidate_is_what_would_be_drawn():
+    memory, key = Memory(1 << 16), (9, 0)
+    policy = BestFirstPolicy(9, memory, noise=key)
+    policy.begin([1, 2])
+    tokens = [1, 2, 3]
+    policy.advance_prefill(tokens, Found([3]))
+    tree = policy.propose(tokens, 2, max_depth=30)
+    ranking = [5, 6, 7, 8, 9, 10, 0, 1]
+    policy.advance([*tokens, 3], tree, Found([3] * len(tree), entries_of([ranking] * len(tree))), [3], [])
+    # The root is 3 again, so what was found under 3 is ranked anew by the noise of the next position.
+    noise = kernels.Noise(True, key[0], 0, key[1])
+    values = [kernels.gumbel(noise, 4, token) - 16 * rank for rank, token in enumerate(ranking)]
+    tree = policy.propose([*tokens, 3], 3, max_depth=1)
+    first = [tree.tokens[node] for node in range(1, len(tree))]
+    assert ranking[int(np.argmax(values))] in first[:2]  # the token drawn before stands there, too
+
+
+def test_accepted_tokens_are_counted_by_source_and_depth():
+    policy = BestFirstPolicy(24, Memory(1 << 16))
+    state, trees = decode([1, 2, 3], policy, 7, 150)
+    counts = policy.counts
+    assert counts.sources == kernels.SOURCES
+    assert (counts.accepted <= counts.fed).all()
+    assert counts.accepted[0].sum() > 0  # from the text
+    assert counts.accepted[1:].sum() > 0
+    assert len(state.new_tokens) - state.num_steps <= counts.accepted.sum() <= len(state.new_tokens)

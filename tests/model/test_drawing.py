@@ -1,0 +1,59 @@
+"""What is found about a node, packed to travel."""
+
+import pytest
+import torch
+
+from lp_runtime.lookahead.kernels import ENTRY, K, gap_of
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.drawing import Drawing, runners_up
+from lp_runtime.model.processors import TreeProcessors
+
+CPU = torch.device("cpu")
+
+
+def make_drawing(**settings) -> Drawing:
+    return Drawing(TreeProcessors([], CPU), None, **settings)
+
+
+def drawn(drawing: Drawing, logits: torch.Tensor, **options):
+    tree = TokenTree([0], max_depth=9)
+    packed, _ = drawing.draw(logits, tree, [0] * len(logits), [0], **options)
+    assert packed.shape == (len(logits), drawing.width)
+    return drawing.unpack(packed.numpy(), **options)
+
+
+@pytest.mark.parametrize("with_logprobs", [False, True])
+@pytest.mark.parametrize("num", [0, 1, K])
+@pytest.mark.parametrize("size", [3, 50, 300_000])
+def test_what_is_packed_is_unpacked(with_logprobs, num, size):
+    logits = torch.randn(3, size, generator=torch.Generator().manual_seed(size))
+    logits[0, size - 1] = 30  # the largest id
+    successors, logprobs, entries = drawn(make_drawing(with_logprobs=with_logprobs, num_runners_up=num), logits)
+    assert successors == logits.argmax(-1).tolist()
+    if with_logprobs:
+        assert logprobs == pytest.approx(logits.log_softmax(-1).max(-1).values.tolist(), abs=1e-5)
+    else:
+        assert logprobs is None
+    if not num:
+        assert entries is None
+        return
+    kept = min(num, size)
+    top = logits.topk(kept)
+    assert entries.shape == (3, ENTRY)
+    assert entries[:, :kept].tolist() == top.indices.tolist()
+    assert (entries[:, kept:K] == -1).all()
+    if num == K:
+        for row, values in zip(entries, top.values, strict=True):
+            gaps = [gap_of(row, rank) for rank in range(kept)]
+            assert gaps == pytest.approx(((values[0] - values) * 16).clamp(max=255).round().tolist(), abs=1)
+
+
+def test_runners_up_that_nobody_looks_at_are_not_found():
+    drawing = make_drawing(num_runners_up=K)
+    successors, _, entries = drawn(drawing, torch.eye(4), with_runners_up=False)
+    assert successors == [0, 1, 2, 3] and entries is None
+
+
+def test_what_may_not_be_drawn_lies_far_below():
+    _, gaps = runners_up(torch.tensor([[3.0, float("-inf"), 2.0]]), 3)
+    assert gaps.tolist() == [[0, 16, 255]]

@@ -1,0 +1,156 @@
+"""How many tokens a step is worth, and who feeds how many: from curves, kept up to date."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.parallel.budget import (
+    LONGEST_REST,
+    REACH_BITS,
+    REST_AFTER,
+    StepBudget,
+    assumed_times,
+    interpolate,
+)
+from lp_runtime.parallel.partition import finishing_time, partition_by_times
+
+MILLISECOND = 1_000_000
+
+
+def make_tree(num_nodes: int, num_pending: int = 1, rate: float = 0.7) -> TokenTree:
+    """A tree as the policy `full` makes one: every node has two children, the likelier one first, best first."""
+    root = num_pending - 1
+    nodes = [(1.0, -1, 0)]
+    open_nodes = [(rate, 0), (0.3 * rate, 0)]
+    while len(nodes) < num_nodes - root:
+        open_nodes.sort(reverse=True)
+        reach, parent = open_nodes.pop(0)
+        nodes.append((reach, parent, nodes[parent][2] + 1))
+        open_nodes += [(reach * rate, len(nodes) - 1), (reach * 0.3 * rate, len(nodes) - 1)]
+    reach = np.concatenate([np.full(root, 1.0), [node[0] for node in nodes]])
+    parents = np.concatenate([np.arange(-1, root - 1), [root - 1], [root + node[1] for node in nodes[1:]]])
+    depths = np.concatenate([np.arange(-root, 0), [node[2] for node in nodes]])
+    tokens = np.arange(num_nodes)
+    return TokenTree.from_arrays(
+        tokens, parents.astype(np.int64), depths.astype(np.int64), (reach * 2**REACH_BITS).astype(np.int64), root, 99
+    )
+
+
+def fitted(budget: StepBudget, tree: TokenTree) -> int:
+    return budget.fit(tree, tree.reach)
+
+
+def flat(num_tokens: int, free: int, slope: float) -> np.ndarray:
+    """A curve that is flat up to `free` tokens, and then rises by `slope` of it with every token."""
+    tokens = np.arange(num_tokens + 1)
+    return (MILLISECOND * (1 + slope * np.maximum(0, tokens - free))).astype(np.int64)[None]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 150), st.integers(1, 6), st.integers(1, 60), st.integers(1, 5))
+def test_no_replica_feeds_more_than_the_budget(size, num_replicas, budget, num_pending):
+    num_pending = min(num_pending, budget)
+    tree = make_tree(num_pending + size, num_pending)
+    step = StepBudget(assumed_times(num_replicas, len(tree)), False, budget)
+    tree.truncate(fitted(step, tree))
+    assert len(tree) >= num_pending
+    assert max(len(share.nodes) for share in step.shares(tree)) <= budget
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 4, 8])
+def test_the_budget_is_spent(num_replicas):
+    tree = make_tree(700)
+    step = StepBudget(assumed_times(num_replicas, len(tree)), False, 40)
+    num_nodes = fitted(step, tree)
+    assert num_nodes > 40 * num_replicas * 0.6
+    tree.truncate(num_nodes)
+    assert sum(len(share.nodes) for share in step.shares(tree)) > 0.9 * 40 * num_replicas
+
+
+def test_what_is_free_is_taken_and_what_is_dear_is_left():
+    tree = make_tree(200)
+    for free in (1, 8, 30, 100):
+        assert fitted(StepBudget(flat(200, free, 0.2), True, None), tree) == pytest.approx(free, abs=6)
+    assert fitted(StepBudget(flat(200, 1, 1.0), True, None), tree) == 1  # every token costs as much as the first
+    assert fitted(StepBudget(flat(200, 200, 0), True, 50), tree) == 50
+
+
+def test_a_tree_that_promises_little_is_not_fed():
+    times = flat(200, 1, 0.05)
+    assert fitted(StepBudget(times, True, None), make_tree(200, rate=0.8)) > 3
+    assert fitted(StepBudget(times, True, None), make_tree(200, rate=0.04)) == 1
+
+
+def test_the_choice_is_the_best_of_all():
+    tree = make_tree(120, num_pending=3)
+    times = np.maximum.accumulate(np.random.default_rng(0).integers(1, 9, 200).cumsum()[None] * 100_000 + MILLISECOND)
+    chosen = fitted(StepBudget(times, True, None), tree)
+    expected = np.cumsum(tree.reach[tree.root :] / 2**REACH_BITS)
+    rates = [expected[size - 3] / times[0, size] for size in range(3, 121)]
+    assert rates[chosen - 3] == pytest.approx(max(rates), rel=1e-4)
+
+
+def test_several_replicas_take_larger_trees():
+    tree = make_tree(400)
+    curve = flat(400, 8, 0.1)
+    sizes = [fitted(StepBudget(np.tile(curve, (num, 1)), True, None), tree) for num in (1, 2, 4, 8)]
+    assert sizes == sorted(sizes) and sizes[-1] >= 3 * sizes[0]
+
+
+def test_when_nothing_pays_drafting_rests_longer_and_longer():
+    tree = make_tree(50, rate=0.04)
+    budget = StepBudget(flat(50, 1, 0.5), True, None)
+    shares = partition_by_times(make_tree(1), flat(50, 1, 0.5))
+    asked = []
+    for step in range(300):
+        if not budget.is_resting:
+            asked.append(step)
+            assert fitted(budget, tree) == 1
+        budget.observe(shares, [MILLISECOND], [0])
+    assert asked[:REST_AFTER] == list(range(REST_AFTER))
+    pauses = np.diff(asked)
+    assert (np.diff(pauses) >= 0).all() and pauses[-1] == LONGEST_REST
+    # and it wakes up when something does
+    while budget.is_resting:
+        budget.observe(shares, [MILLISECOND], [0])
+    assert fitted(budget, make_tree(50, rate=0.9)) > 1
+    assert not budget.is_resting
+
+
+@pytest.mark.parametrize("slowdown", [2, 4])
+def test_a_replica_that_turns_out_slow_gets_less(slowdown):
+    """Three replicas, the second of which takes longer than its curve says: all are done at about the same time."""
+    curves = flat(400, 1, 0.02).repeat(3, axis=0)
+    actual = curves * np.array([[1], [slowdown], [1]])
+    budget = StepBudget(curves, False, None)
+    tree = make_tree(200)
+    first = None
+    for _ in range(60):
+        shares = budget.shares(tree)
+        took = [int(actual[rank, len(share.nodes)]) for rank, share in enumerate(shares)]
+        first = first or max(took)
+        budget.observe(shares, took, [0, 0, 0])
+    sizes = [len(share.nodes) for share in shares]
+    assert sizes[1] < 0.7 * min(sizes[0], sizes[2])
+    assert max(took) < 0.8 * first
+    assert max(took) <= 1.15 * finishing_time(tree, len(tree), actual)
+
+
+def test_small_differences_are_noise():
+    curves = flat(400, 1, 0.02).repeat(2, axis=0)
+    budget = StepBudget(curves, False, None)
+    tree = make_tree(100)
+    before = budget.shares(tree)
+    for step in range(20):
+        budget.observe(before, [MILLISECOND, MILLISECOND * (105 + step % 3) // 100], [0, 0])
+    assert budget.shares(tree) == before
+
+
+def test_a_curve_goes_through_its_points_and_does_not_fall():
+    curve = interpolate([1, 4, 8], [100, 90, 200], 16)
+    assert curve[[1, 4, 8]].tolist() == [100, 100, 200]
+    assert (np.diff(curve) >= 0).all()
+    assert curve[16] == 200 + 8 * 25
+    assert interpolate([1], [100], 5).tolist() == [100] * 6

@@ -1,0 +1,87 @@
+"""What is measured of a model, and how it is kept."""
+
+import numpy as np
+import pytest
+import torch
+from ranks import CPU, run_ranks
+
+from lp_runtime.config import ModelConfig
+from lp_runtime.lookahead.kernels import ENTRY, K
+from lp_runtime.model.loading import load_model
+from lp_runtime.model.tree_model import TreeModel
+from lp_runtime.tuning import Tuning
+
+
+def tree_model(folder) -> TreeModel:
+    return TreeModel(load_model(ModelConfig(path=str(folder)), CPU, "float32"), 2048)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_dir) -> TreeModel:
+    return tree_model(tiny_model_dir)
+
+
+def test_steps_are_measured_in_nanoseconds(model):
+    times = Tuning(model, 0, 1, CPU, None).times(100)
+    assert times.shape == (1, 101)
+    assert (np.diff(times) >= 0).all()
+    assert 10_000 < times[0, 1] < 1_000_000_000
+
+
+def test_the_vocabularys_entries_are_what_the_model_says_of_each_token_alone(model):
+    vocabulary = Tuning(model, 0, 1, CPU, None).vocabulary()
+    assert vocabulary.shape == (model.vocabulary_size, ENTRY)
+    with torch.inference_mode():
+        logits = model.model(torch.arange(model.vocabulary_size)[:, None]).logits[:, 0]
+    top = logits.topk(K)
+    chosen = logits.gather(1, torch.from_numpy(vocabulary[:, :K]).long())
+    assert torch.allclose(chosen, top.values, atol=1e-5)  # the same tokens, up to ties
+
+
+def test_what_was_measured_is_kept_and_a_damaged_file_is_made_again(model, tmp_path, monkeypatch):
+    first = Tuning(model, 0, 1, CPU, str(tmp_path))
+    times, vocabulary = first.times(50), first.vocabulary()
+    files = sorted(tmp_path.iterdir())
+    assert [file.name.split("-")[0] for file in files] == ["steps", "vocabulary"]
+    again = Tuning(model, 0, 1, CPU, str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr("lp_runtime.tuning.measure_steps", None)
+        patch.setattr("lp_runtime.tuning.sweep_vocabulary", None)
+        assert (again.times(50) == times).all()
+        assert (again.vocabulary() == vocabulary).all()
+    for file in files:
+        file.write_bytes(file.read_bytes()[:50])
+    assert (Tuning(model, 0, 1, CPU, str(tmp_path)).vocabulary() == vocabulary).all()
+    assert files[1].stat().st_size > 50
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(model):
+    assert len(Tuning(model, 0, 1, CPU, "/proc/nowhere").vocabulary()) == model.vocabulary_size
+
+
+def test_another_model_has_another_name(model, demo_model_dir):
+    assert (
+        Tuning(model, 0, 1, CPU, None)._fingerprint()
+        != Tuning(tree_model(demo_model_dir), 0, 1, CPU, None)._fingerprint()
+    )
+
+
+def test_what_there_is_no_time_for_is_left_out(model, monkeypatch):
+    monkeypatch.setattr("lp_runtime.tuning.SWEEP_SECONDS", 0.0)
+    monkeypatch.setattr("lp_runtime.tuning.SWEEP_BATCH", 8)
+    vocabulary = Tuning(model, 0, 1, CPU, None).vocabulary()
+    assert (vocabulary[:8, 0] >= 0).all()
+    assert (vocabulary[8:, :K] == -1).all()
+
+
+def tune_on_ranks(rank: int, num_replicas: int, folder: str):
+    tuning = Tuning(tree_model(folder), rank, num_replicas, CPU, None)
+    return tuning.times(20), tuning.vocabulary()
+
+
+def test_replicas_share_the_work_and_know_each_others_curves(model, tiny_model_dir):
+    results = run_ranks(tune_on_ranks, 2, str(tiny_model_dir))
+    alone = Tuning(model, 0, 1, CPU, None).vocabulary()
+    assert (results[0][0] == results[1][0]).all() and results[0][0].shape == (2, 21)
+    for _, vocabulary in results:
+        assert (vocabulary[:, :K] == alone[:, :K]).mean() > 0.99
