@@ -24,7 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", type=int, default=40, help="prompts of each file")
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--settings", nargs="+", default=SETTINGS, metavar="W,N,G")
+    parser.add_argument(
+        "--settings",
+        nargs="+",
+        default=SETTINGS,
+        metavar="[POLICY:]W,N,G",
+        help="or [POLICY:]auto; default policy full",
+    )
 
 
 def load_prompts(args: argparse.Namespace) -> list[Prompt]:
@@ -37,8 +43,10 @@ def load_prompts(args: argparse.Namespace) -> list[Prompt]:
 
 
 def parse_setting(text: str) -> LookaheadConfig:
-    W, N, G = map(int, text.split(","))
-    return LookaheadConfig(W=W, N=N, G=G)
+    """Settings from [POLICY:]W,N,G or [POLICY:]auto."""
+    policy, _, sizes = text.rpartition(":")
+    W, N, G = (None, None, None) if sizes == "auto" else map(int, sizes.split(","))
+    return LookaheadConfig(W=W, N=N, G=G, policy=policy or "full")
 
 
 def totals(runs: Sequence[Generation]) -> tuple[float, float]:
