@@ -28,7 +28,7 @@ from lp_runtime.model.drawing import Drawing
 from lp_runtime.model.generation import build_processors, defaults_of
 from lp_runtime.model.processors import TreeProcessors
 from lp_runtime.model.tree_model import TreeModel
-from lp_runtime.parallel.budget import StepBudget, assumed_times
+from lp_runtime.parallel.budget import Learned, StepBudget, assumed_times
 from lp_runtime.parallel.exchange import Exchange, Outcome
 from lp_runtime.parallel.partition import Share, step_tokens
 from lp_runtime.policies import make_policy
@@ -152,6 +152,7 @@ class DecodingLoop:
         self._exchange_device = exchange_device
         self._tuning = tuning or Tuning(model, rank, num_replicas, exchange_device, cache_dir=None)
         self._kept = memory
+        self._learned: dict[tuple[bool, bool], Learned] = {}  # by whether steps are sized, and decoding is greedy
         self._cleared: Memory | None = None  # used again by the next request that forgets
 
     def prepare(self, settings: LookaheadConfig) -> None:
@@ -189,7 +190,9 @@ class DecodingLoop:
         )
         num_nodes = policy.max_nodes + policy.max_run
         times = self._tuning.times(num_nodes) if settings.is_auto else assumed_times(self._num_replicas, num_nodes)
-        budget = StepBudget(times, settings.is_auto, limit)
+        kind = (settings.is_auto, noise is None)
+        learned = self._learned.setdefault(kind, Learned.nothing(self._num_replicas))
+        budget = StepBudget(times, settings.is_auto, limit, learned)
         return DecodingState(request.prompt_ids, rules, policy, stop), budget
 
     def run(
@@ -267,15 +270,15 @@ class DecodingLoop:
         while state.finish_reason is None and not outcome.control:
             clock.start()
             is_resting = budget.is_resting
-            proposal = state.propose_root() if is_resting else state.propose(budget.fit)
+            proposal = state.propose_root() if is_resting else state.propose(budget.fit, budget.num_wanted)
             shares = budget.shares(proposal.tree)
             clock.lap("other")
             share = shares[self._rank]
             logits = self._model.forward(proposal.tree, share.nodes, share.owned)
             outcome, scores = agree(proposal, shares, logits)
-            budget.observe(shares, *_Clock.unpacked(outcome.clocks))
             found, logprobs = unpack(proposal, outcome)
             run, nodes = state.advance(proposal, found)
+            budget.observe(shares, *_Clock.unpacked(outcome.clocks), len(run) - 1)
             tokens_fed += step_tokens(shares)
             extra_passes += max(self._model.num_passes(len(each.nodes)) for each in shares) - 1
             clock.lap("other")

@@ -71,7 +71,9 @@ class BestFirstPolicy(Policy):
     def begin(self, tokens: Sequence[int]) -> None:
         self._memory.begin_text(tokens)
 
-    def propose(self, tokens: Sequence[int], num_cached: int, max_depth: int) -> TokenTree:
+    def propose(
+        self, tokens: Sequence[int], num_cached: int, max_depth: int, num_wanted: int | None = None
+    ) -> TokenTree:
         num_pending = len(tokens) - num_cached
         root = num_pending - 1
         names, parents, depths, reach, sources = self._nodes
@@ -85,7 +87,7 @@ class BestFirstPolicy(Policy):
             self._memory.rates,
             self._nodes,
             root,
-            max(root + 1, self.max_nodes),
+            max(root + 1, min(self.max_nodes, num_wanted or self.max_nodes)),
             min(max_depth, self._max_depth),
             self._pushed,
             self._scratch,

@@ -61,7 +61,9 @@ class PaperPolicy(CountingPolicy):
         expected = None if previous is None else self.pool.expect(previous)
         return self._prompt[self._random.randrange(len(self._prompt))] if expected is None else expected
 
-    def propose(self, tokens: Sequence[int], num_cached: int, max_depth: int) -> TokenTree:
+    def propose(
+        self, tokens: Sequence[int], num_cached: int, max_depth: int, num_wanted: int | None = None
+    ) -> TokenTree:
         tree = TokenTree(tokens[num_cached:], max_depth, self._budget)
         self._slots = self.window.place(tree) if self.window else []
         self._guess_nodes = set()

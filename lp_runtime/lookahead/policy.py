@@ -80,12 +80,15 @@ class Policy(ABC):
         """Take up a request, whose prompt is `tokens`."""
 
     @abstractmethod
-    def propose(self, tokens: Sequence[int], num_cached: int, max_depth: int) -> TokenTree:
+    def propose(
+        self, tokens: Sequence[int], num_cached: int, max_depth: int, num_wanted: int | None = None
+    ) -> TokenTree:
         """The next step's tree.
 
         Args:
             tokens: prompt and committed tokens; those from `num_cached` on are pending, the last one is the root.
             max_depth: no node may stand deeper below the root.
+            num_wanted: nodes at most, where the policy can choose.
         """
 
     def accept(self, tree: TokenTree, successors: Sequence[int]) -> tuple[list[int], list[int]]:

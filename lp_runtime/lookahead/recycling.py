@@ -50,7 +50,9 @@ class RecyclingPolicy(CountingPolicy):
     def begin(self, tokens: Sequence[int]) -> None:
         pass
 
-    def propose(self, tokens: Sequence[int], num_cached: int, max_depth: int) -> TokenTree:
+    def propose(
+        self, tokens: Sequence[int], num_cached: int, max_depth: int, num_wanted: int | None = None
+    ) -> TokenTree:
         tree = TokenTree(tokens[num_cached:], max_depth, self._budget)
         nodes: dict[str, int | None] = {"": tree.root}
         for path, rank in TEMPLATE:

@@ -9,6 +9,7 @@ Letters: T nodes in the tree, R replicas, M tokens that a replica's time is know
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,6 +25,13 @@ SMOOTHING = 8  # steps
 REST_AFTER = 4  # steps in a row that were worth the root alone, before drafting rests
 LONGEST_REST = 32  # steps
 REACH_BITS = 40
+EXPECTED_BITS = 22
+RATE_BITS = 32
+LEAST_GAIN_PERCENT = 103  # of a step that drafts, over one that does not
+FIRST_WANTED = 32  # nodes a replica, of a request's first tree
+PRIOR_TOKENS = 4  # that promises are taken to have been kept of, before any were made
+FORGETTING = 32  # steps that promises are remembered for, about
+MOST_OPTIMISTIC = 16  # promises are believed to this fraction at least, so that drafting is tried again
 GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
@@ -44,6 +52,27 @@ def interpolate(tokens: Sequence[int], nanoseconds: Sequence[int], num_tokens: i
     return curve.astype(np.int64)
 
 
+@dataclass
+class Learned:
+    """What steps have shown of replicas and of estimates; carried from one request to the next of its kind.
+
+    Attributes:
+        scales: [R] how much longer each replica takes than its curve says, of SCALE_ONE.
+        overheads: nanoseconds of what else a step takes: one that drafts, one that does not; 0 while unknown.
+        promised: accepted tokens that the estimates promised lately, fixed point of EXPECTED_BITS.
+        kept: how many there were, in the same unit.
+    """
+
+    scales: np.ndarray
+    overheads: list[int] = field(default_factory=lambda: [0, 0])
+    promised: int = PRIOR_TOKENS << EXPECTED_BITS
+    kept: int = PRIOR_TOKENS << EXPECTED_BITS
+
+    @classmethod
+    def nothing(cls, num_replicas: int) -> Learned:
+        return cls(np.full(num_replicas, SCALE_ONE, dtype=np.int64))
+
+
 class StepBudget:
     """Decides, before a step, how many nodes of a tree to feed, and who feeds which.
 
@@ -51,21 +80,25 @@ class StepBudget:
         times: [R, M + 1] how long each replica takes for so many tokens.
         is_auto: whether to feed what pays, else whatever the tree has.
         budget: tokens that a replica feeds at most; None for no limit.
-        plain_factor: by how much more a step of drafting must promise than one of the root alone, of SCALE_ONE.
+        learned: by earlier requests; kept up to date.
+
+    Attributes:
+        limit: the budget.
+        num_wanted: nodes that the next tree should have at most; None for no such wish.
     """
 
-    def __init__(
-        self, times: np.ndarray, is_auto: bool, budget: int | None, plain_factor: int = SCALE_ONE * 103 // 100
-    ):
+    def __init__(self, times: np.ndarray, is_auto: bool, budget: int | None, learned: Learned | None = None):
         self._curves = times
-        self._times = times
         self._is_auto = is_auto
         self.limit = budget
-        self._plain_factor = plain_factor
-        self._scales = np.full(len(times), SCALE_ONE, dtype=np.int64)
-        self._overhead = 0
+        self._learned = learned or Learned.nothing(len(times))
+        self._times = times
+        self._rescale()
         self._num_plain = 0  # steps in a row that were worth the root alone
         self._rest = 0
+        self._promise = 0  # of the tree that is fed
+        self._drafted = True  # whether the last step that was observed did
+        self.num_wanted: int | None = FIRST_WANTED * len(times) if is_auto else None
 
     @property
     def is_resting(self) -> bool:
@@ -86,8 +119,10 @@ class StepBudget:
         if not self._is_auto:
             return most
         num_pending = tree.root + 1
-        # Expected tokens of a step with the first n nodes; 22 bits leave room for the division below.
-        expected = np.cumsum(reach[tree.root : most]) >> (REACH_BITS - 22)
+        # What the first n nodes promise besides the bonus token, and what of such promises was kept lately.
+        promised = np.cumsum(reach[num_pending:most] >> (REACH_BITS - EXPECTED_BITS))
+        promised = np.concatenate([np.zeros(1, np.int64), promised])
+        expected = (1 << EXPECTED_BITS) + promised * self._learned.kept // self._learned.promised
         if num_replicas == 1:
             times = self._times[0, num_pending : most + 1]
             sizes = np.arange(num_pending, most + 1)
@@ -96,39 +131,60 @@ class StepBudget:
             sizes = sizes[sizes >= num_pending]
             times = np.array([finishing_time(tree, size, self._times) for size in sizes])
             expected = expected[sizes - num_pending]
-        rates = (expected << 32) // (times + self._overhead)
+        drafting, plain = self._learned.overheads
+        times = times + drafting
+        times[0] += (plain or drafting) - drafting
+        rates = (expected << RATE_BITS) // times
         best = int(np.argmax(rates))
-        if rates[best] * SCALE_ONE < rates[0] * self._plain_factor:
+        if rates[best] * 100 < rates[0] * LEAST_GAIN_PERCENT:
             best = 0
         self._num_plain = self._num_plain + 1 if best == 0 else 0
         if self._num_plain >= REST_AFTER:
             self._rest = min(1 << (self._num_plain - REST_AFTER + 1), LONGEST_REST)
+        self._promise = int(promised[sizes[best] - num_pending])
+        self.num_wanted = max(FIRST_WANTED * num_replicas, 2 * int(sizes[best]))
         return int(sizes[best])
 
     def shares(self, tree: TokenTree) -> list[Share]:
         """The tree's shares, such that the last replica is done as soon as can be."""
         return partition_by_times(tree, self._times)
 
-    def observe(self, shares: Sequence[Share], forward: Sequence[int], overhead: Sequence[int]) -> None:
+    def observe(
+        self, shares: Sequence[Share], forward: Sequence[int], overhead: Sequence[int], num_accepted: int
+    ) -> None:
         """Learn from a step.
 
         Args:
             shares: [R] the step's.
             forward: [R] nanoseconds that each replica's forward pass took; 0 where it is not known.
-            overhead: [R] nanoseconds of what else a step takes.
+            overhead: [R] nanoseconds of what else the step before took; 0 where it is not known.
+            num_accepted: tokens that the step committed besides the bonus token.
         """
-        if len(shares) == 1 and not self._is_auto:
+        learned = self._learned
+        if self._is_auto:
+            known = max(overhead)
+            which = 0 if self._drafted else 1
+            if known:
+                before = learned.overheads[which]
+                learned.overheads[which] += (known - before) // SMOOTHING if before else known
+            self._drafted = not self.is_resting
+            if self._promise:
+                learned.promised += self._promise - learned.promised // FORGETTING
+                learned.kept += (num_accepted << EXPECTED_BITS) - learned.kept // FORGETTING
+                learned.kept = max(learned.kept, learned.promised // MOST_OPTIMISTIC)
+            self._promise = 0
+            self._rest = max(0, self._rest - 1)
+        elif len(shares) == 1:
             return
-        self._rest = max(0, self._rest - 1)
-        known = max(overhead)
-        self._overhead += (known - self._overhead) // SMOOTHING if self._overhead else known
-        if min(forward) <= 0:
-            return
-        sizes = [min(len(share.nodes), self._curves.shape[1] - 1) for share in shares]
-        expected = self._curves[np.arange(len(sizes)), sizes]
-        ratios = np.minimum(np.array(forward, dtype=np.int64) * SCALE_ONE // np.maximum(expected, 1), SCALE_ONE << 10)
-        self._scales += (ratios - self._scales) // SMOOTHING
-        scales = np.maximum(self._scales, 1)
+        if min(forward) > 0:
+            sizes = [min(len(share.nodes), self._curves.shape[1] - 1) for share in shares]
+            expected = np.maximum(self._curves[np.arange(len(sizes)), sizes], 1)
+            ratios = np.minimum(np.array(forward, dtype=np.int64) * SCALE_ONE // expected, SCALE_ONE << 10)
+            learned.scales += (ratios - learned.scales) // SMOOTHING
+            self._rescale()
+
+    def _rescale(self) -> None:
+        scales = np.maximum(self._learned.scales, 1)
         if scales.max() * SCALE_ONE <= scales.min() * (SCALE_ONE + EQUAL_WITHIN):
             scales = np.full_like(scales, scales.mean().astype(np.int64))
         self._times = self._curves * scales[:, None] // SCALE_ONE

@@ -108,13 +108,13 @@ def test_when_nothing_pays_drafting_rests_longer_and_longer():
         if not budget.is_resting:
             asked.append(step)
             assert fitted(budget, tree) == 1
-        budget.observe(shares, [MILLISECOND], [0])
+        budget.observe(shares, [MILLISECOND], [0], 0)
     assert asked[:REST_AFTER] == list(range(REST_AFTER))
     pauses = np.diff(asked)
     assert (np.diff(pauses) >= 0).all() and pauses[-1] == LONGEST_REST
     # and it wakes up when something does
     while budget.is_resting:
-        budget.observe(shares, [MILLISECOND], [0])
+        budget.observe(shares, [MILLISECOND], [0], 0)
     assert fitted(budget, make_tree(50, rate=0.9)) > 1
     assert not budget.is_resting
 
@@ -131,7 +131,7 @@ def test_a_replica_that_turns_out_slow_gets_less(slowdown):
         shares = budget.shares(tree)
         took = [int(actual[rank, len(share.nodes)]) for rank, share in enumerate(shares)]
         first = first or max(took)
-        budget.observe(shares, took, [0, 0, 0])
+        budget.observe(shares, took, [0, 0, 0], 0)
     sizes = [len(share.nodes) for share in shares]
     assert sizes[1] < 0.7 * min(sizes[0], sizes[2])
     assert max(took) < 0.8 * first
@@ -144,7 +144,7 @@ def test_small_differences_are_noise():
     tree = make_tree(100)
     before = budget.shares(tree)
     for step in range(20):
-        budget.observe(before, [MILLISECOND, MILLISECOND * (105 + step % 3) // 100], [0, 0])
+        budget.observe(before, [MILLISECOND, MILLISECOND * (105 + step % 3) // 100], [0, 0], 0)
     assert budget.shares(tree) == before
 
 
