@@ -2,7 +2,7 @@
 
     python benchmarks/drafting.py policies --prompts humaneval.jsonl:prompt gsm8k.jsonl:question --output out/
     python benchmarks/drafting.py degrees ablation sampling memory sources ...
-    python benchmarks/drafting.py categories --prompts spec_bench.jsonl:turns ...
+    python benchmarks/drafting.py categories --prompts spec_bench.jsonl:turns --limit 480 --each 4 ...
 
 S = new tokens / steps over all prompts, the prefill's step included, past end-of-text to exactly --max-new-tokens. Each
 output is compared with one token a step. "tokens a step" is the mean over steps of what the busiest replica feeds.
@@ -87,6 +87,8 @@ class Bench:
                 row = json.loads(line)
                 text = row[field][0] if isinstance(row[field], list) else row[field]
                 kind = row.get("category", Path(path).stem)
+                if sum(of == kind for of, _ in self.prompts) >= args.each:
+                    continue
                 self.prompts.append((kind, tokenizer(text, add_special_tokens=False)["input_ids"]))
         self._expected: dict[tuple, list[int]] = {}
 
@@ -320,6 +322,7 @@ def main() -> None:
     parser.add_argument("--model", default=None, help="directory or hub id; the demo model if not given")
     parser.add_argument("--prompts", nargs="+", required=True, metavar="FILE:FIELD")
     parser.add_argument("--limit", type=int, default=40, help="prompts of each file")
+    parser.add_argument("--each", type=int, default=1 << 30, help="prompts of each category at most")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--output", type=Path, default=None)
     args = parser.parse_args()

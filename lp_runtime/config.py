@@ -50,7 +50,8 @@ class LookaheadConfig:
     acceptance: str = "tree"
     """Policy paper: accept along any node of the tree, or, as the paper does, along guesses only."""
     budget: Optional[int] = None  # noqa: UP045
-    """Tokens that a replica feeds in a step at most, >= 1, whatever they are for; the prefill is not meant."""
+    """Tokens that a replica feeds in a step at most, >= 1, whatever they are for; the prefill is not meant. Of other
+    policies than full it caps the whole tree."""
     prior: str = "vocabulary"
     """Policy full: what it knows before it has seen any text: vocabulary (what the model says follows each token alone,
     computed once and kept on disk) or none."""

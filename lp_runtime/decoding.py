@@ -30,7 +30,7 @@ from lp_runtime.model.processors import TreeProcessors
 from lp_runtime.model.tree_model import TreeModel
 from lp_runtime.parallel.budget import Learned, StepBudget, assumed_times
 from lp_runtime.parallel.exchange import Exchange, Outcome
-from lp_runtime.parallel.partition import Share, step_tokens
+from lp_runtime.parallel.partition import Share, compile_partition, digest_of_shares, step_tokens
 from lp_runtime.policies import make_policy
 from lp_runtime.tuning import Tuning
 
@@ -157,6 +157,8 @@ class DecodingLoop:
 
     def prepare(self, settings: LookaheadConfig) -> None:
         """Measure now what a request with these settings would have measured."""
+        if self._num_replicas > 1:
+            compile_partition()
         if settings.policy == "full":
             compile_kernels()
             if settings.is_auto:
@@ -215,14 +217,14 @@ class DecodingLoop:
         Yields:
             The run that each step committed, then the report.
         """
-        started = time.perf_counter()
         drawing = drawing or make_drawing(self._model, request)
         state, budget = self._begin(request, drawing, stop)
+        started = time.perf_counter()
         policy = state.policy
         drawing.num_runners_up = policy.num_runners_up
         capacity = min(policy.max_nodes, budget.limit or policy.max_nodes)
         exchange = Exchange(self._rank, self._num_replicas, capacity, self._exchange_device, drawing.width)
-        most_fed = policy.max_nodes + policy.max_run
+        most_fed = capacity + policy.max_run
         self._model.begin(len(request.prompt_ids) + request.max_new_tokens + most_fed)
         clock = _Clock()
         is_resting = False
@@ -239,9 +241,8 @@ class DecodingLoop:
             if values.device.type == "cuda":
                 torch.cuda.current_stream(values.device).synchronize()
             clock.lap("forward")
-            outcome = exchange.all_gather(
-                shares, len(proposal.tree), values, proposal.digest, control(), clock.packed()
-            )
+            digest = proposal.digest ^ digest_of_shares(shares)
+            outcome = exchange.all_gather(shares, len(proposal.tree), values, digest, control(), clock.packed())
             clock.lap("exchange")
             return outcome, scores
 

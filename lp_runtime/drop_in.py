@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from lp_runtime.config import LauncherConfig, LookaheadConfig, ModelConfig, RuntimeConfig, SamplingConfig
@@ -19,7 +20,7 @@ from lp_runtime.model.generate_call import GenerateCall, fit_for_trees
 from lp_runtime.model.processors import TreeProcessors
 from lp_runtime.model.self_check import check_model
 from lp_runtime.model.tree_model import TreeModel, attention_settings
-from lp_runtime.parallel.exchange import broadcast_object, merge_rows
+from lp_runtime.parallel.exchange import broadcast_object, gather_rows, merge_rows
 from lp_runtime.parallel.group import ReplicaContext, existing_or_new_group, started_by_torchrun
 from lp_runtime.tuning import Tuning
 
@@ -89,6 +90,9 @@ def lookahead_generate(
         if kind not in known:
             check_model(tree_model)
             known[kind] = {}
+        was_measured = np.array([len(known[kind])], dtype=np.int64)
+        if len(set(gather_rows(was_measured, context.num_replicas, exchange_device).ravel().tolist())) > 1:
+            known[kind] = {}  # some rank is new, or has another past: all measure again
         tuning = Tuning(
             tree_model, context.rank, context.num_replicas, exchange_device, RuntimeConfig.cache_dir, known[kind]
         )

@@ -24,17 +24,27 @@ class MemoryFile:
     Attributes:
         path: of the file.
         num_bytes: of the memory.
+        vocabulary_size: of the model.
     """
 
     path: Path
     num_bytes: int
+    vocabulary_size: int
 
     @classmethod
-    def of(cls, settings: LookaheadConfig) -> MemoryFile | None:
-        """The file that the settings name, if they do."""
-        if settings.memory in ("request", "runtime") or settings.policy != "full":
+    def of(cls, settings: LookaheadConfig, vocabulary_size: int) -> MemoryFile | None:
+        """The file that the settings name, if they do.
+
+        Raises:
+            ConfigError: if it begins with the home folder of a user that there is not.
+        """
+        if settings.memory in ("request", "runtime"):
             return None
-        return cls(Path(settings.memory).expanduser(), settings.memory_bytes)
+        try:
+            path = Path(settings.memory).expanduser()
+        except RuntimeError as error:
+            raise ConfigError(f"lookahead.memory={settings.memory}: {error}") from error
+        return cls(path, settings.memory_bytes, vocabulary_size)
 
     def load(self, rank: int, num_replicas: int, device: torch.device) -> Memory:
         """The memory, the same on all replicas; an empty one if there is no file yet.
@@ -51,15 +61,17 @@ class MemoryFile:
         data = broadcast_object(data, rank, num_replicas, device)
         if isinstance(data, ConfigError):
             raise data
-        return Memory(self.num_bytes) if data is None else Memory.load(data, self.num_bytes)
+        return Memory(self.num_bytes) if data is None else Memory.load(data, self.num_bytes, self.vocabulary_size)
 
     def _read(self) -> bytes | None:
         try:
             if self.path.exists():
                 data = self.path.read_bytes()
-                Memory.load(data, self.num_bytes)
+                Memory.load(data, self.num_bytes, self.vocabulary_size)
                 return data
-            write_whole(self.path, Memory(self.num_bytes).dump())  # so that it is known now whether it can be
+            write_whole(
+                self.path, Memory(self.num_bytes).dump(self.vocabulary_size)
+            )  # so that it is known now whether it can be
             return None
         except OSError as error:
             raise ConfigError(
@@ -71,6 +83,6 @@ class MemoryFile:
     def save(self, memory: Memory) -> None:
         """Write the memory. That it cannot be written is logged: the request is done."""
         try:
-            write_whole(self.path, memory.dump())
+            write_whole(self.path, memory.dump(self.vocabulary_size))
         except OSError as error:
             log.warning("lookahead.memory=%s: %s", self.path, error.strerror or error)

@@ -6,6 +6,7 @@ Letters: V vocabulary, K runners-up, M tokens that a replica's time is known for
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import logging
@@ -64,7 +65,10 @@ class Tuning:
         self._rank = rank
         self._num_replicas = num_replicas
         self._device = device
-        self._folder = None if cache_dir is None else Path(cache_dir).expanduser()
+        self._folder: Path | None = None
+        if cache_dir is not None:
+            with contextlib.suppress(RuntimeError):  # there is no home folder
+                self._folder = Path(cache_dir).expanduser()
         self._known = {} if known is None else known
 
     def _points(self) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -91,8 +95,8 @@ class Tuning:
         return np.stack([interpolate(tokens, times, num_tokens) for tokens, times in self._points()])
 
     def most_tokens(self) -> int:
-        """M: the largest step that was measured on any replica."""
-        return max(int(tokens[-1]) for tokens, _ in self._points())
+        """M: the largest step that was measured on all replicas."""
+        return min(int(tokens[-1]) for tokens, _ in self._points())
 
     def vocabulary(self) -> np.ndarray:
         """[V, ENTRY] what follows each token alone, as kernels.py stores it; the same on all replicas."""
@@ -132,10 +136,11 @@ class Tuning:
         versions = [metadata.version(name) for name in ("torch", "transformers")]
         parts = [VERSION, K, str(self._model.dtype), self._model.strict_tokens, *versions]
         digest.update(repr((parts, model.config.to_json_string())).encode())
-        for name, tensor in sorted(model.state_dict().items()):
+        for name, tensor in sorted(model.named_parameters()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            sample = tensor.detach().flatten()[:: max(1, tensor.numel() // 64)][:64]
-            digest.update(sample.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            with contextlib.suppress(Exception):  # what is on no device, or quantized, need not be readable like this
+                sample = tensor.detach().flatten()[:: max(1, tensor.numel() // 64)][:64]
+                digest.update(sample.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def _machine(self) -> str:
@@ -179,8 +184,10 @@ def measure_steps(model: TreeModel) -> tuple[list[int], list[int]]:
         (tokens, nanoseconds): numbers of tokens, and the median of a step with so many.
     """
     drawing = _drawing(model)
-    context = min(MEASURED_CONTEXT, (model.context_length or MEASURED_CONTEXT) // 2)
-    most = GRID[-1] if model.context_length is None else min(GRID[-1], model.context_length - context)
+    context = max(1, min(MEASURED_CONTEXT, (model.context_length or MEASURED_CONTEXT) // 4))
+    # A step commits a token, and there are two of each size: positions stay within a short context, too.
+    room = GRID[-1] if model.context_length is None else model.context_length - context - 2 * len(GRID) - 8
+    most = max(1, min(GRID[-1], room))
     sizes = [size for size in GRID if size <= most]
     text = [i % model.vocabulary_size for i in range(context)]
 
@@ -197,21 +204,26 @@ def measure_steps(model: TreeModel) -> tuple[list[int], list[int]]:
         return time.perf_counter_ns() - start
 
     def begin() -> None:
-        model.begin(context + (MAX_ROUNDS + 2) * len(sizes) + sizes[-1])
+        model.begin(context + 2 * len(sizes) + sizes[-1])
         model.prefill(text)
 
+    started = time.perf_counter()
     begin()
-    once = []
-    for size in sizes:  # the first of each warms up
-        step(size)
-        once.append(step(size))
-        if once[-1] > DEAREST * once[0]:
+    once: list[int] = []
+    for size in sizes:
+        try:
+            step(size)  # the first of each warms up
+            once.append(step(size))
+        except torch.OutOfMemoryError:
+            break
+        if once[-1] > DEAREST * once[0] or time.perf_counter() - started > MEASURE_SECONDS:
             break
     sizes = sizes[: len(once)]
-    rounds = max(1, min(MAX_ROUNDS, int(MEASURE_SECONDS * 1e9 / sum(once))))
-    begin()
     seen: list[list[int]] = [[] for _ in sizes]
-    for _ in range(rounds):
+    for _ in range(MAX_ROUNDS):
+        if seen[0] and time.perf_counter() - started > MEASURE_SECONDS:
+            break
+        begin()
         for size, times in zip(sizes, seen, strict=True):
             times.append(step(size))
     return sizes, [int(statistics.median(times)) for times in seen]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lp_runtime.config import PLAIN, RuntimeConfig
-from lp_runtime.decoding import DecodingLoop, Event, Request, make_drawing
+from lp_runtime.decoding import DecodingLoop, Event, Report, Request, make_drawing
 from lp_runtime.errors import ConfigError
 from lp_runtime.memory_file import MemoryFile
 from lp_runtime.model.generation import defaults_of
@@ -56,7 +56,7 @@ class Replica:
         self._config = config.model
         self._model = model
         place = (context.rank, context.num_replicas, model.device)
-        self._memory_file = MemoryFile.of(config.lookahead)
+        self._memory_file = MemoryFile.of(config.lookahead, model.vocabulary_size)
         self._memory = self._memory_file.load(*place) if self._memory_file else None
         self._loop = DecodingLoop(model, *place, Tuning(model, *place, config.cache_dir), self._memory)
         self._loop.prepare(config.lookahead)
@@ -64,9 +64,12 @@ class Replica:
     def decode(self, request: Request, should_cancel: Callable[[], bool] = lambda: False) -> Iterator[Event]:
         """See DecodingLoop.run."""
         stop = StopStrings(self._tokenizer, request.stop) if request.stop else None
-        yield from self._loop.run(request, stop=stop, should_cancel=should_cancel)
-        if self._memory_file and self.context.rank == 0 and request.lookahead.memory != "request":
-            self._memory_file.save(self._memory)
+        settings = request.lookahead
+        is_kept = self._memory_file and settings.memory != "request" and settings.policy == "full"
+        for event in self._loop.run(request, stop=stop, should_cancel=should_cancel):
+            if isinstance(event, Report) and is_kept and self.context.rank == 0:
+                self._memory_file.save(self._memory)
+            yield event
 
     @cached_property
     def _tokenizer(self):

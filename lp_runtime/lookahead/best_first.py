@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lp_runtime.lookahead import kernels
-from lp_runtime.lookahead.compiled import forget_compiled
+from lp_runtime.lookahead.compiled import with_fresh_cache
 from lp_runtime.lookahead.drafts import Memory
 from lp_runtime.lookahead.policy import Counts, Found, Policy
 from lp_runtime.lookahead.sampling import WORD
@@ -139,11 +139,7 @@ class BestFirstPolicy(Policy):
 @functools.cache
 def compile_kernels() -> None:
     """Compile, or load from where it is kept, whatever a request needs, so that none waits for it. Once a process."""
-    try:
-        _try_kernels()
-    except Exception:  # what is kept may be of another version
-        forget_compiled()
-        _try_kernels()
+    with_fresh_cache(_try_kernels)
 
 
 def _try_kernels() -> None:

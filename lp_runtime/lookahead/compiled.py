@@ -21,6 +21,15 @@ def compiled(function: Callable) -> Callable:
     return made
 
 
+def with_fresh_cache(use: Callable[[], None]) -> None:
+    """Call something that compiles; if it fails, once more, with nothing kept: that may be of another version."""
+    try:
+        use()
+    except Exception:
+        forget_compiled()
+        use()
+
+
 def forget_compiled() -> None:
     """Delete what is kept on disk: another version of this package may have left what cannot be read any more."""
     for function in _functions:

@@ -82,6 +82,7 @@ class Memory:
         self._runners_up.keys[:] = 0
         self._text.keys[:] = 0
         self._text.span[:] = 0
+        self._text.buffer[:] = 0
         self.rates.tried[:] = 0
         self.rates.taken[:] = 0
         self._stamp = 0
@@ -106,13 +107,14 @@ class Memory:
         rates = self.rates
         np.floor_divide(rates.taken * ONE + self._prior * PRIOR_WEIGHT, rates.tried + PRIOR_WEIGHT, out=rates.rate)
 
-    def dump(self) -> bytes:
+    def dump(self, vocabulary_size: int) -> bytes:
         """Everything, for `load`."""
         file = io.BytesIO()
         np.savez(
             file,
             format=FORMAT,
             num_bytes=self.num_bytes,
+            vocabulary_size=vocabulary_size,
             shape=SHAPE,
             stamp=self._stamp,
             tried=self.rates.tried,
@@ -123,22 +125,26 @@ class Memory:
         return file.getvalue()
 
     @classmethod
-    def load(cls, data: bytes, num_bytes: int) -> Memory:
+    def load(cls, data: bytes, num_bytes: int, vocabulary_size: int) -> Memory:
         """A memory from what `dump` returned.
 
         Raises:
-            ValueError: if it is not that, or of another size or version.
+            ValueError: if it is not that, or of another size, version or vocabulary.
         """
         memory = cls(num_bytes)
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as saved:
                 arrays = {name: saved[name] for name in saved.files}
+            version = (int(arrays["format"]), tuple(arrays["shape"].tolist()))
+            size, vocabulary, stamp = (int(arrays[name]) for name in ("num_bytes", "vocabulary_size", "stamp"))
         except Exception as error:  # whatever a broken archive raises
             raise ValueError("it is not a saved memory") from error
-        if int(arrays.get("format", 0)) != FORMAT or tuple(arrays["shape"]) != SHAPE:
+        if version != (FORMAT, SHAPE):
             raise ValueError("it was saved by another version")
-        if int(arrays["num_bytes"]) != num_bytes:
-            raise ValueError(f"it was saved with memory_bytes={int(arrays['num_bytes'])}")
+        if size != num_bytes:
+            raise ValueError(f"it was saved with memory_bytes={size}")
+        if vocabulary != vocabulary_size:
+            raise ValueError(f"it is of a model with {vocabulary} tokens, not {vocabulary_size}")
         targets = {f"runners_up_{name}": value for name, value in memory._runners_up._asdict().items()}
         targets |= {f"text_{name}": value for name, value in memory._text._asdict().items()}
         targets |= {"tried": memory.rates.tried, "taken": memory.rates.taken}
@@ -147,6 +153,9 @@ class Memory:
             if value is None or value.shape != target.shape or value.dtype != target.dtype:
                 raise ValueError("it is damaged")
             target[:] = value
-        memory._stamp = int(arrays["stamp"])
+        tokens = memory._runners_up.entries[:, : kernels.K]
+        if max(tokens.max(), memory._text.buffer.max()) >= vocabulary_size or memory._text.buffer.min() < 0:
+            raise ValueError("it is damaged")
+        memory._stamp = stamp
         memory.estimate()
         return memory

@@ -1,6 +1,6 @@
 """The inner loops of drafting, compiled by Numba: tables of runners-up and of text, candidates of a context, the tree.
 
-Everything is integer arithmetic (the one logarithm is rounded at once), so equal inputs make equal trees on every
+Everything is integer arithmetic (the noise's logarithms are rounded at once), so equal inputs make equal trees on every
 replica. Probabilities are fixed point, ONE being certain; a token's gap is how far its log-probability
 lies below the likeliest one's, in sixteenths of a nat.
 
@@ -178,7 +178,8 @@ def match_text(text, context, size):
             break
         found, length = place, i + 1
     if length == MAX_GRAM:
-        while length < min(size, MAX_MATCH) and text.buffer[(found - 1 - length) % len(text.buffer)] == context[length]:
+        most = min(size, MAX_MATCH, found)
+        while length < most and text.buffer[(found - 1 - length) % len(text.buffer)] == context[length]:
             length += 1
     return found, length
 

@@ -16,7 +16,7 @@ import numpy as np
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.parallel.partition import Share, finishing_time, largest_fit, partition_by_times
 
-# Where nothing was measured: memory-bound up to about so many tokens, then in proportion.
+# Where nothing was measured: so many tokens cost twice what one does.
 ASSUMED_FREE_TOKENS = 64
 ASSUMED_NANOSECONDS = 1_000_000
 SCALE_ONE = 1 << 10
@@ -27,6 +27,7 @@ LONGEST_REST = 32  # steps
 REACH_BITS = 40
 EXPECTED_BITS = 22
 RATE_BITS = 32
+MAX_EXPECTED = (1 << 31) - 1  # so that the rates have room in 64 bits
 LEAST_GAIN_PERCENT = 103  # of a step that drafts, over one that does not
 FIRST_WANTED = 32  # nodes a replica, of a request's first tree
 PRIOR_TOKENS = 4  # that promises are taken to have been kept of, before any were made
@@ -44,12 +45,14 @@ def assumed_times(num_replicas: int, num_tokens: int) -> np.ndarray:
 
 def interpolate(tokens: Sequence[int], nanoseconds: Sequence[int], num_tokens: int) -> np.ndarray:
     """[num_tokens + 1] a curve that does not fall, through measured points; behind the last two it goes on straight."""
-    known = np.maximum.accumulate(np.asarray(nanoseconds, dtype=np.float64))
-    curve = np.interp(np.arange(num_tokens + 1), tokens, known)
-    if len(tokens) > 1 and num_tokens > tokens[-1]:
-        slope = (known[-1] - known[-2]) / (tokens[-1] - tokens[-2])
-        curve[tokens[-1] :] = known[-1] + slope * np.arange(num_tokens + 1 - tokens[-1])
-    return curve.astype(np.int64)
+    # In integers, so that all replicas have the same curves to the last bit.
+    known = np.maximum.accumulate(np.asarray(nanoseconds, dtype=np.int64))
+    curve = np.full(num_tokens + 1, known[0], dtype=np.int64)
+    for i in range(len(tokens) - 1):
+        end = tokens[i + 1] if i + 2 < len(tokens) else max(tokens[i + 1], num_tokens)
+        places = np.arange(tokens[i], min(end, num_tokens) + 1)
+        curve[places] = known[i] + (known[i + 1] - known[i]) * (places - tokens[i]) // (tokens[i + 1] - tokens[i])
+    return curve
 
 
 @dataclass
@@ -97,6 +100,7 @@ class StepBudget:
         self._num_plain = 0  # steps in a row that were worth the root alone
         self._rest = 0
         self._promise = 0  # of the tree that is fed
+        self._fitted = False  # whether the step that is under way drafts
         self._drafted = True  # whether the last step that was observed did
         self.num_wanted: int | None = FIRST_WANTED * len(times) if is_auto else None
 
@@ -122,14 +126,15 @@ class StepBudget:
         # What the first n nodes promise besides the bonus token, and what of such promises was kept lately.
         promised = np.cumsum(reach[num_pending:most] >> (REACH_BITS - EXPECTED_BITS))
         promised = np.concatenate([np.zeros(1, np.int64), promised])
-        expected = (1 << EXPECTED_BITS) + promised * self._learned.kept // self._learned.promised
+        kept, made = self._learned.kept >> 8, max(1, self._learned.promised >> 8)
+        expected = np.minimum((1 << EXPECTED_BITS) + promised * kept // made, MAX_EXPECTED)
         if num_replicas == 1:
             times = self._times[0, num_pending : most + 1]
             sizes = np.arange(num_pending, most + 1)
         else:
             sizes = np.array(sorted({min(most, tree.root + step * num_replicas) for step in GRID} | {num_pending}))
             sizes = sizes[sizes >= num_pending]
-            times = np.array([finishing_time(tree, size, self._times) for size in sizes])
+            times = np.array([finishing_time(tree, size, self._times, limit) for size in sizes])
             expected = expected[sizes - num_pending]
         drafting, plain = self._learned.overheads
         times = times + drafting
@@ -141,13 +146,14 @@ class StepBudget:
         self._num_plain = self._num_plain + 1 if best == 0 else 0
         if self._num_plain >= REST_AFTER:
             self._rest = min(1 << (self._num_plain - REST_AFTER + 1), LONGEST_REST)
+        self._fitted = True
         self._promise = int(promised[sizes[best] - num_pending])
         self.num_wanted = max(FIRST_WANTED * num_replicas, 2 * int(sizes[best]))
         return int(sizes[best])
 
     def shares(self, tree: TokenTree) -> list[Share]:
         """The tree's shares, such that the last replica is done as soon as can be."""
-        return partition_by_times(tree, self._times)
+        return partition_by_times(tree, self._times, self.limit)
 
     def observe(
         self, shares: Sequence[Share], forward: Sequence[int], overhead: Sequence[int], num_accepted: int
@@ -167,7 +173,7 @@ class StepBudget:
             if known:
                 before = learned.overheads[which]
                 learned.overheads[which] += (known - before) // SMOOTHING if before else known
-            self._drafted = not self.is_resting
+            self._drafted, self._fitted = self._fitted, False
             if self._promise:
                 learned.promised += self._promise - learned.promised // FORGETTING
                 learned.kept += (num_accepted << EXPECTED_BITS) - learned.kept // FORGETTING
@@ -179,7 +185,7 @@ class StepBudget:
         if min(forward) > 0:
             sizes = [min(len(share.nodes), self._curves.shape[1] - 1) for share in shares]
             expected = np.maximum(self._curves[np.arange(len(sizes)), sizes], 1)
-            ratios = np.minimum(np.array(forward, dtype=np.int64) * SCALE_ONE // expected, SCALE_ONE << 10)
+            ratios = np.minimum(np.array(forward, dtype=np.int64) * SCALE_ONE // expected, SCALE_ONE << 20)
             learned.scales += (ratios - learned.scales) // SMOOTHING
             self._rescale()
 

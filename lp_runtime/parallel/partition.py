@@ -10,12 +10,15 @@ Letters: T nodes in the tree, P pending tokens, R replicas, M tokens that a repl
 
 from __future__ import annotations
 
+import functools
+import hashlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from lp_runtime.lookahead.compiled import compiled
+from lp_runtime.lookahead.compiled import compiled, with_fresh_cache
 from lp_runtime.lookahead.tree import TokenTree
 
 TIME_UNIT = 1 << 20  # a token at speed 1
@@ -47,12 +50,13 @@ def partition(tree: TokenTree, speeds: Sequence[float]) -> list[Share]:
     return partition_by_times(tree, linear_times(speeds, len(tree)))
 
 
-def partition_by_times(tree: TokenTree, times: np.ndarray) -> list[Share]:
+def partition_by_times(tree: TokenTree, times: np.ndarray, limit: int | None = None) -> list[Share]:
     """Cut the tree into R shares, balanced on what each replica computes, ancestors included.
 
     Args:
         tree: the step's tree.
         times: [R, >= T + 1] int64, how long each replica needs for 0, 1, 2 ... tokens, in one unit; must not fall.
+        limit: tokens that a replica feeds at most; None for no limit. `largest_fit` says how many nodes that allows.
 
     Returns:
         [R] shares. A replica without leaves feeds the pending tokens alone.
@@ -60,15 +64,17 @@ def partition_by_times(tree: TokenTree, times: np.ndarray) -> list[Share]:
     if len(times) == 1:
         nodes = list(range(len(tree)))
         return [Share(nodes, nodes[tree.root :])]
-    fed, owner, _ = _cut(np.array(tree.parents), np.array(tree.depths), tree.root, len(tree), times)
+    most = len(tree) if limit is None else limit
+    fed, owner, _ = _cut(np.array(tree.parents), np.array(tree.depths), tree.root, len(tree), times, most)
     return [Share(np.flatnonzero(row).tolist(), np.flatnonzero(owner == rank).tolist()) for rank, row in enumerate(fed)]
 
 
-def finishing_time(tree: TokenTree, num_nodes: int, times: np.ndarray) -> int:
-    """When the last replica is done with the first `num_nodes` nodes of a tree, in the unit of `times`."""
+def finishing_time(tree: TokenTree, num_nodes: int, times: np.ndarray, limit: int | None = None) -> int:
+    """When the last replica is done with the first `num_nodes` nodes of a tree: see `partition_by_times`."""
     if len(times) == 1:
         return int(times[0, num_nodes])
-    return int(_cut(np.array(tree.parents), np.array(tree.depths), tree.root, num_nodes, times)[2])
+    most = num_nodes if limit is None else limit
+    return int(_cut(np.array(tree.parents), np.array(tree.depths), tree.root, num_nodes, times, most)[2])
 
 
 def largest_fit(tree: TokenTree, num_replicas: int, budget: int) -> int:
@@ -76,6 +82,30 @@ def largest_fit(tree: TokenTree, num_replicas: int, budget: int) -> int:
     if num_replicas == 1 or len(tree) <= budget:
         return min(len(tree), max(budget, tree.root + 1))
     return int(_largest_fit(np.array(tree.parents), np.array(tree.depths), tree.root, len(tree), num_replicas, budget))
+
+
+def digest_of_shares(shares: Sequence[Share]) -> int:
+    """56 bits that tell who owns what apart; 0 for one replica."""
+    if len(shares) == 1:
+        return 0
+    content = array("q")
+    for share in shares:
+        content.extend((len(share.nodes), len(share.owned), *share.owned))
+    return int.from_bytes(hashlib.blake2b(content.tobytes(), digest_size=7).digest(), "big")
+
+
+@functools.cache
+def compile_partition() -> None:
+    """Compile, or load from where it is kept, what is compiled here. Once a process."""
+    tree = TokenTree([0], max_depth=3)
+    for branch in ([1, 2], [3]):
+        tree.add_branch(branch)
+
+    def use() -> None:
+        partition(tree, [1.0, 1.0])
+        largest_fit(tree, 2, 3)
+
+    with_fresh_cache(use)
 
 
 @compiled
@@ -151,9 +181,10 @@ def _fits(leaves, branches, depths, room, bins):
 
 
 @compiled
-def _cut(parents, depths, root, num_nodes, times):
+def _cut(parents, depths, root, num_nodes, times, limit):
     """(fed [R, T] bool, owner [T], time): the shares under the least time that `_fits` finds."""
-    num_replicas, most = len(times), times.shape[1] - 1
+    num_replicas = len(times)
+    most = min(limit, times.shape[1] - 1)
     num_pending = root + 1
     fed = np.zeros((num_replicas, num_nodes), np.bool_)
     fed[:, :num_pending] = True
@@ -172,7 +203,7 @@ def _cut(parents, depths, root, num_nodes, times):
     bins = np.empty(len(leaves), np.int64)
     while True:
         for rank in range(num_replicas):
-            room[rank] = np.searchsorted(times[rank], time, side="right") - 1 - num_pending
+            room[rank] = min(np.searchsorted(times[rank], time, side="right") - 1, most) - num_pending
         if room.sum() >= num_nodes - num_pending and _fits(leaves, branches, depths, room, bins):
             break
         # what fits only changes where one more token fits
@@ -181,7 +212,11 @@ def _cut(parents, depths, root, num_nodes, times):
             tokens = room[rank] + num_pending + 1
             if tokens <= most and (later < 0 or times[rank, tokens] < later):
                 later = times[rank, tokens]
-        time = later
+        if later < 0:  # the packing is greedy: it may miss a fit that is there, and then does without the limit
+            assert most < num_nodes
+            most = times.shape[1] - 1
+        else:
+            time = later
     for i in range(len(leaves)):
         node, rank = leaves[i], bins[i]
         while not fed[rank, node]:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_best_first import decode
+from test_best_first import VOCABULARY, decode
 
 from lp_runtime.lookahead import kernels
 from lp_runtime.lookahead.best_first import BestFirstPolicy
@@ -55,7 +55,7 @@ def test_nothing_of_an_earlier_request_is_taken_for_this_ones_positions():
 def test_a_saved_memory_is_the_same_memory():
     memory = Memory(SIZE)
     decode([1, 2, 3], BestFirstPolicy(12, memory), 5, 60)
-    again = Memory.load(memory.dump(), SIZE)
+    again = Memory.load(memory.dump(VOCABULARY), SIZE, VOCABULARY)
     runs = [decode([3, 2, 1], BestFirstPolicy(12, each), 5, 60) for each in (memory, again)]
     assert [tree.tokens for tree in runs[0][1]] == [tree.tokens for tree in runs[1][1]]
     assert (memory.rates.taken == again.rates.taken).all()
@@ -71,12 +71,12 @@ def test_a_saved_memory_is_the_same_memory():
 )
 def test_what_is_not_a_saved_memory_is_refused(spoil, message):
     with pytest.raises(ValueError, match=message):
-        Memory.load(spoil(Memory(SIZE).dump()), SIZE)
+        Memory.load(spoil(Memory(SIZE).dump(VOCABULARY)), SIZE, VOCABULARY)
 
 
 def test_a_memory_of_another_size_is_refused():
     with pytest.raises(ValueError, match="memory_bytes=65536"):
-        Memory.load(Memory(SIZE).dump(), 2 * SIZE)
+        Memory.load(Memory(SIZE).dump(VOCABULARY), 2 * SIZE, VOCABULARY)
 
 
 def test_the_longest_match_in_the_text_wins():
@@ -108,3 +108,12 @@ def test_text_that_is_overwritten_is_not_matched():
     context = np.zeros(kernels.CONTEXT, np.int64)
     context[:3] = [3, 2, 1]
     assert kernels.match_text(memory._text, context, 3)[1] == 0
+
+
+def test_a_memory_of_another_model_is_refused():
+    memory = Memory(SIZE)
+    decode([1, 2, 3], BestFirstPolicy(12, memory), 5, 60)
+    with pytest.raises(ValueError, match=f"of a model with {VOCABULARY} tokens, not 7"):
+        Memory.load(memory.dump(VOCABULARY), SIZE, 7)
+    with pytest.raises(ValueError, match="damaged"):  # tokens that no model of 7 tokens has
+        Memory.load(memory.dump(7), SIZE, 7)

@@ -154,3 +154,29 @@ def test_a_curve_goes_through_its_points_and_does_not_fall():
     assert (np.diff(curve) >= 0).all()
     assert curve[16] == 200 + 8 * 25
     assert interpolate([1], [100], 5).tolist() == [100] * 6
+
+
+@pytest.mark.parametrize("is_auto", [True, False])
+@pytest.mark.parametrize("slow", [1, 3])
+def test_no_replica_feeds_more_than_the_budget_where_more_would_be_as_fast(is_auto, slow):
+    """Curves with a plateau, and replicas of unequal speed: the budget holds all the same."""
+    times = np.concatenate([flat(400, 64, 0.1), slow * flat(400, 64, 0.1)])
+    for size in (2, 40, 57, 200):
+        tree = make_tree(size)
+        budget = StepBudget(times, is_auto, 30)
+        tree.truncate(fitted(budget, tree))
+        assert max(len(share.nodes) for share in budget.shares(tree)) <= 30
+
+
+def test_promises_are_believed_as_far_as_they_were_kept():
+    tree = make_tree(200, rate=0.6)
+    times = flat(200, 1, 0.08)
+    hopeful, doubtful = (StepBudget(times, True, None) for _ in range(2))
+    for _ in range(60):
+        for budget, num_accepted in ((hopeful, 3), (doubtful, 0)):
+            size = fitted(budget, tree)
+            cut = make_tree(size, rate=0.6)
+            budget.observe(budget.shares(cut), [int(times[0, size])], [0], num_accepted)
+    assert fitted(StepBudget(times, True, None), tree) > 1
+    assert fitted(hopeful, tree) > 3
+    assert fitted(doubtful, tree) == 1
