@@ -24,15 +24,17 @@ EQUAL_WITHIN = 15 * SCALE_ONE // 100  # replicas whose scales differ by less are
 SMOOTHING = 8  # steps
 REST_AFTER = 4  # steps in a row that were worth the root alone, before drafting rests
 LONGEST_REST = 32  # steps
+NUM_TIMED = 4  # steps of the root alone that are timed before the first that drafts
 REACH_BITS = 40
 EXPECTED_BITS = 22
 RATE_BITS = 32
 MAX_EXPECTED = (1 << 31) - 1  # so that the rates have room in 64 bits
-LEAST_GAIN_PERCENT = 103  # of a step that drafts, over one that does not
+LEAST_GAIN_PERCENT = 110  # of a step that drafts, over one that does not: estimates of it are that uncertain
 FIRST_WANTED = 32  # nodes a replica, of a request's first tree
 PRIOR_TOKENS = 4  # that promises are taken to have been kept of, before any were made
 FORGETTING = 32  # steps that promises are remembered for, about
-MOST_OPTIMISTIC = 16  # promises are believed to this fraction at least, so that drafting is tried again
+LEAST_BELIEF = 4  # promises are believed to this fraction at least
+RECOVERY = 16  # times that nothing pays, until promises are believed again
 GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
@@ -60,20 +62,25 @@ class Learned:
     """What steps have shown of replicas and of estimates; carried from one request to the next of its kind.
 
     Attributes:
-        scales: [R] how much longer each replica takes than its curve says, of SCALE_ONE.
+        scales: [R] how much longer each replica takes than its curve says in steps that draft, of SCALE_ONE.
+        plain_scales: [R] how much longer than that, again, in steps that do not; so a machine that slows down as a
+            whole does not make either look worse.
+        num_plain: steps that did not.
         overheads: nanoseconds of what else a step takes: one that drafts, one that does not; 0 while unknown.
         promised: accepted tokens that the estimates promised lately, fixed point of EXPECTED_BITS.
         kept: how many there were, in the same unit.
     """
 
     scales: np.ndarray
+    plain_scales: np.ndarray
+    num_plain: int = 0
     overheads: list[int] = field(default_factory=lambda: [0, 0])
     promised: int = PRIOR_TOKENS << EXPECTED_BITS
     kept: int = PRIOR_TOKENS << EXPECTED_BITS
 
     @classmethod
     def nothing(cls, num_replicas: int) -> Learned:
-        return cls(np.full(num_replicas, SCALE_ONE, dtype=np.int64))
+        return cls(*(np.full(num_replicas, SCALE_ONE, dtype=np.int64) for _ in range(2)))
 
 
 class StepBudget:
@@ -106,8 +113,8 @@ class StepBudget:
 
     @property
     def is_resting(self) -> bool:
-        """Whether the next step is to feed the root alone, unasked: lately nothing paid."""
-        return self._rest > 0
+        """Whether the next step is to feed the root alone, unasked: nothing paid lately, or it is to be timed."""
+        return self._rest > 0 or (self._is_auto and self._learned.num_plain < NUM_TIMED)
 
     def fit(self, tree: TokenTree, reach: np.ndarray) -> int:
         """How many of a tree's first nodes to feed.
@@ -138,12 +145,14 @@ class StepBudget:
             expected = expected[sizes - num_pending]
         drafting, plain = self._learned.overheads
         times = times + drafting
-        times[0] += (plain or drafting) - drafting
+        times[0] = plain + (self._times[:, num_pending] * self._learned.plain_scales // SCALE_ONE).max()
         rates = (expected << RATE_BITS) // times
         best = int(np.argmax(rates))
         if rates[best] * 100 < rates[0] * LEAST_GAIN_PERCENT:
             best = 0
         self._num_plain = self._num_plain + 1 if best == 0 else 0
+        if best == 0:  # what is not tried keeps no promise: believe it a little more each time
+            self._learned.kept += max(0, self._learned.promised - self._learned.kept) // RECOVERY
         if self._num_plain >= REST_AFTER:
             self._rest = min(1 << (self._num_plain - REST_AFTER + 1), LONGEST_REST)
         self._fitted = True
@@ -167,17 +176,19 @@ class StepBudget:
             num_accepted: tokens that the step committed besides the bonus token.
         """
         learned = self._learned
+        drafted = False
         if self._is_auto:
             known = max(overhead)
             which = 0 if self._drafted else 1
             if known:
                 before = learned.overheads[which]
                 learned.overheads[which] += (known - before) // SMOOTHING if before else known
-            self._drafted, self._fitted = self._fitted, False
+            drafted = self._drafted = self._fitted
+            self._fitted = False
             if self._promise:
                 learned.promised += self._promise - learned.promised // FORGETTING
                 learned.kept += (num_accepted << EXPECTED_BITS) - learned.kept // FORGETTING
-                learned.kept = max(learned.kept, learned.promised // MOST_OPTIMISTIC)
+                learned.kept = max(learned.kept, learned.promised // LEAST_BELIEF)
             self._promise = 0
             self._rest = max(0, self._rest - 1)
         elif len(shares) == 1:
@@ -186,8 +197,13 @@ class StepBudget:
             sizes = [min(len(share.nodes), self._curves.shape[1] - 1) for share in shares]
             expected = np.maximum(self._curves[np.arange(len(sizes)), sizes], 1)
             ratios = np.minimum(np.array(forward, dtype=np.int64) * SCALE_ONE // expected, SCALE_ONE << 20)
-            learned.scales += (ratios - learned.scales) // SMOOTHING
-            self._rescale()
+            if not self._is_auto or drafted:
+                learned.scales += (ratios - learned.scales) // SMOOTHING
+                self._rescale()
+            else:
+                learned.num_plain += 1
+                ratios = ratios * SCALE_ONE // np.maximum(learned.scales, 1)
+                learned.plain_scales += (ratios - learned.plain_scales) // min(learned.num_plain, SMOOTHING)
 
     def _rescale(self) -> None:
         scales = np.maximum(self._learned.scales, 1)

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.parallel.budget import (
     LONGEST_REST,
+    NUM_TIMED,
     REACH_BITS,
     REST_AFTER,
+    Learned,
     StepBudget,
     assumed_times,
     interpolate,
@@ -36,6 +38,13 @@ def make_tree(num_nodes: int, num_pending: int = 1, rate: float = 0.7) -> TokenT
     return TokenTree.from_arrays(
         tokens, parents.astype(np.int64), depths.astype(np.int64), (reach * 2**REACH_BITS).astype(np.int64), root, 99
     )
+
+
+def timed(times: np.ndarray) -> Learned:
+    """What is known once steps of the root alone were timed, and took what the curves say."""
+    learned = Learned.nothing(len(times))
+    learned.num_plain = 4
+    return learned
 
 
 def fitted(budget: StepBudget, tree: TokenTree) -> int:
@@ -101,7 +110,7 @@ def test_several_replicas_take_larger_trees():
 
 def test_when_nothing_pays_drafting_rests_longer_and_longer():
     tree = make_tree(50, rate=0.04)
-    budget = StepBudget(flat(50, 1, 0.5), True, None)
+    budget = StepBudget(flat(50, 1, 0.5), True, None, timed(flat(50, 1, 0.5)))
     shares = partition_by_times(make_tree(1), flat(50, 1, 0.5))
     asked = []
     for step in range(300):
@@ -171,12 +180,25 @@ def test_no_replica_feeds_more_than_the_budget_where_more_would_be_as_fast(is_au
 def test_promises_are_believed_as_far_as_they_were_kept():
     tree = make_tree(200, rate=0.6)
     times = flat(200, 1, 0.08)
-    hopeful, doubtful = (StepBudget(times, True, None) for _ in range(2))
+    hopeful, doubtful = (StepBudget(times, True, None, timed(times)) for _ in range(2))
     for _ in range(60):
         for budget, num_accepted in ((hopeful, 3), (doubtful, 0)):
             size = fitted(budget, tree)
             cut = make_tree(size, rate=0.6)
             budget.observe(budget.shares(cut), [int(times[0, size])], [0], num_accepted)
-    assert fitted(StepBudget(times, True, None), tree) > 1
-    assert fitted(hopeful, tree) > 3
-    assert fitted(doubtful, tree) == 1
+    fresh = fitted(StepBudget(times, True, None, timed(times)), tree)
+    assert fitted(doubtful, tree) < fresh <= fitted(hopeful, tree)
+
+
+def test_a_step_of_the_root_alone_is_timed_before_the_first_that_drafts():
+    """It is cheaper than its curve says, so that less pays than seemed."""
+    tree, times = make_tree(50, rate=0.5), flat(50, 1, 0.05)
+    budget = StepBudget(times, True, None)
+    assert fitted(budget, tree) > 1
+    budget = StepBudget(times, True, None)
+    shares = budget.shares(make_tree(1))
+    for _ in range(NUM_TIMED):
+        assert budget.is_resting
+        budget.observe(shares, [MILLISECOND // 3], [0], 0)
+    assert not budget.is_resting
+    assert fitted(budget, tree) == 1
