@@ -1,7 +1,7 @@
 """How many steps drafting saves: S by policy, tokens a step and LP degree; ablation; categories; sources.
 
     python benchmarks/drafting.py policies --prompts humaneval.jsonl:prompt gsm8k.jsonl:question --output out/
-    python benchmarks/drafting.py degrees ablation sampling memory sources ...
+    python benchmarks/drafting.py degrees ablation sampling memory sources host ...
     python benchmarks/drafting.py categories --prompts spec_bench.jsonl:turns --limit 480 --each 4 ...
 
 S = new tokens / steps over all prompts, the prefill's step included, past end-of-text to exactly --max-new-tokens. Each
@@ -9,7 +9,7 @@ output is compared with one token a step. "tokens a step" is the mean over steps
 "least repetitive" is S over the third of the prompts whose outputs repeat the fewest 4-grams.
 
 With several replicas a step is computed as one forward pass of the whole tree on this one: the tree, the partition and
-so the number of steps are what so many replicas have; nothing is timed. Results go to OUTPUT/STUDY.md and .json, and,
+so the number of steps are what so many replicas have. Nothing is timed but by the study `host`. Results go to OUTPUT/STUDY.md and .json, and,
 where matplotlib is installed, to OUTPUT/STUDY.svg.
 """
 
@@ -61,6 +61,8 @@ class Run:
     steps: int
     fed: int  # by the busiest replica, the prefill excluded
     policy: Policy
+    proposing: float  # seconds, over all steps
+    advancing: float
 
     @property
     def repeated(self) -> float:
@@ -120,19 +122,24 @@ class Bench:
         if isinstance(policy, SamPolicy):
             self._show_prompt(policy, drawing, prompt)
         state.advance_prefill(proposal, found)
-        fed = 0
+        fed, proposing, advancing = 0, 0.0, 0.0
         while state.finish_reason is None:
+            started = time.perf_counter()
             proposal = state.propose(budget.fit)
+            proposing += time.perf_counter() - started
             tree = proposal.tree
             fed += max(len(share.nodes) for share in budget.shares(tree))
             wanted = list(range(tree.root, len(tree)))
             logits = self.model.forward(tree, list(range(len(tree))), wanted)
             packed, _ = drawing.draw(logits, tree, wanted, state.tokens)
-            state.advance(proposal, self._found(drawing, packed, tree.root))
+            found = self._found(drawing, packed, tree.root)
+            started = time.perf_counter()
+            state.advance(proposal, found)
+            advancing += time.perf_counter() - started
         expected = self._expected.setdefault((index, temperature), state.new_tokens)
         if state.new_tokens != expected:
             raise SystemExit(f"prompt {index}: the output is not that of one token a step")
-        return Run(state.new_tokens, state.num_steps, fed, policy)
+        return Run(state.new_tokens, state.num_steps, fed, policy, proposing, advancing)
 
     @staticmethod
     def _found(drawing, packed: torch.Tensor, root: int) -> Found:
@@ -313,7 +320,17 @@ def sources(study: Study, bench: Bench) -> None:
             study.rows.append(row)
 
 
-STUDIES = (policies, degrees, ablation, sampling, memory, categories, sources)
+def host(study: Study, bench: Bench) -> None:
+    """Milliseconds a step of proposing and advancing on the host; nothing else must run on the machine."""
+    for temperature in (0.0, 1.0):
+        for budget in (16, 128, 1024):
+            runs = study.add(f"full, {budget}", full(budget), temperature=temperature)
+            num_steps = sum(run.steps - 1 for run in runs)
+            study.rows[-1]["propose ms"] = 1000 * sum(run.proposing for run in runs) / num_steps
+            study.rows[-1]["advance ms"] = 1000 * sum(run.advancing for run in runs) / num_steps
+
+
+STUDIES = (policies, degrees, ablation, sampling, memory, categories, sources, host)
 
 
 def main() -> None:
