@@ -9,8 +9,8 @@ output is compared with one token a step. "tokens a step" is the mean over steps
 "least repetitive" is S over the third of the prompts whose outputs repeat the fewest 4-grams.
 
 With several replicas a step is computed as one forward pass of the whole tree on this one: the tree, the partition and
-so the number of steps are what so many replicas have. Nothing is timed but by the study `host`. Results go to OUTPUT/STUDY.md and .json, and,
-where matplotlib is installed, to OUTPUT/STUDY.svg.
+so the number of steps are what so many replicas have. Nothing is timed but by the study `host`. Results go to
+OUTPUT/STUDY.md and .json, and, where matplotlib is installed, to OUTPUT/STUDY.svg.
 """
 
 from __future__ import annotations
