@@ -33,9 +33,9 @@ from lp_runtime.parallel.exchange import broadcast_object, gather_rows
 log = logging.getLogger(__name__)
 
 MEASURED_CONTEXT = 256  # tokens in the cache while steps are measured
-MEASURE_SECONDS = 4.0  # that measuring may take, about
+MEASURE_SECONDS = 2.0  # that measuring may take, about
 LEAST_MEASURED = 16  # tokens that are measured whatever it takes
-MAX_ROUNDS = 7
+MAX_ROUNDS = 5
 DEAREST = 12  # no step is measured that is this much dearer than one token's
 SWEEP_SECONDS = 8.0  # that the vocabulary may take, about; what is left of it is left out
 SWEEP_BATCH = 256  # tokens of the vocabulary at once, each a text of its own

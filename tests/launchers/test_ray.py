@@ -18,6 +18,8 @@ from processes import PATIENCE, command_line, marked, run_cli, wait_until
 from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime, ReplicaError
 from lp_runtime.errors import ConfigError, LaunchError
 
+FIXED = LookaheadConfig(15, 5, 15)  # nothing is measured at start
+
 ray = pytest.importorskip("ray")
 RAY = str(Path(sys.executable).with_name("ray"))
 
@@ -72,7 +74,7 @@ def actors(cluster) -> list[int]:
 def runtime(cluster, demo_model_dir):
     """Two replicas as actors."""
     with LookaheadRuntime(
-        str(demo_model_dir), gpus=2, launcher=launcher(cluster), device="cpu", dtype="float32"
+        str(demo_model_dir), gpus=2, launcher=launcher(cluster), device="cpu", dtype="float32", lookahead=FIXED
     ) as runtime:
         yield runtime
     wait_until(lambda: not actors(cluster))
@@ -133,7 +135,7 @@ def test_port_that_is_taken(runtime, cluster, tiny_model_dir):
 def test_a_replica_killed_while_decoding_is_named(cluster, demo_model_dir, victim):
     before = actors(cluster)
     with LookaheadRuntime(
-        str(demo_model_dir), gpus=2, launcher=launcher(cluster), device="cpu", dtype="float32"
+        str(demo_model_dir), gpus=2, launcher=launcher(cluster), device="cpu", dtype="float32", lookahead=FIXED
     ) as runtime:
         stream = runtime.stream(reference.PROMPTS[1], 3000, eos=False)
         next(stream)

@@ -12,26 +12,29 @@ from processes import own_replicas, wait_until
 from lp_runtime import LookaheadConfig, LookaheadRuntime, ReplicaError
 from lp_runtime.config import PLAIN
 
-SETTINGS = [(15, 5, 15), (5, 3, 5), (7, 5, 7), (1, 2, 0), (0, 4, 6)]
+# Sizes of steps are given, so that nothing depends on the machine's mood, and nothing is measured at start.
+FIXED = LookaheadConfig(15, 5, 15)
+SETTINGS = [FIXED, LookaheadConfig(0, 4, 6), LookaheadConfig(7, 5, 7, policy="paper"), LookaheadConfig(budget=12)]
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 3])
 def test_equals_transformers_generate(demo_model_dir, greedy, gpus):
-    with LookaheadRuntime(str(demo_model_dir), gpus=gpus, launcher="local", device="cpu", dtype="float32") as runtime:
+    options = {"launcher": "local", "device": "cpu", "dtype": "float32"}
+    with LookaheadRuntime(str(demo_model_dir), gpus=gpus, lookahead=FIXED, **options) as runtime:
         assert runtime.num_replicas == gpus
         fewest = reference.MAX_NEW_TOKENS
         for setting in SETTINGS:
             for prompt, expected in zip(reference.PROMPTS, greedy, strict=True):
-                out = runtime.generate(prompt, reference.MAX_NEW_TOKENS, eos=False, lookahead=LookaheadConfig(*setting))
+                out = runtime.generate(prompt, reference.MAX_NEW_TOKENS, eos=False, lookahead=setting)
                 assert out.token_ids == expected, (setting, prompt)
                 assert out.exchange_bytes > 0 or gpus == 1
                 fewest = min(fewest, out.steps)
         assert fewest < reference.MAX_NEW_TOKENS
 
 
-@pytest.mark.parametrize("gpus", [2, 4])
+@pytest.mark.parametrize("gpus", [4])
 def test_sampling_is_that_of_one_token_a_step(demo_model_dir, sampled, gpus):
-    with LookaheadRuntime(demo_model_dir, gpus=gpus, device="cpu", dtype="float32") as runtime:
+    with LookaheadRuntime(demo_model_dir, gpus=gpus, device="cpu", dtype="float32", lookahead=FIXED) as runtime:
         out = runtime.generate(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False, sampling=reference.SAMPLING)
         assert out.token_ids == sampled
         assert out.steps < len(sampled)
@@ -43,18 +46,18 @@ def test_sampling_is_that_of_one_token_a_step(demo_model_dir, sampled, gpus):
 def test_strict_bits_are_those_of_one_token_a_step_on_one_replica(demo_model_dir):
     options = {"device": "cpu", "dtype": "bfloat16", "exactness": "strict", "strict_tokens": 16}
     texts = []
-    for gpus in (1, 2, 3):
-        with LookaheadRuntime(demo_model_dir, gpus=gpus, **options) as runtime:
-            for lookahead in (PLAIN, LookaheadConfig(7, 5, 7)):
+    for gpus in (1, 3):
+        with LookaheadRuntime(demo_model_dir, gpus=gpus, lookahead=FIXED, **options) as runtime:
+            for lookahead in (PLAIN, LookaheadConfig(3, 5, 3, prior="none")):
                 out = runtime.generate(reference.PROMPTS[0], 16, eos=False, lookahead=lookahead, logprobs=True)
                 texts.append((out.token_ids, out.logprobs))
-    assert texts == texts[:1] * 6
+    assert texts == texts[:1] * 4
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_replica_killed_while_decoding_is_named(demo_model_dir, victim):
     before = own_replicas()
-    with LookaheadRuntime(str(demo_model_dir), gpus=2, device="cpu", dtype="float32") as runtime:
+    with LookaheadRuntime(str(demo_model_dir), gpus=2, device="cpu", dtype="float32", lookahead=FIXED) as runtime:
         replicas = [pid for pid in own_replicas() if pid not in before]
         stream = runtime.stream(reference.PROMPTS[1], 3000, eos=False)
         next(stream)
