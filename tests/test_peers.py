@@ -41,7 +41,7 @@ def test_recycling_proposes_the_last_runners_up_of_every_token():
     assert sum(tree.parents[node] == 1 for node in range(len(tree))) == 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(texts, texts)
 def test_the_longest_match_is_the_longest_suffix_that_occurs(text, tokens):
     length = longest_match(text, tokens)
@@ -67,7 +67,7 @@ def test_sam_copies_where_the_match_is_long_and_recycles_elsewhere():
     assert 1 + sum(NUM_CHILDREN.values()) == 61
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=2, max_size=30), st.integers(1, 6))
 def test_prompt_lookup_copies_what_followed_the_first_longest_match(tokens, num_copied):
     policy = PromptLookupPolicy(num_copied)
