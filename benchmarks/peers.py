@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lp_runtime.lookahead.kernels import K
 from lp_runtime.lookahead.policy import CountingPolicy, Found
+from lp_runtime.lookahead.tables import K
 from lp_runtime.lookahead.tree import TokenTree
 
 NUM_PREDICTED, LEAST_LENGTH = 40, 5

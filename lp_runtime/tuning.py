@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from lp_runtime.files import write_whole
-from lp_runtime.lookahead.kernels import K
+from lp_runtime.lookahead.tables import K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.drawing import Drawing
 from lp_runtime.model.processors import TreeProcessors
@@ -100,7 +100,7 @@ class Tuning:
         return min(int(tokens[-1]) for tokens, _ in self._points())
 
     def vocabulary(self) -> np.ndarray:
-        """[V, ENTRY] what follows each token alone, as kernels.py stores it; the same on all replicas."""
+        """[V, ENTRY] what follows each token alone, as tables.py stores it; the same on all replicas."""
         if "vocabulary" not in self._known:
             name = f"vocabulary-{self._fingerprint()}.npz"
             packed = None

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peers import NUM_CHILDREN, NUM_PREDICTED, SamPolicy, first_end, longest_match
 
-from lp_runtime.lookahead.kernels import ENTRY
 from lp_runtime.lookahead.policy import Found
 from lp_runtime.lookahead.prompt_lookup import PromptLookupPolicy
 from lp_runtime.lookahead.recycling import CHILDREN, TEMPLATE, RecyclingPolicy
+from lp_runtime.lookahead.tables import ENTRY
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 

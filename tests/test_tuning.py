@@ -6,7 +6,7 @@ import torch
 from ranks import CPU, run_ranks
 
 from lp_runtime.config import ModelConfig
-from lp_runtime.lookahead.kernels import ENTRY, K
+from lp_runtime.lookahead.tables import ENTRY, K
 from lp_runtime.model.loading import load_model
 from lp_runtime.model.tree_model import TreeModel
 from lp_runtime.tuning import Tuning

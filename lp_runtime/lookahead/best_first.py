@@ -1,6 +1,6 @@
 """The runtime's own drafting: one tree, grown best first from everything that is free.
 
-Sources of what may follow a context (kernels.py): what followed the longest match of it in the text; the runners-up
+Sources of what may follow a context (candidates.py): what followed the longest match of it in the text; the runners-up
 that a forward pass found under its last 4, 3, 2 and 1 tokens, in this text or in a branch of an earlier tree; and what
 the model says follows its last token alone. How often a candidate is accepted is counted by source, length or order,
 rank and log-probability, and the tree takes, of all candidates below all its nodes, always the one that is likeliest to
@@ -18,16 +18,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lp_runtime.lookahead import kernels
+from lp_runtime.lookahead import growing, tables
+from lp_runtime.lookahead.candidates import SOURCES, make_candidates, make_nodes
 from lp_runtime.lookahead.compiled import with_fresh_cache
 from lp_runtime.lookahead.drafts import Memory
 from lp_runtime.lookahead.policy import Counts, Found, Policy
-from lp_runtime.lookahead.sampling import WORD
 from lp_runtime.lookahead.tree import TokenTree
 
 MAX_DEPTH = 24
-NO_VOCABULARY = np.zeros((0, kernels.ENTRY), np.int32)
-CANDIDATES = 1 + kernels.K * (kernels.NUM_ORDERS + 3)  # of a node, at most
+NO_VOCABULARY = np.zeros((0, tables.ENTRY), np.int32)
 
 
 class BestFirstPolicy(Policy):
@@ -41,7 +40,7 @@ class BestFirstPolicy(Policy):
         max_depth: of a tree.
     """
 
-    num_runners_up = kernels.K
+    num_runners_up = tables.K
 
     def __init__(
         self,
@@ -53,20 +52,17 @@ class BestFirstPolicy(Policy):
     ):
         self.max_nodes = max_nodes
         self.max_run = min(max_depth, max_nodes - 1) + 1
-        self.counts = Counts(kernels.SOURCES)
+        self.counts = Counts(SOURCES)
         self._max_depth = max_depth
         self._memory = memory
         self._drafts = memory.drafts(NO_VOCABULARY if vocabulary is None else vocabulary)
         seed, sample = noise or (0, 0)
-        self._noise = kernels.Noise(noise is not None, seed & WORD, seed >> 32, sample)
+        self._noise = tables.make_noise(noise is not None, seed, sample)
         room = max_nodes + self.max_run
-        # tokens, parents, depths, reach, sources of the nodes
-        self._nodes = tuple(np.zeros(room, np.int64) for _ in range(5))
-        num_pushed = min(room * CANDIDATES, kernels.MAX_PUSHED)
-        types = (np.int64, np.int32, np.int32, np.int8)
-        self._pushed = tuple(np.zeros(num_pushed, dtype) for dtype in types)
-        sizes = (kernels.CONTEXT, CANDIDATES, CANDIDATES, CANDIDATES)
-        self._scratch = tuple(np.zeros(size, np.int64) for size in sizes)
+        self._nodes = make_nodes(room)
+        self._pushed = growing.make_pushed(room)
+        self._candidates = make_candidates()
+        self._path = np.zeros(room, np.int64)
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._memory.begin_text(tokens)
@@ -76,23 +72,29 @@ class BestFirstPolicy(Policy):
     ) -> TokenTree:
         num_pending = len(tokens) - num_cached
         root = num_pending - 1
-        names, parents, depths, reach, sources = self._nodes
-        names[:num_pending] = tokens[num_cached:]
-        parents[:num_pending] = np.arange(-1, root)
-        depths[:num_pending] = np.arange(-root, 1)
-        size = kernels.grow(
+        nodes = self._nodes
+        nodes.tokens[:num_pending] = tokens[num_cached:]
+        nodes.parents[:num_pending] = np.arange(-1, root)
+        nodes.depths[:num_pending] = np.arange(-root, 1)
+        size = growing.grow(
             self._drafts,
             self._noise,
             len(tokens),
             self._memory.rates,
-            self._nodes,
+            nodes,
             root,
             max(root + 1, min(self.max_nodes, num_wanted or self.max_nodes)),
             min(max_depth, self._max_depth),
             self._pushed,
-            self._scratch,
+            self._candidates,
         )
-        return TokenTree.from_arrays(names[:size], parents[:size], depths[:size], reach[:size].copy(), root, max_depth)
+        arrays = (array[:size].copy() for array in (nodes.tokens, nodes.parents, nodes.depths, nodes.reach))
+        return TokenTree.from_arrays(*arrays, root, max_depth)
+
+    def accept(self, tree: TokenTree, successors: Sequence[int]) -> tuple[list[int], list[int]]:
+        num_accepted = growing.accept(self._nodes, tree.root, len(tree), np.array(successors), self._path)
+        path = self._path[:num_accepted].tolist()
+        return [successors[node] for node in (tree.root, *path)], path
 
     def advance_prefill(self, tokens: Sequence[int], found: Found) -> None:
         self._memory.append_text(tokens[-1:])
@@ -103,37 +105,23 @@ class BestFirstPolicy(Policy):
         if found.runners_up is None:  # a step that guessed nothing, and was told of nothing
             self._memory.append_text(run)
             return
-        names, parents, depths, _, sources = self._nodes
-        memory, root, size = self._memory, tree.root, len(tree)
-        position = len(tokens) - len(run)
-        below = root + 1
-        self.counts.add(sources[below:size], depths[below:size], [node - below for node in path])
-        kernels.learn(
+        nodes, root = self._nodes, tree.root
+        accepted = np.array(path, np.int64)
+        growing.count(nodes, root, len(tree), accepted, self.counts.fed, self.counts.accepted)
+        growing.advance(
             self._drafts,
             self._noise,
-            position,
-            names,
-            parents,
+            len(tokens) - len(run),
+            nodes,
             root,
             np.array([root, *path][: len(run)]),
             np.array(run),
-            memory.rates,
-            self._scratch,
-        )
-        memory.estimate()
-        kernels.remember(
-            self._drafts,
-            position,
-            names,
-            parents,
-            depths,
-            root,
             np.array(found.successors[root:]),
             found.runners_up,
-            memory.next_stamp(),
-            self._scratch,
+            self._memory.next_stamp(),
+            self._memory.rates,
+            self._candidates,
         )
-        memory.append_text(run)
 
 
 @functools.cache
@@ -149,5 +137,7 @@ def _try_kernels() -> None:
         tokens = [1, 2, 1, 2]
         policy.advance_prefill(tokens, Found([2]))
         tree = policy.propose(tokens, 3, max_depth=3)
-        told = np.zeros((len(tree), kernels.ENTRY), np.int32)
-        policy.advance([*tokens, 1], tree, Found([1] * len(tree), told), [1], [0])
+        told = np.zeros((len(tree), tables.ENTRY), np.int32)
+        found = Found([1] * len(tree), told)
+        run, path = policy.accept(tree, found.successors)
+        policy.advance([*tokens, *run], tree, found, run, path)

@@ -1,13 +1,20 @@
-"""Functions compiled by Numba, and kept on disk where there is a place for it."""
+"""Functions compiled by Numba, and kept on disk where there is a place for it.
+
+Numba looks at a function's own file to tell whether what it kept is still good; ours call each other across files, so
+what was kept is good only while none of the files in the function's folder has changed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
 from numba import njit
 
+STAMP_NAME = "lp_runtime.sources"
 _functions: list = []  # all that are compiled, to find what is kept of them
 
 
@@ -15,25 +22,39 @@ def compiled(function: Callable) -> Callable:
     """Compile a function when it is first called; where nothing can be kept, anew in every process."""
     try:
         made = njit(cache=True)(function)
-    except RuntimeError:  # no folder that can be written to
+        if made.stats.cache_path:
+            _check_sources(Path(function.__code__.co_filename).parent, Path(made.stats.cache_path))
+    except (RuntimeError, OSError):  # no folder that can be written to
         made = njit(function)
     _functions.append(made)
     return made
 
 
+@functools.cache
+def _check_sources(folder: Path, kept: Path) -> None:
+    """Forget what was compiled from other sources than a folder's present ones."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(folder.glob("*.py")):
+        digest.update(file.read_bytes())
+    stamp = kept / STAMP_NAME
+    with contextlib.suppress(OSError):
+        if stamp.read_text() == digest.hexdigest():
+            return
+    _forget(kept)
+    stamp.write_text(digest.hexdigest())  # one that is torn agrees with nothing
+
+
 def with_fresh_cache(use: Callable[[], None]) -> None:
-    """Call something that compiles; if it fails, once more, with nothing kept: that may be of another version."""
+    """Call something that compiles; if it fails, once more, with nothing kept: that may be damaged."""
     try:
         use()
     except Exception:
-        forget_compiled()
+        for kept in {function.stats.cache_path for function in _functions} - {None}:
+            _forget(Path(kept))
         use()
 
 
-def forget_compiled() -> None:
-    """Delete what is kept on disk: another version of this package may have left what cannot be read any more."""
-    for function in _functions:
-        folder, module = Path(function.stats.cache_path or ""), function.py_func.__module__.rpartition(".")[2]
-        for file in folder.glob(f"{module}.*.nb?") if function.stats.cache_path else ():
-            with contextlib.suppress(OSError):
-                file.unlink()
+def _forget(kept: Path) -> None:
+    for file in kept.glob("*.nb?"):
+        with contextlib.suppress(OSError):
+            file.unlink()

@@ -10,14 +10,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lp_runtime.lookahead import kernels
-from lp_runtime.lookahead.kernels import NUM_FEATURES, NUM_LENGTHS, NUM_NOISE_BINS, NUM_ORDERS, ONE, WAYS
+from lp_runtime.lookahead import tables
+from lp_runtime.lookahead.candidates import (
+    NUM_FEATURES,
+    NUM_LENGTHS,
+    NUM_NOISE_BINS,
+    NUM_PROMISES,
+    ONE,
+    PRIOR_WEIGHT,
+    Rates,
+)
+from lp_runtime.lookahead.tables import EMPTY_HASH, NUM_HASHES, NUM_ORDERS, WAYS, K
 
-SLOT_BYTES = 8 + 4 * kernels.ENTRY
-TEXT_BYTES = 4 + 16 * 2 * kernels.MAX_GRAM  # a token and its n-grams, half of whose slots are in use
-PRIOR_WEIGHT = 8  # observations that a prior estimate counts for
-FORMAT = 1  # of a saved memory
-SHAPE = (NUM_ORDERS, NUM_FEATURES, kernels.K)
+SLOT_BYTES = 8 + 4 * tables.ENTRY
+TEXT_BYTES = 4 + 16 * 2 * tables.MAX_GRAM  # a token and its n-grams, half of whose slots are in use
+FORMAT = 2  # of a saved memory
+SHAPE = (NUM_ORDERS, NUM_FEATURES, K, NUM_PROMISES)
 
 # Prior estimates of acceptance: of an entry's first token by its margin, from wide to narrow; of the others by their
 # gap, from none to wide, and by rank; times a factor by order, the vocabulary last.
@@ -29,12 +37,12 @@ LEAST_PRIOR = 0.003
 
 
 def prior_rates() -> np.ndarray:
-    """[F] estimates of acceptance before anything was seen, of kernels.ONE."""
+    """[F] estimates of acceptance before anything was seen, of ONE."""
     by_gap = np.multiply.outer(PRIOR_BY_RANK, PRIOR_OTHERS)
     by_gap[0] = PRIOR_FIRST
     runners_up = np.maximum(np.multiply.outer(PRIOR_BY_ORDER, by_gap), LEAST_PRIOR)
     text = np.repeat(np.minimum(0.4 + 0.1 * np.arange(NUM_LENGTHS), 0.9), NUM_NOISE_BINS)
-    drawn = np.concatenate([0.15 / (1 + np.arange(kernels.K)), 0.4 / (1 + np.arange(kernels.K))])
+    drawn = np.concatenate([0.15 / (1 + np.arange(K)), 0.4 / (1 + np.arange(K))])
     return (np.concatenate([text, runners_up.ravel(), drawn]) * ONE).astype(np.int64)
 
 
@@ -50,32 +58,34 @@ class Memory:
         num_bytes: of all tables, about.
 
     Attributes:
-        drafts, rates: for the kernels.
+        drafts, rates: for the tables.
     """
 
     def __init__(self, num_bytes: int):
         self.num_bytes = num_bytes
         slots = _power_of_two(num_bytes * 3 // 4 // SLOT_BYTES)
         places = _power_of_two(num_bytes // 4 // TEXT_BYTES)
-        self._runners_up = kernels.RunnersUp(
+        self._runners_up = tables.RunnersUp(
             keys=np.zeros(slots, np.int64),
-            entries=np.zeros((slots, kernels.ENTRY), np.int32),
+            entries=np.zeros((slots, tables.ENTRY), np.int32),
         )
-        grams = _power_of_two(2 * kernels.MAX_GRAM * places)
-        self._text = kernels.Text(
-            buffer=np.zeros(max(places, 2 * kernels.CONTEXT), np.int32),
+        grams = _power_of_two(2 * tables.MAX_GRAM * places)
+        self._text = tables.Text(
+            buffer=np.zeros(max(places, 64), np.int32),
             span=np.zeros(2, np.int64),
+            hashes=np.zeros((1, NUM_HASHES), np.int64),
             keys=np.zeros(grams, np.int64),
             places=np.zeros(grams, np.int64),
         )
-        self.rates = kernels.Rates(*(np.zeros(NUM_FEATURES, np.int64) for _ in range(3)))
-        self._prior = prior_rates()
+        counted = [np.zeros(NUM_FEATURES, np.int64) for _ in range(3)]
+        promises = [np.zeros(NUM_PROMISES, np.int64) for _ in range(3)]
+        self.rates = Rates(*counted, prior_rates(), *promises)
         self._stamp = 0
         self.estimate()
 
-    def drafts(self, vocabulary: np.ndarray) -> kernels.Drafts:
+    def drafts(self, vocabulary: np.ndarray) -> tables.Drafts:
         """The tables, with a vocabulary's, [V, ENTRY]."""
-        return kernels.Drafts(self._runners_up, self._text, vocabulary)
+        return tables.Drafts(self._runners_up, self._text, vocabulary)
 
     def clear(self) -> None:
         """Forget everything; the memory stays."""
@@ -83,19 +93,21 @@ class Memory:
         self._text.keys[:] = 0
         self._text.span[:] = 0
         self._text.buffer[:] = 0
-        self.rates.tried[:] = 0
-        self.rates.taken[:] = 0
+        for counted in self._counted().values():
+            counted[:] = 0
         self._stamp = 0
         self.estimate()
 
     def begin_text(self, tokens: Sequence[int]) -> None:
         """Begin a text: no n-gram reaches back across here."""
         self._text.span[0] = self._text.span[1]
+        self._text.hashes[:] = 0
+        self._text.hashes[0, 0] = EMPTY_HASH
         self.append_text(tokens)
 
     def append_text(self, tokens: Sequence[int]) -> None:
         """Append committed tokens to the text."""
-        kernels.append_text(self._text, np.array(tokens, dtype=np.int64))
+        tables.append_text(self._text, np.array(tokens, dtype=np.int64))
 
     def next_stamp(self) -> int:
         """The age of what is stored from now on."""
@@ -105,7 +117,10 @@ class Memory:
     def estimate(self) -> None:
         """Bring the estimates up to what was counted."""
         rates = self.rates
-        np.floor_divide(rates.taken * ONE + self._prior * PRIOR_WEIGHT, rates.tried + PRIOR_WEIGHT, out=rates.rate)
+        np.floor_divide(rates.taken * ONE + rates.prior * PRIOR_WEIGHT, rates.tried + PRIOR_WEIGHT, out=rates.rate)
+
+    def _counted(self) -> dict[str, np.ndarray]:
+        return {name: getattr(self.rates, name) for name in ("tried", "taken", "promised", "came")}
 
     def dump(self, vocabulary_size: int) -> bytes:
         """Everything, for `load`."""
@@ -117,8 +132,7 @@ class Memory:
             vocabulary_size=vocabulary_size,
             shape=SHAPE,
             stamp=self._stamp,
-            tried=self.rates.tried,
-            taken=self.rates.taken,
+            **self._counted(),
             **{f"runners_up_{name}": value for name, value in self._runners_up._asdict().items()},
             **{f"text_{name}": value for name, value in self._text._asdict().items()},
         )
@@ -147,13 +161,13 @@ class Memory:
             raise ValueError(f"it is of a model with {vocabulary} tokens, not {vocabulary_size}")
         targets = {f"runners_up_{name}": value for name, value in memory._runners_up._asdict().items()}
         targets |= {f"text_{name}": value for name, value in memory._text._asdict().items()}
-        targets |= {"tried": memory.rates.tried, "taken": memory.rates.taken}
+        targets |= memory._counted()
         for name, target in targets.items():
             value = arrays.get(name)
             if value is None or value.shape != target.shape or value.dtype != target.dtype:
                 raise ValueError("it is damaged")
             target[:] = value
-        tokens = memory._runners_up.entries[:, : kernels.K]
+        tokens = memory._runners_up.entries[:, :K]
         if max(tokens.max(), memory._text.buffer.max()) >= vocabulary_size or memory._text.buffer.min() < 0:
             raise ValueError("it is damaged")
         memory._stamp = stamp

@@ -27,7 +27,7 @@ class Found:
         successors: [T] the token that follows each node, from the root on.
         runners_up: [n, ENTRY] int32, of the nodes from the root on, where the policy asked for them: the K likeliest
             successors by the scores they are drawn from, before noise; -1 where there are fewer, and how far each lies
-            below the first (kernels.py).
+            below the first (tables.py).
     """
 
     successors: Sequence[int]

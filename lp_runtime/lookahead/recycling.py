@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lp_runtime.lookahead.kernels import K
 from lp_runtime.lookahead.policy import CountingPolicy, Found
+from lp_runtime.lookahead.tables import K
 from lp_runtime.lookahead.tree import TokenTree
 
 # For each node that has children, by its path of ranks from the root: how many.

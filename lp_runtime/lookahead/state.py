@@ -7,7 +7,6 @@ tree is a policy's choice (policy.py); it never changes what is committed.
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -110,7 +109,7 @@ class DecodingState:
         return self._proposal(TokenTree(self.pending, max_depth=0))
 
     def _proposal(self, tree: TokenTree) -> Proposal:
-        content = array("q", [self.num_cached, *tree.tokens, *tree.parents]).tobytes()
+        content = self.num_cached.to_bytes(8, "big") + tree.content()
         digest = hashlib.blake2b(content, digest_size=7, key=self._digest.to_bytes(8, "big")).digest()
         return Proposal(tree, int.from_bytes(digest, "big"))
 

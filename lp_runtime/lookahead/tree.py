@@ -5,6 +5,7 @@ Letters: T nodes in the tree, P pending tokens of it.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,7 +30,7 @@ class TokenTree:
             nodes then stand in its order, the largest first, so that any first nodes are the best tree of their size.
     """
 
-    __slots__ = ("tokens", "parents", "depths", "root", "max_depth", "max_nodes", "reach", "_children")
+    __slots__ = ("tokens", "parents", "depths", "root", "max_depth", "max_nodes", "reach", "_children", "_arrays")
 
     def __init__(self, pending: Sequence[int], max_depth: int, max_nodes: int | None = None):
         assert pending, "a tree has a root"
@@ -41,16 +42,17 @@ class TokenTree:
         self.max_nodes = max_nodes
         self.reach: np.ndarray | None = None
         self._children: dict[tuple[int, int], int] = {}
+        self._arrays: tuple[np.ndarray, np.ndarray] | None = None
 
     @classmethod
     def from_arrays(
         cls, tokens: np.ndarray, parents: np.ndarray, depths: np.ndarray, reach: np.ndarray, root: int, max_depth: int
     ) -> TokenTree:
-        """A tree from [T] arrays; siblings must differ. The children are found when they are first asked for."""
+        """A tree from [T] arrays, which it keeps; siblings must differ. Nothing can be added to it."""
         tree = cls.__new__(cls)
         tree.tokens, tree.parents, tree.depths = tokens.tolist(), parents.tolist(), depths.tolist()
         tree.root, tree.max_depth, tree.max_nodes, tree.reach = root, max_depth, None, reach
-        tree._children = {}
+        tree._children, tree._arrays = {}, (tokens, parents)
         return tree
 
     def truncate(self, num_nodes: int) -> None:
@@ -60,6 +62,9 @@ class TokenTree:
             del values[num_nodes:]
         if self.reach is not None:
             self.reach = self.reach[:num_nodes]
+        if self._arrays is not None:
+            tokens, parents = self._arrays
+            self._arrays = tokens[:num_nodes], parents[:num_nodes]
         self._children = {key: node for key, node in self._children.items() if node < num_nodes}
 
     def __len__(self) -> int:
@@ -67,13 +72,21 @@ class TokenTree:
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` that carries `token`, if there is one."""
-        if self.reach is not None and not self._children:
-            below = range(self.root + 1, len(self))
-            self._children = {(self.parents[i], self.tokens[i]): i for i in below}
+        if self._arrays is not None:
+            tokens, parents = self._arrays
+            found = np.flatnonzero((parents[node + 1 :] == node) & (tokens[node + 1 :] == token))
+            return node + 1 + int(found[0]) if len(found) else None
         return self._children.get((node, token))
+
+    def content(self) -> bytes:
+        """What tells trees with as many pending tokens apart: tokens and parents."""
+        if self._arrays is not None:
+            return b"".join(each.tobytes() for each in self._arrays)
+        return array("q", self.tokens + self.parents).tobytes()
 
     def add(self, parent: int, token: int) -> int | None:
         """The child of `parent` (the root or below) that carries `token`, made if need be; None without room."""
+        assert self._arrays is None
         key = (parent, token)
         node = self._children.get(key)
         if node is None:

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lp_runtime.lookahead.kernels import ENTRY, GAPS, K
 from lp_runtime.lookahead.sampling import GumbelNoise, draw
+from lp_runtime.lookahead.tables import ENTRY, GAPS, K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.processors import TreeProcessors
 
@@ -103,7 +103,7 @@ class Drawing:
             with_runners_up: as when it was drawn.
 
         Returns:
-            (successors, logprobs, entries): the last is [n, ENTRY] int32, as lp_runtime/lookahead/kernels.py has it.
+            (successors, logprobs, entries): the last is [n, ENTRY] int32, as lp_runtime/lookahead/tables.py has it.
         """
         first = packed[:, 0]
         logprobs = (first >> HALF).astype(np.int32).view(np.float32).tolist() if self._with_logprobs else None

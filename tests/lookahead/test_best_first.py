@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lp_runtime.lookahead import kernels
+from lp_runtime.lookahead import candidates, growing, tables
 from lp_runtime.lookahead.best_first import BestFirstPolicy
 from lp_runtime.lookahead.drafts import Memory
 from lp_runtime.lookahead.paper import PaperPolicy
@@ -20,7 +20,7 @@ from lp_runtime.lookahead.state import DecodingRules, DecodingState
 from lp_runtime.lookahead.tree import TokenTree
 
 VOCABULARY = 11
-ONE_CERTAIN = 1 << kernels.PROBABILITY_BITS
+ONE_CERTAIN = 1 << growing.PROBABILITY_BITS
 
 
 def toy_ranking(tokens: list[int], seed: int) -> list[int]:
@@ -35,10 +35,10 @@ def toy_ranking(tokens: list[int], seed: int) -> list[int]:
 
 def entries_of(rankings: list[list[int]]) -> np.ndarray:
     """Runners-up as a step tells of them, gaps of 1, 2, 3 ... nats."""
-    entries = np.full((len(rankings), kernels.ENTRY), -1, np.int32)
-    gaps = np.tile(np.arange(kernels.K, dtype=np.uint8) * 16, (len(rankings), 1))
-    entries[:, kernels.GAPS : kernels.STAMP] = gaps.view(np.int32)
-    entries[:, : kernels.K] = [ranking[: kernels.K] for ranking in rankings]
+    entries = np.full((len(rankings), tables.ENTRY), -1, np.int32)
+    gaps = np.tile(np.arange(tables.K, dtype=np.uint8) * 16, (len(rankings), 1))
+    entries[:, tables.GAPS : tables.STAMP] = gaps.view(np.int32)
+    entries[:, : tables.K] = [ranking[: tables.K] for ranking in rankings]
     return entries
 
 
@@ -180,7 +180,7 @@ def test_what_follows_each_token_alone_is_a_start():
 def test_a_source_that_is_often_wrong_starves():
     """Rates are learned: a context whose first runner-up is never what comes loses its place to one that is."""
     memory = Memory(1 << 16)
-    feature = kernels.TEXT_FEATURES  # order 1, rank 0, the narrowest margin
+    feature = candidates.TEXT_FEATURES  # order 1, rank 0, the narrowest margin
     before = memory.rates.rate.copy()
     memory.rates.tried[feature] += 50
     memory.rates.tried[0] += 50
@@ -188,17 +188,17 @@ def test_a_source_that_is_often_wrong_starves():
     memory.estimate()
     assert memory.rates.rate[feature] < before[feature] / 5
     assert memory.rates.rate[0] > before[0]
-    assert (memory.rates.rate > 0).all() and (memory.rates.rate <= kernels.ONE).all()
+    assert (memory.rates.rate > 0).all() and (memory.rates.rate <= candidates.ONE).all()
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**33 + 5, 2**64 - 1])
 def test_the_kernels_noise_is_that_of_sampling(seed):
     noise = GumbelNoise(seed, 3, 64, torch.device("cpu"))
-    key = kernels.Noise(True, seed & 0xFFFFFFFF, seed >> 32, 3)
+    key = tables.make_noise(True, seed, 3)
     rows = noise.at([0, 7, 100_000])
     for row, position in zip(rows, (0, 7, 100_000), strict=True):
-        ours = [kernels.gumbel(key, position, token) for token in range(64)]
-        assert np.abs(np.array(ours) / kernels.SCORE_UNIT - row.numpy()).max() <= 0.5 / kernels.SCORE_UNIT + 1e-5
+        ours = [tables.gumbel(key, position, token) for token in range(64)]
+        assert np.abs(np.array(ours) / tables.SCORE_UNIT - row.numpy()).max() <= 0.5 / tables.SCORE_UNIT + 1e-5
 
 
 def test_with_noise_the_likeliest_candidate_is_what_would_be_drawn():
@@ -211,8 +211,8 @@ def test_with_noise_the_likeliest_candidate_is_what_would_be_drawn():
     ranking = [5, 6, 7, 8, 9, 10, 0, 1]
     policy.advance([*tokens, 3], tree, Found([3] * len(tree), entries_of([ranking] * len(tree))), [3], [])
     # The root is 3 again, so what was found under 3 is ranked anew by the noise of the next position.
-    noise = kernels.Noise(True, key[0], 0, key[1])
-    values = [kernels.gumbel(noise, 4, token) - 16 * rank for rank, token in enumerate(ranking)]
+    noise = tables.make_noise(True, *key)
+    values = [tables.gumbel(noise, 4, token) - 16 * rank for rank, token in enumerate(ranking)]
     tree = policy.propose([*tokens, 3], 3, max_depth=1)
     first = [tree.tokens[node] for node in range(1, len(tree))]
     assert ranking[int(np.argmax(values))] in first[:2]  # the token drawn before stands there, too
@@ -222,7 +222,7 @@ def test_accepted_tokens_are_counted_by_source_and_depth():
     policy = BestFirstPolicy(24, Memory(1 << 16))
     state, trees = decode([1, 2, 3], policy, 7, 150)
     counts = policy.counts
-    assert counts.sources == kernels.SOURCES
+    assert counts.sources == candidates.SOURCES
     assert (counts.accepted <= counts.fed).all()
     assert counts.accepted[0].sum() > 0  # from the text
     assert counts.accepted[1:].sum() > 0

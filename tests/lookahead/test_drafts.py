@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from test_best_first import VOCABULARY, decode
 
-from lp_runtime.lookahead import kernels
+from lp_runtime.lookahead import tables
 from lp_runtime.lookahead.best_first import BestFirstPolicy
+from lp_runtime.lookahead.candidates import make_nodes, match_text
 from lp_runtime.lookahead.drafts import Memory
 
 SIZE = 1 << 16
@@ -46,10 +47,10 @@ def test_nothing_of_an_earlier_request_is_taken_for_this_ones_positions():
     """What was drawn at a position belongs to a request."""
     memory = Memory(1 << 20)
     text = memory._text
-    first = kernels.position_key(text, 7, -1)
+    first = tables.position_key(text, 7, -1)
     memory.begin_text([1, 2, 3])
     memory.begin_text([1, 2, 3])
-    assert kernels.position_key(text, 7, -1) != first
+    assert tables.position_key(text, 7, -1) != first
 
 
 def test_a_saved_memory_is_the_same_memory():
@@ -79,25 +80,46 @@ def test_a_memory_of_another_size_is_refused():
         Memory.load(Memory(SIZE).dump(VOCABULARY), 2 * SIZE, VOCABULARY)
 
 
+def match(memory: Memory, tail: list[int]) -> tuple[int, int]:
+    """(place, length) of the longest match of a chain of nodes under the text's last token."""
+    nodes = make_nodes(len(tail) + 1)
+    nodes.hashes[0] = memory._text.hashes
+    nodes.tokens[1:] = tail
+    nodes.parents[:] = np.arange(-1, len(tail))
+    for node in range(1, len(tail) + 1):
+        tables.extend_hashes(nodes.hashes, node - 1, nodes.tokens[node], nodes.hashes, node)
+    return match_text(memory._text, nodes, 0, len(tail))
+
+
 def test_the_longest_match_in_the_text_wins():
     memory = Memory(SIZE)
-    #                    0  1  2  3  4  5  6  7  8
-    memory.begin_text([7, 1, 2, 3, 4, 9, 2, 3, 5])
-    context = np.zeros(kernels.CONTEXT, np.int64)
-    context[:3] = [3, 2, 1]
-    assert kernels.match_text(memory._text, context, 3) == (4, 3)  # 1 2 3 -> 4, though 2 3 -> 5 is later
-    context[:3] = [3, 2, 8]
-    assert kernels.match_text(memory._text, context, 3) == (8, 2)  # 2 3 -> 5
-    context[:1] = [6]
-    assert kernels.match_text(memory._text, context, 1)[1] == 0
+    #                    0  1  2  3  4  5  6  7  8  9
+    memory.begin_text([7, 1, 2, 3, 4, 9, 2, 3, 5, 8])
+    assert match(memory, [1, 2, 3]) == (4, 3)  # 1 2 3 -> 4, though 2 3 -> 5 is later
+    assert match(memory, [8, 2, 3]) == (8, 2)  # 2 3 -> 5
+    assert match(memory, [6])[1] == 0
 
 
-def test_a_long_match_is_followed_back():
+def test_a_match_reaches_from_a_branch_into_the_text():
+    memory = Memory(SIZE)
+    memory.begin_text([1, 2, 3, 4, 9, 1, 2])
+    assert match(memory, [3]) == (3, 3)
+
+
+@pytest.mark.parametrize("num_committed", [0, 20, 39])
+def test_a_long_match_is_followed_back(num_committed):
     memory = Memory(1 << 20)
-    memory.begin_text([*range(100, 140), 1, *range(100, 140)])
-    tail = [*range(100, 140)][::-1]
-    context = np.array(tail[: kernels.CONTEXT], np.int64)
-    assert kernels.match_text(memory._text, context, kernels.CONTEXT) == (40, kernels.MAX_MATCH)
+    memory.begin_text([*range(100, 140), 1, *range(100, 100 + num_committed)])
+    assert match(memory, [*range(100 + num_committed, 140)]) == (40, tables.MAX_MATCH)
+
+
+def test_a_match_ends_where_the_request_begins():
+    memory = Memory(1 << 20)
+    memory.begin_text([*range(100, 140)])
+    memory.begin_text([*range(130, 139)])
+    assert match(memory, [139])[1] == 0  # nothing followed it
+    memory.begin_text([*range(120, 129)])
+    assert match(memory, [129]) == (30, 10)
 
 
 def test_text_that_is_overwritten_is_not_matched():
@@ -105,15 +127,4 @@ def test_text_that_is_overwritten_is_not_matched():
     size = len(memory._text.buffer)
     memory.begin_text([1, 2, 3, 4])
     memory.append_text([5 + i % 3 for i in range(2 * size)])
-    context = np.zeros(kernels.CONTEXT, np.int64)
-    context[:3] = [3, 2, 1]
-    assert kernels.match_text(memory._text, context, 3)[1] == 0
-
-
-def test_a_memory_of_another_model_is_refused():
-    memory = Memory(SIZE)
-    decode([1, 2, 3], BestFirstPolicy(12, memory), 5, 60)
-    with pytest.raises(ValueError, match=f"of a model with {VOCABULARY} tokens, not 7"):
-        Memory.load(memory.dump(VOCABULARY), SIZE, 7)
-    with pytest.raises(ValueError, match="damaged"):  # tokens that no model of 7 tokens has
-        Memory.load(memory.dump(7), SIZE, 7)
+    assert match(memory, [1, 2, 3])[1] == 0

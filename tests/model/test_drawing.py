@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lp_runtime.lookahead.kernels import ENTRY, K, gap_of
+from lp_runtime.lookahead.tables import ENTRY, K, gap_of
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.drawing import Drawing, runners_up
 from lp_runtime.model.processors import TreeProcessors
@@ -44,7 +44,7 @@ def test_what_is_packed_is_unpacked(with_logprobs, num, size):
     assert (entries[:, kept:K] == -1).all()
     if num == K:
         for row, values in zip(entries, top.values, strict=True):
-            gaps = [gap_of(row, rank) for rank in range(kept)]
+            gaps = [gap_of(row[None], 0, rank) for rank in range(kept)]
             assert gaps == pytest.approx(((values[0] - values) * 16).clamp(max=255).round().tolist(), abs=1)
 
 

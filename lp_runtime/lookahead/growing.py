@@ -1,0 +1,205 @@
+"""Trees that grow best first, and what a step's outcome leaves behind: compiled by Numba.
+
+Letters: n nodes from the root on, T nodes in the tree.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import numpy as np
+
+from lp_runtime.lookahead.candidates import (
+    MAX_CANDIDATES,
+    ONE_BITS,
+    collect,
+    keep_promise,
+    learn,
+    merge,
+    weigh,
+)
+from lp_runtime.lookahead.compiled import compiled
+from lp_runtime.lookahead.tables import (
+    NUM_HASHES,
+    NUM_ORDERS,
+    STAMP,
+    append_text,
+    extend_hashes,
+    note_drawn,
+    position_key,
+    store_entry,
+)
+
+PROBABILITY_BITS = 40  # of a path
+SEQUENCE_BITS = 20
+MAX_PUSHED = (1 << SEQUENCE_BITS) - 1
+NUM_SIZES = 4 * (PROBABILITY_BITS + 1)
+
+# What a growing tree may take: [room] each, heap keys, parents, tokens and sources; how many of each size there were.
+Pushed = namedtuple("Pushed", "heap parents tokens sources sizes")
+
+
+def make_pushed(num_nodes: int) -> Pushed:
+    """Room for what a tree of so many nodes may take."""
+    room = min(num_nodes * MAX_CANDIDATES, MAX_PUSHED)
+    arrays = [np.zeros(room, dtype) for dtype in (np.int64, np.int32, np.int32, np.int8)]
+    return Pushed(*arrays, np.zeros(NUM_SIZES, np.int64))
+
+
+@compiled
+def sift_up(heap, at):
+    """Restore a heap (the largest first) after its element `at` was added."""
+    while at > 0:
+        above = (at - 1) >> 1
+        if heap[above] >= heap[at]:
+            return
+        heap[above], heap[at] = heap[at], heap[above]
+        at = above
+
+
+@compiled
+def pop(heap, size):
+    """Take the largest element of a heap of `size` elements."""
+    top, last = heap[0], heap[size - 1]
+    size -= 1
+    at = 0
+    while True:
+        below = 2 * at + 1
+        if below >= size:
+            break
+        if below + 1 < size and heap[below + 1] > heap[below]:
+            below += 1
+        if heap[below] <= last:
+            break
+        heap[at] = heap[below]
+        at = below
+    heap[at] = last
+    return top
+
+
+@compiled
+def size_of(estimate):
+    """Which of NUM_SIZES an estimated reach is of: four for each doubling."""
+    bits = 0
+    for step in (32, 16, 8, 4, 2, 1):
+        if estimate >> (bits + step):
+            bits += step
+    return 4 * bits + ((estimate >> (bits - 2)) & 3 if bits >= 2 else 0)
+
+
+@compiled
+def smallest(size):
+    """The smallest estimate of a size."""
+    return np.int64(4 + (size & 3)) << ((size >> 2) - 2) if size >= 8 else np.int64(0)
+
+
+@compiled
+def grow(drafts, noise, position, rates, nodes, root, max_nodes, max_depth, pushed, candidates):
+    """Grow a tree best first: of all candidates below all nodes, always the one that is likeliest to be reached.
+
+    Args:
+        position: absolute position of what follows the root.
+        nodes: filled up to the root, but for hashes, reach and sources.
+        root: index of the root.
+        max_nodes: nodes at most, the pending tokens included.
+        max_depth: none stands deeper.
+
+    Returns:
+        T, the number of nodes.
+    """
+    num_nodes = root + 1
+    num_wanted = max_nodes - num_nodes
+    num_pushed = heap_size = 0
+    pushed.sizes[:] = 0
+    least, num_counted = 0, 0  # what is smaller need not be pushed: so many are larger
+    best = weigh(rates)
+    node = root
+    nodes.reach[root] = np.int64(1) << PROBABILITY_BITS
+    for i in range(NUM_HASHES):
+        nodes.hashes[root, i] = drafts.text.hashes[0, i]
+    if num_wanted <= 0:
+        return num_nodes
+    while True:
+        if nodes.depths[node] < max_depth and (nodes.reach[node] >> ONE_BITS) * best >= smallest(least):
+            count = collect(drafts, noise, position + nodes.depths[node], nodes, root, node, candidates)
+            for i in range(merge(rates, candidates, count)):
+                rate = keep_promise(rates, candidates.rates[i], candidates.promises[i])
+                reach = (nodes.reach[node] >> ONE_BITS) * rate
+                size = size_of(reach)
+                if size < least or reach == 0 or num_pushed == len(pushed.heap):
+                    continue
+                pushed.sizes[size] += 1
+                num_counted += 1
+                while num_counted - pushed.sizes[least] >= num_wanted:
+                    num_counted -= pushed.sizes[least]
+                    least += 1
+                pushed.heap[heap_size] = (reach << SEQUENCE_BITS) | (MAX_PUSHED - num_pushed)
+                pushed.parents[num_pushed] = node
+                pushed.tokens[num_pushed] = candidates.tokens[i]
+                pushed.sources[num_pushed] = candidates.sources[i]
+                num_pushed += 1
+                heap_size += 1
+                sift_up(pushed.heap, heap_size - 1)
+        if heap_size == 0 or num_nodes >= max_nodes:
+            return num_nodes
+        top = pop(pushed.heap, heap_size)
+        heap_size -= 1
+        index = MAX_PUSHED - (top & MAX_PUSHED)
+        node, parent = num_nodes, np.int64(pushed.parents[index])
+        nodes.tokens[node] = pushed.tokens[index]
+        nodes.parents[node] = parent
+        nodes.sources[node] = pushed.sources[index]
+        nodes.depths[node] = nodes.depths[parent] + 1
+        nodes.reach[node] = top >> SEQUENCE_BITS
+        extend_hashes(nodes.hashes, parent, nodes.tokens[node], nodes.hashes, node)
+        num_nodes += 1
+
+
+@compiled
+def remember(drafts, position, nodes, root, successors, entries, stamp):
+    """Store what was found at all nodes from the root on, each under its last tokens; the first nodes win.
+
+    Args:
+        position: absolute position of what follows the root.
+        successors: [n] what was drawn, by node from the root on.
+        entries: [n, ENTRY] runners-up.
+    """
+    table = drafts.runners_up
+    for i in range(len(entries) - 1, -1, -1):
+        node = root + i
+        entries[i, STAMP] = stamp
+        for order in range(1, NUM_ORDERS + 1):
+            if nodes.hashes[node, order] == 0:
+                break
+            store_entry(table, nodes.hashes[node, order], entries, i)
+        place = position + nodes.depths[node]
+        note_drawn(table, position_key(drafts.text, place, nodes.tokens[node]), successors[i], stamp)
+        note_drawn(table, position_key(drafts.text, place, -1), successors[i], stamp)
+
+
+@compiled
+def accept(nodes, root, size, successors, path):
+    """Follow the model's own choices from the root: see tree.py. Writes the path's nodes; returns how many."""
+    node, num = root, 0
+    for child in range(root + 1, size):  # children stand behind their parents
+        if nodes.parents[child] == node and nodes.tokens[child] == successors[node]:
+            path[num] = node = child
+            num += 1
+    return num
+
+
+@compiled
+def count(nodes, root, size, path, fed, accepted):
+    """Count a step's nodes by source and depth, and those of its path: see policy.py."""
+    for node in range(root + 1, size):
+        fed[nodes.sources[node], min(nodes.depths[node], fed.shape[1]) - 1] += 1
+    for node in path:
+        accepted[nodes.sources[node], min(nodes.depths[node], fed.shape[1]) - 1] += 1
+
+
+@compiled
+def advance(drafts, noise, position, nodes, root, before, run, successors, entries, stamp, rates, candidates):
+    """Take a step: learn from its run, remember what it found, append the run to the text. See `learn`, `remember`."""
+    learn(drafts, noise, position, nodes, root, before, run, rates, candidates)
+    remember(drafts, position, nodes, root, successors, entries, stamp)
+    append_text(drafts.text, run)
