@@ -25,6 +25,9 @@ SMOOTHING = 8  # steps
 REST_AFTER = 4  # steps in a row that were worth the root alone, before drafting rests
 LONGEST_REST = 32  # steps
 NUM_TIMED = 4  # steps of the root alone that are timed before the first that drafts
+PROBE_AFTER = 24  # steps that drafted for little, until what the root alone takes is timed again
+PROBE_STEPS = 3  # that this takes: the first after larger ones is slow
+LITTLE_GAIN_PERCENT = 140  # of a step that drafts, over one that does not
 REACH_BITS = 40
 EXPECTED_BITS = 22
 RATE_BITS = 32
@@ -109,6 +112,7 @@ class StepBudget:
         self._promise = 0  # of the tree that is fed
         self._fitted = False  # whether the step that is under way drafts
         self._drafted = True  # whether the last step that was observed did
+        self._since_plain = 0  # steps that drafted for little, since the last that did not
         self.num_wanted: int | None = FIRST_WANTED * len(times) if is_auto else None
 
     @property
@@ -153,6 +157,10 @@ class StepBudget:
         self._num_plain = self._num_plain + 1 if best == 0 else 0
         if best == 0:  # what is not tried keeps no promise: believe it a little more each time
             self._learned.kept += max(0, self._learned.promised - self._learned.kept) // RECOVERY
+        is_little = best > 0 and rates[best] * 100 < rates[0] * LITTLE_GAIN_PERCENT
+        self._since_plain = self._since_plain + 1 if is_little else 0
+        if self._since_plain >= PROBE_AFTER:
+            self._since_plain, self._rest = 0, PROBE_STEPS + 1
         if self._num_plain >= REST_AFTER:
             self._rest = min(1 << (self._num_plain - REST_AFTER + 1), LONGEST_REST)
         self._fitted = True
@@ -176,7 +184,7 @@ class StepBudget:
             num_accepted: tokens that the step committed besides the bonus token.
         """
         learned = self._learned
-        drafted = False
+        drafted, follows_plain = False, not self._drafted
         if self._is_auto:
             known = max(overhead)
             which = 0 if self._drafted else 1
@@ -200,7 +208,7 @@ class StepBudget:
             if not self._is_auto or drafted:
                 learned.scales += (ratios - learned.scales) // SMOOTHING
                 self._rescale()
-            else:
+            elif follows_plain or learned.num_plain < NUM_TIMED:
                 learned.num_plain += 1
                 ratios = ratios * SCALE_ONE // np.maximum(learned.scales, 1)
                 learned.plain_scales += (ratios - learned.plain_scales) // min(learned.num_plain, SMOOTHING)

@@ -9,6 +9,8 @@ from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.parallel.budget import (
     LONGEST_REST,
     NUM_TIMED,
+    PROBE_AFTER,
+    PROBE_STEPS,
     REACH_BITS,
     REST_AFTER,
     Learned,
@@ -202,3 +204,26 @@ def test_a_step_of_the_root_alone_is_timed_before_the_first_that_drafts():
         budget.observe(shares, [MILLISECOND // 3], [0], 0)
     assert not budget.is_resting
     assert fitted(budget, tree) == 1
+
+
+@pytest.mark.parametrize(("slope", "is_probed"), [(0.36, True), (0.001, False)])
+def test_what_hardly_pays_is_compared_with_fresh_times_now_and_then(slope, is_probed):
+    """A step of the root alone may have become cheaper while all steps drafted: a few are timed again."""
+    tree = make_tree(64)
+    times = flat(64, 1, slope)
+    step = StepBudget(times, True, None, timed(times))
+    rested = 0
+    for _ in range(3 * PROBE_AFTER):
+        if step.is_resting:
+            rested += 1
+            share = step.shares(TokenTree([0], max_depth=0))
+        else:
+            num_nodes = fitted(step, tree)
+            assert num_nodes > 1
+            part = make_tree(64)
+            part.truncate(num_nodes)
+            share = step.shares(part)
+        size = len(share[0].nodes)
+        step.observe(share, [int(times[0, size])], [1], int(size > 1))
+    assert (rested >= 2 * PROBE_STEPS) == is_probed
+    assert is_probed or rested == 0

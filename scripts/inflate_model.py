@@ -1,0 +1,289 @@
+#!/usr/bin/env python3
+"""Make, from a small Llama-architecture model, a big one that computes the same function.
+
+    python scripts/inflate_model.py --shape 300m --out work/300m
+    python scripts/inflate_model.py --from DIR --out DIR --hidden 2048 --layers 24 --intermediate 5632 --heads 16 \\
+        --kv-heads 16 --head-dim 128 --dtype bfloat16
+
+So that real acceptance behaviour can be measured at a real model's cost, with no download: the text is the small
+model's, the price is the big one's. Every weight that is read in a step is there and is dense; what is new is random
+and of full rank. Only what would reach the result is zero: rows and columns of output projections (attention's, the
+MLP's, the embedding's) that lead from new units, or to new places of the residual stream, which stay zero throughout.
+RMSNorm's weights and epsilon make up for the larger mean. Where heads grow, the new rows of the small model's own
+queries are zero, too, so that its scores stay, and its rotary pairs move to where the larger head has their frequency.
+The vocabulary stays.
+
+Weights are made and written one layer at a time, so a 34B model needs little memory. Names of shapes: see SHAPES.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+DEMO_MODEL = Path(__file__).resolve().parents[1] / "lp_runtime" / "demo_model"
+COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a Llama-architecture model's cost depends on."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+SHAPES = {
+    "300m": Shape(1024, 22, 3072, 16, 8, 64),
+    "1b": Shape(2048, 22, 5632, 32, 4, 64),
+    "7b": Shape(4096, 32, 11008, 32, 32, 128),  # Llama 2 and CodeLlama, the paper's models
+    "13b": Shape(5120, 40, 13824, 40, 40, 128),
+    "34b": Shape(8192, 48, 22016, 64, 8, 128),
+}
+
+
+class InflateError(ValueError):
+    """A shape that the small model does not fit into."""
+
+
+def shape_of(config) -> Shape:
+    return Shape(
+        config.hidden_size,
+        config.num_hidden_layers,
+        config.intermediate_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+    )
+
+
+def check(small: Shape, big: Shape) -> None:
+    """
+    Raises:
+        InflateError: if `small` does not fit into `big`.
+    """
+    for name, least in asdict(small).items():
+        if asdict(big)[name] < least and name not in ("heads", "kv_heads"):
+            raise InflateError(f"--{name.replace('_', '-')}={asdict(big)[name]}: must be at least {least}")
+    if big.heads % big.kv_heads:
+        raise InflateError(f"--heads={big.heads}: must be a multiple of --kv-heads={big.kv_heads}")
+    if big.hidden % big.heads:  # transformers insists
+        raise InflateError(f"--hidden={big.hidden}: must be a multiple of --heads={big.heads}")
+    if big.head_dim % small.head_dim:
+        raise InflateError(f"--head-dim={big.head_dim}: must be a multiple of {small.head_dim}")
+    if len(places := head_places(small, big)) < small.heads or max(kv for _, kv in places) >= big.kv_heads:
+        raise InflateError(f"--kv-heads={big.kv_heads}: too few for the small model's {small.heads} heads")
+
+
+def head_places(small: Shape, big: Shape) -> list[tuple[int, int]]:
+    """For each head of the small model: the big model's head that takes it, and the key/value head that one reads."""
+    group, big_group = small.heads // small.kv_heads, big.heads // big.kv_heads
+    kv_heads_each = -(-group // big_group)  # where groups are smaller, keys and values are there several times
+    places = []
+    for head in range(small.heads):
+        which, within = divmod(head, group)
+        kv = which * kv_heads_each + within // big_group
+        places.append((kv * big_group + within % big_group, kv))
+    return places
+
+
+class Inflation:
+    """The big model's weights, made one after the other.
+
+    Args:
+        small: the small model's shape.
+        big: the big one's.
+        eps: the small model's RMSNorm epsilon.
+        dtype: of the big model.
+        seed: of what is random.
+    """
+
+    def __init__(self, small: Shape, big: Shape, dtype: torch.dtype, seed: int = 0):
+        check(small, big)
+        self.small, self.big, self.dtype = small, big, dtype
+        self._random = torch.Generator().manual_seed(seed)
+        self._places = head_places(small, big)
+        # rotary pairs are (i, i + head_dim / 2): pair i of the small head has the frequency of pair i * growth
+        growth, half = big.head_dim // small.head_dim, small.head_dim // 2
+        pairs = torch.arange(half) * growth
+        self._rotary = torch.cat([pairs, pairs + big.head_dim // 2])
+
+    def noise(self, rows: int, columns: int) -> torch.Tensor:
+        """[rows, columns] of the size that keeps a unit input's output about a unit."""
+        # Not float32 for a 34B model's layer: half the memory, and nobody reads these values.
+        return (torch.randn(rows, columns, generator=self._random) * columns**-0.5).to(self.dtype)
+
+    def norm(self, weight: torch.Tensor) -> torch.Tensor:
+        """An RMSNorm's weights: the mean of squares is smaller by the share of places that are zero."""
+        wide = torch.ones(self.big.hidden)
+        wide[: len(weight)] = weight.float() * (self.small.hidden / self.big.hidden) ** 0.5
+        return wide.to(self.dtype)
+
+    def readers(self, weight: torch.Tensor, rows: int) -> torch.Tensor:
+        """A projection that reads the residual stream: all new entries random."""
+        wide = self.noise(rows, self.big.hidden)
+        wide[: weight.shape[0], : weight.shape[1]] = weight.to(self.dtype)
+        return wide
+
+    def attention(self, small: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The four projections of a layer, from the small layer's."""
+        big, d, D = self.big, self.small.head_dim, self.big.head_dim
+        hidden = self.small.hidden
+        query, key, value = (self.noise(n * D, big.hidden) for n in (big.heads, big.kv_heads, big.kv_heads))
+        out = torch.zeros(big.hidden, big.heads * D, dtype=self.dtype)
+        scale = (D / d) ** 0.5  # scores are divided by the square root of the head's size
+        group = self.small.heads // self.small.kv_heads
+        for head, (to, kv) in enumerate(self._places):
+            mine, theirs = slice(head * d, (head + 1) * d), slice(head // group * d, (head // group + 1) * d)
+            new = torch.ones(D, dtype=torch.bool)
+            new[self._rotary] = False
+            query[to * D : (to + 1) * D][new] = 0
+            query[to * D + self._rotary, :hidden] = (small["q"][mine].float() * scale).to(self.dtype)
+            key[kv * D + self._rotary, :hidden] = small["k"][theirs].to(self.dtype)
+            value[kv * D : kv * D + d, :hidden] = small["v"][theirs].to(self.dtype)
+            out[:hidden, to * D : to * D + d] = small["o"][:, mine].to(self.dtype)
+        return {"q": query, "k": key, "v": value, "o": out}
+
+    def layer(self, small: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+        """One decoder layer's weights, by their names in it; a new one, which adds nothing, if there is no small."""
+        big = self.big
+        width = big.heads * big.head_dim
+        kv_width = big.kv_heads * big.head_dim
+        if small is None:
+            attention = {"q": self.noise(width, big.hidden), "o": torch.zeros(big.hidden, width, dtype=self.dtype)}
+            attention |= {name: self.noise(kv_width, big.hidden) for name in ("k", "v")}
+            norms = [torch.ones(big.hidden, dtype=self.dtype) for _ in range(2)]
+            gate, up = (self.noise(big.intermediate, big.hidden) for _ in range(2))
+            down = torch.zeros(big.hidden, big.intermediate, dtype=self.dtype)
+        else:
+            attention = self.attention({n: small[f"self_attn.{n}_proj.weight"] for n in "qkvo"})
+            norms = [self.norm(small[f"{name}_layernorm.weight"]) for name in ("input", "post_attention")]
+            gate, up = (self.readers(small[f"mlp.{name}_proj.weight"], big.intermediate) for name in ("gate", "up"))
+            down = torch.zeros(big.hidden, big.intermediate, dtype=self.dtype)
+            theirs = small["mlp.down_proj.weight"]
+            down[: theirs.shape[0], : theirs.shape[1]] = theirs.to(self.dtype)
+        weights = {f"self_attn.{name}_proj.weight": weight for name, weight in attention.items()}
+        weights |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up, "mlp.down_proj.weight": down}
+        return weights | {"input_layernorm.weight": norms[0], "post_attention_layernorm.weight": norms[1]}
+
+    def embedding(self, weight: torch.Tensor) -> torch.Tensor:
+        """The embedding writes to the residual stream: zeros in its new places."""
+        wide = torch.zeros(len(weight), self.big.hidden, dtype=self.dtype)
+        wide[:, : weight.shape[1]] = weight.to(self.dtype)
+        return wide
+
+
+class SmallModel:
+    """A checkpoint's weights, read when asked for."""
+
+    def __init__(self, folder: Path):
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise InflateError(f"--from={folder}: no safetensors file there")
+        self.config = AutoConfig.from_pretrained(folder)
+        if self.config.model_type != "llama" or self.config.attention_bias or self.config.mlp_bias:
+            raise InflateError(f"--from={folder}: must be a Llama-architecture model without biases")
+        self._files = [safe_open(file, "pt") for file in files]
+        self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._where[name].get_tensor(name)
+
+    def layer(self, number: int) -> dict[str, torch.Tensor]:
+        prefix = f"model.layers.{number}."
+        return {name.removeprefix(prefix): self[name] for name in self._where if name.startswith(prefix)}
+
+
+def big_config(small, shape: Shape, dtype: str) -> dict:
+    """The big model's config.json."""
+    config = small.to_dict() | {
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "intermediate_size": shape.intermediate,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "rms_norm_eps": small.rms_norm_eps * small.hidden_size / shape.hidden,
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+    }
+    return config
+
+
+def weights(small: SmallModel, shape: Shape, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+    """The big model's weights, a layer at a time; the small model's layers are the first, in order."""
+    inflation = Inflation(shape_of(small.config), shape, dtype)
+    head = "lm_head.weight" if "lm_head.weight" in small else "model.embed_tokens.weight"
+    yield {"model.embed_tokens.weight": inflation.embedding(small["model.embed_tokens.weight"])}
+    for number in range(shape.layers):
+        theirs = small.layer(number) if number < small.config.num_hidden_layers else None
+        yield {f"model.layers.{number}.{name}": weight for name, weight in inflation.layer(theirs).items()}
+    yield {
+        "model.norm.weight": inflation.norm(small["model.norm.weight"]),
+        "lm_head.weight": inflation.readers(small[head], small.config.vocab_size),
+    }
+
+
+def inflate(source: Path, out: Path, shape: Shape, dtype: str) -> int:
+    """Write the big model. Returns how many parameters it has.
+
+    Raises:
+        InflateError: if the small model is not one that fits.
+    """
+    small = SmallModel(source)
+    check(shape_of(small.config), shape)
+    out.mkdir(parents=True, exist_ok=True)
+    index: dict[str, str] = {}
+    num_parameters = num_bytes = 0
+    for number, part in enumerate(weights(small, shape, getattr(torch, dtype))):
+        name = f"model-{number:05d}.safetensors"
+        save_file({key: weight.contiguous() for key, weight in part.items()}, out / name, metadata={"format": "pt"})
+        index |= dict.fromkeys(part, name)
+        num_parameters += sum(weight.numel() for weight in part.values())
+        num_bytes += sum(weight.numel() * weight.element_size() for weight in part.values())
+    table = {"metadata": {"total_size": num_bytes}, "weight_map": index}
+    (out / "model.safetensors.index.json").write_text(json.dumps(table, indent=1))
+    (out / "config.json").write_text(json.dumps(big_config(small.config, shape, dtype), indent=1))
+    for name in COPIED:
+        if (source / name).exists():
+            shutil.copy(source / name, out / name)
+    return num_parameters
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--from", dest="source", type=Path, default=DEMO_MODEL, help="the small model's directory")
+    parser.add_argument("--out", type=Path, required=True, help="where to write the big one")
+    parser.add_argument("--shape", choices=SHAPES, default="300m")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    for name in asdict(SHAPES["300m"]):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=None, help="instead of the shape's")
+    args = parser.parse_args()
+    given = {name: value for name in asdict(SHAPES["300m"]) if (value := getattr(args, name)) is not None}
+    try:
+        shape = Shape(**asdict(SHAPES[args.shape]) | given)
+        num_parameters = inflate(args.source, args.out, shape, args.dtype)
+    except (InflateError, OSError) as error:
+        sys.exit(f"inflate_model: {str(error).splitlines()[0]}")
+    print(f"{args.out}: {num_parameters / 1e6:.0f}M parameters, {args.dtype}")
+
+
+if __name__ == "__main__":
+    main()
