@@ -13,6 +13,7 @@ from lp_runtime.errors import ConfigError
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+SWITCHES = ("auto", "off")
 ATTENTIONS = ("auto", "sdpa", "eager")
 MAX_SEED = 2**64 - 1
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -126,12 +127,15 @@ class ModelConfig:
     quantized already needs none."""
     prefill_chunk: int = 2048
     """Tokens of the prompt fed at once."""
+    packing: str = "auto"
+    """auto packs linear layers on a CPU, so that several tokens cost hardly more than one; off leaves them."""
 
     def __post_init__(self) -> None:
         if self.path == "":
             raise ConfigError("model.path: is empty; must be a directory or a hub id")
         require_choice("model.attn_implementation", self.attn_implementation, ATTENTIONS)
         require_int("model.prefill_chunk", self.prefill_chunk, 1)
+        require_choice("model.packing", self.packing, SWITCHES)
 
     @property
     def location(self) -> str:

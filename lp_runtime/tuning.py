@@ -137,7 +137,7 @@ class Tuning:
         versions = [metadata.version(name) for name in ("torch", "transformers")]
         parts = [VERSION, K, str(self._model.dtype), self._model.strict_tokens, *versions]
         digest.update(repr((parts, model.config.to_json_string())).encode())
-        for name, tensor in sorted(model.named_parameters()):
+        for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
             with contextlib.suppress(Exception):  # what is on no device, or quantized, need not be readable like this
                 sample = tensor.detach().flatten()[:: max(1, tensor.numel() // 64)][:64]

@@ -18,6 +18,7 @@ from lp_runtime.errors import ConfigError
 from lp_runtime.memory_file import MemoryFile
 from lp_runtime.model.generation import defaults_of
 from lp_runtime.model.loading import eos_token_ids, load_model, load_tokenizer
+from lp_runtime.model.packing import pack_linears
 from lp_runtime.model.self_check import check_model
 from lp_runtime.model.text import StopStrings
 from lp_runtime.model.tree_model import TreeModel
@@ -95,6 +96,8 @@ def start_replica(config: RuntimeConfig, context: ReplicaContext, store: dist.St
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // context.num_local))
     is_strict = config.exactness == "strict"
     loaded = load_model(config.model, device, config.dtype)
+    if config.model.packing == "auto":
+        pack_linears(loaded)
     model = TreeModel(loaded, config.model.prefill_chunk, config.strict_tokens if is_strict else None)
     self_check = check_model(model)
     make_drawing(model, Request((0,), PLAIN, max_new_tokens=1))  # the model's own defaults must be ones we can keep

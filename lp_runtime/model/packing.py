@@ -1,0 +1,90 @@
+"""Linear layers on a CPU with their weights packed once, in oneDNN's own order.
+
+torch's matrix product reads a layer's weights as they lie in the checkpoint: for one token through a kernel of its own,
+for several by packing all of them anew at every call, which costs more than the product. Packed once, a few tokens
+cost hardly more than one. The products are the same but for the order of their sums.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+PACKED_DTYPES = (torch.float32, torch.bfloat16)
+NUM_TOKENS = 16  # that the order is chosen for; others are computed as well
+SAMPLE_SIZE = 64
+
+
+class PackedLinear(nn.Module):
+    """A linear layer, [..., in_features] to [..., out_features], that keeps its weights packed only.
+
+    Args:
+        linear: a layer on a CPU, in one of PACKED_DTYPES; it is not changed.
+
+    Raises:
+        RuntimeError: if oneDNN cannot pack such weights on this CPU.
+    """
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        weight = linear.weight.detach()
+        self._dtype = weight.dtype
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), NUM_TOKENS)
+        self.bias = linear.bias
+        # A few of the weights, for whoever must tell models apart.
+        sample = weight.flatten()[:: max(1, weight.numel() // SAMPLE_SIZE)][:SAMPLE_SIZE].clone()
+        self.register_buffer("sample", sample, persistent=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Shape and type of the weights, without their values."""
+        return torch.empty(self.out_features, self.in_features, dtype=self._dtype, device="meta")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def pack_linears(model: nn.Module) -> int:
+    """Replace a model's plain linear layers on the CPU by packed ones, one by one; the weights of each are freed.
+
+    Layers of other classes, types and devices stay. Where this CPU's oneDNN cannot do it, or not correctly, all stay.
+
+    Returns:
+        how many were replaced.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return 0
+    count = 0
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is not nn.Linear or not _can_pack(child):
+                continue
+            try:
+                packed = PackedLinear(child)
+                if count == 0 and not _agree(child, packed):
+                    return 0
+            except (RuntimeError, AttributeError):  # not with this CPU, or not with this version of torch
+                return count
+            setattr(module, name, packed)
+            count += 1
+    return count
+
+
+def _can_pack(linear: nn.Linear) -> bool:
+    weight = linear.weight
+    has_hooks = linear._forward_hooks or linear._forward_pre_hooks
+    return (
+        type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype in PACKED_DTYPES and not has_hooks
+    )
+
+
+@torch.inference_mode()
+def _agree(linear: nn.Linear, packed: PackedLinear) -> bool:
+    x = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(0)).to(linear.weight.dtype)
+    expected, actual = linear(x).float(), packed(x).float()
+    tolerance = 1e-4 if linear.weight.dtype == torch.float32 else 3e-2
+    return bool((actual - expected).norm() <= tolerance * expected.norm())
