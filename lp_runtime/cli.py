@@ -1,4 +1,4 @@
-"""lp-generate and lp-chat: settings as Hydra overrides (overrides.py), exit statuses, one line for every error."""
+"""lp-generate, lp-chat and lp-bench: settings as Hydra overrides (overrides.py), exit statuses, errors in one line."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 
 from lp_runtime.api import LookaheadRuntime
 from lp_runtime.batch import check_output, generate_file, read_prompts
+from lp_runtime.bench.command import bench, check_bench
 from lp_runtime.chat import chat, check_chat
-from lp_runtime.command_config import ChatConfig, GenerateConfig
+from lp_runtime.command_config import BenchConfig, ChatConfig, GenerateConfig
 from lp_runtime.config import RuntimeConfig
 from lp_runtime.errors import ConfigError, LaunchError, LookaheadError, ModelError, RequestError
 from lp_runtime.model.loading import check_location
@@ -32,6 +33,9 @@ lp-generate prompt="def fib(n):" [gpus=2] [lookahead.W=15 lookahead.N=5 lookahea
 CHAT_USAGE = """\
 lp-chat model.path=PATH_OR_ID [gpus=2] [system="You are ..."] [sampling.temperature=0.7] [KEY=VALUE ...]"""
 
+BENCH_USAGE = """\
+lp-bench [prompts=FILE.jsonl:FIELD] [gpus=2] [degrees=[1,2,4,8]] [output=FOLDER] [KEY=VALUE ...]"""
+
 
 def main(arguments: list[str] | None = None) -> None:
     """lp-generate: text or a file of results. Exits the process as `_run` says."""
@@ -41,6 +45,11 @@ def main(arguments: list[str] | None = None) -> None:
 def chat_main(arguments: list[str] | None = None) -> None:
     """lp-chat: a conversation on the terminal. Exits the process as `_run` says."""
     _run(_parser("lp-chat", CHAT_USAGE, ChatConfig), ChatConfig, _prepare_chat, arguments)
+
+
+def bench_main(arguments: list[str] | None = None) -> None:
+    """lp-bench: this runtime beside transformers' own decoding. Exits the process as `_run` says."""
+    _run(_parser("lp-bench", BENCH_USAGE, BenchConfig), BenchConfig, _prepare_bench, arguments)
 
 
 def _run(
@@ -94,6 +103,11 @@ def _prepare_generate(config: GenerateConfig) -> Work:
 def _prepare_chat(config: ChatConfig) -> Work:
     check_chat(config)
     return partial(chat, config=config)
+
+
+def _prepare_bench(config: BenchConfig) -> Work:
+    check_bench(config)
+    return partial(bench, config=config)
 
 
 def _parser(name: str, usage: str, schema: type[RuntimeConfig]) -> argparse.ArgumentParser:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Optional
 
-from lp_runtime.checks import require_int
+from lp_runtime.checks import require_choice, require_int, require_number
 from lp_runtime.config import RuntimeConfig, check_limits
 from lp_runtime.errors import ConfigError
 
@@ -82,3 +82,51 @@ class ChatConfig(RuntimeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_limits(self.max_new_tokens, self.stop, self.max_time)
+
+
+METHODS = ("hf", "hf_compiled", "hf_prompt_lookup", "plain", "paper", "default")
+
+
+@dataclass
+class BenchConfig(RuntimeConfig):
+    """What lp-bench takes: a runtime, and what to compare."""
+
+    prompts: Optional[str] = None  # noqa: UP045
+    """JSON-lines files of prompts, FILE:FIELD, several with commas between; a few of its own if not given."""
+    limit: int = 4
+    """Prompts of each file."""
+    max_new_tokens: int = 128
+    """Tokens to generate, past any end of text."""
+    rounds: int = 1
+    """Times that every prompt is decoded by every method."""
+    methods: list[str] = field(default_factory=list)
+    """hf (transformers' greedy decoding), hf_compiled (with a static cache, compiled), hf_prompt_lookup, plain (one
+    token a step, here), paper, default (as lookahead says); all of them if not given, hf_compiled on CUDA only."""
+    degrees: list[int] = field(default_factory=list)
+    """Numbers of replicas whose critical path is measured: each one's share of a step runs alone, in turn, and the
+    slowest counts."""
+    exchange_us: list[float] = field(default_factory=lambda: [30.0, 100.0, 300.0])
+    """Microseconds of a step's exchange that are taken for critical paths; a column each."""
+    threads: Optional[int] = None  # noqa: UP045
+    """CPU threads of this process; as torch chooses if not given."""
+    output: Optional[str] = None  # noqa: UP045
+    """Folder that gets bench.md, bench.json and, where matplotlib is installed, bench.svg."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("limit", "max_new_tokens", "rounds"):
+            require_int(name, getattr(self, name), 1)
+        for method in self.methods:
+            require_choice("methods", method, METHODS)
+        for degree in self.degrees:
+            require_int("degrees", degree, 1)
+        for microseconds in self.exchange_us:
+            require_number("exchange_us", microseconds, "a number >= 0", lambda value: value >= 0)
+        if not self.exchange_us:
+            raise ConfigError("exchange_us=[]: must have at least one number")
+        if self.threads is not None:
+            require_int("threads", self.threads, 1)
+        if self.prompts == "":
+            raise ConfigError("prompts: is empty; must be FILE:FIELD")
+        if self.sampling.temperature:
+            raise ConfigError(f"sampling.temperature={self.sampling.temperature}: lp-bench compares greedy decoding")

@@ -176,7 +176,8 @@ class DecodingLoop:
         self._cleared.clear()
         return self._cleared
 
-    def _begin(self, request: Request, drawing: Drawing, stop: Stop | None) -> tuple[DecodingState, StepBudget]:
+    def begin(self, request: Request, drawing: Drawing, stop: Stop | None) -> tuple[DecodingState, StepBudget]:
+        """The state of a request before its prefill, and what decides the size of its steps."""
         settings = request.lookahead
         noise = None if drawing.noise is None else (drawing.noise.seed, drawing.noise.sample)
         limit = settings.budget
@@ -218,7 +219,7 @@ class DecodingLoop:
             The run that each step committed, then the report.
         """
         drawing = drawing or make_drawing(self._model, request)
-        state, budget = self._begin(request, drawing, stop)
+        state, budget = self.begin(request, drawing, stop)
         started = time.perf_counter()
         policy = state.policy
         drawing.num_runners_up = policy.num_runners_up

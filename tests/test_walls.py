@@ -31,7 +31,7 @@ LAYERS = [
     {"api"},
     {"single"},
     {"batch"},
-    {"chat", "overrides"},
+    {"bench", "chat", "overrides"},
     {"cli"},
     {"__main__"},
 ]

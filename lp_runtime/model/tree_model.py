@@ -87,13 +87,16 @@ class TreeModel:
         return self._forward(ids, positions, mask, torch.arange(len(tokens), device=self.device))
 
     @torch.inference_mode()
-    def forward(self, tree: TokenTree, nodes: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+    def forward(
+        self, tree: TokenTree, nodes: Sequence[int], wanted: Sequence[int], commit: bool = True
+    ) -> torch.Tensor:
         """Feed a share of a tree and commit its pending tokens.
 
         Args:
             tree: the step's tree; its first pending token follows the last committed one.
             nodes: [T] ascending indices into the tree: all pending tokens, and every fed node's ancestors.
             wanted: [n] ascending indices into the tree, a part of `nodes`.
+            commit: False to feed another share of the same tree next.
 
         Returns:
             [n, V] float32 logits of the wanted nodes.
@@ -111,7 +114,7 @@ class TreeModel:
             logits = self._forward(ids, positions, mask, keep)
         else:
             logits = self._strict_forward(tokens, places, parents)[keep]
-        self._cache.commit(tree.root + 1)
+        self._cache.commit(tree.root + 1 if commit else 0)
         return logits
 
     def _strict_forward(self, tokens: list[int], places: list[int], parents: list[int]) -> torch.Tensor:

@@ -1,0 +1,130 @@
+"""What lookahead parallelism would take on more replicas than there are devices.
+
+A step of R replicas ends when the slowest of them is done and the exchange has happened. Nothing is communicated
+inside a forward pass, so each replica's share can be run alone, one after the other, on one device:
+
+    step = slowest share + exchange + what every replica does besides
+
+The trees, the shares and so the number of steps are those of R replicas.
+Letters: R replicas, T nodes in the tree.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from lp_runtime.decoding import DecodingLoop, Request, make_drawing
+from lp_runtime.lookahead.policy import Found
+from lp_runtime.model.tree_model import TreeModel
+from lp_runtime.tuning import Tuning
+
+
+@dataclass(frozen=True)
+class CriticalPath:
+    """One request on R replicas, without what its exchanges take.
+
+    Attributes:
+        token_ids: what was generated.
+        num_steps: the prefill's included.
+        step_tokens: tokens that the busiest replica feeds, mean over the steps, the prefill's excluded.
+        prefill_seconds: every replica's; they prefill at the same time.
+        forward_seconds: of the slowest share, over all steps.
+        other_seconds: proposing, partitioning, advancing, over all steps.
+    """
+
+    token_ids: list[int]
+    num_steps: int
+    step_tokens: float
+    prefill_seconds: float
+    forward_seconds: float
+    other_seconds: float
+
+    def seconds(self, exchange: float) -> float:
+        """From start to end, with exchanges of so many seconds."""
+        computing = self.prefill_seconds + self.forward_seconds + self.other_seconds
+        return computing + exchange * self.num_steps
+
+
+class _Alike(Tuning):
+    """Replicas that are all as fast as this one."""
+
+    def __init__(self, measured: Tuning, num_replicas: int):
+        self._measured, self._alike = measured, num_replicas
+
+    def times(self, num_tokens: int) -> np.ndarray:
+        return np.tile(self._measured.times(num_tokens), (self._alike, 1))
+
+    def most_tokens(self) -> int:
+        return self._measured.most_tokens()
+
+    def vocabulary(self) -> np.ndarray:
+        return self._measured.vocabulary()
+
+
+class CriticalPathRunner:
+    """Runs requests as R replicas would, on one model.
+
+    Args:
+        model: the only one there is.
+        tuning: what was measured of it.
+        num_replicas: R.
+    """
+
+    def __init__(self, model: TreeModel, tuning: Tuning, num_replicas: int):
+        self._model = model
+        self._num_replicas = num_replicas
+        self._loop = DecodingLoop(model, 0, num_replicas, model.device, _Alike(tuning, num_replicas))
+
+    def run(self, request: Request) -> CriticalPath:
+        """Decode one request."""
+        model = self._model
+        drawing = make_drawing(model, request)
+        state, budget = self._loop.begin(request, drawing, None)
+        policy = state.policy
+        drawing.num_runners_up = policy.num_runners_up
+        model.begin(len(request.prompt_ids) + request.max_new_tokens + policy.max_nodes + policy.max_run)
+
+        started = time.perf_counter()
+        proposal = state.propose_prefill()
+        logits = model.prefill(request.prompt_ids)
+        packed = drawing.draw(logits, proposal.tree, [0], state.tokens)[0].cpu().numpy()
+        successors, _, runners_up = drawing.unpack(packed)
+        state.advance_prefill(proposal, Found(successors, runners_up))
+        prefill_seconds = time.perf_counter() - started
+
+        num_fed, forward_seconds, other_seconds, other = 0, 0.0, 0.0, 0.0
+        while state.finish_reason is None:
+            started = time.perf_counter()
+            is_resting = budget.is_resting
+            proposal = state.propose_root() if is_resting else state.propose(budget.fit, budget.num_wanted)
+            tree = proposal.tree
+            shares = budget.shares(tree)
+            values = np.full((len(tree), drawing.width), -1, dtype=np.int64)
+            proposing = time.perf_counter() - started
+            times = []
+            for rank, share in enumerate(shares):
+                started = time.perf_counter()
+                is_last = rank == len(shares) - 1
+                logits = model.forward(tree, share.nodes, share.owned, commit=is_last)
+                packed, _ = drawing.draw(logits[: len(share.owned)], tree, share.owned, state.tokens, not is_resting)
+                values[share.owned] = packed.cpu().numpy()
+                times.append(time.perf_counter() - started)
+            started = time.perf_counter()
+            successors, _, runners_up = drawing.unpack(values[tree.root :], not is_resting)
+            run, _ = state.advance(proposal, Found([-1] * tree.root + successors, runners_up))
+            budget.observe(shares, [int(1e9 * each) for each in times], [int(1e9 * other)] * len(shares), len(run) - 1)
+            other = proposing + time.perf_counter() - started
+            num_fed += max(len(share.nodes) for share in shares)
+            forward_seconds += max(times)
+            other_seconds += other
+        return CriticalPath(
+            token_ids=state.new_tokens,
+            num_steps=state.num_steps,
+            step_tokens=num_fed / max(1, state.num_steps - 1),
+            prefill_seconds=prefill_seconds,
+            forward_seconds=forward_seconds,
+            other_seconds=other_seconds,
+        )

@@ -1,0 +1,145 @@
+"""The ways of decoding that are compared: each takes token ids and says what came, how long it took, in how many steps.
+
+The model of transformers' own methods is one of its own on a CPU, as it was loaded; ours may be packed (packing.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from lp_runtime.api import LookaheadRuntime
+from lp_runtime.bench.critical_path import CriticalPathRunner
+from lp_runtime.command_config import BenchConfig
+from lp_runtime.config import PLAIN, LookaheadConfig
+from lp_runtime.decoding import Request
+from lp_runtime.model.loading import load_model, quiet
+from lp_runtime.model.packing import pack_linears
+from lp_runtime.model.tree_model import TreeModel
+from lp_runtime.tuning import Tuning
+from lp_runtime.worker import choose_device
+
+NO_TOKEN = -1
+NUM_LOOKED_UP = 10  # tokens that transformers' prompt lookup copies, its own default
+PAPER = LookaheadConfig(W=15, N=5, G=15, policy="paper")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One prompt, decoded.
+
+    Attributes:
+        token_ids: new tokens.
+        seconds: from start to end, the prefill included; by microseconds of the exchange where that is assumed.
+        num_steps: forward passes.
+        step_tokens: tokens fed a step by the busiest replica, the prefill excluded.
+        other_share: of the time, what was neither forward pass nor exchange; None where it is not known.
+    """
+
+    token_ids: list[int]
+    seconds: dict[float | None, float]
+    num_steps: int
+    step_tokens: float
+    other_share: float | None = None
+
+
+Decode = Callable[[list[int]], Result]
+
+
+class HuggingFace:
+    """transformers' own `generate`.
+
+    Args:
+        model: as transformers loaded it.
+        max_new_tokens: of every prompt.
+    """
+
+    def __init__(self, model, max_new_tokens: int):
+        self._model, self._max_new_tokens = model, max_new_tokens
+        self._num_passes = 0
+        model.register_forward_hook(self._count)
+
+    def _count(self, *_: object) -> None:
+        self._num_passes += 1
+
+    def decode(self, prompt: list[int], **options: object) -> Result:
+        """Decode greedily, past any end of text."""
+        ids = torch.tensor([prompt], device=self._model.device)
+        self._num_passes = 0
+        started = time.perf_counter()
+        with torch.inference_mode(), quiet():  # it has a warning about texts without an end
+            out = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                num_beams=1,
+                min_new_tokens=None,
+                max_new_tokens=self._max_new_tokens,
+                eos_token_id=NO_TOKEN,
+                pad_token_id=0,
+                **options,
+            )
+        token_ids = out[0, len(prompt) :].tolist()
+        seconds = time.perf_counter() - started
+        return Result(token_ids, {None: seconds}, self._num_passes, float("nan"))
+
+
+def replica_model(config: BenchConfig) -> tuple[TreeModel, Tuning]:
+    """A replica's model in this process, and what is measured of it."""
+    device = choose_device(config.device, 0)
+    loaded = load_model(config.model, device, config.dtype)
+    if config.model.packing == "auto":
+        pack_linears(loaded)
+    model = TreeModel(loaded, config.model.prefill_chunk)
+    return model, Tuning(model, 0, 1, torch.device("cpu"), config.cache_dir)
+
+
+def huggingface_methods(config: BenchConfig, names: list[str]) -> dict[str, Decode]:
+    """transformers' methods by name."""
+    options: dict[str, dict] = {
+        "hf": {},
+        "hf_compiled": {"cache_implementation": "static"},  # which transformers compiles on its own on CUDA
+        "hf_prompt_lookup": {"prompt_lookup_num_tokens": NUM_LOOKED_UP},
+    }
+    wanted = [name for name in names if name in options]
+    if not wanted:
+        return {}
+    model = HuggingFace(load_model(config.model, choose_device(config.device, 0), config.dtype), config.max_new_tokens)
+    return {name: lambda prompt, more=options[name]: model.decode(prompt, **more) for name in wanted}
+
+
+def runtime_methods(config: BenchConfig, runtime: LookaheadRuntime, names: list[str]) -> dict[str, Decode]:
+    """Ours by name, on the runtime's replicas."""
+    settings = {"plain": PLAIN, "paper": PAPER, "default": config.lookahead}
+
+    def decode(prompt: list[int], lookahead: LookaheadConfig) -> Result:
+        started = time.perf_counter()
+        done = runtime.generate(prompt, config.max_new_tokens, eos=False, lookahead=lookahead)
+        seconds = time.perf_counter() - started
+        times = done.times
+        share = times.other / max(1e-9, times.forward + times.exchange + times.other)
+        return Result(done.token_ids, {None: seconds}, done.steps, done.step_tokens, share)
+
+    return {name: lambda prompt, of=settings[name]: decode(prompt, of) for name in names if name in settings}
+
+
+def critical_path_methods(config: BenchConfig, degrees: list[int]) -> dict[str, Decode]:
+    """The default method's critical path by number of replicas."""
+    if not degrees:
+        return {}
+    model, tuning = replica_model(config)
+
+    def decode(prompt: list[int], runner: CriticalPathRunner) -> Result:
+        path = runner.run(Request(tuple(prompt), config.lookahead, config.max_new_tokens))
+        seconds = {each: path.seconds(1e-6 * each) for each in config.exchange_us}
+        share = path.other_seconds / max(1e-9, path.other_seconds + path.forward_seconds)
+        return Result(path.token_ids, seconds, path.num_steps, path.step_tokens, share)
+
+    runners = {degree: CriticalPathRunner(model, tuning, degree) for degree in degrees}
+    return {
+        f"critical path, {degree}": lambda prompt, runner=runner: decode(prompt, runner)
+        for degree, runner in runners.items()
+    }
