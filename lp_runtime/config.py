@@ -275,6 +275,10 @@ class RuntimeConfig:
 
     cache_dir: Optional[str] = "~/.cache/lp_runtime"  # noqa: UP045
     """Where what was measured of a model on a device is kept; null measures it at every start."""
+    profile: bool = False
+    """Trace the first steps of every request with torch's profiler, and print where a step's time goes."""
+    profile_dir: str = "lp_profile"
+    """Folder that gets the traces, one file a replica."""
 
     def __post_init__(self) -> None:
         if self.gpus is not None:
@@ -287,6 +291,8 @@ class RuntimeConfig:
         require_choice("dtype", self.dtype, DTYPES)
         if self.model.device_map is not None and (self.gpus or 1) > 1:
             raise ConfigError(f"model.device_map={self.model.device_map}: only with gpus=1")
+        if self.profile_dir == "":
+            raise ConfigError("profile_dir: is empty; must be a directory")
         if self.cache_dir == "":
             raise ConfigError("cache_dir: is empty; must be a directory or null")
         require_choice("exactness", self.exactness, EXACTNESSES)

@@ -23,6 +23,7 @@ from lp_runtime.model.self_check import check_model
 from lp_runtime.model.text import StopStrings
 from lp_runtime.model.tree_model import TreeModel
 from lp_runtime.parallel.group import ReplicaContext, process_group
+from lp_runtime.profiling import check_folder, profiled
 from lp_runtime.tuning import Tuning
 
 
@@ -61,13 +62,18 @@ class Replica:
         self._memory = self._memory_file.load(*place) if self._memory_file else None
         self._loop = DecodingLoop(model, *place, Tuning(model, *place, config.cache_dir), self._memory)
         self._loop.prepare(config.lookahead)
+        self._device = model.device
+        self._profile_dir = config.profile_dir if config.profile else None
 
     def decode(self, request: Request, should_cancel: Callable[[], bool] = lambda: False) -> Iterator[Event]:
         """See DecodingLoop.run."""
         stop = StopStrings(self._tokenizer, request.stop) if request.stop else None
         settings = request.lookahead
         is_kept = self._memory_file and settings.memory != "request" and settings.policy == "full"
-        for event in self._loop.run(request, stop=stop, should_cancel=should_cancel):
+        events = self._loop.run(request, stop=stop, should_cancel=should_cancel)
+        if self._profile_dir is not None:
+            events = profiled(events, self._profile_dir, self.context.rank, self._device)
+        for event in events:
             if isinstance(event, Report) and is_kept and self.context.rank == 0:
                 self._memory_file.save(self._memory)
             yield event
@@ -90,15 +96,17 @@ def start_replica(config: RuntimeConfig, context: ReplicaContext, store: dist.St
         ConfigError, ModelError, LaunchError: as the parts do.
     """
     device = choose_device(config.device, context.device_index)
+    if config.profile:
+        check_folder(config.profile_dir)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif context.owns_process:  # replicas that share a machine share its cores
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // context.num_local))
-    is_strict = config.exactness == "strict"
+    strict_tokens = config.strict_tokens if config.exactness == "strict" else None
     loaded = load_model(config.model, device, config.dtype)
     if config.model.packing == "auto":
         pack_linears(loaded)
-    model = TreeModel(loaded, config.model.prefill_chunk, config.strict_tokens if is_strict else None)
+    model = TreeModel(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True)
     self_check = check_model(model)
     make_drawing(model, Request((0,), PLAIN, max_new_tokens=1))  # the model's own defaults must be ones we can keep
     info = ReplicaInfo(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from lp_runtime import (
     RequestError,
     SamplingConfig,
 )
-from lp_runtime.config import PLAIN
+from lp_runtime.config import PLAIN, RuntimeConfig
 from lp_runtime.errors import ConfigError
 from lp_runtime.launchers.spawned import SpawnedLauncher
 from lp_runtime.model.tree_model import TreeModel
@@ -368,3 +369,27 @@ def raiser(error: BaseException):
         raise error
 
     return fail
+
+
+def test_a_profile_is_written_and_shown(tmp_path, capfd):
+    """A trace a replica, and where a step's time went; the output is the same."""
+    settings = {"lookahead": LookaheadConfig(W=4, N=3, G=4, prior="none"), "model": ModelConfig(), "gpus": 1}
+    config = RuntimeConfig(device="cpu", dtype="float32", **settings)
+    with LookaheadRuntime.from_config(config) as runtime:
+        expected = runtime.generate(PROMPT, 24).token_ids
+    config = replace(config, profile=True, profile_dir=str(tmp_path / "traces"))
+    with LookaheadRuntime.from_config(config) as runtime:
+        assert runtime.generate(PROMPT, 24).token_ids == expected
+        assert runtime.generate(PROMPT, 1).num_tokens == 1  # no step after the prefill
+    trace = json.loads((tmp_path / "traces" / "rank0.json").read_text())
+    assert any("linear" in str(event.get("name")) for event in trace["traceEvents"])
+    shown = capfd.readouterr().err
+    assert "Self CPU" in shown
+    assert "a step after the prefill" in shown
+
+
+def test_a_profile_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = RuntimeConfig(profile=True, profile_dir=str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="profile_dir="):
+        LookaheadRuntime.from_config(config)

@@ -25,6 +25,7 @@ LAYERS = [
     {"files"},
     {"policies", "tuning", "memory_file"},
     {"decoding"},
+    {"profiling"},
     {"worker"},
     {"launchers"},
     {"generation", "request", "drop_in"},

@@ -93,7 +93,7 @@ def replica_model(config: BenchConfig) -> tuple[TreeModel, Tuning]:
     loaded = load_model(config.model, device, config.dtype)
     if config.model.packing == "auto":
         pack_linears(loaded)
-    model = TreeModel(loaded, config.model.prefill_chunk)
+    model = TreeModel(loaded, config.model.prefill_chunk, own_attention=True)
     return model, Tuning(model, 0, 1, torch.device("cpu"), config.cache_dir)
 
 

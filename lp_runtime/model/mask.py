@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from lp_runtime.errors import ModelError
+from lp_runtime.model.tree_attention import NAME as TREE
 
 FULL, SLIDING, CHUNKED = KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 ALIBI_MODELS = ("bloom", "mpt")
@@ -35,7 +36,8 @@ class MaskBuilder:
 
     Args:
         config: the model's (text) configuration.
-        attention: "sdpa" takes boolean masks; "eager" additive ones (a boolean one it would silently misread).
+        attention: "sdpa" takes boolean masks; "eager" additive ones (a boolean one it would silently misread);
+            that of tree_attention.py additive ones of the tree alone.
         dtype, device: of the model.
 
     Attributes:
@@ -49,6 +51,7 @@ class MaskBuilder:
 
     def __init__(self, config, attention: str, dtype: torch.dtype, device: torch.device):
         self._additive = attention == "eager"
+        self._only_tree = attention == TREE
         self._dtype, self._device = dtype, device
         self._sliding_window: int | None = getattr(config, "sliding_window", None)
         self._chunk: int | None = getattr(config, "attention_chunk_size", None)
@@ -71,18 +74,28 @@ class MaskBuilder:
         self.windows: list[int] = [length for name in WINDOW_FIELDS if (length := getattr(config, name, None))]
 
     def build(self, parents: Sequence[int], positions: torch.Tensor, num_cached: int) -> LayerMasks:
-        """The masks of a step: [1, 1, T, L + T] each.
+        """The masks of a step: [1, 1, T, L + T] each, or [1, 1, T, T] where the attention wants the tree's alone.
 
         Args:
             parents: [T] index of each token's parent among those fed, -1 for the first.
             positions: [T] absolute positions, on the device.
             num_cached: L; the cached tokens stand at positions 0 .. L - 1.
         """
-        num_tokens = len(parents)
-        full = torch.ones((num_tokens, num_cached + num_tokens), dtype=torch.bool, device=self._device)
-        full[:, num_cached:] = torch.from_numpy(ancestor_mask(parents)).to(self._device)
-        masks = {kind: self._finish(full, positions, num_cached, kind) for kind in self._kinds}
+        num_keys = num_cached + len(parents)
+        ancestors = torch.from_numpy(ancestor_mask(parents)).to(self._device)
+        full = torch.ones((len(parents), num_keys), dtype=torch.bool, device=self._device)
+        full[:, num_cached:] = ancestors
+        masks = {}
+        for kind in self._kinds:
+            if self._only_tree and not self._hides(kind, num_keys):
+                masks[kind] = self._add(ancestors)
+            else:
+                masks[kind] = self._finish(full, positions, num_cached, kind)
         return masks if self.by_kind else next(iter(masks.values()))
+
+    def _hides(self, kind: str, num_keys: int) -> bool:
+        """Whether a kind of layer may hide committed tokens from some token, with so many keys."""
+        return kind != FULL and num_keys > (self._sliding_window if kind == SLIDING else self._chunk)
 
     def _finish(self, full: torch.Tensor, positions: torch.Tensor, num_cached: int, kind: str) -> torch.Tensor:
         if kind != FULL:
@@ -92,7 +105,9 @@ class MaskBuilder:
                 full = full & (queries - keys < self._sliding_window)
             else:
                 full = full & (queries // self._chunk == keys // self._chunk)
-        if self._additive:
-            lowest = torch.finfo(self._dtype).min
-            full = torch.zeros(full.shape, dtype=self._dtype, device=full.device).masked_fill_(~full, lowest)
-        return full[None, None]
+        return self._add(full) if self._additive else full[None, None]
+
+    def _add(self, mask: torch.Tensor) -> torch.Tensor:
+        """A boolean mask, [T, S], as what is added to scores, [1, 1, T, S]."""
+        lowest = torch.finfo(self._dtype).min
+        return torch.zeros(mask.shape, dtype=self._dtype, device=mask.device).masked_fill_(~mask, lowest)[None, None]

@@ -17,6 +17,7 @@ from lp_runtime.model.cache import TreeCache
 from lp_runtime.model.mask import CHUNKED, MaskBuilder
 from lp_runtime.model.strict import BLOCK, KEYS, POSITION, WINDOW, tail_table
 from lp_runtime.model.strict import NAME as STRICT
+from lp_runtime.model.tree_attention import NAME as TREE
 
 ATTENTIONS = ("sdpa", "eager")
 
@@ -29,16 +30,20 @@ class TreeModel:
         prefill_chunk: tokens fed at once during the prefill.
         strict_tokens: tokens of every forward pass of a tree, a larger tree takes several; with it a token's logits,
             keys and values do not depend on what else is fed, bit for bit (strict.py). None for one pass of any size.
+        own_attention: whether to give the model the attention of tree_attention.py in place of sdpa, for good.
 
     Raises:
         ModelError: if its attention is not one that takes a tree's mask.
     """
 
-    def __init__(self, model, prefill_chunk: int, strict_tokens: int | None = None):
+    def __init__(self, model, prefill_chunk: int, strict_tokens: int | None = None, own_attention: bool = False):
         config = model.config.get_text_config()
         attention = config._attn_implementation
-        if attention not in ATTENTIONS:
+        if attention not in (*ATTENTIONS, TREE):
             raise ModelError(f"attn_implementation={attention}: must be one of {', '.join(ATTENTIONS)}")
+        if own_attention and attention == "sdpa" and strict_tokens is None and takes_attention(model):
+            model.set_attn_implementation(of_text_model(model, TREE))
+            attention = TREE
         self.model = model
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
@@ -173,6 +178,11 @@ def _context_length(config) -> int | None:
             original = original or getattr(config, "original_max_position_embeddings", None)
             length = min(filter(None, (length, original)), default=None)
     return length
+
+
+def takes_attention(model) -> bool:
+    """Whether a model takes any attention function, and not only those that its own code names."""
+    return bool(getattr(model, "_supports_attention_backend", False))
 
 
 def attention_settings(model) -> str | dict[str, str]:

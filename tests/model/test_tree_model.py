@@ -9,6 +9,7 @@ import torch
 
 from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.tree_attention import NAME as TREE
 from lp_runtime.model.tree_model import TreeModel, attention_settings, of_text_model
 from lp_runtime.parallel.partition import partition
 
@@ -32,11 +33,16 @@ ARCHITECTURES = {
 }
 
 
-@pytest.fixture(scope="module", params=[(a, n) for a in ARCHITECTURES for n in ("sdpa", "eager")], ids="-".join)
+@pytest.fixture(scope="module", params=[(a, n) for a in ARCHITECTURES for n in ("sdpa", "eager", "own")], ids="-".join)
 def model(request, random_model):
     architecture, attention = request.param
     name, settings = ARCHITECTURES[architecture]
-    return random_model(name, seed=1, attention=attention, **settings)
+    if attention != "own":
+        return random_model(name, seed=1, attention=attention, **settings)
+    model = random_model(name, seed=1, attention="sdpa", **settings)
+    TreeModel(model, 2048, own_attention=True)
+    assert model.config.get_text_config()._attn_implementation == TREE
+    return model
 
 
 @torch.inference_mode()
