@@ -37,7 +37,7 @@ class MaskBuilder:
     Args:
         config: the model's (text) configuration.
         attention: "sdpa" takes boolean masks; "eager" additive ones (a boolean one it would silently misread);
-            that of tree_attention.py additive ones of the tree alone.
+            that of tree_attention.py additive ones, and but on a CPU of the tree alone where it can be.
         dtype, device: of the model.
 
     Attributes:
@@ -50,8 +50,9 @@ class MaskBuilder:
     """
 
     def __init__(self, config, attention: str, dtype: torch.dtype, device: torch.device):
-        self._additive = attention == "eager"
-        self._only_tree = attention == TREE
+        on_cpu = device.type == "cpu"
+        self._additive = attention == "eager" or (attention == TREE and on_cpu)
+        self._only_tree = attention == TREE and not on_cpu
         self._dtype, self._device = dtype, device
         self._sliding_window: int | None = getattr(config, "sliding_window", None)
         self._chunk: int | None = getattr(config, "attention_chunk_size", None)
@@ -74,7 +75,7 @@ class MaskBuilder:
         self.windows: list[int] = [length for name in WINDOW_FIELDS if (length := getattr(config, name, None))]
 
     def build(self, parents: Sequence[int], positions: torch.Tensor, num_cached: int) -> LayerMasks:
-        """The masks of a step: [1, 1, T, L + T] each, or [1, 1, T, T] where the attention wants the tree's alone.
+        """The masks of a step: [1, 1, T, L + T] each, or as tree_attention.py has them.
 
         Args:
             parents: [T] index of each token's parent among those fed, -1 for the first.

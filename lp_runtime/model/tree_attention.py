@@ -1,9 +1,9 @@
-"""Attention for a token tree: over the committed prefix without a mask, over the tree with one, merged.
+"""Attention for a token tree, in which keys and values are never repeated.
 
-Every token of a tree sees the whole committed prefix, so attention to it needs no mask, and the fastest kernels there
-are can do it; only the tree's own T x T part has a mask. Both give their scores' log-sum-exp, by which the two are
-merged (as in split-key decoding). The queries of all heads that share a key/value head are folded into one longer row
-of queries, so keys and values are never repeated.
+The queries of all heads that share a key/value head are folded into one longer row of queries. On a CPU they attend in
+one call, with a mask. On a GPU a mask would turn the fastest kernels off, and none is needed for most of the work:
+every token of a tree sees the whole committed prefix. So attention goes over the prefix without a mask, over the
+tree's own T x T part with one, and the two are merged by the log-sum-exp of their scores (as in split-key decoding).
 
 Letters: T tokens of the tree, L committed tokens, H key/value heads, g query heads for each, D head size.
 """
@@ -34,30 +34,64 @@ def tree_attention(
     Args:
         query: [1, g H, T, D].
         key, value: [1, H, L + T, D].
-        attention_mask: [1, 1, T, T], of the tree alone: additive, in the type of the query. With any other mask, or
-            without one, this is transformers' sdpa.
+        attention_mask: additive, in the type of the query: [1, 1, T, L + T], or [1, 1, T, T], of the tree alone. With
+            any other mask, or without one, this is transformers' sdpa.
         scaling: of the scores; default 1 / sqrt(D).
         kwargs: of sdpa.
 
     Returns:
         ([1, T, g H, D], None)
     """
-    num_tokens, num_keys = query.shape[2], key.shape[2]
-    if attention_mask is None or attention_mask.shape[-1] != num_tokens or num_keys == num_tokens:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    num_heads, size = key.shape[1], query.shape[3]
+    num_tokens, num_keys, num_heads, size = query.shape[2], key.shape[2], key.shape[1], query.shape[3]
     groups = query.shape[1] // num_heads
-    scale = size**-0.5 if scaling is None else scaling
-    num_cached = num_keys - num_tokens
+    num_columns = attention_mask.shape[-1] if attention_mask is not None and attention_mask.dtype == query.dtype else 0
+    if num_columns not in (num_tokens, num_keys):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     folded = query.reshape(1, num_heads, groups * num_tokens, size)
-    prefix, prefix_sum = attend(folded, key[:, :, :num_cached], value[:, :, :num_cached], scale)
-    tree, tree_sum = attend_masked(
-        folded, key[:, :, num_cached:], value[:, :, num_cached:], attention_mask[0, 0], scale
-    )
-    share = torch.sigmoid(prefix_sum - tree_sum)[..., None]  # of the weights, the prefix's
-    output = torch.lerp(tree, prefix.float(), share).to(query.dtype)
+    if num_columns == num_keys:
+        output = torch.nn.functional.scaled_dot_product_attention(
+            folded, key, value, attn_mask=_fold(attention_mask, groups), scale=scaling
+        )
+    else:
+        scale = size**-0.5 if scaling is None else scaling
+        output = attend_apart(folded, key, value, attention_mask[0, 0], scale)
     output = output.view(1, num_heads * groups, num_tokens, value.shape[3])
     return output.transpose(1, 2).contiguous(), None
+
+
+_folded: tuple[torch.Tensor | None, int, torch.Tensor | None] = (None, 1, None)  # the last mask, g, what it became
+
+
+def _fold(mask: torch.Tensor, groups: int) -> torch.Tensor:
+    """[1, 1, g T, S]: the rows of a mask g times over; made once for all layers that are given the same."""
+    global _folded
+    if groups == 1:
+        return mask
+    last, last_groups, folded = _folded
+    if last is not mask or last_groups != groups:
+        folded = mask.repeat(1, 1, groups, 1)
+        _folded = (mask, groups, folded)
+    return folded
+
+
+def attend_apart(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention over the prefix without a mask and over the tree with one, merged.
+
+    Args:
+        query: [1, H, g T, D].
+        key, value: [1, H, L + T, D].
+        mask: [T, T] additive.
+
+    Returns:
+        [1, H, g T, D]
+    """
+    num_cached = key.shape[2] - len(mask)
+    prefix, prefix_sum = attend(query, key[:, :, :num_cached], value[:, :, :num_cached], scale)
+    tree, tree_sum = attend_masked(query, key[:, :, num_cached:], value[:, :, num_cached:], mask, scale)
+    share = torch.sigmoid(prefix_sum - tree_sum)[..., None]  # of the weights, the prefix's
+    return torch.lerp(tree, prefix.float(), share).to(query.dtype)
 
 
 def attend(

@@ -1,4 +1,4 @@
-"""Attention to prefix and tree, merged, against one dense softmax over both."""
+"""Attention to prefix and tree, folded or merged, against one dense softmax over both."""
 
 from __future__ import annotations
 
@@ -45,11 +45,13 @@ def dense(query, key, value, seen, scale) -> torch.Tensor:
 @pytest.mark.parametrize(("num_tokens", "num_cached"), [(1, 1), (1, 300), (2, 7), (17, 1), (33, 130), (120, 40)])
 def test_equals_one_softmax_over_prefix_and_tree(dtype, groups, num_tokens, num_cached):
     query, key, value, mask, seen = inputs(num_tokens, num_cached, groups, dtype)
+    whole = torch.cat([torch.zeros(num_tokens, num_cached, dtype=dtype), mask[0, 0]], dim=1)
     for scaling in (None, 0.7):
-        actual, _ = tree_attention(SimpleNamespace(), query, key, value, mask, scaling=scaling)
         expected = dense(query, key, value, seen, scaling or 16**-0.5)
-        assert actual.dtype == dtype
-        torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+        for form in (mask, whole[None, None]):
+            actual, _ = tree_attention(SimpleNamespace(), query, key, value, form, scaling=scaling)
+            assert actual.dtype == dtype
+            torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
 def test_scores_far_apart_do_not_overflow():
@@ -71,12 +73,25 @@ def test_both_ways_to_attend_agree(dtype):
         torch.testing.assert_close(one.float(), other.float(), rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
-def test_a_mask_of_another_shape_is_left_to_sdpa(monkeypatch):
-    query, key, value, mask, seen = inputs(5, 8, 2, torch.float32)
+def test_other_masks_are_left_to_sdpa(monkeypatch):
+    query, key, value, mask, _ = inputs(5, 8, 2, torch.float32)
     asked = []
     monkeypatch.setattr(module, "sdpa_attention_forward", lambda *args, **kwargs: asked.append(args[4]) or (None, None))
-    whole = torch.ones(1, 1, 5, 13, dtype=torch.bool)
-    for other in (None, whole):
+    others = [None, torch.ones(1, 1, 5, 13, dtype=torch.bool), torch.zeros(1, 1, 5, 9)]
+    for other in others:
         tree_attention(SimpleNamespace(), query, key, value, other)
-    tree_attention(SimpleNamespace(), query, key[:, :, 8:], value[:, :, 8:], mask)
-    assert [None if each is None else each.shape for each in asked] == [None, whole.shape, mask.shape]
+    assert all(one is other for one, other in zip(asked, others, strict=True))
+    tree_attention(SimpleNamespace(), query, key, value, mask)
+    assert len(asked) == len(others)
+
+
+def test_a_mask_is_folded_once_for_all_layers():
+    query, key, value, _, _ = inputs(6, 9, 2, torch.float32)
+    masks = [torch.zeros(1, 1, 6, 15), torch.zeros(1, 1, 6, 15)]
+    masks[1][..., 3:9] = torch.finfo(torch.float32).min
+    for mask in (*masks, masks[0]):
+        for _ in range(2):
+            actual, _ = tree_attention(SimpleNamespace(), query, key, value, mask)
+            keys, values = (each.repeat_interleave(2, dim=1) for each in (key, value))
+            expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+            torch.testing.assert_close(actual, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)

@@ -94,6 +94,24 @@ def test_trees_equal_plain_text_step_after_step(model):
         text += tree.tokens[: tree.root + 1]
 
 
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "gpt2"])
+def test_attention_to_prefix_and_tree_apart_as_on_a_gpu(architecture, random_model):
+    rng = random.Random(6)
+    name, settings = ARCHITECTURES[architecture]
+    model = random_model(name, seed=1, attention="sdpa", **settings)
+    tree_model = TreeModel(model, 2048, own_attention=True)
+    tree_model.masks._additive, tree_model.masks._only_tree = False, True
+    text = draw(rng, 6 if "sliding_window" in settings else 40)  # the window hides nothing at first
+    tree_model.begin(200)
+    tree_model.prefill(text)
+    for num_pending in (1, 3, 1):
+        tree = random_tree(rng, num_pending)
+        logits = tree_model.forward(tree, range(len(tree)), range(tree.root, len(tree)))
+        for node, found in zip(range(tree.root, len(tree)), logits, strict=True):
+            assert_close(found, plain_logits(model, text + path_text(tree, node)))
+        text += tree.tokens[: tree.root + 1]
+
+
 def test_shares_find_what_the_whole_tree_finds(model):
     rng = random.Random(3)
     prompt = draw(rng, 13)
