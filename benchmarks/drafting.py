@@ -1,12 +1,12 @@
 """How many steps drafting saves: S by policy, tokens a step and LP degree; ablation; categories; sources.
 
     python benchmarks/drafting.py policies --prompts humaneval.jsonl:prompt gsm8k.jsonl:question --output out/
-    python benchmarks/drafting.py degrees ablation sampling memory sources host ...
+    python benchmarks/drafting.py headline degrees ablation sampling memory sources host ...
     python benchmarks/drafting.py categories --prompts spec_bench.jsonl:turns --limit 480 --each 4 ...
 
-S = new tokens / steps over all prompts, the prefill's step included, past end-of-text to exactly --max-new-tokens. Each
-output is compared with one token a step. "tokens a step" is the mean over steps of what the busiest replica feeds.
-"least repetitive" is S over the third of the prompts whose outputs repeat the fewest 4-grams.
+S = new tokens / steps over all prompts, the prefill's step included, past end-of-text to exactly --max-new-tokens
+(unless --eos). Each output is compared with one token a step. "tokens a step" is the mean over steps of what the
+busiest replica feeds. "least repetitive" is S over the third of the prompts whose outputs repeat the fewest 4-grams.
 
 With several replicas a step is computed as one forward pass of the whole tree on this one: the tree, the partition and
 so the number of steps are what so many replicas have. Nothing is timed but by the study `host`. Results go to
@@ -33,7 +33,7 @@ from lp_runtime.decoding import Request, make_drawing
 from lp_runtime.lookahead.drafts import Memory
 from lp_runtime.lookahead.policy import Found, Policy
 from lp_runtime.lookahead.state import DecodingRules, DecodingState
-from lp_runtime.model.loading import load_model, load_tokenizer
+from lp_runtime.model.loading import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.tree_model import TreeModel
 from lp_runtime.parallel.budget import StepBudget, assumed_times
 from lp_runtime.policies import make_policy
@@ -80,7 +80,7 @@ class Bench:
         self.tuning = Tuning(self.model, 0, 1, CPU, None)
         self.memory = Memory(LookaheadConfig.memory_bytes)
         self.max_new_tokens = args.max_new_tokens
-        self.eos: frozenset[int] = frozenset()
+        self.eos = eos_token_ids(self.model.model) if args.eos else frozenset()
         self.prompts: list[tuple[str, list[int]]] = []
         tokenizer = load_tokenizer(config)
         for source in args.prompts:
@@ -253,6 +253,16 @@ def policies(study: Study, bench: Bench) -> None:
         study.add(f"full, {budget}, prior=none", full(budget, prior="none"), line="full, prior=none")
 
 
+def headline(study: Study, bench: Bench) -> None:
+    """The baselines and what is held against each; with and without --eos."""
+    study.add("paper (15, 5, 15)", paper(15, 5, 15))
+    study.add("prompt lookup", LookaheadConfig(policy="prompt_lookup"))
+    study.add("token recycling", LookaheadConfig(policy="recycling"))
+    study.add("SAM decoding with a recycling tree", SamPolicy)
+    study.add("full, 54", full(54))
+    study.add("full, 83", full(83))
+
+
 def degrees(study: Study, bench: Bench) -> None:
     for budget in (16, 83):
         for degree in DEGREES:
@@ -330,7 +340,7 @@ def host(study: Study, bench: Bench) -> None:
             study.rows[-1]["advance ms"] = 1000 * sum(run.advancing for run in runs) / num_steps
 
 
-STUDIES = (policies, degrees, ablation, sampling, memory, categories, sources, host)
+STUDIES = (policies, headline, degrees, ablation, sampling, memory, categories, sources, host)
 
 
 def main() -> None:
@@ -341,11 +351,13 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=40, help="prompts of each file")
     parser.add_argument("--each", type=int, default=1 << 30, help="prompts of each category at most")
     parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--eos", action="store_true", help="stop at the end of the text, else go on past it")
     parser.add_argument("--output", type=Path, default=None)
     args = parser.parse_args()
     bench = Bench(args)
     names = ", ".join(Path(source.rpartition(":")[0]).stem for source in args.prompts)
-    head = f"{len(bench.prompts)} prompts ({names}), {args.max_new_tokens} new tokens each; {machine()}"
+    head = f"{len(bench.prompts)} prompts ({names}), {args.max_new_tokens} new tokens each"
+    head += f"{' at most, to the end of the text' if args.eos else ''}; {machine()}"
     for study in STUDIES:
         if study.__name__ in args.studies:
             results = Study(study.__name__, bench, args.output)

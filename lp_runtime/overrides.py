@@ -155,7 +155,7 @@ def _explain(schema: type, error: Exception, overrides: list[str]) -> str:
     if key and key not in _keys(schema):
         known = [*_keys(schema), *_groups()]
         close = [name for name in known if name.endswith(f".{key}")]
-        close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
         hint = f"did you mean {close[0]}?" if close else "see --help"
         return f"unknown setting {override or key}: {hint}"
     if override:

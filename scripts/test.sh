@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Set up what is missing, then run the tests.
 #
-#   scripts/test.sh                          all of them
+#   scripts/test.sh                          all of them, one process a core
 #   scripts/test.sh tests/lookahead -x -k accept    pytest's arguments; paths are relative to the repository's root
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 "$root/scripts/setup.sh" ray,test
 cd "$root"
-exec "$root/.venv/bin/python" -m pytest "$@"
+# Threads of two processes on two cores would wait for one another most of the time.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec "$root/.venv/bin/python" -m pytest -n auto --dist loadfile "$@"

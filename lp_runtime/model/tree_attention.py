@@ -10,6 +10,8 @@ Letters: T tokens of the tree, L committed tokens, H key/value heads, g query he
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -59,19 +61,10 @@ def tree_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-_folded: tuple[torch.Tensor | None, int, torch.Tensor | None] = (None, 1, None)  # the last mask, g, what it became
-
-
+@functools.lru_cache(maxsize=1)  # by identity: all layers of a step are given the same mask
 def _fold(mask: torch.Tensor, groups: int) -> torch.Tensor:
-    """[1, 1, g T, S]: the rows of a mask g times over; made once for all layers that are given the same."""
-    global _folded
-    if groups == 1:
-        return mask
-    last, last_groups, folded = _folded
-    if last is not mask or last_groups != groups:
-        folded = mask.repeat(1, 1, groups, 1)
-        _folded = (mask, groups, folded)
-    return folded
+    """[1, 1, g T, S]: the rows of a mask g times over."""
+    return mask if groups == 1 else mask.repeat(1, 1, groups, 1)
 
 
 def attend_apart(
