@@ -126,6 +126,11 @@ class RequestMaker:
                 f"the prompt is too long: {len(ids)} tokens + max_new_tokens={max_new_tokens} are more than"
                 f" the model's context of {info.context_length}"
             )
+        if info.room is not None and len(ids) + max_new_tokens > info.room:
+            raise RequestError(
+                f"no room in memory: {len(ids)} tokens + max_new_tokens={max_new_tokens} are more than the"
+                f" {info.room} that a replica's cache can hold"
+            )
         return Request(
             prompt_ids=ids,
             lookahead=lookahead,

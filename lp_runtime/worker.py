@@ -19,6 +19,7 @@ from lp_runtime.memory_file import MemoryFile
 from lp_runtime.model.generation import defaults_of
 from lp_runtime.model.loading import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.packing import pack_linears
+from lp_runtime.model.room import tokens_that_fit
 from lp_runtime.model.self_check import check_model
 from lp_runtime.model.text import StopStrings
 from lp_runtime.model.tree_model import TreeModel
@@ -38,6 +39,8 @@ class ReplicaInfo:
         defaults: what the model's generation_config.json sets of lp_runtime.model.generation.APPLIED_DEFAULTS.
         device, dtype: as torch names them.
         self_check: largest relative difference that the start-up self-check saw.
+        room: tokens of prompt and output together that the first replica's memory had room for at start; None if that
+            could not be told.
     """
 
     vocabulary_size: int
@@ -47,6 +50,7 @@ class ReplicaInfo:
     device: str
     dtype: str
     self_check: float
+    room: int | None
 
 
 class Replica:
@@ -117,6 +121,7 @@ def start_replica(config: RuntimeConfig, context: ReplicaContext, store: dist.St
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         self_check=self_check,
+        room=tokens_that_fit(model, context.num_local),
     )
     with process_group(context, device, config.launcher.timeout, store):
         yield Replica(config, context, info, model)

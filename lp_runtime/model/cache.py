@@ -77,6 +77,12 @@ class TreeCache(Cache):
         """Committed tokens."""
         return self._length.value
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all layers, as far as they have been used."""
+        tensors = [each for layer in self.layers if layer.is_initialized for each in (layer.keys, layer.values)]
+        return sum(each.numel() * each.element_size() for each in tensors) // self.capacity
+
     def keep_writing(self, num_tokens: int) -> None:
         """A forward pass has written this many; the next one writes behind them. Until the next commit."""
         self._length.written += num_tokens

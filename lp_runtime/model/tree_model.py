@@ -62,6 +62,11 @@ class TreeModel:
         """Forward passes that it takes to feed this many tokens of a tree."""
         return 1 if self.strict_tokens is None else -(-num_tokens // self.strict_tokens)
 
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """What a token of the text takes in the cache; 0 before anything was fed."""
+        return 0 if self._cache is None else self._cache.bytes_per_token
+
     def begin(self, capacity: int) -> None:
         """Start a request: an empty cache with room for `capacity` tokens (committed ones and one step's)."""
         capacity += self.strict_tokens or 0  # passes are filled up

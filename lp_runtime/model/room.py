@@ -1,0 +1,47 @@
+"""How many tokens a replica's cache has room for in the memory that is free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from lp_runtime.model.tree_model import TreeModel
+
+USABLE = 0.9  # of what is free; activations need some
+ONE_STEP = 1024  # tokens of a step, which need room, too
+CGROUP = Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Free memory of a device, or of this machine or container; None if it cannot be told."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    found = []
+    try:
+        lines = MEMINFO.read_text().splitlines()
+        found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    except (OSError, ValueError, IndexError):
+        pass
+    try:  # "max" where there is no limit
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        found.append(max(0, limit - used))
+    except (OSError, ValueError):
+        pass
+    return min(found, default=None)
+
+
+def tokens_that_fit(model: TreeModel, num_sharing: int) -> int | None:
+    """How many tokens of prompt and output together a replica has room for; None if it cannot be told.
+
+    Args:
+        model: has fed something, so that its cache's layers are known.
+        num_sharing: replicas that share a machine's memory; of no account on GPUs.
+    """
+    free, each = free_bytes(model.device), model.cache_bytes_per_token
+    if free is None or not each:
+        return None
+    shared = free if model.device.type == "cuda" else free // num_sharing
+    return max(0, int(shared * USABLE) // each - ONE_STEP)

@@ -1,0 +1,56 @@
+"""How much text fits into memory, and what is refused because it does not."""
+
+import pytest
+import torch
+
+from lp_runtime.model import room
+from lp_runtime.model.tree_model import TreeModel
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine's files: call it with the available kB, and a container's limit and use in bytes."""
+    monkeypatch.setattr(room, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(room, "CGROUP", tmp_path)
+
+    def write(available=None, limit=None, used=None):
+        if available is not None:
+            (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:   {available} kB\n")
+        for name, value in (("memory.max", limit), ("memory.current", used)):
+            if value is not None:
+                (tmp_path / name).write_text(f"{value}\n")
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"available": 5}, 5 * 1024),
+        ({"available": 5, "limit": "max", "used": 100}, 5 * 1024),
+        ({"available": 5, "limit": 3000, "used": 1000}, 2000),
+        ({"limit": 3000, "used": 4000}, 0),
+    ],
+)
+def test_free_memory_is_the_machines_or_the_containers(files, expected, machine):
+    machine(**files)
+    assert room.free_bytes(CPU) == expected
+
+
+def test_tokens_that_fit(random_model, machine):
+    model = random_model()
+    config = model.config
+    tree_model = TreeModel(model, 2048)
+    assert room.tokens_that_fit(tree_model, 1) is None  # nothing is known of its cache yet
+    tree_model.begin(50)
+    tree_model.prefill([1, 2, 3])
+    each = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    assert tree_model.cache_bytes_per_token == each
+    machine(available=1000 * each)  # kB
+    assert room.tokens_that_fit(tree_model, 1) == pytest.approx(1_024_000 * 0.9 - 1024, abs=2)
+    assert room.tokens_that_fit(tree_model, 4) == pytest.approx(256_000 * 0.9 - 1024, abs=2)
+    machine(available=1)
+    assert room.tokens_that_fit(tree_model, 1) == 0
