@@ -128,5 +128,6 @@ class BenchConfig(RuntimeConfig):
             require_int("threads", self.threads, 1)
         if self.prompts == "":
             raise ConfigError("prompts: is empty; must be FILE:FIELD")
-        if self.sampling.temperature:
-            raise ConfigError(f"sampling.temperature={self.sampling.temperature}: lp-bench compares greedy decoding")
+        for name, value in vars(self.sampling).items():
+            if value is not None and (name, value) != ("temperature", 0):
+                raise ConfigError(f"sampling.{name}={value}: lp-bench compares greedy decoding, without processors")

@@ -44,7 +44,7 @@ def profiled(events: Iterator[Event], folder: str, rank: int, device: torch.devi
     is_running = False
     try:
         for event in events:
-            if is_running and (num_events > NUM_STEPS or isinstance(event, Report)):
+            if is_running and (num_events == NUM_STEPS or isinstance(event, Report)):
                 is_running = False
                 trace.stop()
                 if num_events > 1:  # there was a step after the prefill's

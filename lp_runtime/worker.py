@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from lp_runtime.config import PLAIN, RuntimeConfig
 from lp_runtime.decoding import DecodingLoop, Event, Report, Request, make_drawing
-from lp_runtime.errors import ConfigError
+from lp_runtime.errors import ConfigError, ModelError
 from lp_runtime.memory_file import MemoryFile
 from lp_runtime.model.generation import defaults_of
 from lp_runtime.model.loading import eos_token_ids, load_model, load_tokenizer
@@ -23,9 +24,12 @@ from lp_runtime.model.room import tokens_that_fit
 from lp_runtime.model.self_check import check_model
 from lp_runtime.model.text import StopStrings
 from lp_runtime.model.tree_model import TreeModel
+from lp_runtime.parallel.exchange import gather_rows
 from lp_runtime.parallel.group import ReplicaContext, process_group
 from lp_runtime.profiling import check_folder, profiled
 from lp_runtime.tuning import Tuning
+
+MUCH_ROOM = 1 << 40  # tokens
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,8 @@ class ReplicaInfo:
         defaults: what the model's generation_config.json sets of lp_runtime.model.generation.APPLIED_DEFAULTS.
         device, dtype: as torch names them.
         self_check: largest relative difference that the start-up self-check saw.
-        room: tokens of prompt and output together that the first replica's memory had room for at start; None if that
-            could not be told.
+        room: tokens of prompt and output together that every replica's memory had room for at start; None if that could
+            not be told.
     """
 
     vocabulary_size: int
@@ -108,10 +112,12 @@ def start_replica(config: RuntimeConfig, context: ReplicaContext, store: dist.St
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // context.num_local))
     strict_tokens = config.strict_tokens if config.exactness == "strict" else None
     loaded = load_model(config.model, device, config.dtype)
-    if config.model.packing == "auto":
-        pack_linears(loaded)
+    num_packed = pack_linears(loaded) if config.model.packing == "auto" else 0
     model = TreeModel(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True)
-    self_check = check_model(model)
+    try:
+        self_check = check_model(model)
+    except ModelError as error:
+        raise ModelError(f"{error}{' (with packed layers: try model.packing=off)' if num_packed else ''}") from error
     make_drawing(model, Request((0,), PLAIN, max_new_tokens=1))  # the model's own defaults must be ones we can keep
     info = ReplicaInfo(
         vocabulary_size=model.vocabulary_size,
@@ -121,10 +127,13 @@ def start_replica(config: RuntimeConfig, context: ReplicaContext, store: dist.St
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         self_check=self_check,
-        room=tokens_that_fit(model, context.num_local),
+        room=None,
     )
+    room = tokens_that_fit(model, context.num_local)
     with process_group(context, device, config.launcher.timeout, store):
-        yield Replica(config, context, info, model)
+        mine = np.array([MUCH_ROOM if room is None else min(room, MUCH_ROOM)])
+        least = int(gather_rows(mine, context.num_replicas, device).min())
+        yield Replica(config, context, replace(info, room=None if least == MUCH_ROOM else least), model)
 
 
 def choose_device(device: str, index: int) -> torch.device:

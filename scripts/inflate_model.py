@@ -76,6 +76,9 @@ def check(small: Shape, big: Shape) -> None:
     Raises:
         InflateError: if `small` does not fit into `big`.
     """
+    for name, value in asdict(big).items():
+        if value < 1:
+            raise InflateError(f"--{name.replace('_', '-')}={value}: must be at least 1")
     for name, least in asdict(small).items():
         if asdict(big)[name] < least and name not in ("heads", "kv_heads"):
             raise InflateError(f"--{name.replace('_', '-')}={asdict(big)[name]}: must be at least {least}")
@@ -245,8 +248,10 @@ def inflate(source: Path, out: Path, shape: Shape, dtype: str) -> int:
     """Write the big model. Returns how many parameters it has.
 
     Raises:
-        InflateError: if the small model is not one that fits.
+        InflateError: if the small model is not one that fits, or there is a model in `out`.
     """
+    if any(out.glob("*.safetensors")):
+        raise InflateError(f"--out={out}: has a model in it; must be another folder")
     small = SmallModel(source)
     check(shape_of(small.config), shape)
     out.mkdir(parents=True, exist_ok=True)
@@ -280,7 +285,7 @@ def main() -> None:
     try:
         shape = Shape(**asdict(SHAPES[args.shape]) | given)
         num_parameters = inflate(args.source, args.out, shape, args.dtype)
-    except (InflateError, OSError) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"inflate_model: {str(error).splitlines()[0]}")
     print(f"{args.out}: {num_parameters / 1e6:.0f}M parameters, {args.dtype}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def test_a_report_of_all_methods(tmp_path, capsys):
             *FIXED,
         ]  # fmt: skip
     )
-    found = json.loads((out / "bench.json").read_text())
+    found = json.loads((out / "bench.json").read_text(), parse_constant=pytest.fail)
     rows = {(row["method"], row["exchange_us"]): row for row in found["rows"]}
     assert found["head"]["prompts"] == 2
     assert [name for name, _ in rows] == [
@@ -91,6 +92,33 @@ def test_quartiles():
     assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 3.0, 4.0)
 
 
+def test_a_prompt_that_is_too_long_is_refused_before_anything_runs(tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "import os"}\n' + json.dumps({"text": "x = 1\n" * 3000}) + "\n")
+    with pytest.raises(SystemExit) as exit_status:
+        bench_main([f"prompts={prompts}:text", *FIXED])
+    assert exit_status.value.code == 2
+    assert "the prompt is too long" in capsys.readouterr().err
+
+
+def test_a_model_that_samples_by_default_is_compared_greedily(tmp_path, capsys, demo_model_dir):
+    shutil.copytree(demo_model_dir, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.9}')
+    bench_main(
+        [
+            f"model.path={tmp_path / 'model'}",
+            "limit=1",
+            "max_new_tokens=8",
+            "methods=[hf,plain]",
+            "degrees=[1]",
+            f"output={tmp_path}",
+            *FIXED,
+        ]  # fmt: skip
+    )
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert [row["outputs_that_differ"] for row in rows] == [0] * 5
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -103,6 +131,7 @@ def test_quartiles():
         ("rounds=0", "rounds=0: must be"),
         ("threads=0", "threads=0: must be"),
         ("sampling.temperature=0.5", "sampling.temperature=0.5: lp-bench compares greedy"),
+        ("sampling.repetition_penalty=1.2", "sampling.repetition_penalty=1.2: lp-bench compares greedy"),
         ("degree=[1]", "did you mean degrees?"),
         ("model.packing=maybe", "model.packing=maybe: must be one of auto, off"),
     ],

@@ -77,6 +77,8 @@ def test_only_what_would_reach_the_result_is_zero(big):
         (["--heads", "2", "--kv-heads", "2"], "--kv-heads=2: too few"),
         (["--heads", "24"], "--hidden=1024: must be a multiple of --heads=24"),
         (["--from", "nowhere"], "nowhere"),
+        (["--kv-heads", "0"], "--kv-heads=0: must be at least 1"),
+        (["--out", str(DEMO_MODEL)], "has a model in it"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(arguments, message, tmp_path):

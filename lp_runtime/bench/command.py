@@ -20,7 +20,7 @@ from lp_runtime.bench.methods import (
 )
 from lp_runtime.bench.report import Report
 from lp_runtime.command_config import METHODS, BenchConfig, GenerateConfig
-from lp_runtime.errors import ConfigError
+from lp_runtime.errors import ConfigError, ReplicaError, unforeseen_as
 
 OWN_PROMPTS = (
     'def fibonacci(n: int) -> int:\n    """Return the n-th Fibonacci number."""\n',
@@ -36,7 +36,7 @@ def read_sources(config: BenchConfig) -> list[str | list[int]]:
         ConfigError: if a file cannot be read, or lacks the field.
     """
     if config.prompts is None:
-        return list(OWN_PROMPTS)
+        return list(OWN_PROMPTS[: config.limit])
     prompts: list[str | list[int]] = []
     for source in config.prompts.split(","):
         path, colon, name = source.rpartition(":")
@@ -54,6 +54,10 @@ def check_bench(config: BenchConfig) -> None:
         ConfigError: names the setting.
     """
     read_sources(config)
+    if config.threads is not None:
+        if (config.gpus or 1) > 1:
+            raise ConfigError(f"threads={config.threads}: only with gpus=1; replicas of one machine share its cores")
+        torch.set_num_threads(config.threads)  # before steps are timed
     if config.output is not None:
         try:
             Path(config.output).mkdir(parents=True, exist_ok=True)
@@ -67,17 +71,32 @@ def bench(runtime: LookaheadRuntime, config: BenchConfig) -> None:
     Raises:
         ConfigError, ModelError: if a prompt or a model cannot be used.
     """
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    is_cuda = runtime.info.device.startswith("cuda")
-    names = config.methods or [name for name in METHODS if is_cuda or name != "hf_compiled"]
-    methods: dict[str, Decode] = huggingface_methods(config, names)
-    methods |= runtime_methods(config, runtime, names)
-    methods |= critical_path_methods(config, config.degrees)
     prompts = [
         runtime.tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
         for prompt in read_sources(config)
     ]
+    for prompt in prompts:  # what cannot be decoded is said before anything runs
+        runtime.request(prompt, config.max_new_tokens)
+    is_cuda = runtime.info.device.startswith("cuda")
+    names = config.methods or [name for name in METHODS if is_cuda or name != "hf_compiled"]
+    with unforeseen_as(ReplicaError, "the comparison failed"):
+        results = _run(config, runtime, names, prompts)
+    report = Report(config, runtime, len(prompts), results)
+    print(report.markdown())
+    if config.output is not None:
+        try:
+            report.write(Path(config.output))
+        except OSError as error:
+            raise ConfigError(f"output={config.output}: {error.strerror or error}") from error
+
+
+def _run(
+    config: BenchConfig, runtime: LookaheadRuntime, names: list[str], prompts: list[list[int]]
+) -> dict[str, list[Result]]:
+    """Every prompt by every method, in every round."""
+    methods: dict[str, Decode] = huggingface_methods(config, names)
+    methods |= runtime_methods(config, runtime, names)
+    methods |= critical_path_methods(config, config.degrees)
     results: dict[str, list[Result]] = {name: [] for name in methods}
     for decode in methods.values():  # what is made or measured at a first request is not to be timed
         decode(prompts[0])
@@ -90,7 +109,4 @@ def bench(runtime: LookaheadRuntime, config: BenchConfig) -> None:
                 for name in order:
                     results[name].append(methods[name](prompt))
                     bar.update()
-    report = Report(config, runtime, len(prompts), results)
-    print(report.markdown())
-    if config.output is not None:
-        report.write(Path(config.output))
+    return results

@@ -14,7 +14,7 @@ import torch
 from lp_runtime.api import LookaheadRuntime
 from lp_runtime.bench.critical_path import CriticalPathRunner
 from lp_runtime.command_config import BenchConfig
-from lp_runtime.config import PLAIN, LookaheadConfig
+from lp_runtime.config import PLAIN, LookaheadConfig, SamplingConfig
 from lp_runtime.decoding import Request
 from lp_runtime.model.loading import load_model, quiet
 from lp_runtime.model.packing import pack_linears
@@ -24,6 +24,7 @@ from lp_runtime.worker import choose_device
 
 NO_TOKEN = -1
 NUM_LOOKED_UP = 10  # tokens that transformers' prompt lookup copies, its own default
+GREEDY = SamplingConfig(temperature=0.0)
 PAPER = LookaheadConfig(W=15, N=5, G=15, policy="paper")
 
 
@@ -35,14 +36,14 @@ class Result:
         token_ids: new tokens.
         seconds: from start to end, the prefill included; by microseconds of the exchange where that is assumed.
         num_steps: forward passes.
-        step_tokens: tokens fed a step by the busiest replica, the prefill excluded.
+        step_tokens: tokens fed a step by the busiest replica, the prefill excluded; None where it is not known.
         other_share: of the time, what was neither forward pass nor exchange; None where it is not known.
     """
 
     token_ids: list[int]
     seconds: dict[float | None, float]
     num_steps: int
-    step_tokens: float
+    step_tokens: float | None
     other_share: float | None = None
 
 
@@ -84,7 +85,7 @@ class HuggingFace:
             )
         token_ids = out[0, len(prompt) :].tolist()
         seconds = time.perf_counter() - started
-        return Result(token_ids, {None: seconds}, self._num_passes, float("nan"))
+        return Result(token_ids, {None: seconds}, self._num_passes, None)
 
 
 def replica_model(config: BenchConfig) -> tuple[TreeModel, Tuning]:
@@ -93,7 +94,8 @@ def replica_model(config: BenchConfig) -> tuple[TreeModel, Tuning]:
     loaded = load_model(config.model, device, config.dtype)
     if config.model.packing == "auto":
         pack_linears(loaded)
-    model = TreeModel(loaded, config.model.prefill_chunk, own_attention=True)
+    strict_tokens = config.strict_tokens if config.exactness == "strict" else None
+    model = TreeModel(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True)
     return model, Tuning(model, 0, 1, torch.device("cpu"), config.cache_dir)
 
 
@@ -117,7 +119,7 @@ def runtime_methods(config: BenchConfig, runtime: LookaheadRuntime, names: list[
 
     def decode(prompt: list[int], lookahead: LookaheadConfig) -> Result:
         started = time.perf_counter()
-        done = runtime.generate(prompt, config.max_new_tokens, eos=False, lookahead=lookahead)
+        done = runtime.generate(prompt, config.max_new_tokens, eos=False, lookahead=lookahead, sampling=GREEDY)
         seconds = time.perf_counter() - started
         times = done.times
         share = times.other / max(1e-9, times.forward + times.exchange + times.other)
@@ -133,7 +135,7 @@ def critical_path_methods(config: BenchConfig, degrees: list[int]) -> dict[str, 
     model, tuning = replica_model(config)
 
     def decode(prompt: list[int], runner: CriticalPathRunner) -> Result:
-        path = runner.run(Request(tuple(prompt), config.lookahead, config.max_new_tokens))
+        path = runner.run(Request(tuple(prompt), config.lookahead, config.max_new_tokens, sampling=GREEDY))
         seconds = {each: path.seconds(1e-6 * each) for each in config.exchange_us}
         share = path.other_seconds / max(1e-9, path.other_seconds + path.forward_seconds)
         return Result(path.token_ids, seconds, path.num_steps, path.step_tokens, share)

@@ -91,7 +91,7 @@ class Report:
             "upper_quartile": upper,
             f"over_{base_name}": statistics.median(a / b for a, b in zip(rates, base_rates, strict=True)),
             "S": sum(len(run.token_ids) for run in runs) / num_steps,
-            "tokens_a_step": statistics.mean(run.step_tokens for run in runs),
+            "tokens_a_step": None if runs[0].step_tokens is None else statistics.mean(run.step_tokens for run in runs),
             "step_ms": 1000 * sum(run.seconds[microseconds] for run in runs) / num_steps,
             "other_share": statistics.median(shares) if shares else None,
             "outputs_that_differ": sum(a.token_ids != b.token_ids for a, b in zip(runs, base, strict=True)),
@@ -118,7 +118,7 @@ class Report:
             rate = f"{row['tokens_per_second']:.1f} ({row['lower_quartile']:.1f} to {row['upper_quartile']:.1f})"
             assumed = "" if row["exchange_us"] is None else f"{row['exchange_us']:g}, assumed"
             host = "" if row["other_share"] is None else f"{100 * row['other_share']:.1f}%"
-            fed = "" if row["tokens_a_step"] != row["tokens_a_step"] else f"{row['tokens_a_step']:.1f}"
+            fed = "" if row["tokens_a_step"] is None else f"{row['tokens_a_step']:.1f}"
             lines.append(
                 [
                     row["label"],
@@ -144,7 +144,9 @@ class Report:
     def write(self, folder: Path) -> None:
         """bench.md, bench.json and, where matplotlib is installed, bench.svg."""
         (folder / "bench.md").write_text(self.markdown(), encoding="utf-8")
-        (folder / "bench.json").write_text(json.dumps({"head": self.head, "rows": self.rows}, indent=1))
+        (folder / "bench.json").write_text(
+            json.dumps({"head": self.head, "rows": self.rows}, indent=1, allow_nan=False)
+        )
         try:
             import matplotlib
         except ImportError:

@@ -7,12 +7,23 @@ cost hardly more than one. The products are the same but for the order of their 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 NUM_TOKENS = 16  # that the order is chosen for; others are computed as well
 SAMPLE_SIZE = 64
+
+
+@dataclass(frozen=True)
+class WeightInfo:
+    """What can be said of weights that are packed. It is no tensor: a model that computes with it must fail."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
 
 class PackedLinear(nn.Module):
@@ -29,17 +40,12 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         weight = linear.weight.detach()
-        self._dtype = weight.dtype
+        self.weight = WeightInfo(weight.shape, weight.dtype, weight.device)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), NUM_TOKENS)
         self.bias = linear.bias
         # A few of the weights, for whoever must tell models apart.
         sample = weight.flatten()[:: max(1, weight.numel() // SAMPLE_SIZE)][:SAMPLE_SIZE].clone()
         self.register_buffer("sample", sample, persistent=False)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """Shape and type of the weights, without their values."""
-        return torch.empty(self.out_features, self.in_features, dtype=self._dtype, device="meta")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")

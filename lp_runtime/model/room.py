@@ -10,6 +10,7 @@ from lp_runtime.model.tree_model import TreeModel
 
 USABLE = 0.9  # of what is free; activations need some
 ONE_STEP = 1024  # tokens of a step, which need room, too
+RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 
@@ -27,19 +28,24 @@ def free_bytes(device: torch.device) -> int | None:
         pass
     try:  # "max" where there is no limit
         limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        found.append(max(0, limit - used))
+        # files that were read, as a checkpoint, count as used until the memory is wanted
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        found.append(max(0, limit - used + sum(int(stat.get(name, 0)) for name in RECLAIMABLE)))
     except (OSError, ValueError):
         pass
     return min(found, default=None)
 
 
 def tokens_that_fit(model: TreeModel, num_sharing: int) -> int | None:
-    """How many tokens of prompt and output together a replica has room for; None if it cannot be told.
+    """How many tokens of prompt and output together a replica has room for; None if it cannot be told, as where a model
+    lies on several devices.
 
     Args:
         model: has fed something, so that its cache's layers are known.
         num_sharing: replicas that share a machine's memory; of no account on GPUs.
     """
+    if len({each.device for each in model.model.parameters()}) > 1:
+        return None
     free, each = free_bytes(model.device), model.cache_bytes_per_token
     if free is None or not each:
         return None

@@ -20,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 NAME = "lp_runtime_tree"
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 MAX_FLASH_HEAD = 256
+FLASH_CAPABILITY = (8, 0)  # of the GPU, at least
 
 
 def tree_attention(
@@ -57,7 +58,7 @@ def tree_attention(
     else:
         scale = size**-0.5 if scaling is None else scaling
         output = attend_apart(folded, key, value, attention_mask[0, 0], scale)
-    output = output.view(1, num_heads * groups, num_tokens, value.shape[3])
+    output = output.reshape(1, num_heads * groups, num_tokens, value.shape[3])
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -103,7 +104,8 @@ def attend(
     if query.device.type == "cpu" and query.shape[3] == value.shape[3]:
         return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, False, scale=scale)
     if query.device.type == "cuda" and query.shape[3] == value.shape[3]:
-        if query.dtype in FLASH_DTYPES and query.shape[3] <= MAX_FLASH_HEAD and query.shape[3] % 8 == 0:
+        fits = query.dtype in FLASH_DTYPES and query.shape[3] <= MAX_FLASH_HEAD and query.shape[3] % 8 == 0
+        if fits and torch.cuda.get_device_capability(query.device) >= FLASH_CAPABILITY:
             output, total, *_ = aten._scaled_dot_product_flash_attention(
                 query, key, value, 0.0, False, False, scale=scale
             )

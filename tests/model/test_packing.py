@@ -73,6 +73,16 @@ def test_what_cannot_be_packed_stays(layer):
     assert model[0] is layer
 
 
+def test_packed_weights_cannot_be_computed_with():
+    """A model that reads a layer's weights itself must fail, and not compute with what is not there."""
+    packed = PackedLinear(nn.Linear(8, 8))
+    assert packed.weight.device.type == "cpu"
+    with pytest.raises(TypeError):
+        nn.functional.linear(torch.zeros(1, 8), packed.weight)
+    with pytest.raises(TypeError):
+        torch.zeros(1, 8) @ packed.weight
+
+
 def test_layers_stay_where_the_packed_product_is_wrong(monkeypatch):
     model = nn.Sequential(nn.Linear(8, 8))
     monkeypatch.setattr(PackedLinear, "forward", lambda self, x: x.new_zeros(len(x), 8))

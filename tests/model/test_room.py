@@ -18,6 +18,7 @@ def machine(tmp_path, monkeypatch):
     def write(available=None, limit=None, used=None):
         if available is not None:
             (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:   {available} kB\n")
+        (tmp_path / "memory.stat").write_text("anon 7\ninactive_file 100\nactive_file 20\nslab_reclaimable 3\n")
         for name, value in (("memory.max", limit), ("memory.current", used)):
             if value is not None:
                 (tmp_path / name).write_text(f"{value}\n")
@@ -31,7 +32,7 @@ def machine(tmp_path, monkeypatch):
         ({}, None),
         ({"available": 5}, 5 * 1024),
         ({"available": 5, "limit": "max", "used": 100}, 5 * 1024),
-        ({"available": 5, "limit": 3000, "used": 1000}, 2000),
+        ({"available": 5, "limit": 3000, "used": 1000}, 2123),
         ({"limit": 3000, "used": 4000}, 0),
     ],
 )

@@ -64,6 +64,20 @@ def test_scores_far_apart_do_not_overflow():
         torch.testing.assert_close(actual.double(), dense(query, shifted, value, seen, 0.25), rtol=1e-4, atol=1e-4)
 
 
+def test_a_kernels_layout_does_not_matter(monkeypatch):
+    """As the memory-efficient kernel's on GPUs, which puts tokens before heads."""
+    query, key, value, _, seen = inputs(5, 7, 2, torch.float32)
+    mask = torch.zeros(5, 12).masked_fill_(~torch.cat([torch.ones(5, 7, dtype=torch.bool), seen], 1), -1e30)
+    attend_with_mask = torch.nn.functional.scaled_dot_product_attention
+
+    def transposed(*args, **kwargs):
+        return attend_with_mask(*args, **kwargs).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", transposed)
+    actual, _ = tree_attention(SimpleNamespace(), query, key, value, mask[None, None])
+    torch.testing.assert_close(actual.double(), dense(query, key, value, seen, 0.25), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_both_ways_to_attend_agree(dtype):
     query, key, value, *_ = inputs(40, 200, 1, dtype)
