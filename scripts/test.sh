@@ -2,6 +2,7 @@
 # Set up what is missing, then run the tests.
 #
 #   scripts/test.sh                          all of them, one process a core
+#   scripts/test.sh -n 0 --pdb tests/test_api.py    in this process
 #   scripts/test.sh tests/lookahead -x -k accept    pytest's arguments; paths are relative to the repository's root
 set -euo pipefail
 
@@ -10,4 +11,4 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 # Threads of two processes on two cores would wait for one another most of the time.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec "$root/.venv/bin/python" -m pytest -n auto --dist loadfile "$@"
+exec "$root/.venv/bin/python" -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@"  # the slowest files are the first
