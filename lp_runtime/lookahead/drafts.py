@@ -75,7 +75,7 @@ class Memory:
             span=np.zeros(2, np.int64),
             hashes=np.zeros((1, NUM_HASHES), np.int64),
             keys=np.zeros(grams, np.int64),
-            places=np.zeros(grams, np.int64),
+            places=np.zeros((grams, 1), np.int64),
         )
         counted = [np.zeros(NUM_FEATURES, np.int64) for _ in range(3)]
         promises = [np.zeros(NUM_PROMISES, np.int64) for _ in range(3)]

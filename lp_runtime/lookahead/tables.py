@@ -34,7 +34,7 @@ WORD = 0xFFFFFFFF
 # tokens, the likeliest first, -1 where there are fewer; their K gaps, a byte each; the age.
 RunnersUp = namedtuple("RunnersUp", "keys entries")
 # The buffer of text, a ring, [B] int32; where the request's text begins and ends in it, [2] int64; the hashes at its
-# end, [1, NUM_HASHES]; the place after an n-gram's last occurrence by its hash: [slots] int64 each.
+# end, [1, NUM_HASHES]; the place after an n-gram's last occurrence by its hash: [slots] and [slots, 1] int64.
 Text = namedtuple("Text", "buffer span hashes keys places")
 # What follows each token alone: [V, ENTRY] entries; V is 0 where there is none.
 # All of the above.
@@ -86,29 +86,15 @@ def find_slot(keys, key):
 
 
 @compiled
-def take_slot(keys, entries, key):
-    """The slot of a key; if it has none, an empty one of its bucket, or the oldest one's."""
+def take_slot(keys, rows, column, key):
+    """The slot of a key; if it has none, an empty one of its bucket, or the oldest one's, by a column of the rows."""
     first = (key & (len(keys) // WAYS - 1)) * WAYS
     for slot in range(first, first + WAYS):
         if keys[slot] == key or keys[slot] == 0:
             return slot
     best = first
     for slot in range(first + 1, first + WAYS):
-        if entries[slot, STAMP] < entries[best, STAMP]:
-            best = slot
-    return best
-
-
-@compiled
-def take_place(keys, places, key):
-    """The same in the index of text, where the first place is the oldest."""
-    first = (key & (len(keys) // WAYS - 1)) * WAYS
-    for slot in range(first, first + WAYS):
-        if keys[slot] == key or keys[slot] == 0:
-            return slot
-    best = first
-    for slot in range(first + 1, first + WAYS):
-        if places[slot] < places[best]:
+        if rows[slot, column] < rows[best, column]:
             best = slot
     return best
 
@@ -156,7 +142,7 @@ def find_text(text, rows, row):
         slot = find_slot(text.keys, rows[row, i])
         if slot < 0:
             break
-        place = text.places[slot]
+        place = text.places[slot, 0]
         if place <= text.span[1] - len(text.buffer) + MAX_MATCH:
             break
         found, length = place, i
@@ -173,9 +159,9 @@ def append_text(text, tokens):
             key = text.hashes[0, length]
             if key == 0:
                 break
-            slot = take_place(text.keys, text.places, key)
+            slot = take_slot(text.keys, text.places, 0, key)
             text.keys[slot] = key
-            text.places[slot] = end
+            text.places[slot, 0] = end
         text.buffer[end & last] = tokens[i]
         text.span[1] = end + 1
         extend_hashes(text.hashes, 0, tokens[i], text.hashes, 0)
@@ -184,7 +170,7 @@ def append_text(text, tokens):
 @compiled
 def store_entry(table, key, entries, row):
     """Keep runners-up, a row of several, under a key; what is stored later under the same one takes their place."""
-    slot = take_slot(table.keys, table.entries, key)
+    slot = take_slot(table.keys, table.entries, STAMP, key)
     table.keys[slot] = key
     for i in range(STAMP + 1):
         table.entries[slot, i] = entries[row, i]
@@ -199,7 +185,7 @@ def position_key(text, position, token):
 @compiled
 def note_drawn(table, key, token, stamp):
     """Put a token to the front of what was drawn at a position."""
-    slot = take_slot(table.keys, table.entries, key)
+    slot = take_slot(table.keys, table.entries, STAMP, key)
     entries = table.entries
     if table.keys[slot] != key:
         table.keys[slot] = key
