@@ -50,18 +50,22 @@ NUM_MARKS = 256
 
 # [F] int64 each: how often a candidate with a feature was there, and was what came; the estimate, of ONE, and the one
 # before any was seen. [NUM_PROMISES] each: what the best estimates of candidates added up to, by their level and by how
-# many features agreed, of ONE; how many of those candidates came; what follows from that for an estimate, of ONE.
-Rates = namedtuple("Rates", "tried taken rate prior promised came factor")
+# many features agreed, of ONE; how many of those candidates came. [MAX_AGREEING, F] an estimate as experience with
+# estimates like it says, of ONE; [F] the highest of these.
+Rates = namedtuple("Rates", "tried taken rate prior promised came kept most")
 # [T] each: tokens, parents, depths, reach and sources of the nodes of a tree, reach being the estimated probability
 # that a node is on the accepted path; [T, NUM_HASHES] the hashes that end at each.
 Nodes = namedtuple("Nodes", "tokens parents depths reach sources hashes")
-# Candidates of a context: [MAX_CANDIDATES] each, tokens, features, then estimates, sources and promises; scratch.
-Candidates = namedtuple("Candidates", "tokens features rates sources promises values marks")
+# Candidates of a context: [MAX_CANDIDATES] each, tokens and features as they were collected; then, with one of those of
+# the same token, tokens, the best feature, how many more agree, and which was the first; scratch. [256] bins of gaps.
+Candidates = namedtuple("Candidates", "tokens features merged best agreeing first values marks bins")
 
 
 def make_candidates() -> Candidates:
     """Room for the candidates of a context."""
-    return Candidates(*(np.zeros(MAX_CANDIDATES, np.int64) for _ in range(6)), np.zeros(NUM_MARKS + 1, np.int64))
+    arrays = (np.zeros(MAX_CANDIDATES, np.int64) for _ in range(7))
+    bins = np.array([score_bin.py_func(gap) for gap in range(256)])
+    return Candidates(*arrays, np.zeros(NUM_MARKS + 1, np.int64), bins)
 
 
 def make_nodes(num_nodes: int) -> Nodes:
@@ -165,14 +169,14 @@ def collect(drafts, noise, position, nodes, root, node, candidates):
 @compiled
 def collect_entry(entries, row, base, noise, position, candidates, count):
     """The runners-up of one entry by rank and gap: of log-probabilities or, with noise, of perturbed ones."""
-    found, features, values = candidates.tokens, candidates.features, candidates.values
+    found, features, values, bins = candidates.tokens, candidates.features, candidates.values, candidates.bins
     if not noise.is_on:
         for rank in range(K):
             token = entries[row, rank]
             if token < 0:
                 break
             # The first one's gap is its margin: a wide one is as a high probability.
-            which = 8 - score_bin(gap_of(entries, row, 1)) if rank == 0 else score_bin(gap_of(entries, row, rank))
+            which = 8 - bins[gap_of(entries, row, 1)] if rank == 0 else bins[gap_of(entries, row, rank)]
             found[count] = token
             features[count] = base + min(rank, NUM_RANKS - 1) * NUM_BINS + which
             count += 1
@@ -221,58 +225,84 @@ def level_of(rate):
 
 
 @compiled
-def merge(rates, candidates, count):
+def merge(rates, candidates, count, least):
     """Make one candidate of those of the same token: of several estimates the best one counts.
 
-    Writes tokens, estimates, sources, and which promise each is: the best of several estimates is too high as a rule,
-    and the more so the fewer agree.
+    Writes tokens, the feature whose estimate is the best, and how many others agree: the best of several estimates is
+    too high as a rule, and the more so the fewer agree. They stand in the order in which they were first collected.
+
+    Args:
+        least: tokens whose every estimate is kept below this are left out.
 
     Returns:
         how many are left.
     """
-    marks = candidates.marks
+    marks, first = candidates.marks, candidates.first
     marks[NUM_MARKS] += 1
     stamp = marks[NUM_MARKS] << 8
-    num = 0
-    for i in range(count):
-        token, feature = candidates.tokens[i], candidates.features[i]
-        rate = rates.rate[feature]
-        at = (token * 40503 >> 4) & (NUM_MARKS - 1)
-        while marks[at] >= stamp and candidates.tokens[marks[at] - stamp] != token:
-            at = (at + 1) & (NUM_MARKS - 1)
-        if marks[at] >= stamp:
-            known = marks[at] - stamp
-            candidates.promises[known] = min(candidates.promises[known] + 1, MAX_AGREEING - 1)
-            if rate > candidates.rates[known]:
-                candidates.rates[known], candidates.sources[known] = rate, source_of(feature)
-        else:
-            marks[at] = stamp + num
-            candidates.tokens[num], candidates.rates[num] = token, rate
-            candidates.sources[num], candidates.promises[num] = source_of(feature), 0
-            num += 1
-    for i in range(num):
-        candidates.promises[i] = candidates.promises[i] * NUM_LEVELS + level_of(candidates.rates[i])
+    num, in_order = 0, True
+    for is_weak in range(2):  # most are: they are only looked up among the others
+        for i in range(count):
+            feature = candidates.features[i]
+            if (rates.most[feature] < least) != is_weak:
+                continue
+            token = candidates.tokens[i]
+            at = (token * 40503 >> 4) & (NUM_MARKS - 1)
+            while marks[at] >= stamp and candidates.merged[marks[at] - stamp] != token:
+                at = (at + 1) & (NUM_MARKS - 1)
+            if marks[at] >= stamp:
+                known = marks[at] - stamp
+                candidates.agreeing[known] = min(candidates.agreeing[known] + 1, MAX_AGREEING - 1)
+                if rates.rate[feature] > rates.rate[candidates.best[known]]:
+                    candidates.best[known] = feature
+                if i < first[known]:
+                    first[known], in_order = i, False
+            elif not is_weak:
+                marks[at] = stamp + num
+                candidates.merged[num], candidates.best[num], candidates.agreeing[num] = token, feature, 0
+                first[num] = i
+                num += 1
+        if num == 0:
+            return 0
+    if not in_order:
+        sort_merged(candidates, num)
     return num
 
 
 @compiled
-def weigh(rates):
-    """Bring up to date what experience with estimates makes of one, by promise; returns the highest that it makes."""
-    for promise in range(NUM_PROMISES):
-        promised = rates.promised[promise] + PROMISE_WEIGHT * ONE
-        rates.factor[promise] = (rates.came[promise] + PROMISE_WEIGHT << 2 * ONE_BITS) // promised
-    best = np.int64(0)
-    for feature in range(NUM_FEATURES):
-        rate = rates.rate[feature]
-        for promise in range(level_of(rate), NUM_PROMISES, NUM_LEVELS):
-            best = max(best, keep_promise(rates, rate, promise))
-    return best
+def sort_merged(candidates, num):
+    """Bring merged candidates, which are few, into the order in which they were first collected."""
+    merged, best, agreeing, first = candidates.merged, candidates.best, candidates.agreeing, candidates.first
+    for i in range(1, num):
+        at = i
+        while at > 0 and first[at - 1] > first[at]:
+            for values in (merged, best, agreeing, first):
+                values[at - 1], values[at] = values[at], values[at - 1]
+            at -= 1
 
 
 @compiled
-def keep_promise(rates, rate, promise):
-    """An estimate as experience with estimates like it says."""
-    return min(rate * rates.factor[promise] >> ONE_BITS, ONE)
+def promise_of(rate, agreeing):
+    """Which of NUM_PROMISES an estimate is, with so many others that agree."""
+    return agreeing * NUM_LEVELS + level_of(rate)
+
+
+@compiled
+def weigh(rates):
+    """Bring `kept` up to date, what experience with estimates makes of each; returns the highest that it makes."""
+    best = np.int64(0)
+    for feature in range(NUM_FEATURES):
+        rate, most = rates.rate[feature], np.int64(0)
+        for agreeing in range(MAX_AGREEING):
+            promise = promise_of(rate, agreeing)
+            promised = rates.promised[promise] + PROMISE_WEIGHT * ONE
+            factor = (rates.came[promise] + PROMISE_WEIGHT << 2 * ONE_BITS) // promised
+            kept = min(rate * factor >> ONE_BITS, ONE)
+            rates.kept[agreeing, feature] = kept
+            most = max(most, kept)
+        rates.most[feature] = most
+        best = max(best, most)
+    return best
 
 
 @compiled
@@ -290,9 +320,11 @@ def learn(drafts, noise, position, nodes, root, path, run, rates, candidates):
             feature = candidates.features[j]
             rates.tried[feature] += 1
             rates.taken[feature] += candidates.tokens[j] == run[i]
-        for j in range(merge(rates, candidates, count)):
-            rates.promised[candidates.promises[j]] += candidates.rates[j]
-            rates.came[candidates.promises[j]] += candidates.tokens[j] == run[i]
+        for j in range(merge(rates, candidates, count, 0)):
+            rate = rates.rate[candidates.best[j]]
+            promise = promise_of(rate, candidates.agreeing[j])
+            rates.promised[promise] += rate
+            rates.came[promise] += candidates.merged[j] == run[i]
         for j in range(count):
             estimate(rates, candidates.features[j])
 

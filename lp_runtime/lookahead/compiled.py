@@ -12,20 +12,22 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-from numba import njit
+import numba
 
 STAMP_NAME = "lp_runtime.sources"
+# Our functions make no arrays, so that nothing is to be counted; counting references took a third of their time.
+_njit = functools.partial(numba.njit, _nrt=False)
 _functions: list = []  # all that are compiled, to find what is kept of them
 
 
 def compiled(function: Callable) -> Callable:
     """Compile a function when it is first called; where nothing can be kept, anew in every process."""
     try:
-        made = njit(cache=True)(function)
+        made = _njit(cache=True)(function)
         if made.stats.cache_path:
             _check_sources(Path(function.__code__.co_filename).parent, Path(made.stats.cache_path))
     except (RuntimeError, OSError):  # no folder that can be written to
-        made = njit(function)
+        made = _njit()(function)
     _functions.append(made)
     return made
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from lp_runtime.lookahead import tables
 from lp_runtime.lookahead.candidates import (
+    MAX_AGREEING,
     NUM_FEATURES,
     NUM_LENGTHS,
     NUM_NOISE_BINS,
@@ -78,8 +79,9 @@ class Memory:
             places=np.zeros((grams, 1), np.int64),
         )
         counted = [np.zeros(NUM_FEATURES, np.int64) for _ in range(3)]
-        promises = [np.zeros(NUM_PROMISES, np.int64) for _ in range(3)]
-        self.rates = Rates(*counted, prior_rates(), *promises)
+        promises = [np.zeros(NUM_PROMISES, np.int64) for _ in range(2)]
+        kept = np.zeros((MAX_AGREEING, NUM_FEATURES), np.int64)
+        self.rates = Rates(*counted, prior_rates(), *promises, kept, np.zeros(NUM_FEATURES, np.int64))
         self._stamp = 0
         self.estimate()
 

@@ -13,9 +13,9 @@ from lp_runtime.lookahead.candidates import (
     MAX_CANDIDATES,
     ONE_BITS,
     collect,
-    keep_promise,
     learn,
     merge,
+    source_of,
     weigh,
 )
 from lp_runtime.lookahead.compiled import compiled
@@ -111,7 +111,7 @@ def grow(drafts, noise, position, rates, nodes, root, max_nodes, max_depth, push
     num_wanted = max_nodes - num_nodes
     num_pushed = heap_size = 0
     pushed.sizes[:] = 0
-    least, num_counted = 0, 0  # what is smaller need not be pushed: so many are larger
+    least, floor, num_counted = 0, np.int64(1), 0  # of what is below a size nothing need be pushed: so many are larger
     best = weigh(rates)
     node = root
     nodes.reach[root] = np.int64(1) << PROBABILITY_BITS
@@ -120,23 +120,24 @@ def grow(drafts, noise, position, rates, nodes, root, max_nodes, max_depth, push
     if num_wanted <= 0:
         return num_nodes
     while True:
-        if nodes.depths[node] < max_depth and (nodes.reach[node] >> ONE_BITS) * best >= smallest(least):
+        reached = nodes.reach[node] >> ONE_BITS
+        if nodes.depths[node] < max_depth and reached * best >= floor:
             count = collect(drafts, noise, position + nodes.depths[node], nodes, root, node, candidates)
-            for i in range(merge(rates, candidates, count)):
-                rate = keep_promise(rates, candidates.rates[i], candidates.promises[i])
-                reach = (nodes.reach[node] >> ONE_BITS) * rate
-                size = size_of(reach)
-                if size < least or reach == 0 or num_pushed == len(pushed.heap):
+            for i in range(merge(rates, candidates, count, (floor + reached - 1) // reached)):
+                feature = candidates.best[i]
+                reach = reached * rates.kept[candidates.agreeing[i], feature]
+                if reach < floor or num_pushed == len(pushed.heap):
                     continue
-                pushed.sizes[size] += 1
+                pushed.sizes[size_of(reach)] += 1
                 num_counted += 1
                 while num_counted - pushed.sizes[least] >= num_wanted:
                     num_counted -= pushed.sizes[least]
                     least += 1
+                    floor = max(smallest(least), 1)
                 pushed.heap[heap_size] = (reach << SEQUENCE_BITS) | (MAX_PUSHED - num_pushed)
                 pushed.parents[num_pushed] = node
-                pushed.tokens[num_pushed] = candidates.tokens[i]
-                pushed.sources[num_pushed] = candidates.sources[i]
+                pushed.tokens[num_pushed] = candidates.merged[i]
+                pushed.sources[num_pushed] = source_of(feature)
                 num_pushed += 1
                 heap_size += 1
                 sift_up(pushed.heap, heap_size - 1)
