@@ -20,6 +20,7 @@ DEFAULT_MAX_NEW_TOKENS = 128
 MIN_TEMPERATURE = 1e-4  # below it logits would overflow
 WARPERS = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1}
 """Settings that matter to sampling alone, and the value at which each does nothing or means greedy decoding."""
+COMPILES = ("auto", "full", "off")
 EXACTNESSES = ("fast", "strict")
 MAX_STRICT_RUN = 32  # tokens that a step may commit at most where exactness is strict (model/strict.py)
 POLICIES = ("full", "paper", "prompt_lookup", "recycling")
@@ -269,6 +270,10 @@ class RuntimeConfig:
     exactness: str = "fast"
     """fast, or strict: in half precision, too, the output is that of one token a step, bit for bit. float32 is exact
     either way, up to ties that no text of ours has shown."""
+    compile: str = "auto"
+    """auto: on CUDA, where the model allows it, steps are replayed as CUDA graphs of a few fixed sizes; full: what is
+    captured is compiled by torch.compile before (minutes at the first start); off: kernels are launched one by one.
+    CPUs go without."""
     strict_tokens: int = 128
     """Tokens of every forward pass where exactness is strict; a step with more takes several. Another value is another
     rounding, so outputs are comparable at equal values only."""
@@ -295,6 +300,7 @@ class RuntimeConfig:
             raise ConfigError("profile_dir: is empty; must be a directory")
         if self.cache_dir == "":
             raise ConfigError("cache_dir: is empty; must be a directory or null")
+        require_choice("compile", self.compile, COMPILES)
         require_choice("exactness", self.exactness, EXACTNESSES)
         require_int("strict_tokens", self.strict_tokens, 2)
         check_exactness(self.exactness, self.lookahead)

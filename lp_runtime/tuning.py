@@ -135,7 +135,7 @@ class Tuning:
         digest = hashlib.blake2b(digest_size=12)
         model = self._model.model
         versions = [metadata.version(name) for name in ("torch", "transformers")]
-        parts = [VERSION, K, str(self._model.dtype), self._model.strict_tokens, *versions]
+        parts = [VERSION, K, str(self._model.dtype), self._model.strict_tokens, self._model.fixed_sizes, *versions]
         digest.update(repr((parts, model.config.to_json_string())).encode())
         for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from lp_runtime.config import PLAIN, RuntimeConfig
 from lp_runtime.decoding import DecodingLoop, Event, Report, Request, make_drawing
 from lp_runtime.errors import ConfigError, ModelError
 from lp_runtime.memory_file import MemoryFile
+from lp_runtime.model.fixed_forward import can_capture
 from lp_runtime.model.generation import defaults_of
 from lp_runtime.model.loading import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.packing import pack_linears
@@ -28,6 +30,8 @@ from lp_runtime.parallel.exchange import gather_rows
 from lp_runtime.parallel.group import ReplicaContext, process_group
 from lp_runtime.profiling import check_folder, profiled
 from lp_runtime.tuning import Tuning
+
+log = logging.getLogger(__name__)
 
 MUCH_ROOM = 1 << 40  # tokens
 
@@ -110,14 +114,7 @@ def start_replica(config: RuntimeConfig, context: ReplicaContext, store: dist.St
         torch.cuda.set_device(device)
     elif context.owns_process:  # replicas that share a machine share its cores
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // context.num_local))
-    strict_tokens = config.strict_tokens if config.exactness == "strict" else None
-    loaded = load_model(config.model, device, config.dtype)
-    num_packed = pack_linears(loaded) if config.model.packing == "auto" else 0
-    model = TreeModel(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True)
-    try:
-        self_check = check_model(model)
-    except ModelError as error:
-        raise ModelError(f"{error}{' (with packed layers: try model.packing=off)' if num_packed else ''}") from error
+    model, self_check = ready_model(config, device)
     make_drawing(model, Request((0,), PLAIN, max_new_tokens=1))  # the model's own defaults must be ones we can keep
     info = ReplicaInfo(
         vocabulary_size=model.vocabulary_size,
@@ -134,6 +131,29 @@ def start_replica(config: RuntimeConfig, context: ReplicaContext, store: dist.St
         mine = np.array([MUCH_ROOM if room is None else min(room, MUCH_ROOM)])
         least = int(gather_rows(mine, context.num_replicas, device).min())
         yield Replica(config, context, replace(info, room=None if least == MUCH_ROOM else least), model)
+
+
+def ready_model(config: RuntimeConfig, device: torch.device) -> tuple[TreeModel, float]:
+    """Load a model and check it; returns it, and the largest relative difference that the self-check saw.
+
+    Raises:
+        ModelError: if it cannot be loaded, or failed.
+    """
+    strict_tokens = config.strict_tokens if config.exactness == "strict" else None
+    loaded = load_model(config.model, device, config.dtype)
+    num_packed = pack_linears(loaded) if config.model.packing == "auto" else 0
+    model = TreeModel(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True)
+    if config.compile != "off" and strict_tokens is None and can_capture(loaded):
+        model.fix_sizes(capture=True, compiled=config.compile == "full")
+        try:
+            return model, check_model(model)
+        except ModelError as error:
+            log.warning("compile=%s: %s; going on with compile=off", config.compile, error)
+            model.free_sizes()
+    try:
+        return model, check_model(model)
+    except ModelError as error:
+        raise ModelError(f"{error}{' (with packed layers: try model.packing=off)' if num_packed else ''}") from error
 
 
 def choose_device(device: str, index: int) -> torch.device:

@@ -17,10 +17,9 @@ from lp_runtime.command_config import BenchConfig
 from lp_runtime.config import PLAIN, LookaheadConfig, SamplingConfig
 from lp_runtime.decoding import Request
 from lp_runtime.model.loading import load_model, quiet
-from lp_runtime.model.packing import pack_linears
 from lp_runtime.model.tree_model import TreeModel
 from lp_runtime.tuning import Tuning
-from lp_runtime.worker import choose_device
+from lp_runtime.worker import choose_device, ready_model
 
 NO_TOKEN = -1
 NUM_LOOKED_UP = 10  # tokens that transformers' prompt lookup copies, its own default
@@ -91,11 +90,7 @@ class HuggingFace:
 def replica_model(config: BenchConfig) -> tuple[TreeModel, Tuning]:
     """A replica's model in this process, and what is measured of it."""
     device = choose_device(config.device, 0)
-    loaded = load_model(config.model, device, config.dtype)
-    if config.model.packing == "auto":
-        pack_linears(loaded)
-    strict_tokens = config.strict_tokens if config.exactness == "strict" else None
-    model = TreeModel(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True)
+    model, _ = ready_model(config, device)
     return model, Tuning(model, 0, 1, torch.device("cpu"), config.cache_dir)
 
 

@@ -6,18 +6,23 @@ Built on the cache interface of transformers. Letters: H key/value heads, D head
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class _Length:
-    """The committed length, and how much is written behind it already, shared by all layers of a cache."""
+    """The committed length, and how much is written behind it already, shared by all layers of a cache; or where to
+    write, on the device."""
 
-    __slots__ = ("value", "written")
+    __slots__ = ("value", "written", "slots")
 
     def __init__(self) -> None:
         self.value = 0
         self.written = 0
+        self.slots: torch.Tensor | None = None
 
 
 class TreeCacheLayer(CacheLayerMixin):
@@ -40,9 +45,16 @@ class TreeCacheLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write T new tokens' states behind what is there; returns views of all of it, [1, H, length, D]."""
+        """Write T new tokens' states behind what is there; returns views of all of it, [1, H, length, D].
+
+        While slots are given, to these; returns the whole memory, [1, H, capacity, D].
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self._length.slots is not None:
+            self.keys.index_copy_(2, self._length.slots, key_states)
+            self.values.index_copy_(2, self._length.slots, value_states)
+            return self.keys, self.values
         start = self._length.value + self._length.written
         end = start + key_states.shape[-2]
         self.keys[..., start:end, :] = key_states
@@ -82,6 +94,15 @@ class TreeCache(Cache):
         """Of all layers, as far as they have been used."""
         tensors = [each for layer in self.layers if layer.is_initialized for each in (layer.keys, layer.values)]
         return sum(each.numel() * each.element_size() for each in tensors) // self.capacity
+
+    @contextmanager
+    def writing_at(self, slots: torch.Tensor) -> Iterator[None]:
+        """Write the tokens of a forward pass to slots, [T] int64, that are known on the device only."""
+        self._length.slots = slots
+        try:
+            yield
+        finally:
+            self._length.slots = None
 
     def keep_writing(self, num_tokens: int) -> None:
         """A forward pass has written this many; the next one writes behind them. Until the next commit."""

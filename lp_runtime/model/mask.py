@@ -43,6 +43,7 @@ class MaskBuilder:
     Attributes:
         windows: lengths of the sliding windows and chunks that layers may have.
         by_kind: whether the model takes a mask for each kind of layer, by name, and not one for all.
+        is_own: whether the attention is that of tree_attention.py.
         windows_by_kind: the sliding window of each kind of layer; 0 without one.
 
     Raises:
@@ -51,6 +52,7 @@ class MaskBuilder:
 
     def __init__(self, config, attention: str, dtype: torch.dtype, device: torch.device):
         on_cpu = device.type == "cpu"
+        self.is_own = attention == TREE
         self._additive = attention == "eager" or (attention == TREE and on_cpu)
         self._only_tree = attention == TREE and not on_cpu
         self._dtype, self._device = dtype, device
@@ -93,6 +95,10 @@ class MaskBuilder:
             else:
                 masks[kind] = self._finish(full, positions, num_cached, kind)
         return masks if self.by_kind else next(iter(masks.values()))
+
+    def hides(self, num_keys: int) -> bool:
+        """Whether any layer may hide committed tokens from some token, with so many keys."""
+        return any(self._hides(kind, num_keys) for kind in self._kinds)
 
     def _hides(self, kind: str, num_keys: int) -> bool:
         """Whether a kind of layer may hide committed tokens from some token, with so many keys."""

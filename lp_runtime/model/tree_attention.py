@@ -11,6 +11,7 @@ Letters: T tokens of the tree, L committed tokens, H key/value heads, g query he
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from transformers import AttentionInterface
@@ -23,6 +24,24 @@ MAX_FLASH_HEAD = 256
 FLASH_CAPABILITY = (8, 0)  # of the GPU, at least
 
 
+class Committed(NamedTuple):
+    """How many tokens are committed, where only the device knows.
+
+    Attributes:
+        slots: [T] int64, where the tree's own keys and values stand in the cache.
+        queries, keys: [2] int32, 0 and T; 0 and L.
+    """
+
+    slots: torch.Tensor
+    queries: torch.Tensor
+    keys: torch.Tensor
+
+
+def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's flash attention runs on a GPU in a type."""
+    return dtype in FLASH_DTYPES and torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
+
+
 def tree_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -30,6 +49,7 @@ def tree_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
+    committed: Committed | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers' interface.
@@ -40,6 +60,8 @@ def tree_attention(
         attention_mask: additive, in the type of the query: [1, 1, T, L + T], or [1, 1, T, T], of the tree alone. With
             any other mask, or without one, this is transformers' sdpa.
         scaling: of the scores; default 1 / sqrt(D).
+        committed: where L is known on the device only: key and value are the whole memory of the cache then, and the
+            mask is of the tree alone.
         kwargs: of sdpa.
 
     Returns:
@@ -48,15 +70,20 @@ def tree_attention(
     num_tokens, num_keys, num_heads, size = query.shape[2], key.shape[2], key.shape[1], query.shape[3]
     groups = query.shape[1] // num_heads
     num_columns = attention_mask.shape[-1] if attention_mask is not None and attention_mask.dtype == query.dtype else 0
-    if num_columns not in (num_tokens, num_keys):
+    if committed is None and num_columns not in (num_tokens, num_keys):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    scale = size**-0.5 if scaling is None else scaling
     folded = query.reshape(1, num_heads, groups * num_tokens, size)
-    if num_columns == num_keys:
+    if committed is not None:
+        tree_key, tree_value = (each.index_select(2, committed.slots) for each in (key, value))
+        tree, tree_sum = attend_masked(folded, tree_key, tree_value, attention_mask[0, 0], scale)
+        tree, tree_sum = tree.view(*query.shape[:3], -1), tree_sum.view(query.shape[:3])
+        output = merge(*attend_committed(query, key, value, committed, scale), tree, tree_sum).to(query.dtype)
+    elif num_columns == num_keys:
         output = torch.nn.functional.scaled_dot_product_attention(
             folded, key, value, attn_mask=_fold(attention_mask, groups), scale=scaling
         )
     else:
-        scale = size**-0.5 if scaling is None else scaling
         output = attend_apart(folded, key, value, attention_mask[0, 0], scale)
     output = output.reshape(1, num_heads * groups, num_tokens, value.shape[3])
     return output.transpose(1, 2).contiguous(), None
@@ -82,10 +109,44 @@ def attend_apart(
         [1, H, g T, D]
     """
     num_cached = key.shape[2] - len(mask)
-    prefix, prefix_sum = attend(query, key[:, :, :num_cached], value[:, :, :num_cached], scale)
-    tree, tree_sum = attend_masked(query, key[:, :, num_cached:], value[:, :, num_cached:], mask, scale)
+    prefix = attend(query, key[:, :, :num_cached], value[:, :, :num_cached], scale)
+    tree = attend_masked(query, key[:, :, num_cached:], value[:, :, num_cached:], mask, scale)
+    return merge(*prefix, *tree).to(query.dtype)
+
+
+def merge(prefix: torch.Tensor, prefix_sum: torch.Tensor, tree: torch.Tensor, tree_sum: torch.Tensor) -> torch.Tensor:
+    """Attention over prefix and tree together, float32, from either's output, [..., D], and log-sum-exp, [...]."""
     share = torch.sigmoid(prefix_sum - tree_sum)[..., None]  # of the weights, the prefix's
-    return torch.lerp(tree, prefix.float(), share).to(query.dtype)
+    return torch.lerp(tree, prefix.float(), share)
+
+
+def attend_committed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, committed: Committed, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention without a mask over the committed tokens, whose number is known on the device only.
+
+    Args:
+        query: [1, g H, T, D].
+        key, value: [1, H, capacity, D]; what lies behind the committed tokens may be anything.
+
+    Returns:
+        (output, log-sum-exp): [1, g H, T, D], and [1, g H, T] float32.
+    """
+    _, num_heads, num_tokens, _ = query.shape
+    if query.device.type == "cuda":
+        rows = (each[0].transpose(0, 1) for each in (query, key, value))  # [tokens, heads, D]
+        output, total, *_ = torch.ops.aten._flash_attention_forward(
+            *rows, committed.queries, committed.keys, num_tokens, key.shape[2], 0.0, False, False, scale=scale
+        )
+        return output.transpose(0, 1)[None], total.reshape(1, num_heads, num_tokens)
+    hidden = torch.arange(key.shape[2], device=key.device) >= committed.keys[1]
+    folded = query.reshape(1, key.shape[1], -1, query.shape[3]).float()
+    scores = torch.matmul(folded, key.transpose(2, 3).float()) * scale
+    scores = scores.masked_fill(hidden, -torch.inf)
+    total = scores.logsumexp(-1)
+    values = value.float().masked_fill(hidden[:, None], 0)
+    output = torch.matmul(torch.exp(scores - total[..., None]), values)
+    return output.view(*query.shape[:3], -1), total.view(query.shape[:3])
 
 
 def attend(
@@ -104,8 +165,8 @@ def attend(
     if query.device.type == "cpu" and query.shape[3] == value.shape[3]:
         return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, False, scale=scale)
     if query.device.type == "cuda" and query.shape[3] == value.shape[3]:
-        fits = query.dtype in FLASH_DTYPES and query.shape[3] <= MAX_FLASH_HEAD and query.shape[3] % 8 == 0
-        if fits and torch.cuda.get_device_capability(query.device) >= FLASH_CAPABILITY:
+        fits = query.shape[3] <= MAX_FLASH_HEAD and query.shape[3] % 8 == 0
+        if fits and has_flash(query.device, query.dtype):
             output, total, *_ = aten._scaled_dot_product_flash_attention(
                 query, key, value, 0.0, False, False, scale=scale
             )

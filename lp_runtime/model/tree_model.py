@@ -14,12 +14,14 @@ import torch
 from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.cache import TreeCache
+from lp_runtime.model.fixed_forward import SIZES, FixedForward
 from lp_runtime.model.mask import CHUNKED, MaskBuilder
 from lp_runtime.model.strict import BLOCK, KEYS, POSITION, WINDOW, tail_table
 from lp_runtime.model.strict import NAME as STRICT
 from lp_runtime.model.tree_attention import NAME as TREE
 
 ATTENTIONS = ("sdpa", "eager")
+GRANULE = 1024  # tokens; room for so many, or twice or three times as many, where sizes are fixed
 
 
 class TreeModel:
@@ -31,6 +33,9 @@ class TreeModel:
         strict_tokens: tokens of every forward pass of a tree, a larger tree takes several; with it a token's logits,
             keys and values do not depend on what else is fed, bit for bit (strict.py). None for one pass of any size.
         own_attention: whether to give the model the attention of tree_attention.py in place of sdpa, for good.
+
+    Attributes:
+        fixed_sizes: how trees are fed in passes of fixed sizes; None if they are not.
 
     Raises:
         ModelError: if its attention is not one that takes a tree's mask.
@@ -57,6 +62,18 @@ class TreeModel:
         self._num_layers = config.num_hidden_layers
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._cache: TreeCache | None = None
+        self.fixed_sizes: dict[str, bool] | None = None
+        self._fixed: FixedForward | None = None
+
+    def fix_sizes(self, capture: bool, compiled: bool = False) -> None:
+        """From now on feed trees in passes of fixed sizes: see FixedForward. Not with strict_tokens."""
+        assert self.strict_tokens is None and self.masks.is_own
+        self.fixed_sizes = {"capture": capture, "compiled": compiled}
+        self._cache = self._fixed = None
+
+    def free_sizes(self) -> None:
+        """Feed trees in passes of any size again."""
+        self.fixed_sizes = self._cache = self._fixed = None
 
     def num_passes(self, num_tokens: int) -> int:
         """Forward passes that it takes to feed this many tokens of a tree."""
@@ -70,8 +87,10 @@ class TreeModel:
     def begin(self, capacity: int) -> None:
         """Start a request: an empty cache with room for `capacity` tokens (committed ones and one step's)."""
         capacity += self.strict_tokens or 0  # passes are filled up
+        if self.fixed_sizes is not None:
+            capacity = -(-(capacity + SIZES[-1]) // GRANULE) * GRANULE  # a larger one makes all passes anew
         if self._cache is None or self._cache.capacity < capacity:
-            self._cache = None  # freed before the larger one is made
+            self._cache = self._fixed = None  # freed before the larger one is made
             self._cache = TreeCache(self._num_layers, capacity)
         self._cache.clear()
 
@@ -118,7 +137,9 @@ class TreeModel:
         tokens = [tree.tokens[node] for node in nodes]
         places = [root_position + tree.depths[node] for node in nodes]
         keep = torch.tensor([local[node] for node in wanted], dtype=torch.int64, device=self.device)
-        if self.strict_tokens is None:
+        if self._takes_fixed(len(nodes)):
+            logits = self._fixed.forward(tokens, places, parents)[keep].float()
+        elif self.strict_tokens is None:
             ids, positions = torch.tensor([tokens, places], dtype=torch.int64).to(self.device)
             mask = self.masks.build(parents, positions, num_cached)
             logits = self._forward(ids, positions, mask, keep)
@@ -126,6 +147,14 @@ class TreeModel:
             logits = self._strict_forward(tokens, places, parents)[keep]
         self._cache.commit(tree.root + 1 if commit else 0)
         return logits
+
+    def _takes_fixed(self, num_tokens: int) -> bool:
+        """Whether a tree of so many tokens is fed in a pass of a fixed size; there is one then."""
+        if self.fixed_sizes is None or num_tokens > SIZES[-1] or self.masks.hides(self._cache.length + num_tokens):
+            return False
+        if self._fixed is None:
+            self._fixed = FixedForward(self.model, self._cache, **self.fixed_sizes)
+        return True
 
     def _strict_forward(self, tokens: list[int], places: list[int], parents: list[int]) -> torch.Tensor:
         """[T, V] float32 logits of all tokens, from passes of strict_tokens each, the last one filled up."""
