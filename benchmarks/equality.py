@@ -4,7 +4,8 @@
 
 Every run goes on past the end-of-sequence token to exactly --max-new-tokens, on both sides. Prints, for each setting
 and number of replicas, the mismatches (there must be none: the exit status is 1 otherwise), the compression ratio S
-(new tokens / steps, prefill included, over all prompts) and the tokens fed a step and replica.
+(new tokens / steps, prefill included, over all prompts) and the tokens fed a step and replica. With --device cuda
+--backend gloo several replicas may share a GPU.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ import torch
 from common import add_arguments, load_prompts, machine, markdown, parse_setting, totals
 
 from lp_runtime import LookaheadRuntime
-from lp_runtime.config import ModelConfig
+from lp_runtime.config import LauncherConfig, ModelConfig
 from lp_runtime.model.loading import load_model, load_tokenizer
 
 
-def greedy_reference(config: ModelConfig, prompts: list, max_new_tokens: int) -> list[list[int]]:
+def greedy_reference(config: ModelConfig, prompts: list, max_new_tokens: int, device: str) -> list[list[int]]:
     """New tokens of transformers' own greedy decoding, [prompts][max_new_tokens]."""
-    model, tokenizer = load_model(config, torch.device("cpu"), "float32"), load_tokenizer(config)
+    model, tokenizer = load_model(config, torch.device(device), "float32"), load_tokenizer(config)
     model.generation_config.eos_token_id = None
     outputs = []
     for prompt in prompts:
-        ids = torch.tensor([tokenizer(prompt.value).input_ids])
+        ids = torch.tensor([tokenizer(prompt.value).input_ids], device=device)
         mask = torch.ones_like(ids)
         output = model.generate(
             ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=0
@@ -39,13 +40,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--gpus", nargs="+", type=int, default=[1, 2, 3, 4])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--backend", default="auto", choices=["auto", "nccl", "gloo"])
     args = parser.parse_args()
     prompts = load_prompts(args)
     config = ModelConfig(path=args.model)
-    expected = greedy_reference(config, prompts, args.max_new_tokens)
+    expected = greedy_reference(config, prompts, args.max_new_tokens, args.device)
+    launcher = LauncherConfig(name="local", backend=args.backend)
     rows, num_mismatches = [], 0
     for gpus in args.gpus:
-        with LookaheadRuntime(config, gpus=gpus, launcher="local", device="cpu", dtype="float32") as runtime:
+        with LookaheadRuntime(config, gpus=gpus, launcher=launcher, device=args.device, dtype="float32") as runtime:
             for setting in args.settings:
                 runs = [
                     runtime.generate(p.value, args.max_new_tokens, eos=False, lookahead=parse_setting(setting))

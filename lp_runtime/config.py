@@ -20,6 +20,7 @@ DEFAULT_MAX_NEW_TOKENS = 128
 MIN_TEMPERATURE = 1e-4  # below it logits would overflow
 WARPERS = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1}
 """Settings that matter to sampling alone, and the value at which each does nothing or means greedy decoding."""
+BACKENDS = ("auto", "nccl", "gloo")
 COMPILES = ("auto", "full", "off")
 EXACTNESSES = ("fast", "strict")
 MAX_STRICT_RUN = 32  # tokens that a step may commit at most where exactness is strict (model/strict.py)
@@ -156,11 +157,15 @@ class LauncherConfig:
     """Seconds that a replica may take to join, or leave its peers without an answer in a step."""
     start_timeout: float = 600.0
     """Seconds until every replica must have loaded its model."""
+    backend: str = "auto"
+    """auto (nccl on cuda, gloo on CPUs), nccl, or gloo, with which several replicas of a machine may share a GPU: for
+    trying things out, not for speed (local and torchrun)."""
     address: Optional[str] = None  # noqa: UP045
     """Ray cluster to use; if not given, the one this machine or job belongs to, else a local one is started."""
 
     def __post_init__(self) -> None:
         require_choice("launcher", self.name, LAUNCHERS)
+        require_choice("launcher.backend", self.backend, BACKENDS)
         require_int("launcher.port", self.port, 0)
         if self.port > 65535:
             raise ConfigError(f"launcher.port={self.port}: must be 0 to 65535")
@@ -296,6 +301,8 @@ class RuntimeConfig:
         require_choice("dtype", self.dtype, DTYPES)
         if self.model.device_map is not None and (self.gpus or 1) > 1:
             raise ConfigError(f"model.device_map={self.model.device_map}: only with gpus=1")
+        if self.launcher.backend == "nccl" and self.device == "cpu":
+            raise ConfigError("launcher.backend=nccl: not with device=cpu")
         if self.profile_dir == "":
             raise ConfigError("profile_dir: is empty; must be a directory")
         if self.cache_dir == "":

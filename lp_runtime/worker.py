@@ -64,12 +64,20 @@ class ReplicaInfo:
 class Replica:
     """A loaded, checked and connected model. Made by `start_replica`."""
 
-    def __init__(self, config: RuntimeConfig, context: ReplicaContext, info: ReplicaInfo, model: TreeModel):
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        context: ReplicaContext,
+        info: ReplicaInfo,
+        model: TreeModel,
+        exchange_device: torch.device,
+    ):
         self.context = context
+        self.exchange_device = exchange_device
         self.info = info
         self._config = config.model
         self._model = model
-        place = (context.rank, context.num_replicas, model.device)
+        place = (context.rank, context.num_replicas, exchange_device)
         self._memory_file = MemoryFile.of(config.lookahead, model.vocabulary_size)
         self._memory = self._memory_file.load(*place) if self._memory_file else None
         self._loop = DecodingLoop(model, *place, Tuning(model, *place, config.cache_dir), self._memory)
@@ -107,7 +115,9 @@ def start_replica(config: RuntimeConfig, context: ReplicaContext, store: dist.St
     Raises:
         ConfigError, ModelError, LaunchError: as the parts do.
     """
-    device = choose_device(config.device, context.device_index)
+    is_shared = config.launcher.backend == "gloo" and torch.cuda.is_available()
+    index = context.device_index % torch.cuda.device_count() if is_shared else context.device_index
+    device = choose_device(config.device, index)
     if config.profile:
         check_folder(config.profile_dir)
     if device.type == "cuda":
@@ -126,11 +136,14 @@ def start_replica(config: RuntimeConfig, context: ReplicaContext, store: dist.St
         self_check=self_check,
         room=None,
     )
-    room = tokens_that_fit(model, context.num_local)
-    with process_group(context, device, config.launcher.timeout, store):
+    num_sharing = context.num_local if device.type == "cpu" else -(-context.num_local // torch.cuda.device_count())
+    room = tokens_that_fit(model, num_sharing)
+    launcher = config.launcher
+    with process_group(context, device, launcher.timeout, store, launcher.backend) as exchange_device:
         mine = np.array([MUCH_ROOM if room is None else min(room, MUCH_ROOM)])
-        least = int(gather_rows(mine, context.num_replicas, device).min())
-        yield Replica(config, context, replace(info, room=None if least == MUCH_ROOM else least), model)
+        least = int(gather_rows(mine, context.num_replicas, exchange_device).min())
+        info = replace(info, room=None if least == MUCH_ROOM else least)
+        yield Replica(config, context, info, model, exchange_device)
 
 
 def ready_model(config: RuntimeConfig, device: torch.device) -> tuple[TreeModel, float]:

@@ -36,7 +36,7 @@ class SpawnedLauncher(Launcher):
         self._pipes: list[Connection] = []
         if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
             available = torch.cuda.device_count()
-            if self.num_replicas > available:
+            if self.num_replicas > available and not (available and config.launcher.backend == "gloo"):
                 raise ConfigError(f"gpus={self.num_replicas}: this machine has {available} (on CPUs: device=cpu)")
         # The driver hosts the store, so that its port is known before any replica starts.
         self._store = host_store(HOST, config.launcher.port, config.launcher.start_timeout)

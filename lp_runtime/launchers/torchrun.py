@@ -6,8 +6,6 @@ import contextlib
 import logging
 from collections.abc import Generator, Iterator
 
-import torch
-
 from lp_runtime.config import RuntimeConfig
 from lp_runtime.decoding import Event, Request
 from lp_runtime.errors import LaunchError, ReplicaError, unforeseen_as
@@ -33,7 +31,6 @@ class TorchrunLauncher(Launcher):
         self._stack = contextlib.ExitStack()
         with unforeseen_as(LaunchError, f"rank {context.rank} failed at start"):
             self._replica = self._stack.enter_context(start_replica(config, context))
-        self._device = torch.device(self._replica.info.device)
         self._is_open = True
         self._events: Iterator[Event] = iter(())  # of the latest request
         self._cancelled = False
@@ -68,7 +65,7 @@ class TorchrunLauncher(Launcher):
 
     def _share(self, request: Request | None) -> Request | None:
         context = self._replica.context
-        return broadcast_object(request, context.rank, context.num_replicas, self._device)
+        return broadcast_object(request, context.rank, context.num_replicas, self._replica.exchange_device)
 
     def _close(self) -> None:
         try:

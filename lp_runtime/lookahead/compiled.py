@@ -15,19 +15,25 @@ from pathlib import Path
 import numba
 
 STAMP_NAME = "lp_runtime.sources"
-# Our functions make no arrays, so that nothing is to be counted; counting references took a third of their time.
-_njit = functools.partial(numba.njit, _nrt=False)
 _functions: list = []  # all that are compiled, to find what is kept of them
 
 
-def compiled(function: Callable) -> Callable:
-    """Compile a function when it is first called; where nothing can be kept, anew in every process."""
+def compiled(function: Callable | None = None, *, makes_arrays: bool = False) -> Callable:
+    """Compile a function when it is first called; where nothing can be kept, anew in every process.
+
+    Args:
+        makes_arrays: whether it, or what it calls, makes arrays or views. Else nothing need be counted: counting
+            references took a third of the time of those that are called most.
+    """
+    if function is None:
+        return functools.partial(compiled, makes_arrays=makes_arrays)
+    options = {} if makes_arrays else {"_nrt": False}
     try:
-        made = _njit(cache=True)(function)
+        made = numba.njit(cache=True, **options)(function)
         if made.stats.cache_path:
             _check_sources(Path(function.__code__.co_filename).parent, Path(made.stats.cache_path))
     except (RuntimeError, OSError):  # no folder that can be written to
-        made = _njit()(function)
+        made = numba.njit(**options)(function)
     _functions.append(made)
     return made
 

@@ -42,12 +42,11 @@ def tokens_that_fit(model: TreeModel, num_sharing: int) -> int | None:
 
     Args:
         model: has fed something, so that its cache's layers are known.
-        num_sharing: replicas that share a machine's memory; of no account on GPUs.
+        num_sharing: replicas that share the device's memory.
     """
     if len({each.device for each in model.model.parameters()}) > 1:
         return None
     free, each = free_bytes(model.device), model.cache_bytes_per_token
     if free is None or not each:
         return None
-    shared = free if model.device.type == "cuda" else free // num_sharing
-    return max(0, int(shared * USABLE) // each - ONE_STEP)
+    return max(0, int(free // num_sharing * USABLE) // each - ONE_STEP)

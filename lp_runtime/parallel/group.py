@@ -102,21 +102,34 @@ def _family(host: str) -> socket.AddressFamily:
 
 @contextmanager
 def process_group(
-    context: ReplicaContext, device: torch.device, timeout: float, store: dist.Store | None = None
-) -> Iterator[None]:
-    """Join the process group of all replicas: NCCL on GPUs, gloo without; nothing for a single replica.
+    context: ReplicaContext,
+    device: torch.device,
+    timeout: float,
+    store: dist.Store | None = None,
+    backend: str = "auto",
+) -> Iterator[torch.device]:
+    """Join the process group of all replicas; there is none for a single replica.
 
     Args:
         context: who this replica is and where to meet.
         device: the replica's device.
         timeout: seconds after which a peer that does not answer is an error.
         store: where to meet, if it is open in this process already.
+        backend: "nccl", "gloo", or "auto": NCCL on GPUs, gloo without.
+
+    Yields:
+        the device on which the backend wants its tensors.
 
     Raises:
-        LaunchError: if the group does not form in time.
+        LaunchError: if the group does not form in time, or the backend is not for the device.
     """
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl" and device.type != "cuda":
+        raise LaunchError(f"launcher.backend=nccl: this replica is on {device.type}")
+    exchange_device = device if backend == "nccl" else torch.device("cpu")
     if context.num_replicas == 1:
-        yield
+        yield exchange_device
         return
     limit = timedelta(seconds=timeout)
     try:
@@ -134,12 +147,12 @@ def process_group(
         name = f"lp_runtime/{context.attempt}"
         number = (store.add(f"{name}/joined", 1) - 1) // context.num_replicas
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            backend,
             store=dist.PrefixStore(f"{name}/{number}", store),
             rank=context.rank,
             world_size=context.num_replicas,
             timeout=limit,
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if backend == "nccl" else None,
         )
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
@@ -147,7 +160,7 @@ def process_group(
             f" {context.host}:{context.port}: {first_line(error)}"
         ) from error
     try:
-        yield
+        yield exchange_device
     except BaseException:
         with contextlib.suppress(RuntimeError):  # a broken group may not even end well; what broke it matters
             dist.destroy_process_group()
@@ -175,5 +188,5 @@ def existing_or_new_group(device: torch.device, timeout: float) -> Iterator[tupl
         yield context, device if on_device else torch.device("cpu")
         return
     context = ReplicaContext.from_torchrun()
-    with process_group(context, device, timeout):
-        yield context, device
+    with process_group(context, device, timeout) as exchange_device:
+        yield context, exchange_device

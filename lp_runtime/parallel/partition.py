@@ -108,7 +108,7 @@ def compile_partition() -> None:
     with_fresh_cache(use)
 
 
-@compiled
+@compiled(makes_arrays=True)
 def _leaves_deep_first(parents, depths, root, num_nodes):
     """The leaves in depth-first order, the deepest subtree first, each with the depth at which it leaves the last one.
 
@@ -153,7 +153,7 @@ def _leaves_deep_first(parents, depths, root, num_nodes):
     return leaves[:num_leaves], branches[:num_leaves]
 
 
-@compiled
+@compiled(makes_arrays=True)
 def _fits(leaves, branches, depths, room, bins):
     """Pack the leaves into bins of the given room, if they fit: `bins` is the bin of each.
 
@@ -180,7 +180,7 @@ def _fits(leaves, branches, depths, room, bins):
     return True
 
 
-@compiled
+@compiled(makes_arrays=True)
 def _cut(parents, depths, root, num_nodes, times, limit):
     """(fed [R, T] bool, owner [T], time): the shares under the least time that `_fits` finds."""
     num_replicas = len(times)
@@ -227,7 +227,7 @@ def _cut(parents, depths, root, num_nodes, times, limit):
     return fed, owner, time
 
 
-@compiled
+@compiled(makes_arrays=True)
 def _largest_fit(parents, depths, root, num_nodes, num_replicas, budget):
     """The largest number of first nodes that a bisection finds to fit."""
     room = np.full(num_replicas, budget - root - 1, np.int64)

@@ -102,7 +102,8 @@ def test_the_peer_of_a_killed_replica_gets_an_error():
 
 def test_a_single_replica_needs_no_group():
     exchange = Exchange(0, 1, capacity=10, device=CPU)
-    with process_group(ReplicaContext(), CPU, TIMEOUT):
+    with process_group(ReplicaContext(), CPU, TIMEOUT) as device:
+        assert device == CPU
         outcome = gather(exchange, 0, 1, control=2)
         assert not torch.distributed.is_initialized()
     assert outcome.values[:, 0].tolist() == [-1, *(100 * node for node in range(1, len(make_tree())))]
@@ -149,3 +150,15 @@ def test_torchruns_variables_become_the_context(monkeypatch):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "node0")
     assert ReplicaContext.from_torchrun() == ReplicaContext(5, 8, 1, 4, "node0", 29500)
+
+
+def test_backends_are_for_their_devices():
+    with process_group(ReplicaContext(), torch.device("cuda", 0), TIMEOUT, backend="gloo") as device:
+        assert device == CPU
+    with process_group(ReplicaContext(), torch.device("cuda", 0), TIMEOUT) as device:
+        assert device == torch.device("cuda", 0)
+    with (
+        pytest.raises(LaunchError, match="launcher.backend=nccl: this replica is on cpu"),
+        process_group(ReplicaContext(), CPU, TIMEOUT, backend="nccl"),
+    ):
+        pass

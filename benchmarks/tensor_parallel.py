@@ -1,0 +1,86 @@
+"""Lookahead parallelism beside transformers' tensor parallelism, on the same ranks, alternating prompt by prompt.
+
+    torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py --model DIR --prompts FILE:FIELD ... --limit 2
+
+Greedy, past any end of text. `hf` is transformers' greedy decoding on one rank while the others wait, `hf tensor
+parallel` the same with the weights split over all ranks (`tp_plan="auto"`), `plain` and `default` are ours on all
+ranks. Medians over prompts. In float32 the outputs must be equal; how many are not is in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from common import add_arguments, load_prompts, machine, markdown
+from transformers import AutoModelForCausalLM
+
+from lp_runtime import LookaheadRuntime, SamplingConfig
+from lp_runtime.bench.methods import HuggingFace
+from lp_runtime.config import PLAIN, LookaheadConfig
+from lp_runtime.model.loading import DTYPES, quiet
+
+GREEDY = SamplingConfig(temperature=0.0)
+
+
+def load(path: str, dtype: str, device: str, **options: object):
+    """A model of transformers' own."""
+    with quiet():
+        return AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], **options).to(device).eval()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.set_defaults(limit=2)
+    parser.add_argument("--dtype", default="float32", choices=DTYPES)
+    args = parser.parse_args()
+    with LookaheadRuntime(args.model, launcher="torchrun", dtype=args.dtype) as runtime:
+        prompts = [
+            runtime.tokenizer(prompt.value, add_special_tokens=False)["input_ids"] for prompt in load_prompts(args)
+        ]
+        path, device = runtime.config.model.location, runtime.info.device
+        leads = runtime.is_leader
+        split = HuggingFace(load(path, args.dtype, device, tp_plan="auto"), args.max_new_tokens)
+        alone = HuggingFace(load(path, args.dtype, device), args.max_new_tokens) if leads else None
+
+        def ours(prompt: list[int], lookahead: LookaheadConfig) -> list[int]:
+            done = runtime.generate(prompt, args.max_new_tokens, eos=False, lookahead=lookahead, sampling=GREEDY)
+            return done.token_ids
+
+        methods = {
+            "hf": lambda prompt: alone.decode(prompt).token_ids if leads else [],
+            "hf tensor parallel": lambda prompt: split.decode(prompt).token_ids,
+            "plain": lambda prompt: ours(prompt, PLAIN),
+            "default": lambda prompt: ours(prompt, runtime.config.lookahead),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in methods}
+        outputs: dict[str, list[list[int]]] = {name: [] for name in methods}
+        for warm_up, prompt in [(True, prompts[0]), *((False, prompt) for prompt in prompts)]:
+            for name, method in methods.items():
+                dist.barrier()
+                started = time.perf_counter()
+                output = method(prompt)
+                dist.barrier()
+                if not warm_up:
+                    seconds[name].append(time.perf_counter() - started)
+                    outputs[name].append(output)
+        if leads:
+            rows = []
+            for name in methods:
+                speed = statistics.median(args.max_new_tokens / each for each in seconds[name])
+                ratio = statistics.median(b / a for a, b in zip(seconds[name], seconds["hf"], strict=True))
+                differ = sum(a != b for a, b in zip(outputs[name], outputs["hf"], strict=True))
+                rows.append([name, f"{speed:.2f}", f"{ratio:.2f}", differ])
+            print(
+                f"{len(prompts)} prompts x {args.max_new_tokens} tokens, {dist.get_world_size()} ranks, {machine()}\n"
+            )
+            print(markdown(["method", "tokens/s", "over hf on one rank", "outputs that differ"], rows))
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    main()

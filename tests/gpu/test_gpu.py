@@ -1,0 +1,118 @@
+"""What only a GPU has: captured passes, flash attention with lengths on the device. Skipped elsewhere."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from lp_runtime import LookaheadConfig, LookaheadRuntime
+from lp_runtime.config import LauncherConfig, ModelConfig
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.fixed_forward import SIZES, can_capture
+from lp_runtime.model.loading import load_model, load_tokenizer
+from lp_runtime.model.self_check import check_model
+from lp_runtime.model.tree_attention import Committed, attend, attend_committed, attend_masked
+from lp_runtime.model.tree_model import TreeModel
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+TEXT = "def fibonacci(n):\n"
+
+
+def demo(dtype: str) -> TreeModel:
+    return TreeModel(load_model(ModelConfig(), torch.device("cuda"), dtype), 512, own_attention=True)
+
+
+def random_tree(rng: random.Random, size: int) -> TokenTree:
+    tree = TokenTree([rng.randrange(500)], max_depth=16)
+    while len(tree) < size:
+        tree.add(rng.randrange(len(tree)), rng.randrange(500))
+    return tree
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_without_a_mask(groups, dtype):
+    generator = torch.Generator("cuda").manual_seed(0)
+    query, key, value = (
+        torch.randn(1, heads, tokens, 64, generator=generator, device="cuda").to(dtype)
+        for heads, tokens in ((2 * groups, 17), (2, 300), (2, 300))
+    )
+    folded = query.reshape(1, 2, groups * 17, 64)
+    expected, total = attend_masked(folded, key[:, :, :130], value[:, :, :130], None, 0.2)
+    actual, actual_total = attend(folded, key[:, :, :130], value[:, :, :130], 0.2)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-3}
+    torch.testing.assert_close(actual.float(), expected, **tolerance)
+    torch.testing.assert_close(actual_total, total, **tolerance)
+    if dtype != torch.bfloat16:
+        return
+    committed = Committed(
+        torch.arange(130, 147, device="cuda"),
+        torch.tensor([0, 17], dtype=torch.int32, device="cuda"),
+        torch.tensor([0, 130], dtype=torch.int32, device="cuda"),
+    )
+    actual, actual_total = attend_committed(query, key, value, committed, 0.2)
+    torch.testing.assert_close(actual.reshape(expected.shape).float(), expected, **tolerance)
+    torch.testing.assert_close(actual_total.reshape(total.shape), total, **tolerance)
+
+
+@torch.inference_mode()
+def test_captured_passes_equal_the_others():
+    free, captured = demo("bfloat16"), demo("bfloat16")
+    assert can_capture(captured.model)
+    captured.fix_sizes(capture=True)
+    assert check_model(captured) < 0.1
+    rng = random.Random(0)
+    prompt = [rng.randrange(500) for _ in range(200)]
+    for model in (free, captured):
+        model.begin(1000)
+        model.prefill(prompt)
+    for size in (*SIZES, *SIZES[::-1], 300):
+        tree = random_tree(rng, size)
+        nodes = list(range(len(tree)))
+        one, other = (model.forward(tree, nodes, nodes) for model in (free, captured))
+        assert (one - other).norm() <= 0.05 * one.norm()
+
+
+def test_a_longer_text_moves_the_cache():
+    model = demo("bfloat16")
+    model.fix_sizes(capture=True)
+    for length in (100, 3000, 50):
+        model.begin(length + 64)
+        model.prefill([7] * length)
+        tree = random_tree(random.Random(length), 30)
+        nodes = list(range(30))
+        first = model.forward(tree, nodes, nodes, commit=False)
+        assert torch.isfinite(first).all() and torch.equal(first, model.forward(tree, nodes, nodes))
+
+
+def test_greedy_equals_transformers():
+    """In float32, one replica, settings of several sizes."""
+    tokenizer = load_tokenizer(ModelConfig())
+    model = load_model(ModelConfig(), torch.device("cuda"), "float32")
+    model.generation_config.eos_token_id = None
+    ids = tokenizer(TEXT, return_tensors="pt", add_special_tokens=False).input_ids.cuda()
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=96)
+    expected = expected[0, ids.shape[1] :].tolist()
+    with LookaheadRuntime(device="cuda", dtype="float32") as runtime:
+        for settings in ({}, {"W": 15, "N": 5, "G": 15}, {"W": 0, "N": 2, "G": 0}):
+            done = runtime.generate(ids[0].tolist(), 96, eos=False, lookahead=LookaheadConfig(**settings))
+            assert done.token_ids == expected
+
+
+def test_strict_bfloat16_is_one_token_a_step():
+    outputs = []
+    with LookaheadRuntime(device="cuda", dtype="bfloat16", exactness="strict") as runtime:
+        for settings in ({"W": 7, "N": 5, "G": 7}, {"W": 0, "N": 2, "G": 0}):
+            outputs.append(runtime.generate(TEXT, 96, eos=False, lookahead=LookaheadConfig(**settings)).token_ids)
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("gpus", [2, 3])
+def test_replicas_that_share_a_gpu(gpus):
+    with LookaheadRuntime(device="cuda", dtype="float32") as runtime:
+        expected = runtime.generate(TEXT, 64, eos=False).token_ids
+    launcher = LauncherConfig(name="local", backend="gloo")
+    with LookaheadRuntime(device="cuda", dtype="float32", gpus=gpus, launcher=launcher) as runtime:
+        assert runtime.generate(TEXT, 64, eos=False).token_ids == expected
