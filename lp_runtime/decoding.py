@@ -53,6 +53,8 @@ class Request:
         max_time: seconds after which to stop, at the end of a step.
         logprobs: whether to report the log-probability of each token.
         processors: logits processors of the user's own, run after transformers' processors and before its warpers.
+        committed: new tokens that an earlier attempt has committed: decoding goes on behind them, and only what is new
+            is yielded.
     """
 
     prompt_ids: tuple[int, ...]
@@ -65,6 +67,7 @@ class Request:
     max_time: float | None = None
     logprobs: bool = False
     processors: tuple[Any, ...] = ()
+    committed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,7 @@ class DecodingLoop:
         kind = (settings.is_auto, noise is None)
         learned = self._learned.setdefault(kind, Learned.nothing(self._num_replicas))
         budget = StepBudget(times, settings.is_auto, limit, learned)
-        return DecodingState(request.prompt_ids, rules, policy, stop), budget
+        return DecodingState(request.prompt_ids, rules, policy, stop, request.committed), budget
 
     def run(
         self,
@@ -226,7 +229,7 @@ class DecodingLoop:
         capacity = min(policy.max_nodes, budget.limit or policy.max_nodes)
         exchange = Exchange(self._rank, self._num_replicas, capacity, self._exchange_device, drawing.width)
         most_fed = capacity + policy.max_run
-        self._model.begin(len(request.prompt_ids) + request.max_new_tokens + most_fed)
+        most_tokens = len(request.prompt_ids) + request.max_new_tokens + most_fed
         clock = _Clock()
         is_resting = False
 
@@ -258,18 +261,24 @@ class DecodingLoop:
             unknown = [-1] * root
             return Found(unknown + successors, runners_up), None if logprobs is None else unknown + logprobs
 
-        proposal = state.propose_prefill()
-        shares = budget.shares(proposal.tree)
-        logits = self._model.prefill(request.prompt_ids)
-        outcome, scores = agree(proposal, shares, logits)
-        found, logprobs = unpack(proposal, outcome)
-        run = state.advance_prefill(proposal, found)
-        yield report_run([0], run, logprobs, shares, logits, scores)
+        is_over = 0
+        if request.committed:
+            self._model.take_up(request.prompt_ids, request.committed, most_tokens)
+        else:
+            self._model.begin(most_tokens)
+            proposal = state.propose_prefill()
+            shares = budget.shares(proposal.tree)
+            logits = self._model.prefill(request.prompt_ids)
+            outcome, scores = agree(proposal, shares, logits)
+            found, logprobs = unpack(proposal, outcome)
+            run = state.advance_prefill(proposal, found)
+            is_over = outcome.control
+            yield report_run([0], run, logprobs, shares, logits, scores)
         prefill_seconds = time.perf_counter() - started
 
         tokens_fed, extra_passes = 0.0, 0
         clock = _Clock()
-        while state.finish_reason is None and not outcome.control:
+        while state.finish_reason is None and not is_over:
             clock.start()
             is_resting = budget.is_resting
             proposal = state.propose_root() if is_resting else state.propose(budget.fit, budget.num_wanted)
@@ -284,12 +293,13 @@ class DecodingLoop:
             tokens_fed += step_tokens(shares)
             extra_passes += max(self._model.num_passes(len(each.nodes)) for each in shares) - 1
             clock.lap("other")
+            is_over = outcome.control
             yield report_run(nodes, run, logprobs, shares, logits, scores)
 
         num_tree_steps = state.num_steps - 1
         yield Report(
             num_steps=state.num_steps + extra_passes,
-            finish_reason=state.finish_reason or ("cancelled" if outcome.control & CANCEL else "time"),
+            finish_reason=state.finish_reason or ("cancelled" if is_over & CANCEL else "time"),
             step_tokens=tokens_fed / num_tree_steps if num_tree_steps else 0.0,
             seconds=time.perf_counter() - started,
             prefill_seconds=prefill_seconds,

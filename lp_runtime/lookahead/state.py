@@ -59,6 +59,8 @@ class DecodingState:
         prompt: token ids, at least one.
         rules: see DecodingRules.
         policy: proposes trees; has not begun another request.
+        committed: new tokens that an earlier attempt at the request has committed. The state is then one whose every
+            token but the last is cached, and there is no prefill to advance by.
         stop: a condition beyond the rules'; asked once a step about what is left of the run after them. It must
             answer alike on all replicas.
 
@@ -69,7 +71,14 @@ class DecodingState:
         finish_reason: None while unfinished, then "eos", "stop" or "length".
     """
 
-    def __init__(self, prompt: Sequence[int], rules: DecodingRules, policy: Policy, stop: Stop | None = None):
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        rules: DecodingRules,
+        policy: Policy,
+        stop: Stop | None = None,
+        committed: Sequence[int] = (),
+    ):
         assert prompt and rules.max_new_tokens >= 1
         self.rules = rules
         self.policy = policy
@@ -80,7 +89,10 @@ class DecodingState:
         self.num_steps = 0
         self.finish_reason: str | None = None
         self._digest = 0
-        policy.begin(self.tokens)
+        if committed:
+            self._take_up(committed)
+        else:
+            policy.begin(self.tokens)
 
     @property
     def new_tokens(self) -> list[int]:
@@ -119,6 +131,16 @@ class DecodingState:
         content = repr((self.tokens, rules, sorted(self.rules.eos_token_ids))).encode()
         digest = hashlib.blake2b(content, digest_size=7).digest()
         return Proposal(TokenTree(self.tokens[-1:], max_depth=0), int.from_bytes(digest, "big"))
+
+    def _take_up(self, committed: Sequence[int]) -> None:
+        for token in committed:
+            self._commit([token])
+        assert len(self.new_tokens) == len(committed) and self.finish_reason in (None, "length")
+        self.policy.begin(self.tokens[:-1])
+        self.policy.advance_prefill(self.tokens, Found(self.tokens[-1:]))
+        self.num_steps = 1  # what it takes to cache them again
+        self.num_cached = len(self.tokens) - 1
+        self._digest = self.propose_prefill().digest
 
     def advance_prefill(self, proposal: Proposal, found: Found) -> list[int]:
         """Take the prefill's step: the whole prompt is cached and its successor committed. Returns the run."""

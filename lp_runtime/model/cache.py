@@ -114,7 +114,12 @@ class TreeCache(Cache):
         self._length.value += num_tokens
         self._length.written = 0
 
+    def cut_back(self, length: int) -> None:
+        """Keep the first committed tokens; forget the others."""
+        assert length <= self._length.value
+        self._length.value = length
+        self._length.written = 0
+
     def clear(self) -> None:
         """Forget everything; the memory stays."""
-        self._length.value = 0
-        self._length.written = 0
+        self.cut_back(0)

@@ -6,6 +6,7 @@ Letters: T tokens fed, n nodes whose successors are wanted, V vocabulary.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -62,6 +63,7 @@ class TreeModel:
         self._num_layers = config.num_hidden_layers
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._cache: TreeCache | None = None
+        self._cached_tokens: list[int] = []  # whose keys and values the cache has
         self.fixed_sizes: dict[str, bool] | None = None
         self._fixed: FixedForward | None = None
 
@@ -86,21 +88,54 @@ class TreeModel:
 
     def begin(self, capacity: int) -> None:
         """Start a request: an empty cache with room for `capacity` tokens (committed ones and one step's)."""
-        capacity += self.strict_tokens or 0  # passes are filled up
-        if self.fixed_sizes is not None:
-            capacity = -(-(capacity + SIZES[-1]) // GRANULE) * GRANULE  # a larger one makes all passes anew
+        capacity = self._capacity_for(capacity)
         if self._cache is None or self._cache.capacity < capacity:
             self._cache = self._fixed = None  # freed before the larger one is made
             self._cache = TreeCache(self._num_layers, capacity)
         self._cache.clear()
+        self._cached_tokens = []
+
+    def _capacity_for(self, capacity: int) -> int:
+        capacity += self.strict_tokens or 0  # passes are filled up
+        if self.fixed_sizes is not None:
+            capacity = -(-(capacity + SIZES[-1]) // GRANULE) * GRANULE  # a larger one makes all passes anew
+        return capacity
+
+    @torch.inference_mode()
+    def take_up(self, prompt: Sequence[int], committed: Sequence[int], capacity: int) -> None:
+        """Have the cache hold a prompt and all that was committed after it but the last token: what it holds of it
+        already stays, the rest is fed as `prefill` and `forward` would have fed it.
+
+        Args:
+            prompt, committed: token ids, at least one each.
+            capacity: see `begin`.
+        """
+        tokens = [*prompt, *committed[:-1]]
+        num_known = len(os.path.commonprefix([self._cached_tokens, tokens]))
+        if self._cache is None or num_known < len(prompt) or self._cache.capacity < self._capacity_for(capacity):
+            self.begin(capacity)
+            self.prefill(prompt)
+            num_known = len(prompt)
+        self._cache.cut_back(num_known)
+        del self._cached_tokens[num_known:]
+        rest = tokens[num_known:]
+        if self.strict_tokens is None:
+            if rest:
+                self.prefill(rest)
+            return
+        for start in range(0, len(rest), self.strict_tokens):
+            chain = TokenTree(rest[start : start + self.strict_tokens], max_depth=0)
+            self.forward(chain, list(range(len(chain))), [chain.root])
 
     @torch.inference_mode()
     def prefill(self, prompt: Sequence[int]) -> torch.Tensor:
-        """Feed and commit the prompt, in chunks. Returns the last token's logits, [1, V] float32."""
+        """Feed and commit a prompt, in chunks, behind what is committed; the last one's logits, [1, V] float32."""
         ids = torch.tensor(prompt, dtype=torch.int64, device=self.device)
+        before = self._cache.length
+        self._cached_tokens += prompt
         for start in range(0, len(prompt), self._prefill_chunk):
             chunk = ids[start : start + self._prefill_chunk]
-            positions = torch.arange(start, start + len(chunk), device=self.device)
+            positions = torch.arange(before + start, before + start + len(chunk), device=self.device)
             # The mask is the model's own causal one: nothing of a prompt is a tree.
             logits = self._forward(chunk, positions, None, torch.tensor([len(chunk) - 1], device=self.device))
             self._cache.commit(len(chunk))
@@ -110,6 +145,7 @@ class TreeModel:
     def alone(self, tokens: Sequence[int]) -> torch.Tensor:
         """[n, V] float32 logits of tokens that each are a text of one token: they see themselves only."""
         self._cache.clear()
+        self._cached_tokens = []
         ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
         positions = torch.zeros_like(ids)
         mask = self.masks.build([-1] * len(tokens), positions, 0)
@@ -146,6 +182,8 @@ class TreeModel:
         else:
             logits = self._strict_forward(tokens, places, parents)[keep]
         self._cache.commit(tree.root + 1 if commit else 0)
+        if commit:
+            self._cached_tokens += tree.tokens[: tree.root + 1]
         return logits
 
     def _takes_fixed(self, num_tokens: int) -> bool:
