@@ -20,6 +20,7 @@ DEFAULT_MAX_NEW_TOKENS = 128
 MIN_TEMPERATURE = 1e-4  # below it logits would overflow
 WARPERS = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1}
 """Settings that matter to sampling alone, and the value at which each does nothing or means greedy decoding."""
+PLACEMENTS = ("pack", "spread")
 BACKENDS = ("auto", "nccl", "gloo")
 COMPILES = ("auto", "full", "off")
 EXACTNESSES = ("fast", "strict")
@@ -154,23 +155,40 @@ class LauncherConfig:
     port: int = 0
     """Port on which replicas meet (local and ray); 0 takes a free one."""
     timeout: float = 300.0
-    """Seconds that a replica may take to join, or leave its peers without an answer in a step."""
+    """Seconds that a replica may take to join its peers."""
     start_timeout: float = 600.0
     """Seconds until every replica must have loaded its model."""
     backend: str = "auto"
     """auto (nccl on cuda, gloo on CPUs), nccl, or gloo, with which several replicas of a machine may share a GPU: for
     trying things out, not for speed (local and torchrun)."""
+    placement: str = "pack"
+    """Where Ray puts the replicas: pack (on few nodes) or spread (over many)."""
     address: Optional[str] = None  # noqa: UP045
     """Ray cluster to use; if not given, the one this machine or job belongs to, else a local one is started."""
 
     def __post_init__(self) -> None:
         require_choice("launcher", self.name, LAUNCHERS)
         require_choice("launcher.backend", self.backend, BACKENDS)
+        require_choice("launcher.placement", self.placement, PLACEMENTS)
         require_int("launcher.port", self.port, 0)
         if self.port > 65535:
             raise ConfigError(f"launcher.port={self.port}: must be 0 to 65535")
         require_seconds("launcher.timeout", self.timeout)
         require_seconds("launcher.start_timeout", self.start_timeout)
+
+
+@dataclass
+class FailureConfig:
+    """What happens when a replica is lost."""
+
+    timeout: float = 60.0
+    """Seconds that a replica may leave its peers without an answer in a step before it counts as lost."""
+    restarts: int = 3
+    """Times that each replica is started again after it was lost (local and ray); under torchrun that is torchrun's."""
+
+    def __post_init__(self) -> None:
+        require_seconds("failure.timeout", self.timeout)
+        require_int("failure.restarts", self.restarts, 0)
 
 
 @dataclass
@@ -263,6 +281,7 @@ class RuntimeConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    failure: FailureConfig = field(default_factory=FailureConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     gpus: Optional[int] = None  # noqa: UP045
     """Number of replicas, on CPUs too. Under torchrun it is WORLD_SIZE; elsewhere 1 if not given."""

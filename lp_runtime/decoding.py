@@ -108,6 +108,7 @@ class Report:
         counts: tokens fed and accepted, by where they came from and how deep they stood.
         pool: the n-gram pool at the end; None where the policy has none.
         seed: of the sample; None if decoding was greedy.
+        losses: replicas that were lost on the way; times, tokens and counts are then of what came after the last loss.
     """
 
     num_steps: int
@@ -120,6 +121,7 @@ class Report:
     counts: Counts
     pool: PoolStatistics | None
     seed: int | None
+    losses: int = 0
 
 
 Event = Run | Report  # a run a step, and a report at the end

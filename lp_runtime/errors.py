@@ -31,7 +31,19 @@ class ReplicaError(LookaheadError):
 
 
 class StateMismatchError(ReplicaError):
-    """Replicas whose decoding states have parted, as their digests show."""
+    """Replicas whose decoding states have parted, as their digests show.
+
+    Args:
+        digests: of each rank.
+    """
+
+    def __init__(self, digests: list[int]):
+        self.digests = digests
+        shown = ", ".join(f"rank {rank} {value:#x}" for rank, value in enumerate(digests))
+        super().__init__(f"the replicas' states have parted, their digests differ: {shown}")
+
+    def __reduce__(self):
+        return StateMismatchError, (self.digests,)
 
 
 def first_line(error: BaseException) -> str:

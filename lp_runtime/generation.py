@@ -24,7 +24,7 @@ class Generation:
         finish_reason: "eos", "stop" (a stop string), "length", "time" or "cancelled".
         seed: of the sample; None if decoding was greedy.
         logprobs: the model's log-probability of each new token, before processors; None if not asked for.
-        prefill_seconds, times, exchange_bytes, counts, pool: see lp_runtime.decoding.Report.
+        prefill_seconds, times, exchange_bytes, counts, pool, losses: see lp_runtime.decoding.Report.
     """
 
     text: str
@@ -40,6 +40,7 @@ class Generation:
     exchange_bytes: float
     counts: Counts
     pool: PoolStatistics | None
+    losses: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -126,6 +127,7 @@ class GenerationStream:
                 exchange_bytes=event.exchange_bytes,
                 counts=event.counts,
                 pool=event.pool,
+                losses=event.losses,
             )
 
 

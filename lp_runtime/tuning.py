@@ -71,16 +71,19 @@ class Tuning:
             with contextlib.suppress(RuntimeError):  # there is no home folder
                 self._folder = Path(cache_dir).expanduser()
         self._known = {} if known is None else known
+        self._gathered: list[tuple[np.ndarray, np.ndarray]] | None = None
+        self._vocabulary: np.ndarray | None = None
 
     def _points(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """[R] numbers of tokens, and nanoseconds of a step with so many."""
-        if "points" not in self._known:
+        if self._gathered is None:
             name = f"steps-{self._fingerprint()}-{self._machine()}.npz"
-            found = self._load(name, ("tokens", "nanoseconds"))
+            found = self._known.get("points") or self._load(name, ("tokens", "nanoseconds"))
             if found is None:
                 tokens, nanoseconds = measure_steps(self._model)
                 found = {"tokens": np.array(tokens), "nanoseconds": np.array(nanoseconds)}
                 self._store(name, found)
+            self._known["points"] = found
             row = np.zeros(2 * len(GRID), dtype=np.int64)
             row[: len(found["tokens"])] = found["tokens"]
             row[len(GRID) : len(GRID) + len(found["tokens"])] = found["nanoseconds"]
@@ -88,8 +91,8 @@ class Tuning:
             for theirs in gather_rows(row, self._num_replicas, self._device):
                 num_points = int((theirs[: len(GRID)] > 0).sum())
                 points.append((theirs[:num_points], theirs[len(GRID) : len(GRID) + num_points]))
-            self._known["points"] = points
-        return self._known["points"]
+            self._gathered = points
+        return self._gathered
 
     def times(self, num_tokens: int) -> np.ndarray:
         """[R, num_tokens + 1] nanoseconds of every replica's step."""
@@ -101,18 +104,24 @@ class Tuning:
 
     def vocabulary(self) -> np.ndarray:
         """[V, ENTRY] what follows each token alone, as tables.py stores it; the same on all replicas."""
-        if "vocabulary" not in self._known:
-            name = f"vocabulary-{self._fingerprint()}.npz"
-            packed = None
-            if self._rank == 0 and (found := self._load(name, ("packed",))) is not None:
-                packed = found["packed"]
-            packed = broadcast_object(packed, self._rank, self._num_replicas, self._device)
-            if packed is None:
-                packed = self._sweep()
-                if self._rank == 0:
-                    self._store(name, {"packed": packed})
-            *_, self._known["vocabulary"] = _drawing(self._model).unpack(packed)
-        return self._known["vocabulary"]
+        if self._vocabulary is None:
+            is_known = np.array([int("vocabulary" in self._known)])
+            if not gather_rows(is_known, self._num_replicas, self._device).all():
+                self._ask_vocabulary()
+            self._vocabulary = self._known["vocabulary"]
+        return self._vocabulary
+
+    def _ask_vocabulary(self) -> None:
+        name = f"vocabulary-{self._fingerprint()}.npz"
+        packed = None
+        if self._rank == 0 and (found := self._load(name, ("packed",))) is not None:
+            packed = found["packed"]
+        packed = broadcast_object(packed, self._rank, self._num_replicas, self._device)
+        if packed is None:
+            packed = self._sweep()
+            if self._rank == 0:
+                self._store(name, {"packed": packed})
+        *_, self._known["vocabulary"] = _drawing(self._model).unpack(packed)
 
     def _sweep(self) -> np.ndarray:
         """[V, width] what follows each token; every replica asks the model about its part."""

@@ -62,25 +62,26 @@ class ReplicaInfo:
 
 
 class Replica:
-    """A loaded, checked and connected model. Made by `start_replica`."""
+    """A loaded, checked and connected model. Made by `join_group`."""
 
     def __init__(
         self,
         config: RuntimeConfig,
         context: ReplicaContext,
-        info: ReplicaInfo,
-        model: TreeModel,
+        loaded: LoadedModel,
         exchange_device: torch.device,
     ):
+        model = loaded.model
         self.context = context
         self.exchange_device = exchange_device
-        self.info = info
+        self.info = loaded.info
         self._config = config.model
         self._model = model
         place = (context.rank, context.num_replicas, exchange_device)
         self._memory_file = MemoryFile.of(config.lookahead, model.vocabulary_size)
         self._memory = self._memory_file.load(*place) if self._memory_file else None
-        self._loop = DecodingLoop(model, *place, Tuning(model, *place, config.cache_dir), self._memory)
+        tuning = Tuning(model, *place, config.cache_dir, loaded.known)
+        self._loop = DecodingLoop(model, *place, tuning, self._memory)
         self._loop.prepare(config.lookahead)
         self._device = model.device
         self._profile_dir = config.profile_dir if config.profile else None
@@ -103,29 +104,37 @@ class Replica:
         return load_tokenizer(self._config)
 
 
-@contextmanager
-def start_replica(config: RuntimeConfig, context: ReplicaContext, store: dist.Store | None = None) -> Iterator[Replica]:
-    """Load the model, check it, join the group.
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is loaded and checked, and what this process has measured of it."""
+
+    model: TreeModel
+    info: ReplicaInfo
+    known: dict[str, Any]
+
+
+def load_replica(config: RuntimeConfig, device_index: int, num_local: int, owns_process: bool) -> LoadedModel:
+    """Load and check the model of a replica.
 
     Args:
         config: the runtime's.
-        context: who this replica is.
-        store: where the replicas meet, if it is open in this process.
+        device_index, num_local, owns_process: see ReplicaContext.
 
     Raises:
-        ConfigError, ModelError, LaunchError: as the parts do.
+        ConfigError, ModelError: as the parts do.
     """
     is_shared = config.launcher.backend == "gloo" and torch.cuda.is_available()
-    index = context.device_index % torch.cuda.device_count() if is_shared else context.device_index
+    index = device_index % torch.cuda.device_count() if is_shared else device_index
     device = choose_device(config.device, index)
     if config.profile:
         check_folder(config.profile_dir)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    elif context.owns_process:  # replicas that share a machine share its cores
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // context.num_local))
+    elif owns_process:  # replicas that share a machine share its cores
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local))
     model, self_check = ready_model(config, device)
     make_drawing(model, Request((0,), PLAIN, max_new_tokens=1))  # the model's own defaults must be ones we can keep
+    num_sharing = num_local if device.type == "cpu" else -(-num_local // torch.cuda.device_count())
     info = ReplicaInfo(
         vocabulary_size=model.vocabulary_size,
         context_length=model.context_length,
@@ -134,16 +143,47 @@ def start_replica(config: RuntimeConfig, context: ReplicaContext, store: dist.St
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         self_check=self_check,
-        room=None,
+        room=tokens_that_fit(model, num_sharing),
     )
-    num_sharing = context.num_local if device.type == "cpu" else -(-context.num_local // torch.cuda.device_count())
-    room = tokens_that_fit(model, num_sharing)
-    launcher = config.launcher
-    with process_group(context, device, launcher.timeout, store, launcher.backend) as exchange_device:
-        mine = np.array([MUCH_ROOM if room is None else min(room, MUCH_ROOM)])
+    return LoadedModel(model, info, {})
+
+
+@contextmanager
+def join_group(
+    config: RuntimeConfig,
+    loaded: LoadedModel,
+    context: ReplicaContext,
+    store: dist.Store | None = None,
+    is_abandoned: Callable[[], bool] = lambda: False,
+) -> Iterator[Replica]:
+    """Join the group of all replicas, for as long as it is.
+
+    Args:
+        config: the runtime's.
+        loaded: this replica's model.
+        context: who this replica is.
+        store: where the replicas meet, if it is open in this process.
+        is_abandoned: see process_group.
+
+    Raises:
+        ConfigError, LaunchError: as the parts do.
+    """
+    device, launcher, info = loaded.model.device, config.launcher, loaded.info
+    with process_group(
+        context, device, launcher.timeout, store, launcher.backend, config.failure.timeout, is_abandoned
+    ) as exchange_device:
+        mine = np.array([MUCH_ROOM if info.room is None else min(info.room, MUCH_ROOM)])
         least = int(gather_rows(mine, context.num_replicas, exchange_device).min())
         info = replace(info, room=None if least == MUCH_ROOM else least)
-        yield Replica(config, context, info, model, exchange_device)
+        yield Replica(config, context, replace(loaded, info=info), exchange_device)
+
+
+@contextmanager
+def start_replica(config: RuntimeConfig, context: ReplicaContext) -> Iterator[Replica]:
+    """Load the model, check it, join the group: see `load_replica` and `join_group`."""
+    loaded = load_replica(config, context.device_index, context.num_local, context.owns_process)
+    with join_group(config, loaded, context) as replica:
+        yield replica
 
 
 def ready_model(config: RuntimeConfig, device: torch.device) -> tuple[TreeModel, float]:

@@ -106,8 +106,7 @@ class Exchange:
                 raise ReplicaError(f"rank {self.rank} lost a peer in the exchange: {first_line(error)}") from error
         self.bytes_sent += 8 * size
         if (rows[:, 0] != digest).any():
-            shown = ", ".join(f"rank {rank} {value:#x}" for rank, value in enumerate(rows[:, 0].tolist()))
-            raise StateMismatchError(f"the replicas' states have parted, their digests differ: {shown}")
+            raise StateMismatchError(rows[:, 0].tolist())
         merged = np.full((num_nodes, self.width), -1, dtype=np.int64)
         for share, row in zip(shares, rows, strict=True):
             num_owned = len(share.owned)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from lp_runtime.errors import LaunchError, first_line
+
+POLL_SECONDS = 0.002
 
 
 @dataclass(frozen=True)
@@ -107,15 +110,19 @@ def process_group(
     timeout: float,
     store: dist.Store | None = None,
     backend: str = "auto",
+    step_timeout: float | None = None,
+    is_abandoned: Callable[[], bool] = lambda: False,
 ) -> Iterator[torch.device]:
     """Join the process group of all replicas; there is none for a single replica.
 
     Args:
         context: who this replica is and where to meet.
         device: the replica's device.
-        timeout: seconds after which a peer that does not answer is an error.
+        timeout: seconds within which all must have come.
         store: where to meet, if it is open in this process already.
         backend: "nccl", "gloo", or "auto": NCCL on GPUs, gloo without.
+        step_timeout: seconds after which a peer that does not answer is an error; as `timeout` if not given.
+        is_abandoned: asked while peers are waited for: whether not to wait any longer.
 
     Yields:
         the device on which the backend wants its tensors.
@@ -131,7 +138,7 @@ def process_group(
     if context.num_replicas == 1:
         yield exchange_device
         return
-    limit = timedelta(seconds=timeout)
+    limit, step_limit = timedelta(seconds=timeout), timedelta(seconds=step_timeout or timeout)
     try:
         if store is None:
             store = dist.TCPStore(
@@ -146,12 +153,19 @@ def process_group(
         # before all have formed this one, so the count of those that came tells which group this is.
         name = f"lp_runtime/{context.attempt}"
         number = (store.add(f"{name}/joined", 1) - 1) // context.num_replicas
+        # Waited for here, where the wait can be ended, so that forming the group itself is short.
+        deadline = time.monotonic() + timeout
+        while (num_joined := store.add(f"{name}/joined", 0)) < (number + 1) * context.num_replicas:
+            if is_abandoned() or time.monotonic() > deadline:
+                missing = (number + 1) * context.num_replicas - num_joined
+                raise ValueError(f"{missing} of them did not come{'' if is_abandoned() else f' within {timeout:g} s'}")
+            time.sleep(POLL_SECONDS)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore(f"{name}/{number}", store),
             rank=context.rank,
             world_size=context.num_replicas,
-            timeout=limit,
+            timeout=step_limit,
             device_id=device if backend == "nccl" else None,
         )
     except (RuntimeError, ValueError) as error:

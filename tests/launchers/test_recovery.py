@@ -1,0 +1,202 @@
+"""Replicas that are lost: the others finish the request with the same tokens, and the lost one comes back."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+import reference
+from processes import marked, own_replicas, wait_until
+
+from lp_runtime import ConfigError, LookaheadConfig, LookaheadRuntime, ReplicaError, SamplingConfig
+from lp_runtime.config import FailureConfig, RuntimeConfig
+from lp_runtime.launchers.messages import Decode
+
+FIXED = LookaheadConfig(7, 5, 7, prior="none")
+SAMPLINGS = {"greedy": None, "sampled": SamplingConfig(temperature=0.8, seed=3)}
+LENGTH = 160
+
+
+def start(gpus: int, timeout: float = 60.0, restarts: int = 3, **settings) -> LookaheadRuntime:
+    failure = FailureConfig(timeout=timeout, restarts=restarts)
+    config = RuntimeConfig(gpus=gpus, device="cpu", dtype="float32", lookahead=FIXED, failure=failure, **settings)
+    return LookaheadRuntime.from_config(config)
+
+
+def replicas_of(runtime: LookaheadRuntime) -> list[int]:
+    """Process ids by index."""
+    return [process.pid for _, process in sorted(runtime._launcher._processes.items())]
+
+
+def decode(runtime: LookaheadRuntime, disturb=lambda number: None, **options):
+    """The generation of a prompt; `disturb` is told of every piece."""
+    stream = runtime.stream(reference.PROMPTS[1], LENGTH, eos=False, **options)
+    for number, _ in enumerate(stream):
+        disturb(number)
+    return stream.generation
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict:
+    """Token ids and log-probabilities without a loss, greedy and sampled."""
+    with start(1) as runtime:
+        return {name: decode(runtime, sampling=each, logprobs=True) for name, each in SAMPLINGS.items()}
+
+
+def when(number: int, action):
+    """What `decode` may call: the action, once, after so many pieces."""
+    return lambda now: action() if now == number else None
+
+
+def poll(runtime: LookaheadRuntime) -> bool:
+    """Hear what restarted replicas say; whether all are there."""
+    launcher = runtime._launcher
+    for index, message in launcher._receive(0.1):
+        launcher._note(index, message)
+    return not launcher._loading
+
+
+def assert_same(out, expected) -> None:
+    assert out.token_ids == expected.token_ids and out.text == expected.text
+    if out.logprobs:
+        assert out.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
+    assert out.finish_reason == "length" and out.steps < LENGTH
+
+
+@pytest.mark.parametrize(("gpus", "victim"), [(2, 0), (2, 1), (3, 0), (3, 2)])
+def test_a_replica_killed_while_decoding(undisturbed, gpus, victim):
+    with start(gpus) as runtime:
+        for at, (name, sampling) in zip((4, 9), SAMPLINGS.items(), strict=True):
+            kill = when(at, lambda: os.kill(replicas_of(runtime)[victim], signal.SIGKILL))
+            out = decode(runtime, kill, sampling=sampling, logprobs=True)
+            assert_same(out, undisturbed[name])
+            assert out.losses == 1
+            wait_until(lambda: poll(runtime))
+        assert_same(decode(runtime), undisturbed["greedy"])
+        assert len(runtime._launcher._group) == gpus
+    assert own_replicas() == []
+
+
+def test_losses_in_a_row_until_none_is_left(undisturbed):
+    with start(3, restarts=0) as runtime:
+        pids = replicas_of(runtime)
+        stream = runtime.stream(reference.PROMPTS[1], LENGTH, eos=False)
+        tokens = []
+        with pytest.raises(ReplicaError) as caught:
+            for number, piece in enumerate(stream):
+                tokens += piece.token_ids
+                if number in (2, 4, 6):
+                    os.kill(pids[(number - 2) // 2], signal.SIGKILL)
+        assert "all replicas were lost while decoding, after" in str(caught.value)
+        assert "replica 2: its process ended (signal 9)" in str(caught.value)
+        assert len(tokens) > 6 and tokens == undisturbed["greedy"].token_ids[: len(tokens)]
+        with pytest.raises(ReplicaError, match="no replica is left"):
+            runtime.generate("x", 4)
+    assert own_replicas() == []
+
+
+def test_two_lost_at_once_and_all_lost_come_back(undisturbed):
+    with start(3) as runtime:
+        pids = replicas_of(runtime)
+        out = decode(runtime, when(3, lambda: [os.kill(pid, signal.SIGKILL) for pid in pids[:2]]))
+        assert_same(out, undisturbed["greedy"])
+        assert out.losses == 2
+        wait_until(lambda: poll(runtime))
+        pids = replicas_of(runtime)
+        with pytest.raises(ReplicaError, match="all replicas were lost while decoding"):
+            decode(runtime, when(3, lambda: [os.kill(pid, signal.SIGKILL) for pid in pids]))
+        assert_same(decode(runtime), undisturbed["greedy"])
+
+
+def test_a_replica_killed_between_requests(undisturbed):
+    with start(2) as runtime:
+        assert_same(decode(runtime), undisturbed["greedy"])
+        os.kill(replicas_of(runtime)[0], signal.SIGKILL)
+        assert_same(decode(runtime), undisturbed["greedy"])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_replica_that_hangs(undisturbed, victim):
+    with start(3, timeout=2.0) as runtime:
+        pid = replicas_of(runtime)[victim]
+        out = decode(runtime, when(3, lambda: os.kill(pid, signal.SIGSTOP)))
+        assert_same(out, undisturbed["greedy"])
+        assert out.losses == 1
+        assert pid not in own_replicas()
+
+
+def test_a_replica_lost_while_the_group_forms(undisturbed):
+    with start(3, timeout=2.0) as runtime:
+        pids = replicas_of(runtime)
+        os.kill(pids[2], signal.SIGKILL)  # so that a group must be formed
+        os.kill(pids[1], signal.SIGSTOP)  # which this one does not come to
+        out = decode(runtime)
+        assert_same(out, undisturbed["greedy"])
+        assert out.steps < LENGTH
+
+
+def test_a_loss_during_the_prefill(undisturbed):
+    with start(2) as runtime:
+        prompt = reference.PROMPTS[1] * 20
+        expected = runtime.generate(prompt, 24, eos=False).token_ids
+        stream = runtime.stream(prompt, 24, eos=False)
+        launcher = runtime._launcher
+        send = launcher._send
+
+        def send_and_kill(index: int, message: object) -> None:
+            send(index, message)
+            if isinstance(message, Decode) and index == 1:
+                launcher._send = send
+                os.kill(replicas_of(runtime)[1], signal.SIGKILL)
+
+        launcher._send = send_and_kill
+        tokens = [token for piece in stream for token in piece.token_ids]
+        assert tokens == expected and stream.generation.losses == 1
+
+
+def test_a_stream_closed_while_a_replica_is_lost(undisturbed):
+    with start(2) as runtime:
+        stream = runtime.stream(reference.PROMPTS[1], LENGTH, eos=False)
+        next(stream)
+        os.kill(replicas_of(runtime)[1], signal.SIGKILL)
+        stream.close()
+        assert_same(decode(runtime), undisturbed["greedy"])
+
+
+def test_a_request_that_replicas_refuse_harms_none(undisturbed):
+    with start(2) as runtime:
+        pids = replicas_of(runtime)
+        with pytest.raises(ConfigError):
+            runtime.generate("x", 8, sampling=SamplingConfig(temperature=0, bad_words_ids=[[-1]]))
+        assert_same(decode(runtime), undisturbed["greedy"])
+        assert replicas_of(runtime) == pids
+
+
+def test_a_driver_that_dies_leaves_nothing(tmp_path):
+    script = tmp_path / "driver.py"
+    script.write_text(
+        "import os, signal\n"
+        "from lp_runtime import LookaheadRuntime\n"
+        "with LookaheadRuntime(gpus=2, device='cpu') as runtime:\n"
+        "    next(runtime.stream('x', 3000, eos=False))\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    with marked() as mark:
+        subprocess.run([sys.executable, script], env=mark.environment, cwd=tmp_path, timeout=120)
+        mark.assert_gone()
+
+
+def test_random_kills(undisturbed):
+    """A few of what benchmarks/kills.py does by the hundred."""
+    rng = random.Random(0)
+    with start(3, restarts=100) as runtime:
+        for number in range(6):
+            name = ("greedy", "sampled")[number % 2]
+            at, victim = rng.randrange(20), rng.randrange(3)
+            kill = when(at, lambda victim=victim: os.kill(replicas_of(runtime)[victim], signal.SIGKILL))
+            assert_same(decode(runtime, kill, sampling=SAMPLINGS[name]), undisturbed[name])
+            wait_until(lambda: poll(runtime))
