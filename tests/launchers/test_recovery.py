@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -67,21 +66,42 @@ def assert_same(out, expected) -> None:
     assert out.finish_reason == "length" and out.steps < LENGTH
 
 
-@pytest.mark.parametrize(("gpus", "victim"), [(2, 0), (2, 1), (3, 0), (3, 2)])
-def test_a_replica_killed_while_decoding(undisturbed, gpus, victim):
-    with start(gpus) as runtime:
-        for at, (name, sampling) in zip((4, 9), SAMPLINGS.items(), strict=True):
-            kill = when(at, lambda: os.kill(replicas_of(runtime)[victim], signal.SIGKILL))
-            out = decode(runtime, kill, sampling=sampling, logprobs=True)
-            assert_same(out, undisturbed[name])
-            assert out.losses == 1
-            wait_until(lambda: poll(runtime))
+@pytest.fixture(scope="module")
+def shared_runtime():
+    """Three replicas, which tests may kill."""
+    with start(3, timeout=2.0, restarts=100) as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def runtime(shared_runtime):
+    """The same, all of them there."""
+    wait_until(lambda: poll(shared_runtime))
+    return shared_runtime
+
+
+@pytest.mark.parametrize(("victim", "at", "name"), [(0, 4, "greedy"), (2, 9, "sampled"), (0, 1, "sampled")])
+def test_a_replica_killed_while_decoding(undisturbed, runtime, victim, at, name):
+    kill = when(at, lambda: os.kill(replicas_of(runtime)[victim], signal.SIGKILL))
+    out = decode(runtime, kill, sampling=SAMPLINGS[name], logprobs=True)
+    assert_same(out, undisturbed[name])
+    assert out.losses == 1
+    wait_until(lambda: poll(runtime))
+    assert_same(decode(runtime), undisturbed["greedy"])
+    assert runtime._launcher._group == [0, 1, 2]
+
+
+def test_one_of_two_killed(undisturbed):
+    before = own_replicas()
+    with start(2, restarts=0) as runtime:
+        out = decode(runtime, when(4, lambda: os.kill(replicas_of(runtime)[0], signal.SIGKILL)))
+        assert_same(out, undisturbed["greedy"])
         assert_same(decode(runtime), undisturbed["greedy"])
-        assert len(runtime._launcher._group) == gpus
-    assert own_replicas() == []
+    assert own_replicas() == before
 
 
 def test_losses_in_a_row_until_none_is_left(undisturbed):
+    before = own_replicas()
     with start(3, restarts=0) as runtime:
         pids = replicas_of(runtime)
         stream = runtime.stream(reference.PROMPTS[1], LENGTH, eos=False)
@@ -96,84 +116,76 @@ def test_losses_in_a_row_until_none_is_left(undisturbed):
         assert len(tokens) > 6 and tokens == undisturbed["greedy"].token_ids[: len(tokens)]
         with pytest.raises(ReplicaError, match="no replica is left"):
             runtime.generate("x", 4)
-    assert own_replicas() == []
+    assert own_replicas() == before
 
 
-def test_two_lost_at_once_and_all_lost_come_back(undisturbed):
-    with start(3) as runtime:
-        pids = replicas_of(runtime)
-        out = decode(runtime, when(3, lambda: [os.kill(pid, signal.SIGKILL) for pid in pids[:2]]))
-        assert_same(out, undisturbed["greedy"])
-        assert out.losses == 2
-        wait_until(lambda: poll(runtime))
-        pids = replicas_of(runtime)
-        with pytest.raises(ReplicaError, match="all replicas were lost while decoding"):
-            decode(runtime, when(3, lambda: [os.kill(pid, signal.SIGKILL) for pid in pids]))
-        assert_same(decode(runtime), undisturbed["greedy"])
+def test_two_lost_at_once_and_all_lost_come_back(undisturbed, runtime):
+    pids = replicas_of(runtime)
+    out = decode(runtime, when(3, lambda: [os.kill(pid, signal.SIGKILL) for pid in pids[:2]]))
+    assert_same(out, undisturbed["greedy"])
+    assert out.losses == 2
+    wait_until(lambda: poll(runtime))
+    pids = replicas_of(runtime)
+    with pytest.raises(ReplicaError, match="all replicas were lost while decoding"):
+        decode(runtime, when(3, lambda: [os.kill(pid, signal.SIGKILL) for pid in pids]))
+    assert_same(decode(runtime), undisturbed["greedy"])
 
 
-def test_a_replica_killed_between_requests(undisturbed):
-    with start(2) as runtime:
-        assert_same(decode(runtime), undisturbed["greedy"])
-        os.kill(replicas_of(runtime)[0], signal.SIGKILL)
-        assert_same(decode(runtime), undisturbed["greedy"])
+def test_a_replica_killed_between_requests(undisturbed, runtime):
+    assert_same(decode(runtime), undisturbed["greedy"])
+    os.kill(replicas_of(runtime)[0], signal.SIGKILL)
+    assert_same(decode(runtime), undisturbed["greedy"])
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_replica_that_hangs(undisturbed, victim):
-    with start(3, timeout=2.0) as runtime:
-        pid = replicas_of(runtime)[victim]
-        out = decode(runtime, when(3, lambda: os.kill(pid, signal.SIGSTOP)))
-        assert_same(out, undisturbed["greedy"])
-        assert out.losses == 1
-        assert pid not in own_replicas()
+def test_a_replica_that_hangs(undisturbed, runtime):
+    pid = replicas_of(runtime)[0]
+    out = decode(runtime, when(3, lambda: os.kill(pid, signal.SIGSTOP)))
+    assert_same(out, undisturbed["greedy"])
+    assert out.losses == 1
+    assert pid not in own_replicas()
 
 
-def test_a_replica_lost_while_the_group_forms(undisturbed):
-    with start(3, timeout=2.0) as runtime:
-        pids = replicas_of(runtime)
-        os.kill(pids[2], signal.SIGKILL)  # so that a group must be formed
-        os.kill(pids[1], signal.SIGSTOP)  # which this one does not come to
-        out = decode(runtime)
-        assert_same(out, undisturbed["greedy"])
-        assert out.steps < LENGTH
+def test_a_replica_lost_while_the_group_forms(undisturbed, runtime):
+    pids = replicas_of(runtime)
+    os.kill(pids[2], signal.SIGKILL)  # so that a group must be formed
+    os.kill(pids[1], signal.SIGSTOP)  # which this one does not come to
+    out = decode(runtime)
+    assert_same(out, undisturbed["greedy"])
+    assert out.steps < LENGTH
 
 
-def test_a_loss_during_the_prefill(undisturbed):
-    with start(2) as runtime:
-        prompt = reference.PROMPTS[1] * 20
-        expected = runtime.generate(prompt, 24, eos=False).token_ids
-        stream = runtime.stream(prompt, 24, eos=False)
-        launcher = runtime._launcher
-        send = launcher._send
+def test_a_loss_during_the_prefill(undisturbed, runtime):
+    prompt = reference.PROMPTS[1] * 20
+    expected = runtime.generate(prompt, 24, eos=False).token_ids
+    stream = runtime.stream(prompt, 24, eos=False)
+    launcher = runtime._launcher
+    send = launcher._send
 
-        def send_and_kill(index: int, message: object) -> None:
-            send(index, message)
-            if isinstance(message, Decode) and index == 1:
-                launcher._send = send
-                os.kill(replicas_of(runtime)[1], signal.SIGKILL)
+    def send_and_kill(index: int, message: object) -> None:
+        send(index, message)
+        if isinstance(message, Decode) and index == 1:
+            launcher._send = send
+            os.kill(replicas_of(runtime)[1], signal.SIGKILL)
 
-        launcher._send = send_and_kill
-        tokens = [token for piece in stream for token in piece.token_ids]
-        assert tokens == expected and stream.generation.losses == 1
-
-
-def test_a_stream_closed_while_a_replica_is_lost(undisturbed):
-    with start(2) as runtime:
-        stream = runtime.stream(reference.PROMPTS[1], LENGTH, eos=False)
-        next(stream)
-        os.kill(replicas_of(runtime)[1], signal.SIGKILL)
-        stream.close()
-        assert_same(decode(runtime), undisturbed["greedy"])
+    launcher._send = send_and_kill
+    tokens = [token for piece in stream for token in piece.token_ids]
+    assert tokens == expected and stream.generation.losses == 1
 
 
-def test_a_request_that_replicas_refuse_harms_none(undisturbed):
-    with start(2) as runtime:
-        pids = replicas_of(runtime)
-        with pytest.raises(ConfigError):
-            runtime.generate("x", 8, sampling=SamplingConfig(temperature=0, bad_words_ids=[[-1]]))
-        assert_same(decode(runtime), undisturbed["greedy"])
-        assert replicas_of(runtime) == pids
+def test_a_stream_closed_while_a_replica_is_lost(undisturbed, runtime):
+    stream = runtime.stream(reference.PROMPTS[1], LENGTH, eos=False)
+    next(stream)
+    os.kill(replicas_of(runtime)[1], signal.SIGKILL)
+    stream.close()
+    assert_same(decode(runtime), undisturbed["greedy"])
+
+
+def test_a_request_that_replicas_refuse_harms_none(undisturbed, runtime):
+    pids = replicas_of(runtime)
+    with pytest.raises(ConfigError):
+        runtime.generate("x", 8, sampling=SamplingConfig(temperature=0, bad_words_ids=[[-1]]))
+    assert_same(decode(runtime), undisturbed["greedy"])
+    assert replicas_of(runtime) == pids
 
 
 def test_a_driver_that_dies_leaves_nothing(tmp_path):
@@ -190,13 +202,37 @@ def test_a_driver_that_dies_leaves_nothing(tmp_path):
         mark.assert_gone()
 
 
-def test_random_kills(undisturbed):
-    """A few of what benchmarks/kills.py does by the hundred."""
-    rng = random.Random(0)
-    with start(3, restarts=100) as runtime:
-        for number in range(6):
-            name = ("greedy", "sampled")[number % 2]
-            at, victim = rng.randrange(20), rng.randrange(3)
-            kill = when(at, lambda victim=victim: os.kill(replicas_of(runtime)[victim], signal.SIGKILL))
-            assert_same(decode(runtime, kill, sampling=SAMPLINGS[name]), undisturbed[name])
-            wait_until(lambda: poll(runtime))
+HARM = """
+import os, sys
+if "worker_process" in " ".join(sys.orig_argv):
+    import torch
+    from lp_runtime.parallel.exchange import Exchange
+
+    gather, steps = Exchange.all_gather, [0]
+
+    def harmed(self, shares, num_nodes, values, digest, control, clock=0):
+        steps[0] += 1
+        if steps[0] == {step} and self.rank == {rank} and self.num_replicas == {gpus}:
+            {harm}
+        return gather(self, shares, num_nodes, values, digest, control, clock)
+
+    Exchange.all_gather = harmed
+"""
+
+
+@pytest.mark.parametrize(
+    ("harm", "rank", "gpus", "reason"),
+    [
+        ("raise torch.OutOfMemoryError('no memory is left')", 0, 3, "OutOfMemoryError: no memory is left"),
+        ("digest ^= 1", 1, 3, "its state has parted from the others'"),
+        ("digest ^= 1", 0, 2, "its state has parted from the others'"),
+    ],
+)
+def test_a_replica_whose_step_goes_wrong(undisturbed, harm, rank, gpus, reason, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(HARM.format(step=6, rank=rank, gpus=gpus, harm=harm))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with start(gpus) as runtime:
+        out = decode(runtime, logprobs=True)
+        assert_same(out, undisturbed["greedy"])
+        assert out.losses == 1
+        assert list(runtime._launcher._losses.values()) == [reason]
