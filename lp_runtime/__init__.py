@@ -10,7 +10,9 @@ from lp_runtime.api import LookaheadRuntime
 from lp_runtime.config import LauncherConfig, LookaheadConfig, ModelConfig, SamplingConfig
 from lp_runtime.drop_in import lookahead_generate
 from lp_runtime.errors import (
+    BusyError,
     ConfigError,
+    DeadlineError,
     LaunchError,
     LookaheadError,
     ModelError,
@@ -20,11 +22,15 @@ from lp_runtime.errors import (
 )
 from lp_runtime.generation import Generation, GenerationStream, Piece
 from lp_runtime.request import RequestOptions
+from lp_runtime.scheduler import Job, Scheduler
 
 __all__ = [
+    "BusyError",
     "ConfigError",
+    "DeadlineError",
     "Generation",
     "GenerationStream",
+    "Job",
     "LaunchError",
     "LauncherConfig",
     "LookaheadConfig",
@@ -37,6 +43,7 @@ __all__ = [
     "RequestError",
     "RequestOptions",
     "SamplingConfig",
+    "Scheduler",
     "StateMismatchError",
     "lookahead_generate",
 ]

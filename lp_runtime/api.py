@@ -87,6 +87,11 @@ class LookaheadRuntime:
         return self._launcher.num_replicas
 
     @property
+    def num_ready(self) -> int:
+        """Replicas that are there, as far as is known: fewer than num_replicas while lost ones start again."""
+        return self._launcher.num_ready
+
+    @property
     def is_leader(self) -> bool:
         """False on the ranks of torchrun that follow rank 0."""
         return self._launcher.is_leader
@@ -149,8 +154,15 @@ class LookaheadRuntime:
     ) -> GenerationStream:
         """Decode a prompt and iterate over what each step adds. Arguments and errors as in `generate`."""
         request = self.request(prompt, max_new_tokens, **options)
-        needs_text = isinstance(prompt, str) or bool(request.stop)
-        text_stream = self._text_stream(optional=not needs_text)
+        return self.stream_request(request, needs_text=isinstance(prompt, str))
+
+    def stream_request(self, request: Request, needs_text: bool = False) -> GenerationStream:
+        """Decode what `request` returned. See `stream`.
+
+        Args:
+            needs_text: whether a model without a tokenizer is an error; pieces are token ids alone else.
+        """
+        text_stream = self._text_stream(optional=not (needs_text or request.stop))
         stop_strings = StopStrings(self.tokenizer, request.stop) if request.stop else None
         return GenerationStream(self._launcher.run(request), text_stream, stop_strings)
 
@@ -170,6 +182,10 @@ class LookaheadRuntime:
     ) -> Request:
         """Turn a prompt and options into a checked request. Arguments and errors as in `generate`."""
         return RequestMaker(self.config, self.info, lambda: self.tokenizer).make(prompt, max_new_tokens, **options)
+
+    def tend(self) -> bool:
+        """Look after idle replicas: notice those that were lost meanwhile, and that are back. True if any is there."""
+        return self._launcher.tend()
 
     def close(self) -> None:
         """End every replica. Under torchrun, ranks other than 0 first serve what rank 0 still asks for."""

@@ -1,4 +1,4 @@
-"""lp-generate, lp-chat and lp-bench: settings as Hydra overrides (overrides.py), exit statuses, errors in one line."""
+"""lp-generate, lp-chat, lp-serve, lp-bench: Hydra overrides (overrides.py), exit statuses, errors in one line."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from lp_runtime.api import LookaheadRuntime
 from lp_runtime.batch import check_output, generate_file, read_prompts
 from lp_runtime.bench.command import bench, check_bench
 from lp_runtime.chat import chat, check_chat
-from lp_runtime.command_config import BenchConfig, ChatConfig, GenerateConfig
+from lp_runtime.command_config import BenchConfig, ChatConfig, GenerateConfig, ServeConfig
 from lp_runtime.config import RuntimeConfig
 from lp_runtime.errors import ConfigError, LaunchError, LookaheadError, ModelError, RequestError
 from lp_runtime.model.loading import check_location
 from lp_runtime.overrides import as_yaml, help_keys, load_config
 from lp_runtime.parallel.group import ReplicaContext, started_by_torchrun
+from lp_runtime.server.command import check_serve, serve
 from lp_runtime.single import generate_one, parse_ids
 
 BAD_INPUT = (ConfigError, RequestError, ModelError, LaunchError)
@@ -33,6 +34,8 @@ lp-generate prompt="def fib(n):" [gpus=2] [lookahead.W=15 lookahead.N=5 lookahea
 CHAT_USAGE = """\
 lp-chat model.path=PATH_OR_ID [gpus=2] [system="You are ..."] [sampling.temperature=0.7] [KEY=VALUE ...]"""
 
+SERVE_USAGE = """\
+lp-serve model.path=PATH_OR_ID [gpus=2] [host=127.0.0.1] [port=8000] [api_key=KEY] [KEY=VALUE ...]"""
 BENCH_USAGE = """\
 lp-bench [prompts=FILE.jsonl:FIELD] [gpus=2] [degrees=[1,2,4,8]] [output=FOLDER] [KEY=VALUE ...]"""
 
@@ -45,6 +48,11 @@ def main(arguments: list[str] | None = None) -> None:
 def chat_main(arguments: list[str] | None = None) -> None:
     """lp-chat: a conversation on the terminal. Exits the process as `_run` says."""
     _run(_parser("lp-chat", CHAT_USAGE, ChatConfig), ChatConfig, _prepare_chat, arguments)
+
+
+def serve_main(arguments: list[str] | None = None) -> None:
+    """lp-serve: an HTTP server that speaks the OpenAI API. Exits the process as `_run` says."""
+    _run(_parser("lp-serve", SERVE_USAGE, ServeConfig), ServeConfig, _prepare_serve, arguments)
 
 
 def bench_main(arguments: list[str] | None = None) -> None:
@@ -103,6 +111,11 @@ def _prepare_generate(config: GenerateConfig) -> Work:
 def _prepare_chat(config: ChatConfig) -> Work:
     check_chat(config)
     return partial(chat, config=config)
+
+
+def _prepare_serve(config: ServeConfig) -> Work:
+    check_serve(config)
+    return partial(serve, config=config)
 
 
 def _prepare_bench(config: BenchConfig) -> Work:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Optional
 
-from lp_runtime.checks import require_choice, require_int, require_number
+from lp_runtime.checks import require_choice, require_int, require_number, require_seconds
 from lp_runtime.config import RuntimeConfig, check_limits
 from lp_runtime.errors import ConfigError
 
@@ -82,6 +82,44 @@ class ChatConfig(RuntimeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_limits(self.max_new_tokens, self.stop, self.max_time)
+
+
+@dataclass
+class ServeConfig(RuntimeConfig):
+    """What lp-serve takes: a runtime, and how it is served."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every one."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+    api_key: Optional[str] = None  # noqa: UP045
+    """What clients must send as their API key; none is asked for if not given."""
+    served_name: Optional[str] = None  # noqa: UP045
+    """Name of the model for clients; the last part of model.path if not given."""
+    max_waiting: int = 64
+    """Requests that may wait for others to end; more are refused with status 429."""
+    queue_timeout: Optional[float] = None  # noqa: UP045
+    """Seconds that a request may wait before it begins; no limit if not given."""
+    max_new_tokens: Optional[int] = None  # noqa: UP045
+    """Tokens that a request may generate at most; what the model's context allows if not given."""
+    max_body_bytes: int = 1 << 20
+    """Size of an HTTP request at most."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_int("port", self.port, 0)
+        if self.port > 65535:
+            raise ConfigError(f"port={self.port}: must be 0 to 65535")
+        require_int("max_waiting", self.max_waiting, 0)
+        require_int("max_body_bytes", self.max_body_bytes, 1)
+        check_limits(self.max_new_tokens, None, None)
+        if self.queue_timeout is not None:
+            require_seconds("queue_timeout", self.queue_timeout)
+        for name in ("host", "api_key", "served_name"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"{name}: is empty")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ConfigError("api_key: must be printable ASCII")
 
 
 METHODS = ("hf", "hf_compiled", "hf_prompt_lookup", "plain", "paper", "default")

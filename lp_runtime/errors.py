@@ -30,6 +30,14 @@ class ReplicaError(LookaheadError):
     """A replica that failed or was lost while it worked."""
 
 
+class BusyError(LookaheadError):
+    """A request that is refused because too many are waiting."""
+
+
+class DeadlineError(LookaheadError):
+    """A request that has not begun in the time that it was given."""
+
+
 class StateMismatchError(ReplicaError):
     """Replicas whose decoding states have parted, as their digests show.
 

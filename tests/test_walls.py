@@ -30,9 +30,10 @@ LAYERS = [
     {"launchers"},
     {"generation", "request", "drop_in"},
     {"api"},
+    {"scheduler"},
     {"single"},
     {"batch"},
-    {"bench", "chat", "overrides"},
+    {"bench", "chat", "overrides", "server"},
     {"cli"},
     {"__main__"},
 ]

@@ -52,6 +52,19 @@ class Launcher(ABC):
         finally:
             self._is_busy = False
 
+    @property
+    def num_ready(self) -> int:
+        """Replicas that are there, as far as is known."""
+        return self.num_replicas if not self._is_closed and self._failure_seen is None else 0
+
+    def tend(self) -> bool:
+        """Notice, while no request is decoded, which replicas were lost and which are back.
+
+        Returns:
+            whether there is any.
+        """
+        return not self._is_closed and self._failure_seen is None
+
     @abstractmethod
     def _run(self, request: Request) -> Generator[Event, None, None]:
         """See `run`. Is closed (GeneratorExit) to cancel; after anything else it raises, only `close` is called."""

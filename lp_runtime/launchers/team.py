@@ -180,6 +180,15 @@ class TeamLauncher(Launcher):
         if sorted(self._ready) != sorted(self._group):
             self._form()
 
+    @property
+    def num_ready(self) -> int:
+        return len(self._ready)
+
+    def tend(self) -> bool:
+        for index, message in self._receive(0.0):
+            self._note(index, message)
+        return not self._is_closed and bool(self._ready)
+
     def _why(self) -> str:
         return "; ".join(f"replica {index}: {reason}" for index, reason in sorted(self._losses.items()))
 

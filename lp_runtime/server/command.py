@@ -1,0 +1,63 @@
+"""lp-serve: a runtime, a scheduler and an HTTP server in one process, until it is told to end."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from lp_runtime.api import LookaheadRuntime
+from lp_runtime.command_config import ServeConfig
+from lp_runtime.errors import ConfigError, LaunchError
+from lp_runtime.model.loading import load_tokenizer
+from lp_runtime.scheduler import Scheduler
+
+GRACE_SECONDS = 5  # that answers may take to end once the server is told to
+
+
+def check_serve(config: ServeConfig) -> None:
+    """Refuse, before a model is loaded, what cannot be served.
+
+    Raises:
+        LaunchError: if the server's packages are not installed, or the port is taken.
+        ModelError: if the model has no tokenizer.
+    """
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise LaunchError(f"lp-serve: {error.name} is not installed (pip install 'lp-runtime[serve]')") from error
+    load_tokenizer(config.model)
+    _listen(config).close()
+
+
+def serve(runtime: LookaheadRuntime, config: ServeConfig) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    import uvicorn
+
+    from lp_runtime.server.app import Server, ServerSettings
+
+    settings = ServerSettings(
+        name=config.served_name or Path(config.model.location).name,
+        api_key=config.api_key,
+        max_body_bytes=config.max_body_bytes,
+        max_new_tokens=config.max_new_tokens,
+        queue_timeout=config.queue_timeout,
+    )
+    listener = _listen(config)
+    with Scheduler(runtime, config.max_waiting) as scheduler:
+        app = Server(runtime, scheduler, settings, load_tokenizer(config.model)).app()
+        options = uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_SECONDS, lifespan="off"
+        )
+        host, port = listener.getsockname()[:2]
+        print(f"serving {settings.name} on http://{host}:{port}/v1", flush=True)
+        uvicorn.Server(options).run(sockets=[listener])
+
+
+def _listen(config: ServeConfig) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((config.host, config.port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"host={config.host} port={config.port}: {error.strerror or error}") from error

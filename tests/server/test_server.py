@@ -1,0 +1,392 @@
+"""lp-serve, asked by the official openai client and by clients that behave badly."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import openai
+import pytest
+import reference
+import uvicorn
+from processes import PATIENCE, marked, wait_until
+
+from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig, Scheduler
+from lp_runtime.model.loading import load_tokenizer
+from lp_runtime.server.app import Server, ServerSettings
+
+FIXED = LookaheadConfig(7, 5, 7, prior="none")
+TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"
+PROMPT = reference.PROMPTS[1]
+SAMPLED = {"temperature": 0.8, "seed": 7}
+
+
+@contextmanager
+def served(runtime: LookaheadRuntime, max_waiting: int = 64, **settings):
+    """(base URL, scheduler) of a server in this process."""
+    with Scheduler(runtime, max_waiting) as scheduler:
+        settings = ServerSettings("demo", **settings)
+        app = Server(runtime, scheduler, settings, load_tokenizer(runtime.config.model)).app()
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        wait_until(lambda: server.started)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", scheduler
+        finally:
+            server.should_exit = True
+            thread.join(PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def runtime(demo_model_dir, tmp_path_factory):
+    folder = shutil.copytree(demo_model_dir, tmp_path_factory.mktemp("chat") / "model")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with LookaheadRuntime(folder, device="cpu", dtype="float32", lookahead=FIXED) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def expected(runtime):
+    """Generations by (prompt, tokens, sampled), made before there is a server."""
+    made = {}
+    for sampled in (False, True):
+        sampling = SamplingConfig(**SAMPLED) if sampled else SamplingConfig(temperature=0.0)
+        for prompt in reference.PROMPTS:
+            made[prompt, sampled] = runtime.generate(prompt, 32, eos=False, sampling=sampling, logprobs=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(runtime, expected):
+    with served(runtime, max_body_bytes=100_000) as (url, scheduler):
+        yield url, scheduler
+
+
+@pytest.fixture
+def client(server):
+    return openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0)
+
+
+def body(**more) -> dict:
+    return {"model": "demo", "prompt": PROMPT, "max_tokens": 32, "extra_body": {"ignore_eos": True}} | more
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_completions(client, expected, sampled):
+    whole = expected[PROMPT, sampled]
+    options = SAMPLED if sampled else {"temperature": 0}
+    done = client.completions.create(**body(**options, logprobs=1))
+    choice = done.choices[0]
+    assert (choice.text, choice.finish_reason, done.object) == (whole.text, "length", "text_completion")
+    assert choice.logprobs.token_logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+    assert "".join(choice.logprobs.tokens) == whole.text
+    assert done.usage.completion_tokens == 32 and done.usage.prompt_tokens > 10
+    chunks = list(client.completions.create(**body(**options, stream=True, stream_options={"include_usage": True})))
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.text
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    assert 3 < len(chunks) <= whole.steps + 3
+    assert chunks[-1].choices == [] and chunks[-1].usage == done.usage
+
+
+def test_several_prompts_and_samples(client, runtime, expected):
+    done = client.completions.create(**body(prompt=reference.PROMPTS, temperature=0))
+    assert [choice.text for choice in done.choices] == [expected[prompt, False].text for prompt in reference.PROMPTS]
+    ids = load_tokenizer(runtime.config.model)(PROMPT).input_ids
+    done = client.completions.create(**body(prompt=[ids, ids], n=2, **SAMPLED))
+    texts = [choice.text for choice in done.choices]
+    assert texts[0] == expected[PROMPT, True].text != texts[1] and texts[2:] == texts[:2]
+    assert [choice.index for choice in done.choices] == [0, 1, 2, 3]
+    assert done.usage.completion_tokens == 128
+
+
+def test_stop_strings_are_not_shown(client, expected):
+    text = expected[PROMPT, False].text
+    stop = text[10:14]
+    shown = text[: text.index(stop)]
+    for stops in (stop, [stop, "never there"]):
+        done = client.completions.create(**body(temperature=0, stop=stops))
+        assert (done.choices[0].text, done.choices[0].finish_reason) == (shown, "stop")
+        chunks = list(client.completions.create(**body(temperature=0, stop=stops, stream=True)))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == shown
+        assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_lookahead_settings_change_nothing_but_the_steps(client, expected):
+    for lookahead in ({"W": 0, "N": 2, "G": 0}, {"policy": "prompt_lookup"}, {"budget": 4}):
+        done = client.completions.create(**body(temperature=0, extra_body={"ignore_eos": True, "lookahead": lookahead}))
+        assert done.choices[0].text == expected[PROMPT, False].text
+
+
+def test_chat(client, server):
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Write "}, {"type": "text", "text": "a loop."}]},
+    ]
+    options = {"model": "demo", "messages": messages, "temperature": 0, "logprobs": True}
+    done = client.chat.completions.create(max_completion_tokens=24, **options)
+    choice = done.choices[0]
+    plain = "# system: Be brief.\n# user: Write a loop.\n# assistant:"
+    assert (
+        choice.message.content
+        == client.completions.create(**body(prompt=plain, max_tokens=24, temperature=0, extra_body={})).choices[0].text
+    )
+    assert choice.message.role == "assistant" and len(choice.logprobs.content) == done.usage.completion_tokens
+    chunks = list(client.chat.completions.create(max_tokens=24, stream=True, **options))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
+    logprobs = [
+        each.logprob for chunk in chunks if chunk.choices[0].logprobs for each in chunk.choices[0].logprobs.content
+    ]
+    assert logprobs == [each.logprob for each in choice.logprobs.content]
+
+
+def test_models_health_and_metrics(client, server):
+    assert [model.id for model in client.models.list()] == ["demo"]
+    assert client.models.retrieve("demo").id == "demo"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    with urllib.request.urlopen(f"{server[0]}/health") as answer:
+        assert json.load(answer) == {"status": "ok", "replicas": 1}
+    client.completions.create(**body(temperature=0))
+    text = urllib.request.urlopen(f"{server[0]}/metrics").read().decode()
+    figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(figures["lp_new_tokens_total"]) >= 32 and float(figures["lp_compression_ratio"]) > 1
+    assert float(figures['lp_requests_total{outcome="length"}']) >= 1
+    assert float(figures["lp_replicas"]) == 1 and float(figures["lp_first_token_seconds_count"]) >= 1
+    assert float(figures['lp_accepted_tokens_total{source="text"}']) >= 0
+
+
+def test_many_clients_at_once(server, expected):
+    def ask(number: int) -> bool:
+        sampled, prompt = bool(number % 2), reference.PROMPTS[number % 3]
+        client = openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0)
+        options = SAMPLED if sampled else {"temperature": 0}
+        if number % 4 < 2:
+            text = client.completions.create(**body(prompt=prompt, **options)).choices[0].text
+        else:
+            chunks = client.completions.create(**body(prompt=prompt, stream=True, **options))
+            text = "".join(chunk.choices[0].text for chunk in chunks)
+        return text == expected[prompt, sampled].text
+
+    with ThreadPoolExecutor(24) as pool:
+        assert all(pool.map(ask, range(24)))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": []}, "prompt: is empty"),
+        ({"prompt": [999999]}, "token id 999999"),
+        ({"max_tokens": 0}, "max_new_tokens=0"),
+        ({"max_tokens": 100000}, "the prompt is too long"),
+        ({"temperature": -1}, "sampling.temperature=-1"),
+        ({"top_p": 2, "temperature": 1}, "sampling.top_p=2"),
+        ({"n": 0}, "n: "),
+        ({"n": 2, "temperature": 0}, "n=2: decoding is greedy"),
+        ({"presence_penalty": 1}, "presence_penalty=1"),
+        ({"stop": ""}, "stop=''"),
+        ({"stop": ["x"] * 17}, "stop: 17 strings"),
+        ({"logit_bias": {"x": 1}}, "logit_bias of 'x'"),
+        ({"echo": True}, "echo, suffix and best_of"),
+        ({"extra_body": {"nonsense": 1}}, "nonsense: Extra inputs are not permitted"),
+        ({"extra_body": {"lookahead": {"W": -1, "N": 5, "G": 5}}}, "lookahead.W=-1"),
+        ({"stream_options": {"include_usage": True}}, "stream_options: only with stream=true"),
+    ],
+)
+def test_bad_requests_are_one_clear_line(client, more, message):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(**body(**more))
+    assert message in caught.value.body["message"] and "\n" not in caught.value.body["message"]
+
+
+def raw(url: str, path: str, data: bytes | None, method: str = "POST", **headers) -> int:
+    """The status of any request."""
+    request = urllib.request.Request(f"{url}{path}", data, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+            answer.read()
+            return answer.status
+    except urllib.error.HTTPError as error:
+        error.read()
+        return error.code
+
+
+def test_malformed_requests(server, client):
+    """Whatever comes, the answer is a 4xx (or the thing itself), never a 500, and the server goes on."""
+    rng = random.Random(0)
+    values = [
+        None,
+        True,
+        -1,
+        0,
+        1,
+        2**70,
+        1e308,
+        "",
+        "x",
+        "\ud800",
+        [],
+        [None],
+        {},
+        {"a": 1},
+        [[1], [2]],
+        -0.5,
+        "9" * 50,
+    ]
+    keys = [
+        "prompt",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "n",
+        "stop",
+        "seed",
+        "logit_bias",
+        "logprobs",
+    ]
+    keys += [
+        "stream",
+        "stream_options",
+        "lookahead",
+        "max_time",
+        "repetition_penalty",
+        "model",
+        "messages",
+        "ignore_eos",
+    ]
+    seen = set()
+    for number in range(300):
+        path = rng.choice(["/v1/completions", "/v1/chat/completions"])
+        asked = (
+            {"prompt": "x", "max_tokens": 2}
+            if "chat" not in path
+            else {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+        )
+        for key in rng.sample(keys, rng.randrange(1, 4)):
+            asked[key] = rng.choice(values)
+        data = json.dumps(asked).encode()
+        if number % 5 == 0:
+            data = data[: rng.randrange(len(data))]
+        if number % 7 == 0:
+            data = bytes(rng.randrange(256) for _ in range(40))
+        seen.add(raw(server[0], path, data, **{"Content-Type": "application/json"}))
+    assert seen <= {200, 400, 404}, seen
+    assert raw(server[0], "/v1/completions", b"x" * 200_000) == 413
+    assert raw(server[0], "/v1/completions", None, "GET") == 405
+    assert raw(server[0], "/nothing", None, "GET") == 404
+    assert raw(server[0], "/v1/completions", b"{}", **{"Content-Type": "text/plain"}) == 400
+    assert client.completions.create(**body(temperature=0)).choices[0].finish_reason == "length"
+
+
+def test_a_client_that_goes_frees_the_replicas(server):
+    url, scheduler = server
+    for stream in (True, False):
+        connection = http.client.HTTPConnection(url.removeprefix("http://"))
+        asked = {
+            "prompt": PROMPT,
+            "max_tokens": 900,
+            "stream": stream,
+            "ignore_eos": True,
+            "lookahead": {"W": 0, "N": 2, "G": 0},
+        }
+        before = scheduler.totals.requests.get("cancelled", 0)
+        connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
+        wait_until(lambda: scheduler.num_running)
+        connection.sock.close()
+        wait_until(lambda: not scheduler.num_running)
+        assert scheduler.totals.requests["cancelled"] == before + 1
+
+
+def test_a_full_queue_and_a_key(runtime):
+    with served(runtime, max_waiting=1, api_key="secret", max_new_tokens=600, queue_timeout=0.01) as (url, scheduler):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{url}/v1", api_key="guess", max_retries=0).models.list()
+        assert raw(url, "/health", None, "GET") == 200
+        slow = {"ignore_eos": True, "lookahead": {"W": 0, "N": 2, "G": 0}}
+        stream = client.completions.create(**body(max_tokens=600, stream=True, extra_body=slow))
+        next(iter(stream))
+        with ThreadPoolExecutor(1) as pool:
+            late = pool.submit(client.completions.create, **body())
+            wait_until(lambda: scheduler.num_waiting == 1)
+            with pytest.raises(openai.RateLimitError, match="busy: 1 requests are waiting, and at most 1 may"):
+                client.completions.create(**body())
+            time.sleep(0.02)
+            stream.close()
+            with pytest.raises(openai.InternalServerError, match="waited for too long"):
+                late.result()
+        with pytest.raises(openai.BadRequestError, match="max_tokens=601: must be at most 600"):
+            client.completions.create(**body(max_tokens=601))
+
+
+def test_the_command(demo_model_dir, tmp_path):
+    """Two replicas; one is killed while it decodes; Ctrl-C ends everything."""
+    command = [
+        sys.executable,
+        "-c",
+        "from lp_runtime.cli import serve_main; serve_main()",
+        "port=0",
+        "gpus=2",
+        "device=cpu",
+    ]
+    command += ["dtype=float32", "lookahead.W=7", "lookahead.N=5", "lookahead.G=7", "lookahead.prior=none"]
+    with marked() as mark:
+        process = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=mark.environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        url = process.stdout.readline().split()[-1]
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        assert [model.id for model in client.models.list()] == ["demo_model"]
+        whole = client.completions.create(**body(model="demo_model", max_tokens=200, temperature=0)).choices[0].text
+        text = ""
+        for number, chunk in enumerate(
+            client.completions.create(**body(model="demo_model", max_tokens=200, temperature=0, stream=True))
+        ):
+            text += chunk.choices[0].text
+            if number == 3:
+                subprocess.run(["kill", "-9", str(mark.workers()[0])], check=True)
+        assert text == whole
+        process.send_signal(signal.SIGINT)
+        process.wait(PATIENCE)
+        mark.assert_gone()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("port=70000", "port=70000: must be 0 to 65535"),
+        ("max_waiting=-1", "max_waiting=-1"),
+        ("host=300.0.0.1", "host=300.0.0.1 port=8000"),
+        ("api_key=''", "api_key: is empty"),
+    ],
+)
+def test_bad_settings(override, message, capsys):
+    from lp_runtime.cli import serve_main
+
+    with pytest.raises(SystemExit) as caught:
+        serve_main([override])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
