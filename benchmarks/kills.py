@@ -46,11 +46,9 @@ def decode(
 
 def wait_for_all(runtime: LookaheadRuntime) -> None:
     """Wait until the lost replica is loaded again."""
-    team = runtime._launcher
     deadline = time.monotonic() + PATIENCE
-    while team._loading:
-        for index, message in team._receive(1.0):
-            team._note(index, message)
+    while runtime.launcher.num_loading:
+        time.sleep(0.05)
         if time.monotonic() > deadline:
             raise SystemExit(f"a lost replica was not back within {PATIENCE:g} s")
 
@@ -82,7 +80,7 @@ def main() -> None:
 
                 def kill(index: int, at: int = at, victim: int = victim) -> None:
                     if index == at:
-                        os.kill(runtime._launcher._processes[victim].pid, signal.SIGKILL)
+                        os.kill(runtime.launcher._processes[victim].pid, signal.SIGKILL)
 
                 prompt = prompts[number % len(prompts)]
                 tokens, times, losses = decode(runtime, prompt, args.max_new_tokens, number, kill)

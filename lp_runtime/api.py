@@ -11,6 +11,8 @@ from lp_runtime.decoding import Request
 from lp_runtime.errors import ConfigError, ModelError, RequestError
 from lp_runtime.generation import Generation, GenerationStream
 from lp_runtime.launchers import launch
+from lp_runtime.launchers.allotment import Allotment
+from lp_runtime.launchers.base import Launcher
 from lp_runtime.model.loading import check_location, load_tokenizer
 from lp_runtime.model.text import StopStrings, TextStream
 from lp_runtime.request import RequestMaker, RequestOptions
@@ -87,6 +89,11 @@ class LookaheadRuntime:
         return self._launcher.num_replicas
 
     @property
+    def launcher(self) -> Launcher:
+        """What leads the replicas, for whoever runs several requests at once (scheduler.py)."""
+        return self._launcher
+
+    @property
     def num_ready(self) -> int:
         """Replicas that are there, as far as is known: fewer than num_replicas while lost ones start again."""
         return self._launcher.num_ready
@@ -156,15 +163,19 @@ class LookaheadRuntime:
         request = self.request(prompt, max_new_tokens, **options)
         return self.stream_request(request, needs_text=isinstance(prompt, str))
 
-    def stream_request(self, request: Request, needs_text: bool = False) -> GenerationStream:
+    def stream_request(
+        self, request: Request, needs_text: bool = False, allotment: Allotment | None = None
+    ) -> GenerationStream:
         """Decode what `request` returned. See `stream`.
 
         Args:
             needs_text: whether a model without a tokenizer is an error; pieces are token ids alone else.
+            allotment: the replicas to use, for whoever runs several requests at once (scheduler.py); all if not given.
         """
         text_stream = self._text_stream(optional=not (needs_text or request.stop))
         stop_strings = StopStrings(self.tokenizer, request.stop) if request.stop else None
-        return GenerationStream(self._launcher.run(request), text_stream, stop_strings)
+        events = self._launcher.run(request) if allotment is None else self._launcher.run_on(request, allotment)
+        return GenerationStream(events, text_stream, stop_strings)
 
     def _text_stream(self, optional: bool) -> TextStream | None:
         try:
@@ -182,10 +193,6 @@ class LookaheadRuntime:
     ) -> Request:
         """Turn a prompt and options into a checked request. Arguments and errors as in `generate`."""
         return RequestMaker(self.config, self.info, lambda: self.tokenizer).make(prompt, max_new_tokens, **options)
-
-    def tend(self) -> bool:
-        """Look after idle replicas: notice those that were lost meanwhile, and that are back. True if any is there."""
-        return self._launcher.tend()
 
     def close(self) -> None:
         """End every replica. Under torchrun, ranks other than 0 first serve what rank 0 still asks for."""

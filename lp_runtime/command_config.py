@@ -84,6 +84,9 @@ class ChatConfig(RuntimeConfig):
         check_limits(self.max_new_tokens, self.stop, self.max_time)
 
 
+SCHEDULES = ("fair", "latency", "throughput")
+
+
 @dataclass
 class ServeConfig(RuntimeConfig):
     """What lp-serve takes: a runtime, and how it is served."""
@@ -96,6 +99,9 @@ class ServeConfig(RuntimeConfig):
     """What clients must send as their API key; none is asked for if not given."""
     served_name: Optional[str] = None  # noqa: UP045
     """Name of the model for clients; the last part of model.path if not given."""
+    policy: str = "fair"
+    """How replicas are divided among requests: fair (all among those that are there), latency (all to one request
+    after another) or throughput (one to each)."""
     max_waiting: int = 64
     """Requests that may wait for others to end; more are refused with status 429."""
     queue_timeout: Optional[float] = None  # noqa: UP045
@@ -107,6 +113,7 @@ class ServeConfig(RuntimeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_choice("policy", self.policy, SCHEDULES)
         require_int("port", self.port, 0)
         if self.port > 65535:
             raise ConfigError(f"port={self.port}: must be 0 to 65535")

@@ -7,6 +7,7 @@ from collections.abc import Generator
 
 from lp_runtime.decoding import Event, Request
 from lp_runtime.errors import ReplicaError, RequestError, unforeseen_as
+from lp_runtime.launchers.allotment import Allotment
 from lp_runtime.worker import ReplicaInfo
 
 
@@ -57,13 +58,14 @@ class Launcher(ABC):
         """Replicas that are there, as far as is known."""
         return self.num_replicas if not self._is_closed and self._failure_seen is None else 0
 
-    def tend(self) -> bool:
-        """Notice, while no request is decoded, which replicas were lost and which are back.
+    @property
+    def ready(self) -> frozenset[int] | None:
+        """Indices of the replicas that are there, where requests can be run on some of them (`run_on`); else None."""
+        return None
 
-        Returns:
-            whether there is any.
-        """
-        return not self._is_closed and self._failure_seen is None
+    def run_on(self, request: Request, allotment: Allotment) -> Generator[Event, None, None]:
+        """Decode a request on some of the replicas, where `ready` says which there are: see TeamLauncher."""
+        raise NotImplementedError
 
     @abstractmethod
     def _run(self, request: Request) -> Generator[Event, None, None]:

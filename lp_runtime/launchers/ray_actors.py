@@ -164,13 +164,14 @@ class RayLauncher(TeamLauncher):
         return answer
 
     def _send(self, index: int, message: object) -> None:
-        if index in self._actors:
-            self._actors[index].post.options(concurrency_group="post").remote(message)
+        actor = self._actors.get(index)
+        if actor is not None:
+            actor.post.options(concurrency_group="post").remote(message)
 
-    def _receive(self, timeout: float | None) -> list[tuple[int, object]]:
-        indices = {stream: index for index, stream in self._streams.items()}
+    def _receive(self, timeout: float) -> list[tuple[int, object]]:
+        indices = {stream: index for index, stream in list(self._streams.items())}
         if not indices:
-            time.sleep(timeout or 0.0)
+            time.sleep(timeout)
             return []
         ready, _ = self._ray.wait(list(indices), num_returns=1, timeout=timeout)
         messages = []
@@ -179,8 +180,11 @@ class RayLauncher(TeamLauncher):
             try:
                 batch = self._ray.get(next(stream))
             except (self._ray.exceptions.RayError, StopIteration) as error:
-                del self._streams[index]
                 batch = [Failed(f"its actor ended ({self._reason(error)})", None)]
+            if self._streams.get(index) is not stream:  # it was killed from here
+                continue
+            if isinstance(batch[-1], Failed):
+                del self._streams[index]
             messages += [(index, message) for message in batch]
         return messages
 
@@ -194,7 +198,7 @@ class RayLauncher(TeamLauncher):
         self._streams.pop(index, None)
         self._ray.kill(self._actors.pop(index))
 
-    def _close(self) -> None:
+    def _end(self) -> None:
         ray = self._ray
         if not ray.is_initialized():
             return

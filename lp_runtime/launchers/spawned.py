@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing.connection import Connection, Pipe, wait
 
@@ -30,8 +31,10 @@ class SpawnedLauncher(TeamLauncher):
 
     def __init__(self, config: RuntimeConfig):
         self.num_replicas = config.gpus
+        self._sending = [threading.Lock() for _ in range(self.num_replicas)]
         self._processes: dict[int, subprocess.Popen] = {}
         self._pipes: dict[int, Connection] = {}
+        self._unheard: list[Connection] = []  # of replicas that were killed
         if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
             available = torch.cuda.device_count()
             if self.num_replicas > available and not (available and config.launcher.backend == "gloo"):
@@ -62,24 +65,33 @@ class SpawnedLauncher(TeamLauncher):
         return HOST, self._store.port
 
     def _send(self, index: int, message: object) -> None:
-        if index in self._pipes:
-            with contextlib.suppress(OSError):
-                self._pipes[index].send(message)
+        pipe = self._pipes.get(index)
+        if pipe is not None:
+            with self._sending[index], contextlib.suppress(OSError):
+                pipe.send(message)
 
-    def _receive(self, timeout: float | None) -> list[tuple[int, object]]:
-        indices = {pipe: index for index, pipe in self._pipes.items()}
+    def _receive(self, timeout: float) -> list[tuple[int, object]]:
+        indices = {pipe: index for index, pipe in list(self._pipes.items())}
+        if not indices:
+            time.sleep(timeout)
         messages = []
         for pipe in wait(list(indices), timeout):
             index = indices[pipe]
             try:
-                messages.append((index, pipe.recv()))
+                message = pipe.recv()
             except (EOFError, ConnectionError):
-                messages.append((index, self._death(index)))
+                message = self._death(index, pipe)
+            if message is not None and (self._pipes.get(index) is pipe or isinstance(message, Failed)):
+                messages.append((index, message))
+        while self._unheard:  # here, where nobody waits for them
+            self._unheard.pop().close()
         return messages
 
-    def _death(self, index: int) -> Failed:
-        """A pipe is closed: what became of its process. The pipe is heard no more."""
-        self._pipes.pop(index).close()
+    def _death(self, index: int, pipe: Connection) -> Failed | None:
+        """A pipe is closed: what became of its process, if that was not killed from here."""
+        if self._pipes.get(index) is not pipe:
+            return None
+        self._unheard.append(self._pipes.pop(index))
         process = self._processes[index]
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE)
@@ -89,13 +101,13 @@ class SpawnedLauncher(TeamLauncher):
 
     def _kill(self, index: int) -> None:
         if index in self._pipes:
-            self._pipes.pop(index).close()
+            self._unheard.append(self._pipes.pop(index))
         process = self._processes.pop(index)
         process.kill()
         process.wait()
 
-    def _close(self) -> None:
-        for pipe in self._pipes.values():
+    def _end(self) -> None:
+        for pipe in (*self._pipes.values(), *self._unheard):
             pipe.close()
         deadline = time.monotonic() + EXIT_TIMEOUT
         for process in self._processes.values():

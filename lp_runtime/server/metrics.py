@@ -36,10 +36,11 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """For the registry."""
-        totals = self._scheduler.totals
+        totals, degrees = self._scheduler.totals, self._scheduler.degrees
         for name, what, value in (
             ("lp_requests_waiting", "Requests that wait", self._scheduler.num_waiting),
             ("lp_requests_running", "Requests that are decoded", self._scheduler.num_running),
+            ("lp_degree", "Replicas of a running request, mean", sum(degrees) / max(1, len(degrees))),
             ("lp_replicas", "Replicas that are there", self._runtime.num_ready),
             ("lp_replicas_wanted", "Replicas that should be there", self._runtime.num_replicas),
             ("lp_compression_ratio", "New tokens a step, over all requests", totals.new_tokens / max(1, totals.steps)),

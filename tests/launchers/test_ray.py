@@ -149,11 +149,6 @@ def test_replicas_that_are_killed_and_that_hang(cluster, runtime, demo_model_dir
     with LookaheadRuntime.from_config(config) as disturbed:
         team = disturbed._launcher
 
-        def all_are_there() -> bool:
-            for index, message in team._receive(0.1):
-                team._note(index, message)
-            return not team._loading
-
         def stop() -> None:
             os.kill(min(set(actors(cluster)) - set(before)), signal.SIGSTOP)
 
@@ -165,7 +160,7 @@ def test_replicas_that_are_killed_and_that_hang(cluster, runtime, demo_model_dir
                 if number == 3:
                     harm()
             assert tokens == expected and stream.generation.losses == 1
-            wait_until(all_are_there)
+            wait_until(lambda: not team.num_loading)
             assert len(set(actors(cluster)) - set(before)) == 2
     wait_until(lambda: set(actors(cluster)) <= set(before))
 

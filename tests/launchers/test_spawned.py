@@ -56,7 +56,7 @@ def test_a_stream_closed_after_all_was_decoded(demo_model_dir, greedy):
     with LookaheadRuntime(str(demo_model_dir), gpus=2, device="cpu", dtype="float32") as runtime:
         stream = runtime.stream(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False)
         next(stream)
-        wait_until(lambda: runtime._launcher._pipes[1].poll())
+        wait_until(lambda: sum(inbox.messages.qsize() for inbox in runtime.launcher._inboxes.values()) > 4)
         stream.close()
         out = runtime.generate(reference.PROMPTS[1], reference.MAX_NEW_TOKENS, eos=False)
         assert out.token_ids == greedy[1]
