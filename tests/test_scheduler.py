@@ -1,0 +1,230 @@
+"""Many requests on one runtime: every output is the one it has alone, however the replicas are divided."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import threading
+
+import pytest
+import reference
+from processes import wait_until
+
+from lp_runtime import (
+    BusyError,
+    ConfigError,
+    DeadlineError,
+    LookaheadConfig,
+    LookaheadRuntime,
+    ReplicaError,
+    SamplingConfig,
+    Scheduler,
+)
+from lp_runtime.config import FailureConfig, RuntimeConfig
+from lp_runtime.scheduler import _goals
+
+FIXED = LookaheadConfig(7, 5, 7, prior="none")
+SLOW = LookaheadConfig(0, 2, 0)
+GPUS = 3
+LENGTHS = (40, 160)
+SAMPLINGS = (SamplingConfig(temperature=0.0), SamplingConfig(temperature=0.8, seed=3))
+CASES = [(prompt, length, sampling) for prompt in range(3) for length in LENGTHS for sampling in range(2)]
+
+
+def start(gpus: int) -> LookaheadRuntime:
+    failure = FailureConfig(timeout=5.0, restarts=100)
+    return LookaheadRuntime.from_config(
+        RuntimeConfig(gpus=gpus, device="cpu", dtype="float32", lookahead=FIXED, failure=failure)
+    )
+
+
+def make(runtime: LookaheadRuntime, case: tuple[int, int, int], **options):
+    prompt, length, sampling = case
+    return runtime.request(reference.PROMPTS[prompt], length, eos=False, sampling=SAMPLINGS[sampling], **options)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Token ids of every case, one after another on one replica."""
+    with start(1) as runtime:
+        return {case: decode(runtime, case) for case in CASES}
+
+
+def decode(runtime: LookaheadRuntime, case: tuple[int, int, int]) -> list[int]:
+    return [token for piece in runtime.stream_request(make(runtime, case)) for token in piece.token_ids]
+
+
+@pytest.fixture(scope="module")
+def team():
+    with start(GPUS) as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def runtime(team):
+    """Three replicas, all of them there."""
+    wait_until(lambda: not team.launcher.num_loading)
+    return team
+
+
+@pytest.fixture(scope="module")
+def single():
+    """One replica, in this process."""
+    with start(1) as runtime:
+        yield runtime
+
+
+@pytest.mark.parametrize("policy", ["fair", "latency", "throughput"])
+def test_outputs_are_those_of_requests_alone(alone, runtime, policy):
+    rng = random.Random(0)
+    cases = rng.choices(CASES, k=14)
+    seen = []
+    with Scheduler(runtime, policy=policy) as scheduler:
+        jobs = []
+        for case in cases:
+            jobs.append(scheduler.submit(make(runtime, case)))
+            seen.append(scheduler.degrees)
+        for case, job in zip(cases, jobs, strict=True):
+            assert job.result().token_ids == alone[case]
+            seen.append(scheduler.degrees)
+        assert scheduler.totals.requests == {"length": len(cases)}
+        assert scheduler.totals.new_tokens == sum(len(alone[case]) for case in cases)
+    assert max(map(sum, seen)) == GPUS
+    most = {"fair": GPUS, "latency": 1, "throughput": GPUS}[policy]
+    assert max(map(len, seen)) == most and all(len(each) <= most for each in seen)
+
+
+def test_a_request_gives_replicas_up_and_gets_them_back(alone, runtime):
+    long, short = (1, 160, 0), (2, 40, 1)
+    with Scheduler(runtime) as scheduler:
+        job = scheduler.submit(make(runtime, long, lookahead=SLOW))
+        pieces = iter(job)
+        tokens = list(next(pieces).token_ids)
+        wait_until(lambda: scheduler.degrees == [3])
+        other = scheduler.submit(make(runtime, short))
+        seen = []
+        thread = threading.Thread(target=lambda: seen.append(other.result()))
+        thread.start()
+        wait_until(lambda: sorted(scheduler.degrees) == [1, 2])
+        tokens += [token for piece in pieces for token in piece.token_ids]
+        thread.join()
+        assert tokens == alone[long] and seen[0].token_ids == alone[short]
+        assert job.generation.losses == 0
+        job = scheduler.submit(make(runtime, long))
+        assert job.result().token_ids == alone[long]
+
+
+def test_more_replicas_join_a_running_request(alone, runtime):
+    first, second = (0, 40, 0), (1, 160, 0)
+    with Scheduler(runtime) as scheduler:
+        jobs = [scheduler.submit(make(runtime, case, lookahead=SLOW)) for case in (first, second)]
+        grown: list[list[int]] = []
+        tokens: list[int] = []
+        for piece in jobs[1]:
+            tokens += piece.token_ids
+            grown.append(list(scheduler.degrees))
+        assert [GPUS] in grown, "the second request was never alone on all replicas"
+        assert tokens == alone[second] and jobs[0].result().token_ids == alone[first]
+
+
+def test_a_replica_lost_under_load(alone, runtime):
+    cases = [case for case in CASES if case[1] == 160][:4]
+    with Scheduler(runtime) as scheduler:
+        jobs = [scheduler.submit(make(runtime, case, lookahead=SLOW)) for case in cases]
+        pieces = iter(jobs[0])
+        tokens = list(next(pieces).token_ids)
+        wait_until(lambda: len(scheduler.degrees) == GPUS)
+        victims = sorted(scheduler._running[0].wanted)  # all that the first one has
+        for index in victims:
+            os.kill(runtime.launcher._processes[index].pid, signal.SIGKILL)
+        tokens += [token for piece in pieces for token in piece.token_ids]
+        assert tokens == alone[cases[0]] and jobs[0].generation.losses == len(victims)
+        for case, job in zip(cases[1:], jobs[1:], strict=True):
+            assert job.result().token_ids == alone[case]
+
+
+def test_random_arrivals_and_ends(alone, runtime):
+    rng = random.Random(1)
+    with Scheduler(runtime, max_waiting=1000) as scheduler:
+
+        def client(seed: int) -> None:
+            rng = random.Random(seed)
+            for _ in range(5):
+                case = rng.choice(CASES)
+                job = scheduler.submit(make(runtime, case, lookahead=rng.choice([FIXED, SLOW])))
+                if rng.random() < 0.3:
+                    for number, _ in enumerate(job):
+                        if number == 2:
+                            break
+                    job.cancel()
+                else:
+                    assert job.result().token_ids == alone[case]
+                    done.append(case)
+
+        done: list = []
+        threads = [threading.Thread(target=client, args=(rng.randrange(1000),)) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        wait_until(lambda: not scheduler.num_running)
+        totals = scheduler.totals.requests
+        assert sum(totals.values()) == 25 and totals["length"] >= len(done) > 5
+
+
+@pytest.mark.parametrize("kind", ["single", "runtime"])
+def test_cancelled_late_and_too_many(request, alone, kind):
+    runtime = request.getfixturevalue(kind)
+    case = (1, 160, 0)
+    with Scheduler(runtime, max_waiting=2, policy="latency") as scheduler:
+        running = scheduler.submit(make(runtime, case, lookahead=SLOW))
+        next(iter(running))
+        late = scheduler.submit(make(runtime, case), timeout=0.01)
+        given_up = scheduler.submit(make(runtime, case))
+        with pytest.raises(BusyError, match="busy: 2 requests are waiting, and at most 2 may"):
+            scheduler.submit(make(runtime, case))
+        given_up.cancel()
+        with pytest.raises(ReplicaError, match="cancelled before it began"):
+            given_up.result()
+        with pytest.raises(DeadlineError, match="waited for too long"):
+            late.result()
+        running.cancel()
+        with pytest.raises(ReplicaError, match="the request was cancelled"):
+            running.result()
+        assert scheduler.submit(make(runtime, case)).result().token_ids == alone[case]
+        assert scheduler.totals.requests == {"cancelled": 2, "expired": 1, "length": 1}
+        left = scheduler.submit(make(runtime, case, lookahead=SLOW))
+        next(iter(left))
+    with pytest.raises(ReplicaError):
+        left.result()
+    with pytest.raises(ReplicaError, match="the scheduler is closed"):
+        scheduler.submit(make(runtime, case))
+
+
+def test_asyncio(alone, runtime):
+    async def ask(scheduler: Scheduler, case: tuple[int, int, int]) -> list[int]:
+        job = scheduler.submit(make(runtime, case))
+        return [token async for piece in job.pieces() for token in piece.token_ids]
+
+    async def give_up(scheduler: Scheduler) -> None:
+        job = scheduler.submit(make(runtime, (1, 160, 0), lookahead=SLOW))
+        pieces = job.pieces()
+        await anext(pieces)
+        await pieces.aclose()
+        assert job.is_cancelled
+
+    async def main(scheduler: Scheduler) -> None:
+        outputs = await asyncio.gather(*(ask(scheduler, case) for case in CASES[:6]), give_up(scheduler))
+        assert outputs[:6] == [alone[case] for case in CASES[:6]]
+
+    with Scheduler(runtime) as scheduler:
+        asyncio.run(main(scheduler))
+
+
+def test_how_replicas_are_divided():
+    assert [_goals(4, jobs, "fair") for jobs in (1, 2, 3, 4)] == [[4], [2, 2], [2, 1, 1], [1, 1, 1, 1]]
+    assert _goals(3, 2, "throughput") == [1, 1] and _goals(3, 1, "latency") == [3]
+    with pytest.raises(ConfigError, match="policy=quick: must be one of fair, latency, throughput"):
+        Scheduler(None, policy="quick")
