@@ -53,6 +53,7 @@ class Request:
         max_time: seconds after which to stop, at the end of a step.
         logprobs: whether to report the log-probability of each token.
         processors: logits processors of the user's own, run after transformers' processors and before its warpers.
+        trace: whether to report which replica has found each token.
         committed: new tokens that an earlier attempt has committed: decoding goes on behind them, and only what is new
             is yielded.
     """
@@ -67,15 +68,18 @@ class Request:
     max_time: float | None = None
     logprobs: bool = False
     processors: tuple[Any, ...] = ()
+    trace: bool = False
     committed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one step committed: token ids, and the model's log-probability of each if the request asks for it."""
+    """What one step committed: token ids, and for each, if the request asks for it, the model's log-probability and the
+    rank that has found it."""
 
     token_ids: list[int]
     logprobs: list[float] | None = None
+    found_by: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -255,7 +259,12 @@ class DecodingLoop:
         def report_run(nodes: list[int], run: list[int], logprobs: list[float] | None, shares, logits, scores) -> Run:
             if observe:
                 observe(nodes, shares[self._rank].owned, logits, scores)
-            return Run(run, None if logprobs is None else [logprobs[node] for node in nodes])
+            owners = {node: rank for rank, share in enumerate(shares) for node in share.owned} if request.trace else {}
+            return Run(
+                run,
+                None if logprobs is None else [logprobs[node] for node in nodes],
+                [owners[node] for node in nodes] if request.trace else None,
+            )
 
         def unpack(proposal: Proposal, outcome: Outcome) -> tuple[Found, list[float] | None]:
             root = proposal.tree.root

@@ -64,11 +64,13 @@ class Piece:
         text: text that the step's tokens completed; may be empty.
         token_ids: the step's tokens; empty in a last piece that only completes the text.
         logprobs: the model's log-probability of each, if asked for.
+        found_by: the rank that has found each, if asked for.
     """
 
     text: str
     token_ids: list[int]
     logprobs: list[float] | None = None
+    found_by: list[int] | None = None
 
 
 class GenerationStream:
@@ -106,7 +108,7 @@ class GenerationStream:
         for event in self._events:
             if not isinstance(event, Report):
                 text = _text(event.token_ids, text_stream, stop_strings) if text_stream else ""
-                pieces.append(Piece(text, event.token_ids, event.logprobs))
+                pieces.append(Piece(text, event.token_ids, event.logprobs, event.found_by))
                 yield pieces[-1]
                 continue
             if text_stream and event.finish_reason != "stop" and (rest := text_stream.finish()):

@@ -37,6 +37,7 @@ class RequestOptions(TypedDict, total=False):
     stop: strings of new text; decoding ends with the first of them, which is kept. Default: the model's stop_strings.
     max_time: seconds after which to stop, at the end of a step.
     logprobs: report the log-probability of each new token. Default False.
+    trace: report which replica has found each new token. Default False.
     processors: transformers LogitsProcessors of your own; they must depend on their arguments alone, and pickle.
     """
 
@@ -48,6 +49,7 @@ class RequestOptions(TypedDict, total=False):
     stop: Sequence[str] | None
     max_time: float | None
     logprobs: bool
+    trace: bool
     processors: Sequence[Any]
 
 
@@ -78,6 +80,7 @@ class RequestMaker:
         stop: Sequence[str] | None = None,
         max_time: float | None = None,
         logprobs: bool = False,
+        trace: bool = False,
         processors: Sequence[Any] = (),
     ) -> Request:
         """Turn a prompt and options into a checked request: the model's defaults filled in, a seed drawn if need be.
@@ -141,6 +144,7 @@ class RequestMaker:
             stop=tuple(stop),
             max_time=max_time,
             logprobs=logprobs,
+            trace=trace,
             processors=tuple(processors),
         )
 

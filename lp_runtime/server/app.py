@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -26,6 +27,7 @@ from lp_runtime.server.metrics import Metrics
 from lp_runtime.server.protocol import Chat, Common, Completion
 from lp_runtime.server.trimming import StopTrimmer
 
+PAGE = Path(__file__).with_name("page.html")
 POLL_SECONDS = 0.1  # between looks whether a client is still there
 REASONS = {"eos": "stop", "stop": "stop"}  # of ours, in OpenAI's terms; all others are "length"
 STATUS = {RequestError: 400, ConfigError: 400, BusyError: 429, DeadlineError: 503}  # of ours; all others are 503
@@ -79,12 +81,14 @@ class Choice:
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    found_by: list[int] = field(default_factory=list)
     reason: str | None = None
 
     def add(self, piece: Piece) -> str:
         """Take a piece; returns what of its text may be shown."""
         self.tokens += piece.token_ids
         self.logprobs += piece.logprobs or ()
+        self.found_by += piece.found_by or ()
         return self.trimmer.add(piece.text)
 
     def finish(self) -> str:
@@ -118,6 +122,7 @@ class Server:
         app.add_exception_handler(RequestValidationError, _invalid)
         app.add_exception_handler(HTTPException, lambda _, e: ApiError(e.status_code, str(e.detail)).response())
         app.add_middleware(_Gate, settings=self._settings)
+        app.get("/")(self.page)
         app.get("/health")(self.health)
         app.get("/metrics")(self.show_metrics)
         app.get("/v1/models")(self.models)
@@ -125,6 +130,9 @@ class Server:
         app.post("/v1/completions")(self.complete)
         app.post("/v1/chat/completions")(self.chat)
         return app
+
+    async def page(self) -> Response:
+        return Response(PAGE.read_text(), media_type="text/html; charset=utf-8")
 
     async def health(self) -> JSONResponse:
         is_healthy = self._scheduler.is_healthy
@@ -239,7 +247,8 @@ class Server:
             async for choice, text in events:
                 new = slice(shown[choice.index], len(choice.tokens))
                 shown[choice.index] = len(choice.tokens)
-                if text or choice.reason or (form.with_logprobs and new.start < new.stop):
+                is_told = form.with_logprobs or choice.job.request.trace
+                if text or choice.reason or (is_told and new.start < new.stop):
                     yield _event(form.chunk(choice, text, new))
             if with_usage:
                 yield _event(form.usage_chunk(choices))
@@ -294,7 +303,10 @@ class Form:
 
     def chunk(self, choice: Choice, text: str, new: slice) -> dict:
         """A piece of a streamed answer; `new` are the tokens that it brings."""
-        return {**self._head, "object": self.chunk_kind(), "choices": [self.delta(choice, text, new)]}
+        delta = self.delta(choice, text, new)
+        if choice.job.request.trace:  # beyond OpenAI's: what this step has brought
+            delta["lookahead"] = {"tokens": len(choice.tokens[new]), "found_by": choice.found_by[new]}
+        return {**self._head, "object": self.chunk_kind(), "choices": [delta]}
 
     def choice(self, choice: Choice) -> dict:
         raise NotImplementedError

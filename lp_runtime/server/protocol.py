@@ -45,7 +45,7 @@ class Lookahead(_Body):
 
 class Common(_Body):
     """What completions and chats have in common; beyond OpenAI's: top_k, min_p, repetition_penalty, ignore_eos,
-    max_time and lookahead. What is not given is as the model's own defaults say."""
+    max_time, lookahead and trace. What is not given is as the model's own defaults say."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -68,6 +68,7 @@ class Common(_Body):
     ignore_eos: bool = False
     max_time: float | None = None
     lookahead: Lookahead | None = None
+    trace: bool = False
 
     def stops(self) -> list[str] | None:
         """The stop strings that are given.
@@ -106,6 +107,10 @@ class Common(_Body):
         options = RequestOptions(
             eos=not self.ignore_eos, sampling=replace(sampling, **given), stop=self.stops(), max_time=self.max_time
         )
+        if self.trace:
+            if not self.stream:
+                raise RequestError("trace: only with stream=true")
+            options["trace"] = True
         if self.lookahead is not None:
             options["lookahead"] = self.lookahead.resolve()
         return options
