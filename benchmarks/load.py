@@ -3,10 +3,10 @@
     python benchmarks/load.py --prompts humaneval.jsonl:prompt gsm8k.jsonl:question --gpus 2 --clients 64 1
 
 For each number of clients and each policy (latency: LP at its maximum; throughput: LP 1; fair: elastic) a server of
-spawned replicas is asked by clients that each send one request after another, streamed and whole, greedy and sampled, in
-turns. Every answer is compared with that of the same prompt alone on one replica. Prints tokens/s, percentiles of the
-latency and of the time to the first token, errors, and the memory of driver and replicas at the end over that after a
-tenth of the time. The exit status is 1 if an answer is wrong or a request fails.
+spawned replicas is asked by clients that each send one request after another, streamed and whole, greedy and sampled,
+in turns. Every answer is compared with that of the same prompt alone on one replica. Prints tokens/s, percentiles of
+the latency and of the time to the first token, errors, and the memory of driver and replicas at the end over that after
+a tenth of the time. The exit status is 1 if an answer is wrong or a request fails.
 """
 
 from __future__ import annotations

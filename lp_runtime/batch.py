@@ -6,6 +6,9 @@ import hashlib
 import json
 import os
 import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -14,9 +17,13 @@ from tqdm import tqdm
 from lp_runtime.api import LookaheadRuntime
 from lp_runtime.command_config import GenerateConfig
 from lp_runtime.config import MAX_SEED
+from lp_runtime.decoding import Request
 from lp_runtime.errors import ConfigError, LookaheadError, RequestError
 from lp_runtime.generation import Generation
+from lp_runtime.scheduler import Job, Scheduler
 from lp_runtime.single import check_num_samples, parse_ids, request_options
+
+MAX_AHEAD = 4  # prompts a replica that are begun, or wait, before the first of them is written
 
 
 @dataclass(frozen=True)
@@ -85,22 +92,36 @@ def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: li
     output = OutputFile(Path(config.output), _settings(runtime, config), request.sampling.seed)
     work = [(prompt, sample) for prompt in prompts for sample in range(config.num_samples)]
     done = output.resume() & {(prompt.index, sample) for prompt, sample in work}
-    tokens, steps, seconds = 0, 0, 0.0
+
+    def make_request(prompt: Prompt, sample: int) -> Request:
+        more = dict(options)
+        if output.seed is not None:  # each prompt has noise of its own
+            more["sampling"] = replace(config.sampling, seed=(output.seed + prompt.index) % (MAX_SEED + 1))
+        return runtime.request(prompt.value, config.max_new_tokens, sample=sample, **more)
+
+    left = [(prompt, sample) for prompt, sample in work if (prompt.index, sample) not in done]
+    tokens = steps = 0
+    started = time.perf_counter()
     with output, tqdm(total=len(work), initial=len(done), unit="prompt", file=sys.stderr) as bar:
-        for prompt, sample in work:
-            if (prompt.index, sample) in done:
-                continue
-            if output.seed is not None:  # each prompt has noise of its own
-                options["sampling"] = replace(config.sampling, seed=(output.seed + prompt.index) % (MAX_SEED + 1))
-            generation = runtime.generate(prompt.value, config.max_new_tokens, sample=sample, **options)
+        generations = _generations(runtime, config.policy, (make_request(*each) for each in left))
+        for (prompt, sample), generation in zip(left, generations, strict=True):
             output.write(_result(prompt, sample, generation))
-            tokens, steps, seconds = (
-                tokens + generation.num_tokens,
-                steps + generation.steps,
-                seconds + generation.seconds,
-            )
-            bar.set_postfix_str(f"{tokens / seconds:.1f} tokens/s, S {tokens / steps:.2f}")
+            tokens, steps = tokens + generation.num_tokens, steps + generation.steps
+            speed = tokens / (time.perf_counter() - started)
+            bar.set_postfix_str(f"{speed:.1f} tokens/s, S {tokens / steps:.2f}")
             bar.update()
+
+
+def _generations(runtime: LookaheadRuntime, policy: str, requests: Iterable[Request]) -> Iterator[Generation]:
+    """What comes of each request, in their order."""
+    with Scheduler(runtime, max_waiting=MAX_AHEAD * runtime.num_replicas, policy=policy) as scheduler:
+        jobs: deque[Job] = deque()
+        for request in requests:
+            jobs.append(scheduler.submit(request))
+            if len(jobs) >= MAX_AHEAD * runtime.num_replicas:
+                yield jobs.popleft().result()
+        while jobs:
+            yield jobs.popleft().result()
 
 
 def _result(prompt: Prompt, sample: int, generation: Generation) -> dict:

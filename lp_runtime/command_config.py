@@ -9,6 +9,8 @@ from lp_runtime.checks import require_choice, require_int, require_number, requi
 from lp_runtime.config import RuntimeConfig, check_limits
 from lp_runtime.errors import ConfigError
 
+SCHEDULES = ("fair", "latency", "throughput")
+
 
 @dataclass
 class GenerateConfig(RuntimeConfig):
@@ -34,6 +36,9 @@ class GenerateConfig(RuntimeConfig):
     """Seconds after which to stop, at the end of a step."""
     num_samples: int = 1
     """Independent samples of each prompt; needs sampling."""
+    policy: str = "latency"
+    """How replicas are divided among the prompts of a file: latency (all to one prompt after another), throughput (one
+    to each) or fair (all among those that are left)."""
     logprobs: bool = False
     """Report the model's log-probability of each new token (`prompts` only)."""
     eos: bool = True
@@ -45,6 +50,9 @@ class GenerateConfig(RuntimeConfig):
         super().__post_init__()
         check_limits(self.max_new_tokens, self.stop, self.max_time)
         require_int("num_samples", self.num_samples, 1)
+        require_choice("policy", self.policy, SCHEDULES)
+        if self.policy != "latency" and self.prompts is None:
+            raise ConfigError(f"policy={self.policy}: only with prompts")
         if self.logprobs and self.prompts is None:
             raise ConfigError("logprobs=true: only with prompts")
         if self.limit is not None:
@@ -82,9 +90,6 @@ class ChatConfig(RuntimeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_limits(self.max_new_tokens, self.stop, self.max_time)
-
-
-SCHEDULES = ("fair", "latency", "throughput")
 
 
 @dataclass

@@ -125,6 +125,15 @@ def test_two_replicas_give_the_same_tokens(tmp_path, job, tiny_model_dir):
     assert [r["token_ids"] for r in other.run("ids=true", "gpus=2")] == [r["token_ids"] for r in job.run("ids=true")]
 
 
+@pytest.mark.parametrize("policy", ["throughput", "fair"])
+def test_prompts_at_once_give_the_same_lines(tmp_path, job, tiny_model_dir, policy):
+    other = Job(tmp_path, tiny_model_dir, [{"prompt": [1, 2, index]} for index in range(5)])
+    other.output = tmp_path / "other.jsonl"
+    expected = [(line["index"], line["token_ids"]) for line in job.run("ids=true")]
+    found = other.run("ids=true", "gpus=2", f"policy={policy}")
+    assert [(line["index"], line["token_ids"]) for line in found] == expected
+
+
 def test_a_finished_file_is_left_as_it_is(job):
     job.run("ids=true")
     before = job.output.read_bytes()
