@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +24,6 @@ from lp_runtime import (
 )
 from lp_runtime.config import PLAIN, RuntimeConfig
 from lp_runtime.errors import ConfigError
-from lp_runtime.launchers.spawned import SpawnedLauncher
 from lp_runtime.model.tree_model import TreeModel
 
 PROMPT = "def fib(n):\n    "
@@ -260,14 +262,18 @@ def test_what_nobody_foresaw_is_one_line_and_one_process_outlives_it(tiny_model_
         assert runtime.generate([1], 4).num_tokens == 4
 
 
-def test_spawned_replicas_do_not_outlive_an_interrupt(tiny_model_dir, monkeypatch):
-    with LookaheadRuntime(tiny_model_dir, gpus=2, device="cpu") as runtime:
-        with monkeypatch.context() as patch:
-            patch.setattr(SpawnedLauncher, "_receive", raiser(KeyboardInterrupt()))
-            with pytest.raises(KeyboardInterrupt):
-                runtime.generate([1], 4)
-        with pytest.raises(ReplicaError, match=r"of no further use, make a new one \(interrupted\)"):
-            runtime.generate([1], 4)
+def test_an_interrupt_ends_the_request_and_not_the_replicas(tiny_model_dir):
+    with LookaheadRuntime(tiny_model_dir, gpus=2, device="cpu", lookahead=PLAIN) as runtime:
+        expected = runtime.generate([1], 200).token_ids
+        stream = runtime.stream([1], 200)
+        next(stream)
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            for _ in stream:
+                pass
+            timer.join()  # the interrupt comes here at the latest
+        assert runtime.generate([1], 200).token_ids == expected
 
 
 @pytest.mark.parametrize("sampling", [None, SamplingConfig(temperature=1.0, seed=3)])

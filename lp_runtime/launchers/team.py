@@ -184,7 +184,7 @@ class TeamLauncher(Launcher):
                 self._loading.discard(index)
             elif isinstance(message, Failed):
                 if self._start_failures is not None:
-                    self._start_failures[index] = message
+                    self._start_failures.setdefault(index, message)  # its end comes after its reason
                 else:
                     self._lose(index, message.message)
             else:
