@@ -176,8 +176,10 @@ class _Share(Allotment):
             return self.wanted
 
     def refill(self) -> frozenset[int]:
+        deadline = time.monotonic() + self._patience
         with self._changed:
-            self._changed.wait_for(lambda: self.wanted or self.job.is_cancelled, self._patience)
+            while not self.wanted and not self.job.is_cancelled and time.monotonic() < deadline:
+                self._changed.wait(TEND_SECONDS)
             return self.wanted
 
 
@@ -330,7 +332,7 @@ class Scheduler:
             del free[:goal]
         if self._waiting or len(self._running) < num_jobs:
             return
-        for share, goal in zip(self._running, goals, strict=True):
+        for share, goal in zip(self._running, goals, strict=False):  # more run than there are replicas, after a loss
             num_left = share.job.request.max_new_tokens - share.num_told
             if len(share.wanted) < goal and free and share.num_told and num_left >= WORTH_MOVING:
                 more = free[: goal - len(share.wanted)]

@@ -129,8 +129,9 @@ def test_more_replicas_join_a_running_request(alone, runtime):
         assert tokens == alone[second] and jobs[0].result().token_ids == alone[first]
 
 
-def test_a_replica_lost_under_load(alone, runtime):
-    cases = [case for case in CASES if case[1] == 160][:4]
+@pytest.mark.parametrize("num_jobs", [GPUS, GPUS + 1])
+def test_a_replica_lost_under_load(alone, runtime, num_jobs):
+    cases = [case for case in CASES if case[1] == 160][:num_jobs]
     with Scheduler(runtime) as scheduler:
         jobs = [scheduler.submit(make(runtime, case, lookahead=SLOW)) for case in cases]
         pieces = iter(jobs[0])

@@ -83,10 +83,12 @@ class Attempt:
     Attributes:
         progress: what each replica that is left has committed.
         report: if the group has not been broken.
+        is_paused: whether it was told to stop, because other replicas were wanted.
     """
 
     progress: dict[int, Progress]
     report: Report | None
+    is_paused: bool
 
 
 class TeamLauncher(Launcher):
@@ -383,7 +385,7 @@ class TeamLauncher(Launcher):
             allotment.lose(lost)
             num_lost += len(lost)
             report = attempt.report
-            if report is not None and (report.finish_reason != "cancelled" or allotment.wanted == set(group)):
+            if report is not None and not (attempt.is_paused and report.finish_reason == "cancelled"):
                 report = replace(report, num_steps=report.num_steps + num_steps, losses=num_lost)
                 yield report if is_whole else replace(report, seconds=time.monotonic() - started)
                 return
@@ -432,7 +434,8 @@ class TeamLauncher(Launcher):
         progress = {index: message.progress for index, message in (done | broken).items()}
         if progress:
             yield from self._tell_rest(request, told, max(progress.values(), key=lambda each: len(each.token_ids)))
-        return Attempt(progress, next((done[index].report for index in group if index in done), None))
+        report = next((done[index].report for index in group if index in done), None)
+        return Attempt(progress, report, is_paused)
 
     def _cancel(self, inbox: Inbox, waiting: set[int]) -> None:
         """End what members are decoding, and wait until they have."""
