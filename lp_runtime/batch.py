@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -103,16 +104,18 @@ def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: li
     tokens = steps = 0
     started = time.perf_counter()
     with output, tqdm(total=len(work), initial=len(done), unit="prompt", file=sys.stderr) as bar:
-        generations = _generations(runtime, config.policy, (make_request(*each) for each in left))
-        for (prompt, sample), generation in zip(left, generations, strict=True):
-            output.write(_result(prompt, sample, generation))
-            tokens, steps = tokens + generation.num_tokens, steps + generation.steps
-            speed = tokens / (time.perf_counter() - started)
-            bar.set_postfix_str(f"{speed:.1f} tokens/s, S {tokens / steps:.2f}")
-            bar.update()
+        requests = (make_request(*each) for each in left)
+        # Closed here, whatever happens: before the replicas are.
+        with contextlib.closing(_generations(runtime, config.policy, requests)) as generations:
+            for (prompt, sample), generation in zip(left, generations, strict=True):
+                output.write(_result(prompt, sample, generation))
+                tokens, steps = tokens + generation.num_tokens, steps + generation.steps
+                speed = tokens / (time.perf_counter() - started)
+                bar.set_postfix_str(f"{speed:.1f} tokens/s, S {tokens / steps:.2f}")
+                bar.update()
 
 
-def _generations(runtime: LookaheadRuntime, policy: str, requests: Iterable[Request]) -> Iterator[Generation]:
+def _generations(runtime: LookaheadRuntime, policy: str, requests: Iterable[Request]) -> Generator[Generation]:
     """What comes of each request, in their order."""
     with Scheduler(runtime, max_waiting=MAX_AHEAD * runtime.num_replicas, policy=policy) as scheduler:
         jobs: deque[Job] = deque()

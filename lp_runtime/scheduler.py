@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from lp_runtime.api import LookaheadRuntime
@@ -150,9 +150,17 @@ class _Share(Allotment):
         num_told: tokens that have come.
     """
 
-    def __init__(self, job: Job, members: Iterable[int], changed: threading.Condition, patience: float):
+    def __init__(
+        self,
+        job: Job,
+        members: Iterable[int],
+        changed: threading.Condition,
+        patience: float,
+        may_come: Callable[[], bool],
+    ):
         super().__init__(members)
         self.job = job
+        self._may_come = may_come
         self.held = set(self.wanted)
         self.num_told = 0
         self._changed = changed
@@ -178,7 +186,7 @@ class _Share(Allotment):
     def refill(self) -> frozenset[int]:
         deadline = time.monotonic() + self._patience
         with self._changed:
-            while not self.wanted and not self.job.is_cancelled and time.monotonic() < deadline:
+            while not self.wanted and not self.job.is_cancelled and time.monotonic() < deadline and self._may_come():
                 self._changed.wait(TEND_SECONDS)
             return self.wanted
 
@@ -281,6 +289,11 @@ class Scheduler:
     def __exit__(self, *exc_info) -> None:
         self.close()
 
+    def _any_may_come(self) -> bool:
+        """Whether a replica is there, or is being started."""
+        launcher = self._launcher  # asked twice: one may come up between two looks
+        return launcher.num_ready > 0 or launcher.num_loading > 0 or launcher.num_ready > 0
+
     def _most_running(self) -> int:
         """Requests that may run at once."""
         ready = self._launcher.ready
@@ -315,6 +328,10 @@ class Scheduler:
                 self._begin(self._waiting.popleft(), None)
             return
         num_jobs = min(len(self._running) + len(self._waiting), self._most_running())
+        if not ready and not self._any_may_come():
+            while self._waiting:
+                self.totals.count("failed")
+                self._waiting.popleft().put(ReplicaError("no replica is left"))
         if not num_jobs or not ready:
             return
         goals = _goals(len(ready), num_jobs, self._policy)
@@ -340,7 +357,7 @@ class Scheduler:
                 del free[: len(more)]
 
     def _begin(self, job: Job, members: list[int] | None) -> None:
-        share = _Share(job, members or (), self._changed, self._patience)
+        share = _Share(job, members or (), self._changed, self._patience, self._any_may_come)
         self._running.append(share)
         thread = threading.Thread(target=self._decode, args=(share, members is not None), daemon=True)
         self._threads.add(thread)

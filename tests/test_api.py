@@ -263,6 +263,7 @@ def test_what_nobody_foresaw_is_one_line_and_one_process_outlives_it(tiny_model_
 
 
 def test_an_interrupt_ends_the_request_and_not_the_replicas(tiny_model_dir):
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
     with LookaheadRuntime(tiny_model_dir, gpus=2, device="cpu", lookahead=PLAIN) as runtime:
         expected = runtime.generate([1], 200).token_ids
         stream = runtime.stream([1], 200)
@@ -274,6 +275,7 @@ def test_an_interrupt_ends_the_request_and_not_the_replicas(tiny_model_dir):
                 pass
             timer.join()  # the interrupt comes here at the latest
         assert runtime.generate([1], 200).token_ids == expected
+    signal.signal(signal.SIGINT, handler)
 
 
 @pytest.mark.parametrize("sampling", [None, SamplingConfig(temperature=1.0, seed=3)])

@@ -229,3 +229,19 @@ def test_how_replicas_are_divided():
     assert _goals(3, 2, "throughput") == [1, 1] and _goals(3, 1, "latency") == [3]
     with pytest.raises(ConfigError, match="policy=quick: must be one of fair, latency, throughput"):
         Scheduler(None, policy="quick")
+
+
+def test_with_no_replica_left_requests_fail_at_once():
+    failure = FailureConfig(restarts=0)
+    config = RuntimeConfig(gpus=2, device="cpu", dtype="float32", lookahead=SLOW, failure=failure)
+    with LookaheadRuntime.from_config(config) as runtime, Scheduler(runtime) as scheduler:
+        jobs = [scheduler.submit(make(runtime, (1, 160, 0))) for _ in range(3)]
+        next(iter(jobs[0]))
+        for process in list(runtime.launcher._processes.values()):
+            os.kill(process.pid, signal.SIGKILL)
+        for job in jobs:
+            with pytest.raises(ReplicaError):
+                job.result()
+        with pytest.raises(ReplicaError, match="no replica is left"):
+            scheduler.submit(make(runtime, (1, 160, 0))).result()
+        assert not scheduler.is_healthy

@@ -59,6 +59,11 @@ class Launcher(ABC):
         return self.num_replicas if not self._is_closed and self._failure_seen is None else 0
 
     @property
+    def num_loading(self) -> int:
+        """Replicas that are being started again."""
+        return 0
+
+    @property
     def ready(self) -> frozenset[int] | None:
         """Indices of the replicas that are there, where requests can be run on some of them (`run_on`); else None."""
         return None

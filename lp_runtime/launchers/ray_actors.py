@@ -154,7 +154,10 @@ class RayLauncher(TeamLauncher):
         return Place(0, sum(node == nodes[index] for node in nodes.values()))
 
     def _meeting_place(self, leader: int) -> tuple[str, int] | None:
-        call = self._actors[leader].host.options(concurrency_group="host").remote(self._config.launcher.port)
+        actor = self._actors.get(leader)
+        if actor is None:
+            return None
+        call = actor.host.options(concurrency_group="host").remote(self._config.launcher.port)
         try:
             answer = self._ray.get(call, timeout=HOST_SECONDS)
         except self._ray.exceptions.RayError:
@@ -184,7 +187,7 @@ class RayLauncher(TeamLauncher):
             if self._streams.get(index) is not stream:  # it was killed from here
                 continue
             if isinstance(batch[-1], Failed):
-                del self._streams[index]
+                self._streams.pop(index, None)
             messages += [(index, message) for message in batch]
         return messages
 
@@ -196,7 +199,9 @@ class RayLauncher(TeamLauncher):
 
     def _kill(self, index: int) -> None:
         self._streams.pop(index, None)
-        self._ray.kill(self._actors.pop(index))
+        actor = self._actors.pop(index, None)
+        if actor is not None:
+            self._ray.kill(actor)
 
     def _end(self) -> None:
         ray = self._ray

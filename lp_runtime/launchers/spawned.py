@@ -55,8 +55,9 @@ class SpawnedLauncher(TeamLauncher):
             self._processes[index] = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
             )
+        with contextlib.suppress(OSError):
+            ours.send((self._config, *vars(self._place(index)).values()))
         self._pipes[index] = ours
-        self._send(index, (self._config, *vars(self._place(index)).values()))
 
     def _place(self, index: int) -> Place:
         return Place(index, self.num_replicas)
@@ -79,7 +80,7 @@ class SpawnedLauncher(TeamLauncher):
             index = indices[pipe]
             try:
                 message = pipe.recv()
-            except (EOFError, ConnectionError):
+            except (EOFError, OSError):
                 message = self._death(index, pipe)
             if message is not None and (self._pipes.get(index) is pipe or isinstance(message, Failed)):
                 messages.append((index, message))
@@ -102,9 +103,10 @@ class SpawnedLauncher(TeamLauncher):
     def _kill(self, index: int) -> None:
         if index in self._pipes:
             self._unheard.append(self._pipes.pop(index))
-        process = self._processes.pop(index)
-        process.kill()
-        process.wait()
+        process = self._processes.get(index)
+        if process is not None:
+            process.kill()
+            process.wait()
 
     def _end(self) -> None:
         for pipe in (*self._pipes.values(), *self._unheard):

@@ -44,9 +44,10 @@ from lp_runtime.parallel.group import ReplicaContext
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 3.0  # seconds that a replica may take to answer a ping: a thread of its own answers
+PATIENCE = 5.0  # seconds that a replica may take to answer a ping: a thread of its own answers
 GRACE = 0.5  # seconds in which a failure's cause may arrive after its consequence
 LISTEN_SECONDS = 0.1  # after which a replica that was started meanwhile is listened to
+MOST_FRUITLESS = 2  # times that a request may lose all its replicas without a token in between
 SHORTEST = 1e-3  # seconds that are left of a request's time at least
 
 Group = tuple[int, ...]  # members, rank 0 first
@@ -69,11 +70,12 @@ class Lost:
 
 @dataclass(frozen=True)
 class Inbox:
-    """What the members of a group answer to one order."""
+    """What the members of a group answer to one order; `lives` tells which of a replica's processes was meant."""
 
     order: int
     members: Group
     messages: queue.SimpleQueue
+    lives: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class TeamLauncher(Launcher):
         self._start_failures: dict[int, Failed] | None = {}  # None once all have started
         self._losses: dict[int, str] = {}  # why each replica was lost last
         self._restarts = dict.fromkeys(range(self.num_replicas), 0)
+        self._lives = dict.fromkeys(range(self.num_replicas), 0)  # processes that each has lost
         for index in range(self.num_replicas):
             self._loading.add(index)
             self._launch(index)
@@ -175,10 +178,16 @@ class TeamLauncher(Launcher):
 
     def _listen(self) -> None:
         while not self._is_closed:
-            for index, message in self._receive(LISTEN_SECONDS):
-                self._route(index, message)
+            lives = dict(self._lives)
+            try:
+                for index, message in self._receive(LISTEN_SECONDS):
+                    self._route(index, message, lives[index])
+            except Exception:  # without this thread nothing goes on
+                if not self._is_closed:
+                    log.exception("listening to replicas failed; going on")
+                    time.sleep(LISTEN_SECONDS)
 
-    def _route(self, index: int, message: object) -> None:
+    def _route(self, index: int, message: object, life: int) -> None:
         """Take what a replica says to whom it concerns."""
         with self._changed:
             if isinstance(message, Loaded):
@@ -188,7 +197,7 @@ class TeamLauncher(Launcher):
                 if self._start_failures is not None:
                     self._start_failures.setdefault(index, message)  # its end comes after its reason
                 else:
-                    self._lose(index, message.message)
+                    self._lose(index, message.message, life)
             else:
                 order = getattr(message, "order", None)
                 for inbox in self._inboxes.values():
@@ -196,9 +205,12 @@ class TeamLauncher(Launcher):
                         inbox.messages.put((index, message))
             self._changed.notify_all()
 
-    def _lose(self, index: int, reason: str) -> None:
-        """A replica is lost: end it, start it again if it may be, and tell those who wait for it."""
+    def _lose(self, index: int, reason: str, life: int) -> None:
+        """A replica is lost: end it, start it again if it may be, and tell those who wait for it. Once each life."""
         with self._changed:
+            if life != self._lives[index]:
+                return
+            self._lives[index] += 1
             self._losses[index] = reason
             self._ready.discard(index)
             self._loading.discard(index)
@@ -208,8 +220,11 @@ class TeamLauncher(Launcher):
             log.warning("replica %d was lost (%s)%s", index, reason, "; it is started again" if again else "")
             if again:
                 self._restarts[index] += 1
-                self._loading.add(index)
-                self._launch(index)
+                try:
+                    self._launch(index)
+                    self._loading.add(index)
+                except Exception as error:  # no memory, no file descriptors, no node
+                    log.warning("replica %d cannot be started again: %s", index, error)
             for inbox in self._inboxes.values():
                 if index in inbox.members:
                     inbox.messages.put((index, Lost(reason)))
@@ -247,7 +262,7 @@ class TeamLauncher(Launcher):
         """A new order, and the inbox for what members answer to it."""
         with self._changed:
             self._order += 1
-            inbox = Inbox(self._order, members, queue.SimpleQueue())
+            inbox = Inbox(self._order, members, queue.SimpleQueue(), dict(self._lives))
             self._inboxes[inbox.order] = inbox
             for index in set(members) - self._ready:  # lost before they could be waited for
                 inbox.messages.put((index, Lost(self._losses.get(index, "it is not there"))))
@@ -275,9 +290,10 @@ class TeamLauncher(Launcher):
                     return group or None
                 for index in group:
                     self._disband(self._joined.get(index, ()))
+                life = self._lives[group[0]]
             where = self._meeting_place(group[0])
             if where is None:
-                self._lose(group[0], "it cannot be reached")
+                self._lose(group[0], "it cannot be reached", life)
                 continue
             with self._ordered(group) as inbox:
                 for rank, index in enumerate(group):
@@ -285,7 +301,7 @@ class TeamLauncher(Launcher):
                     context = ReplicaContext(
                         rank, len(group), place.device_index, place.num_local, *where, attempt=inbox.order
                     )
-                    self._send(index, Join(inbox.order, context))
+                    self._order_one(inbox, index, Join(inbox.order, context))
                 infos = {}
                 for index, message in self._answers(inbox, set(group)):
                     if isinstance(message, Refused):
@@ -299,6 +315,13 @@ class TeamLauncher(Launcher):
                     self.info = infos[group[0]]
                     self._joined |= dict.fromkeys(group, group)
         raise ReplicaError(f"no group could be formed ({self._why() or 'the replicas do not reach one another'})")
+
+    def _order_one(self, inbox: Inbox, index: int, message: object) -> None:
+        """Give a member its order, unless it has been lost since; a process that came after it must not get it."""
+        with self._changed:
+            is_there = index in self._ready and self._lives[index] == inbox.lives[index]
+        if is_there:
+            self._send(index, message)
 
     def _answers(self, inbox: Inbox, waiting: set[int]) -> Iterator[tuple[int, object]]:
         """What members answer to an order, each until its last word, or Lost.
@@ -320,7 +343,8 @@ class TeamLauncher(Launcher):
                 now = time.monotonic()
                 silent = waiting & asked if last is None or now < last else set(waiting)
                 for index in sorted(silent):
-                    self._lose(index, "it did not answer" if index in asked else f"it did not end within {limit:g} s")
+                    reason = "it did not answer" if index in asked else f"it did not end within {limit:g} s"
+                    self._lose(index, reason, inbox.lives[index])
                 asked = waiting - silent
                 for index in asked:
                     self._send(index, PING)
@@ -365,7 +389,7 @@ class TeamLauncher(Launcher):
     def _lead(self, request: Request, allotment: Allotment) -> Generator[Event, None, None]:
         started = time.monotonic()
         told: list[int] = []
-        num_steps = num_lost = 0
+        num_steps = num_lost = num_fruitless = 0
         is_whole = True
         while True:
             members = allotment.settle() or allotment.refill()
@@ -380,6 +404,7 @@ class TeamLauncher(Launcher):
             if left is not None:
                 left = max(SHORTEST, left - (time.monotonic() - started))
             part = replace(request, committed=tuple(told), max_time=left)
+            num_told = len(told)
             attempt = yield from self._attempt(part, told, group, allotment)
             lost = set(group) - set(attempt.progress)
             allotment.lose(lost)
@@ -390,6 +415,10 @@ class TeamLauncher(Launcher):
                 yield report if is_whole else replace(report, seconds=time.monotonic() - started)
                 return
             is_whole = False
+            # A request that ends every replica it meets is not to end them all.
+            num_fruitless = 0 if attempt.progress or len(told) > num_told else num_fruitless + 1
+            if num_fruitless == MOST_FRUITLESS:
+                raise ReplicaError(f"all replicas were lost while decoding, after {len(told)} tokens ({self._why()})")
             num_steps += max((progress.num_steps for progress in attempt.progress.values()), default=0)
 
     def _attempt(
@@ -407,7 +436,7 @@ class TeamLauncher(Launcher):
         with self._ordered(group) as inbox:
             waiting = set(group)
             for index in group:
-                self._send(index, Decode(inbox.order, request))
+                self._order_one(inbox, index, Decode(inbox.order, request))
             try:
                 for index, message in self._answers(inbox, waiting):
                     if isinstance(message, Streamed):
@@ -430,7 +459,7 @@ class TeamLauncher(Launcher):
             self._disband(group)
         if refusal is not None:
             raise refusal.kind(refusal.message)
-        self._drop_suspects(group, broken)
+        self._drop_suspects(inbox, broken)
         progress = {index: message.progress for index, message in (done | broken).items()}
         if progress:
             yield from self._tell_rest(request, told, max(progress.values(), key=lambda each: len(each.token_ids)))
@@ -445,15 +474,15 @@ class TeamLauncher(Launcher):
             if not isinstance(message, Streamed | Finished):
                 self._disband(inbox.members)
 
-    def _drop_suspects(self, group: Group, broken: dict[int, Broken]) -> None:
+    def _drop_suspects(self, inbox: Inbox, broken: dict[int, Broken]) -> None:
         """Where digests differ, most replicas are right, or, where there is no telling, the first of them."""
         digests = next((message.digests for message in broken.values() if message.digests), None)
         if digests is None:
             return
         right = max(digests, key=lambda digest: (digests.count(digest), -digests.index(digest)))
-        for index, digest in zip(group, digests, strict=True):
+        for index, digest in zip(inbox.members, digests, strict=True):
             if digest != right and broken.pop(index, None):
-                self._lose(index, "its state has parted from the others'")
+                self._lose(index, "its state has parted from the others'", inbox.lives[index])
 
     @staticmethod
     def _tell_rest(request: Request, told: list[int], best: Progress) -> Generator[Event, None, None]:

@@ -8,6 +8,7 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 
+from lp_runtime.launchers.messages import Failed
 from lp_runtime.launchers.replica_server import ReplicaServer
 
 
@@ -25,6 +26,9 @@ def main() -> None:
                 server.post(pipe.recv())
             except (EOFError, OSError):
                 os._exit(0)  # the driver closed the pipe or died: there is nothing left to do, wherever we are
+            except Exception as error:  # what a caller's own class may raise as it is unpickled
+                send(Failed.from_error(error))
+                os._exit(1)
 
     try:
         config, device_index, num_local = pipe.recv()

@@ -135,7 +135,7 @@ class DecodingState:
     def _take_up(self, committed: Sequence[int]) -> None:
         for token in committed:
             self._commit([token])
-        assert len(self.new_tokens) == len(committed) and self.finish_reason in (None, "length")
+        assert len(self.new_tokens) == len(committed)
         self.policy.begin(self.tokens[:-1])
         self.policy.advance_prefill(self.tokens, Found(self.tokens[-1:]))
         self.num_steps = 1  # what it takes to cache them again

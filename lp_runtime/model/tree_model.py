@@ -64,6 +64,7 @@ class TreeModel:
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._cache: TreeCache | None = None
         self._cached_tokens: list[int] = []  # whose keys and values the cache has
+        self._num_prefilled = 0  # of them
         self.fixed_sizes: dict[str, bool] | None = None
         self._fixed: FixedForward | None = None
 
@@ -112,7 +113,10 @@ class TreeModel:
         """
         tokens = [*prompt, *committed[:-1]]
         num_known = len(os.path.commonprefix([self._cached_tokens, tokens]))
-        if self._cache is None or num_known < len(prompt) or self._cache.capacity < self._capacity_for(capacity):
+        # Bit for bit, what was prefilled is not what a tree's pass gives.
+        is_alike = self.strict_tokens is None or self._num_prefilled == len(prompt)
+        has_room = self._cache is not None and self._cache.capacity >= self._capacity_for(capacity)
+        if not is_alike or not has_room or num_known < len(prompt):
             self.begin(capacity)
             self.prefill(prompt)
             num_known = len(prompt)
@@ -133,6 +137,7 @@ class TreeModel:
         ids = torch.tensor(prompt, dtype=torch.int64, device=self.device)
         before = self._cache.length
         self._cached_tokens += prompt
+        self._num_prefilled = len(self._cached_tokens)
         for start in range(0, len(prompt), self._prefill_chunk):
             chunk = ids[start : start + self._prefill_chunk]
             positions = torch.arange(before + start, before + start + len(chunk), device=self.device)

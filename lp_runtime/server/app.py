@@ -8,7 +8,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -192,9 +192,7 @@ class Server:
                 first = maker.make(prompt, limit, **options)
             if body.n > 1 and first.sampling.seed is None:
                 raise RequestError(f"n={body.n}: decoding is greedy; give temperature > 0")
-            more = {**options, "sampling": first.sampling}  # with its seed
-            requests.append(first)
-            requests += [maker.make(prompt, first.max_new_tokens, sample=i, **more) for i in range(1, body.n)]
+            requests += [replace(first, sample=sample) for sample in range(body.n)]
         jobs = self._scheduler.submit_all(requests, self._settings.queue_timeout)
         return [Choice(index, job, StopTrimmer(job.request.stop)) for index, job in enumerate(jobs)]
 

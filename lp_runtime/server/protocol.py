@@ -17,6 +17,7 @@ from lp_runtime.request import RequestOptions
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_COLUMNS, MAX_NGRAM, MAX_BUDGET = 256, 32, 4096  # that a client may ask for: nobody else is to pay for more
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 
 
@@ -33,11 +34,11 @@ class StreamOptions(_Body):
 class Lookahead(_Body):
     """How this request is drafted; the text is the same with any."""
 
-    W: int | None = None
-    N: int | None = None
-    G: int | None = None
+    W: int | None = Field(default=None, le=MAX_COLUMNS)
+    N: int | None = Field(default=None, le=MAX_NGRAM)
+    G: int | None = Field(default=None, le=MAX_COLUMNS)
     policy: str | None = None
-    budget: int | None = None
+    budget: int | None = Field(default=None, le=MAX_BUDGET)
 
     def resolve(self) -> LookaheadConfig:
         return LookaheadConfig(**self.model_dump(exclude_none=True))

@@ -110,7 +110,7 @@ def test_several_prompts_and_samples(client, runtime, expected):
     texts = [choice.text for choice in done.choices]
     assert texts[0] == expected[PROMPT, True].text != texts[1] and texts[2:] == texts[:2]
     assert [choice.index for choice in done.choices] == [0, 1, 2, 3]
-    assert done.usage.completion_tokens == 128
+    assert done.usage.completion_tokens == 128 and done.usage.prompt_tokens == 2 * len(ids)
 
 
 def test_stop_strings_are_not_shown(client, expected):
@@ -205,6 +205,7 @@ def test_many_clients_at_once(server, expected):
         ({"echo": True}, "echo, suffix and best_of"),
         ({"extra_body": {"nonsense": 1}}, "nonsense: Extra inputs are not permitted"),
         ({"extra_body": {"lookahead": {"W": -1, "N": 5, "G": 5}}}, "lookahead.W=-1"),
+        ({"extra_body": {"lookahead": {"W": 10**9, "N": 5, "G": 5}}}, "lookahead.W: Input should be less than"),
         ({"stream_options": {"include_usage": True}}, "stream_options: only with stream=true"),
     ],
 )
