@@ -196,7 +196,7 @@ def decode_on_a_rank(rank: int, num_replicas: int, path: str) -> RankResult:
     return RankResult([f[0] for f in found], [f[2] for f in found], cancelled, cancel_report, error)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[3])
 def ranks(request, make_model_dir):
     """(model directory, what each rank found)."""
     path = make_model_dir("Llama", seed=5, initializer_range=0.3)
