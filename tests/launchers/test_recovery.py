@@ -66,7 +66,7 @@ def assert_same(out, expected) -> None:
 @pytest.fixture(scope="module")
 def shared_runtime():
     """Three replicas, which tests may kill."""
-    with start(3, timeout=2.0, restarts=100) as runtime:
+    with start(3, timeout=4.0, restarts=100) as runtime:
         yield runtime
 
 

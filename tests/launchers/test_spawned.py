@@ -46,7 +46,7 @@ def test_strict_bits_are_those_of_one_token_a_step_on_one_replica(demo_model_dir
     for gpus in (1, 2):
         with LookaheadRuntime(demo_model_dir, gpus=gpus, lookahead=FIXED, **options) as runtime:
             for lookahead in (PLAIN, LookaheadConfig(3, 5, 3, prior="none")):
-                out = runtime.generate(reference.PROMPTS[0], 16, eos=False, lookahead=lookahead, logprobs=True)
+                out = runtime.generate(reference.PROMPTS[0], 8, eos=False, lookahead=lookahead, logprobs=True)
                 texts.append((out.token_ids, out.logprobs))
     assert texts == texts[:1] * 4
 
