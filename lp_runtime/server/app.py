@@ -7,6 +7,7 @@ import hmac
 import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -267,7 +268,7 @@ def _event(body: dict) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
-class Form:
+class Form(ABC):
     """The shape of an answer: a completion's or a chat's."""
 
     prefix: str
@@ -306,11 +307,13 @@ class Form:
             delta["lookahead"] = {"tokens": len(choice.tokens[new]), "found_by": choice.found_by[new]}
         return {**self._head, "object": self.chunk_kind(), "choices": [delta]}
 
+    @abstractmethod
     def choice(self, choice: Choice) -> dict:
-        raise NotImplementedError
+        """One of the texts of a whole answer."""
 
+    @abstractmethod
     def delta(self, choice: Choice, text: str, new: slice) -> dict:
-        raise NotImplementedError
+        """The same of a piece."""
 
 
 class CompletionForm(Form):
