@@ -5,6 +5,7 @@ Some architectures silently do not (position biases by index, recurrent layers):
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Sequence
@@ -13,7 +14,10 @@ import torch
 
 from lp_runtime.errors import ModelError, first_line
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model.tree_model import TreeModel
+from lp_runtime.model.together import CachedText
+from lp_runtime.model.tree_model import Fed, TreeModel
+
+log = logging.getLogger(__name__)
 
 # Largest relative difference of a node's logits, ||tree - plain|| / ||plain||, both less their mean. Rounding of an
 # exact model stays an order of magnitude below; a wrong mask or position shows far above.
@@ -55,6 +59,8 @@ def check_model(model: TreeModel) -> float:
         )
     if model.strict_tokens is not None:
         _check_bits(model)
+    if model.takes_several:
+        _check_several(model, tolerance)
     return worst
 
 
@@ -107,6 +113,30 @@ def _plain_logits(model: TreeModel, tokens: list[int], num_last: int) -> torch.T
 def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     actual, expected = actual - actual.mean(-1, keepdim=True), expected - expected.mean(-1, keepdim=True)
     return ((actual - expected).norm() / expected.norm().clamp_min(1e-12)).item()
+
+
+def _check_several(model: TreeModel, tolerance: float) -> None:
+    """Compare two texts in one pass with plain text; from now on they are fed one by one if they differ."""
+    rng = random.Random(2)
+    parts, texts = [], []
+    before = model.text
+    try:
+        for length in (5, 2):
+            tokens = [rng.randrange(model.vocabulary_size) for _ in range(length + 1)]
+            model.text = CachedText()
+            model.begin(length + 32)
+            model.prefill(tokens[:-1])
+            parts.append(Fed(model.text, TokenTree(tokens[-1:], max_depth=1), [0], [0]))
+            texts.append(tokens)
+        found = model.forward_together(parts)
+        worst = max(_difference(a, _plain_logits(model, b, 1)) for a, b in zip(found, texts, strict=True))
+        reason = None if worst <= tolerance else f"they differ by {worst:.2g}"
+    except Exception as error:  # of a foreign model
+        reason = first_line(error)
+    if reason:
+        log.warning("%s is fed one text at a time: %s", type(model.model).__name__, reason)
+        model.takes_several = False
+    model.text = before
 
 
 def _check_bits(model: TreeModel) -> None:

@@ -11,7 +11,7 @@ Letters: T tokens of the tree, L committed tokens, H key/value heads, g query he
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface
@@ -50,6 +50,7 @@ def tree_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     committed: Committed | None = None,
+    together: Any = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers' interface.
@@ -62,11 +63,16 @@ def tree_attention(
         scaling: of the scores; default 1 / sqrt(D).
         committed: where L is known on the device only: key and value are the whole memory of the cache then, and the
             mask is of the tree alone.
+        together: a TogetherCache where the tokens are of several texts: it has their keys, values and masks.
         kwargs: of sdpa.
 
     Returns:
         ([1, T, g H, D], None)
     """
+    if together is not None:
+        parts = zip(query.split(together.sizes, 2), together.states, together.masks_of(attention_mask), strict=True)
+        outputs = [tree_attention(module, part, *states, mask, scaling, **kwargs)[0] for part, states, mask in parts]
+        return torch.cat(outputs, 1), None
     num_tokens, num_keys, num_heads, size = query.shape[2], key.shape[2], key.shape[1], query.shape[3]
     groups = query.shape[1] // num_heads
     num_columns = attention_mask.shape[-1] if attention_mask is not None and attention_mask.dtype == query.dtype else 0
@@ -89,7 +95,7 @@ def tree_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-@functools.lru_cache(maxsize=1)  # by identity: all layers of a step are given the same mask
+@functools.lru_cache(maxsize=16)  # by identity: all layers of a step are given the same masks
 def _fold(mask: torch.Tensor, groups: int) -> torch.Tensor:
     """[1, 1, g T, S]: the rows of a mask g times over."""
     return mask if groups == 1 else mask.repeat(1, 1, groups, 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,14 +20,26 @@ from lp_runtime.model.fixed_forward import SIZES, FixedForward
 from lp_runtime.model.mask import CHUNKED, MaskBuilder
 from lp_runtime.model.strict import BLOCK, KEYS, POSITION, WINDOW, tail_table
 from lp_runtime.model.strict import NAME as STRICT
+from lp_runtime.model.together import CachedText, TogetherCache
 from lp_runtime.model.tree_attention import NAME as TREE
 
 ATTENTIONS = ("sdpa", "eager")
 GRANULE = 1024  # tokens; room for so many, or twice or three times as many, where sizes are fixed
 
 
+class Fed(NamedTuple):
+    """A text's part in a step: see TreeModel.forward."""
+
+    text: CachedText
+    tree: TokenTree
+    nodes: Sequence[int]
+    wanted: Sequence[int]
+
+
 class TreeModel:
     """An unmodified Hugging Face causal LM, its cache, and the two ways to feed it: a prompt, or a share of a tree.
+
+    It is fed one text at a time, or several in one pass (`forward_together`).
 
     Args:
         model: the loaded model, in eval mode, on one device.
@@ -36,7 +49,9 @@ class TreeModel:
         own_attention: whether to give the model the attention of tree_attention.py in place of sdpa, for good.
 
     Attributes:
+        text: the text that it is fed. Another may be put in its place, and be fed for a while.
         fixed_sizes: how trees are fed in passes of fixed sizes; None if they are not.
+        takes_several: whether it can be fed several texts in one pass.
 
     Raises:
         ModelError: if its attention is not one that takes a tree's mask.
@@ -62,21 +77,19 @@ class TreeModel:
         self._prefill_chunk = prefill_chunk
         self._num_layers = config.num_hidden_layers
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._cache: TreeCache | None = None
-        self._cached_tokens: list[int] = []  # whose keys and values the cache has
-        self._num_prefilled = 0  # of them
+        self.text = CachedText()
         self.fixed_sizes: dict[str, bool] | None = None
-        self._fixed: FixedForward | None = None
+        self.takes_several = self.masks.is_own and strict_tokens is None
 
     def fix_sizes(self, capture: bool, compiled: bool = False) -> None:
         """From now on feed trees in passes of fixed sizes: see FixedForward. Not with strict_tokens."""
         assert self.strict_tokens is None and self.masks.is_own
         self.fixed_sizes = {"capture": capture, "compiled": compiled}
-        self._cache = self._fixed = None
+        self.text = CachedText()
 
     def free_sizes(self) -> None:
         """Feed trees in passes of any size again."""
-        self.fixed_sizes = self._cache = self._fixed = None
+        self.fixed_sizes, self.text = None, CachedText()
 
     def num_passes(self, num_tokens: int) -> int:
         """Forward passes that it takes to feed this many tokens of a tree."""
@@ -85,16 +98,17 @@ class TreeModel:
     @property
     def cache_bytes_per_token(self) -> int:
         """What a token of the text takes in the cache; 0 before anything was fed."""
-        return 0 if self._cache is None else self._cache.bytes_per_token
+        return 0 if self.text.cache is None else self.text.cache.bytes_per_token
 
     def begin(self, capacity: int) -> None:
         """Start a request: an empty cache with room for `capacity` tokens (committed ones and one step's)."""
         capacity = self._capacity_for(capacity)
-        if self._cache is None or self._cache.capacity < capacity:
-            self._cache = self._fixed = None  # freed before the larger one is made
-            self._cache = TreeCache(self._num_layers, capacity)
-        self._cache.clear()
-        self._cached_tokens = []
+        text = self.text
+        if text.cache is None or text.cache.capacity < capacity:
+            text.cache = text.fixed = None  # freed before the larger one is made
+            text.cache = TreeCache(self._num_layers, capacity)
+        text.cache.clear()
+        text.tokens = []
 
     def _capacity_for(self, capacity: int) -> int:
         capacity += self.strict_tokens or 0  # passes are filled up
@@ -112,16 +126,17 @@ class TreeModel:
             capacity: see `begin`.
         """
         tokens = [*prompt, *committed[:-1]]
-        num_known = len(os.path.commonprefix([self._cached_tokens, tokens]))
+        text = self.text
+        num_known = len(os.path.commonprefix([text.tokens, tokens]))
         # Bit for bit, what was prefilled is not what a tree's pass gives.
-        is_alike = self.strict_tokens is None or self._num_prefilled == len(prompt)
-        has_room = self._cache is not None and self._cache.capacity >= self._capacity_for(capacity)
+        is_alike = self.strict_tokens is None or text.num_prefilled == len(prompt)
+        has_room = text.cache is not None and text.cache.capacity >= self._capacity_for(capacity)
         if not is_alike or not has_room or num_known < len(prompt):
             self.begin(capacity)
             self.prefill(prompt)
             num_known = len(prompt)
-        self._cache.cut_back(num_known)
-        del self._cached_tokens[num_known:]
+        text.cache.cut_back(num_known)
+        del text.tokens[num_known:]
         rest = tokens[num_known:]
         if self.strict_tokens is None:
             if rest:
@@ -135,22 +150,23 @@ class TreeModel:
     def prefill(self, prompt: Sequence[int]) -> torch.Tensor:
         """Feed and commit a prompt, in chunks, behind what is committed; the last one's logits, [1, V] float32."""
         ids = torch.tensor(prompt, dtype=torch.int64, device=self.device)
-        before = self._cache.length
-        self._cached_tokens += prompt
-        self._num_prefilled = len(self._cached_tokens)
+        text = self.text
+        before = text.cache.length
+        text.tokens += prompt
+        text.num_prefilled = len(text.tokens)
         for start in range(0, len(prompt), self._prefill_chunk):
             chunk = ids[start : start + self._prefill_chunk]
             positions = torch.arange(before + start, before + start + len(chunk), device=self.device)
             # The mask is the model's own causal one: nothing of a prompt is a tree.
             logits = self._forward(chunk, positions, None, torch.tensor([len(chunk) - 1], device=self.device))
-            self._cache.commit(len(chunk))
+            text.cache.commit(len(chunk))
         return logits
 
     @torch.inference_mode()
     def alone(self, tokens: Sequence[int]) -> torch.Tensor:
         """[n, V] float32 logits of tokens that each are a text of one token: they see themselves only."""
-        self._cache.clear()
-        self._cached_tokens = []
+        self.text.cache.clear()
+        self.text.tokens = []
         ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
         positions = torch.zeros_like(ids)
         mask = self.masks.build([-1] * len(tokens), positions, 0)
@@ -171,37 +187,65 @@ class TreeModel:
         Returns:
             [n, V] float32 logits of the wanted nodes.
         """
-        num_cached = self._cache.length
-        local = {node: i for i, node in enumerate(nodes)}
-        parents = [local.get(tree.parents[node], -1) for node in nodes]
-        root_position = num_cached + tree.root
-        tokens = [tree.tokens[node] for node in nodes]
-        places = [root_position + tree.depths[node] for node in nodes]
+        text = self.text
+        local, tokens, places, parents = _lay_out(tree, nodes, text.cache.length)
         keep = torch.tensor([local[node] for node in wanted], dtype=torch.int64, device=self.device)
         if self._takes_fixed(len(nodes)):
-            logits = self._fixed.forward(tokens, places, parents)[keep].float()
+            logits = text.fixed.forward(tokens, places, parents)[keep].float()
         elif self.strict_tokens is None:
             ids, positions = torch.tensor([tokens, places], dtype=torch.int64).to(self.device)
-            mask = self.masks.build(parents, positions, num_cached)
+            mask = self.masks.build(parents, positions, text.cache.length)
             logits = self._forward(ids, positions, mask, keep)
         else:
             logits = self._strict_forward(tokens, places, parents)[keep]
-        self._cache.commit(tree.root + 1 if commit else 0)
-        if commit:
-            self._cached_tokens += tree.tokens[: tree.root + 1]
+        _commit(text, tree, commit)
         return logits
+
+    @torch.inference_mode()
+    def forward_together(self, parts: Sequence[Fed]) -> list[torch.Tensor]:
+        """Feed a tree of each of several texts, in one pass where the model `takes_several`, and commit their pending
+        tokens. Arguments as in `forward`; a part is best a whole tree.
+
+        Returns:
+            [n, V] float32 logits for each part.
+        """
+        if len(parts) == 1 or not self.takes_several:
+            return [self._forward_text(*part) for part in parts]
+        tokens, places, keep, masks = [], [], [], []
+        for text, tree, nodes, wanted in parts:
+            local, new_tokens, new_places, parents = _lay_out(tree, nodes, text.cache.length)
+            keep += [len(tokens) + local[node] for node in wanted]
+            tokens += new_tokens
+            places += new_places
+            positions = torch.tensor(new_places, dtype=torch.int64).to(self.device)
+            masks.append(self.masks.build(parents, positions, text.cache.length))
+        ids, positions, keep = (
+            torch.tensor(each, dtype=torch.int64).to(self.device) for each in (tokens, places, keep)
+        )
+        several = TogetherCache([part.text.cache for part in parts], [len(part.nodes) for part in parts], masks)
+        logits = self._forward(ids, positions, several.mask, keep, several)
+        for part in parts:
+            _commit(part.text, part.tree, True)
+        return list(logits.split([len(part.wanted) for part in parts]))
+
+    def _forward_text(self, text: CachedText, tree: TokenTree, nodes: Sequence[int], wanted: Sequence[int]):
+        before, self.text = self.text, text
+        try:
+            return self.forward(tree, nodes, wanted)
+        finally:
+            self.text = before
 
     def _takes_fixed(self, num_tokens: int) -> bool:
         """Whether a tree of so many tokens is fed in a pass of a fixed size; there is one then."""
-        if self.fixed_sizes is None or num_tokens > SIZES[-1] or self.masks.hides(self._cache.length + num_tokens):
+        if self.fixed_sizes is None or num_tokens > SIZES[-1] or self.masks.hides(self.text.cache.length + num_tokens):
             return False
-        if self._fixed is None:
-            self._fixed = FixedForward(self.model, self._cache, **self.fixed_sizes)
+        if self.text.fixed is None:
+            self.text.fixed = FixedForward(self.model, self.text.cache, **self.fixed_sizes)
         return True
 
     def _strict_forward(self, tokens: list[int], places: list[int], parents: list[int]) -> torch.Tensor:
         """[T, V] float32 logits of all tokens, from passes of strict_tokens each, the last one filled up."""
-        size, num_cached = self.strict_tokens, self._cache.length
+        size, num_cached = self.strict_tokens, self.text.cache.length
         # What fills up stands at position 0 and sees the first committed token, so that it stays finite.
         num_filling = -len(tokens) % size
         tables = {window: tail_table(num_cached, parents, window) for window in self.masks.windows_by_kind.values()}
@@ -222,23 +266,43 @@ class TreeModel:
                 mask = masks if self.masks.by_kind else next(iter(masks.values()))
                 everything = torch.arange(size, device=self.device)
                 logits.append(self._forward(ids[rows], positions[rows], mask, everything))
-                self._cache.keep_writing(size)
+                self.text.cache.keep_writing(size)
         finally:
             self.model.set_attn_implementation(before)
         return torch.cat(logits)[: len(tokens)]
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask, keep: torch.Tensor) -> torch.Tensor:
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask, keep: torch.Tensor, several: TogetherCache | None = None
+    ) -> torch.Tensor:
         arguments = {"logits_to_keep": keep} if self.keeps_logits else {}
+        if several is not None:
+            arguments["together"] = several
         output = self.model(
             input_ids=ids[None],
             position_ids=positions[None],
             attention_mask=mask,
-            past_key_values=self._cache,
+            past_key_values=self.text.cache if several is None else several,
             use_cache=True,
             **arguments,
         )
         logits = output.logits[0] if self.keeps_logits else output.logits[0, keep]
         return logits.float()
+
+
+def _lay_out(
+    tree: TokenTree, nodes: Sequence[int], num_cached: int
+) -> tuple[dict[int, int], list[int], list[int], list[int]]:
+    """What is fed of a tree: where each node stands, and the tokens, positions and parents, -1 for none."""
+    local = {node: i for i, node in enumerate(nodes)}
+    parents = [local.get(tree.parents[node], -1) for node in nodes]
+    root_position = num_cached + tree.root
+    return local, [tree.tokens[node] for node in nodes], [root_position + tree.depths[node] for node in nodes], parents
+
+
+def _commit(text: CachedText, tree: TokenTree, commit: bool) -> None:
+    text.cache.commit(tree.root + 1 if commit else 0)
+    if commit:
+        text.tokens += tree.tokens[: tree.root + 1]
 
 
 def _context_length(config) -> int | None:

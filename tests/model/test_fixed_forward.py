@@ -81,7 +81,7 @@ def test_what_lies_behind_the_committed_tokens_does_not_matter(random_model):
         model.begin(64)
         model.prefill([5, 6, 7])
         with torch.inference_mode():
-            for layer in model._cache.layers:
+            for layer in model.text.cache.layers:
                 layer.keys[:, :, 3:] = layer.values[:, :, 3:] = torch.nan
     tree = random_tree(random.Random(2), 1, 8)
     nodes = list(range(len(tree)))
@@ -97,7 +97,7 @@ def test_a_larger_tree_and_a_longer_text(random_model):
         for model in (free, fixed):
             model.begin(length + 400)
             model.prefill(text[:length])
-        assert fixed._cache.capacity % GRANULE == 0
+        assert fixed.text.cache.capacity % GRANULE == 0
         for tree in (random_tree(rng, 1, 20), random_tree(rng, 1, SIZES[-1] + 10)):
             nodes = list(range(len(tree)))
             logits = [model.forward(tree, nodes, nodes) for model in (free, fixed)]
