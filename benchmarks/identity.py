@@ -24,7 +24,8 @@ from small_models import FAMILIES, random_model
 
 from lp_runtime import LookaheadConfig, SamplingConfig
 from lp_runtime.config import PLAIN
-from lp_runtime.decoding import DecodingLoop, Request
+from lp_runtime.decoding import Request
+from lp_runtime.decoding_loop import DecodingLoop
 from lp_runtime.lookahead.sampling import GumbelNoise
 from lp_runtime.model.tree_model import TreeModel
 from lp_runtime.parallel.group import ReplicaContext, host_store, process_group

@@ -1,4 +1,4 @@
-"""The decoding loop: one request, step by step, on one replica in concert with its peers.
+"""One request on one replica, step by step, in concert with its peers.
 
 proposal = state.propose(budget.fit)                    equal on every replica
 shares   = budget.shares(proposal.tree)                 equal on every replica
@@ -10,31 +10,23 @@ run      = state.advance(proposal, outcome)             equal on every replica
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from lp_runtime.config import LookaheadConfig, SamplingConfig
-from lp_runtime.lookahead.best_first import compile_kernels
-from lp_runtime.lookahead.drafts import Memory
 from lp_runtime.lookahead.paper import PaperPolicy
 from lp_runtime.lookahead.policy import Counts, Found
 from lp_runtime.lookahead.pool import PoolStatistics
-from lp_runtime.lookahead.sampling import GumbelNoise
-from lp_runtime.lookahead.state import DecodingRules, DecodingState, Proposal, Stop
+from lp_runtime.lookahead.state import DecodingState, Proposal
 from lp_runtime.model.drawing import Drawing
-from lp_runtime.model.generation import build_processors, defaults_of
-from lp_runtime.model.processors import TreeProcessors
-from lp_runtime.model.tree_model import TreeModel
-from lp_runtime.parallel.budget import Learned, StepBudget, assumed_times
-from lp_runtime.parallel.exchange import Exchange, Outcome
-from lp_runtime.parallel.partition import Share, compile_partition, digest_of_shares, step_tokens
-from lp_runtime.policies import make_policy
-from lp_runtime.tuning import Tuning
+from lp_runtime.model.tree_model import Fed, TreeModel
+from lp_runtime.parallel.budget import StepBudget
+from lp_runtime.parallel.exchange import Exchange
+from lp_runtime.parallel.partition import digest_of_shares, step_tokens
 
-MAX_NODES = 1 << 14  # of a tree, where nothing else limits it
 CANCEL, TIME_IS_UP = 1, 2  # bits of the exchange's control word
 
 
@@ -135,213 +127,10 @@ Event = Run | Report  # a run a step, and a report at the end
 Observer = Callable[[list[int], list[int], torch.Tensor, torch.Tensor], None]
 
 
-class DecodingLoop:
-    """Decodes requests on one replica. All replicas must be given the same requests in the same order.
-
-    Args:
-        model: this replica's.
-        rank, num_replicas: its place in the group.
-        exchange_device: where the group's backend wants its tensors.
-        tuning: what was measured of the model; by default measured when a request needs it, and not kept.
-        memory: what is kept between requests that ask for it.
-    """
-
-    def __init__(
-        self,
-        model: TreeModel,
-        rank: int,
-        num_replicas: int,
-        exchange_device: torch.device,
-        tuning: Tuning | None = None,
-        memory: Memory | None = None,
-    ):
-        self._model = model
-        self._rank = rank
-        self._num_replicas = num_replicas
-        self._exchange_device = exchange_device
-        self._tuning = tuning or Tuning(model, rank, num_replicas, exchange_device, cache_dir=None)
-        self._kept = memory
-        self._learned: dict[tuple[bool, bool], Learned] = {}  # by whether steps are sized, and decoding is greedy
-        self._cleared: Memory | None = None  # used again by the next request that forgets
-
-    def prepare(self, settings: LookaheadConfig) -> None:
-        """Measure now what a request with these settings would have measured."""
-        if self._num_replicas > 1:
-            compile_partition()
-        if settings.policy == "full":
-            compile_kernels()
-            if settings.is_auto:
-                self._tuning.most_tokens()
-            if settings.prior == "vocabulary":
-                self._tuning.vocabulary()
-            self._memory(settings)
-
-    def _memory(self, settings: LookaheadConfig) -> Memory:
-        if settings.memory != "request":
-            self._kept = self._kept or Memory(settings.memory_bytes)
-            return self._kept
-        if self._cleared is None or self._cleared.num_bytes != settings.memory_bytes:
-            self._cleared = Memory(settings.memory_bytes)
-        self._cleared.clear()
-        return self._cleared
-
-    def begin(self, request: Request, drawing: Drawing, stop: Stop | None) -> tuple[DecodingState, StepBudget]:
-        """The state of a request before its prefill, and what decides the size of its steps."""
-        settings = request.lookahead
-        noise = None if drawing.noise is None else (drawing.noise.seed, drawing.noise.sample)
-        limit = settings.budget
-        if settings.is_auto:
-            limit = min(filter(None, (limit, self._tuning.most_tokens())))
-        most = self._num_replicas * (limit or MAX_NODES)
-        policy = make_policy(settings, noise, most, lambda: self._memory(settings), self._tuning.vocabulary)
-        rules = DecodingRules(
-            max_new_tokens=request.max_new_tokens,
-            eos_token_ids=request.eos_token_ids,
-            drafting=repr(settings),
-            drawing=repr((request.sampling, request.sample, request.stop, request.logprobs)),
-        )
-        num_nodes = policy.max_nodes + policy.max_run
-        times = self._tuning.times(num_nodes) if settings.is_auto else assumed_times(self._num_replicas, num_nodes)
-        kind = (settings.is_auto, noise is None)
-        learned = self._learned.setdefault(kind, Learned.nothing(self._num_replicas))
-        budget = StepBudget(times, settings.is_auto, limit, learned)
-        return DecodingState(request.prompt_ids, rules, policy, stop, request.committed), budget
-
-    def run(
-        self,
-        request: Request,
-        drawing: Drawing | None = None,
-        stop: Stop | None = None,
-        should_cancel: Callable[[], bool] = lambda: False,
-        observe: Observer | None = None,
-    ) -> Iterator[Event]:
-        """Decode one request.
-
-        Args:
-            request: what to decode.
-            drawing: how successors are drawn; by default as the request and the model's own defaults say.
-            stop: see DecodingState.
-            should_cancel: asked once a step; when any replica's says yes, all stop after that step.
-            observe: told of every step.
-
-        Yields:
-            The run that each step committed, then the report.
-        """
-        drawing = drawing or make_drawing(self._model, request)
-        state, budget = self.begin(request, drawing, stop)
-        started = time.perf_counter()
-        policy = state.policy
-        drawing.num_runners_up = policy.num_runners_up
-        capacity = min(policy.max_nodes, budget.limit or policy.max_nodes)
-        exchange = Exchange(self._rank, self._num_replicas, capacity, self._exchange_device, drawing.width)
-        most_fed = capacity + policy.max_run
-        most_tokens = len(request.prompt_ids) + request.max_new_tokens + most_fed
-        clock = _Clock()
-        is_resting = False
-
-        def control() -> int:
-            # One replica's clock decides, the first one's.
-            late = request.max_time is not None and time.perf_counter() - started > request.max_time
-            return CANCEL * should_cancel() | TIME_IS_UP * (late and self._rank == 0)
-
-        def agree(proposal: Proposal, shares: Sequence[Share], logits: torch.Tensor) -> tuple[Outcome, torch.Tensor]:
-            """Draw the successors of the nodes this replica owns and exchange them; also its processed scores."""
-            owned = shares[self._rank].owned
-            values, scores = drawing.draw(logits[: len(owned)], proposal.tree, owned, state.tokens, not is_resting)
-            if values.device.type == "cuda":
-                torch.cuda.current_stream(values.device).synchronize()
-            clock.lap("forward")
-            digest = proposal.digest ^ digest_of_shares(shares)
-            outcome = exchange.all_gather(shares, len(proposal.tree), values, digest, control(), clock.packed())
-            clock.lap("exchange")
-            return outcome, scores
-
-        def report_run(nodes: list[int], run: list[int], logprobs: list[float] | None, shares, logits, scores) -> Run:
-            if observe:
-                observe(nodes, shares[self._rank].owned, logits, scores)
-            owners = {node: rank for rank, share in enumerate(shares) for node in share.owned} if request.trace else {}
-            return Run(
-                run,
-                None if logprobs is None else [logprobs[node] for node in nodes],
-                [owners[node] for node in nodes] if request.trace else None,
-            )
-
-        def unpack(proposal: Proposal, outcome: Outcome) -> tuple[Found, list[float] | None]:
-            root = proposal.tree.root
-            successors, logprobs, runners_up = drawing.unpack(outcome.values[root:], not is_resting)
-            unknown = [-1] * root
-            return Found(unknown + successors, runners_up), None if logprobs is None else unknown + logprobs
-
-        is_over = 0
-        if request.committed:
-            self._model.take_up(request.prompt_ids, request.committed, most_tokens)
-        else:
-            self._model.begin(most_tokens)
-            proposal = state.propose_prefill()
-            shares = budget.shares(proposal.tree)
-            logits = self._model.prefill(request.prompt_ids)
-            outcome, scores = agree(proposal, shares, logits)
-            found, logprobs = unpack(proposal, outcome)
-            run = state.advance_prefill(proposal, found)
-            is_over = outcome.control
-            yield report_run([0], run, logprobs, shares, logits, scores)
-        prefill_seconds = time.perf_counter() - started
-
-        tokens_fed, extra_passes = 0.0, 0
-        clock = _Clock()
-        while state.finish_reason is None and not is_over:
-            clock.start()
-            is_resting = budget.is_resting
-            proposal = state.propose_root() if is_resting else state.propose(budget.fit, budget.num_wanted)
-            shares = budget.shares(proposal.tree)
-            clock.lap("other")
-            share = shares[self._rank]
-            logits = self._model.forward(proposal.tree, share.nodes, share.owned)
-            outcome, scores = agree(proposal, shares, logits)
-            found, logprobs = unpack(proposal, outcome)
-            run, nodes = state.advance(proposal, found)
-            budget.observe(shares, *_Clock.unpacked(outcome.clocks), len(run) - 1)
-            tokens_fed += step_tokens(shares)
-            extra_passes += max(self._model.num_passes(len(each.nodes)) for each in shares) - 1
-            clock.lap("other")
-            is_over = outcome.control
-            yield report_run(nodes, run, logprobs, shares, logits, scores)
-
-        num_tree_steps = state.num_steps - 1
-        yield Report(
-            num_steps=state.num_steps + extra_passes,
-            finish_reason=state.finish_reason or ("cancelled" if is_over & CANCEL else "time"),
-            step_tokens=tokens_fed / num_tree_steps if num_tree_steps else 0.0,
-            seconds=time.perf_counter() - started,
-            prefill_seconds=prefill_seconds,
-            times=StepTimes(**clock.seconds),
-            exchange_bytes=exchange.bytes_sent / state.num_steps if self._num_replicas > 1 else 0.0,
-            counts=policy.counts,
-            pool=policy.pool.statistics() if isinstance(policy, PaperPolicy) else None,
-            seed=request.sampling.seed,
-        )
-
-
-def make_drawing(model: TreeModel, request: Request) -> Drawing:
-    """How a request's successors are drawn from this model's logits; alike on all replicas.
-
-    Raises:
-        ConfigError: if transformers refuses a setting.
-    """
-    sampling = request.sampling
-    processors = build_processors(
-        model.model, request.prompt_ids, sampling, request.max_new_tokens, request.eos_token_ids, request.processors
-    )
-    noise = None
-    if sampling.draws(defaults_of(model.model)):
-        noise = GumbelNoise(sampling.seed, request.sample, model.vocabulary_size, model.device)
-    return Drawing(TreeProcessors(processors, model.device), noise, request.logprobs)
-
-
 MAX_MICROSECONDS = (1 << 31) - 1
 
 
-class _Clock:
+class Clock:
     """Adds up the time between laps by what was done in it."""
 
     def __init__(self) -> None:
@@ -354,10 +143,12 @@ class _Clock:
         self._last = time.perf_counter()
         self._other, self._step = self._step["other"], dict.fromkeys(self.seconds, 0.0)
 
-    def lap(self, what: str) -> None:
+    def lap(self, what: str, num_together: int = 1) -> None:
+        """What has been done since the last lap, for so many requests; a share of the time is this one's."""
         now = time.perf_counter()
-        self.seconds[what] += now - self._last
-        self._step[what] += now - self._last
+        passed = (now - self._last) / num_together
+        self.seconds[what] += passed
+        self._step[what] += passed
         self._last = now
 
     def packed(self) -> int:
@@ -369,3 +160,170 @@ class _Clock:
     def unpacked(clocks: Sequence[int]) -> tuple[list[int], list[int]]:
         """Nanoseconds of forward passes and of other work, by replica."""
         return [1000 * (clock >> 31) for clock in clocks], [1000 * (clock & MAX_MICROSECONDS) for clock in clocks]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A replica as a member of its group: its rank, how many there are, where the group's backend wants its tensors."""
+
+    rank: int
+    num_replicas: int
+    exchange_device: torch.device
+
+
+class Decoding:
+    """A request that is being decoded. Whoever leads it (decoding_loop.py) calls, for every step,
+
+        propose, draw, exchange, advance
+
+    and feeds the model between the first two; the clock's laps are theirs, too.
+
+    Args:
+        model: this replica's.
+        request: what to decode.
+        drawing: how successors are drawn.
+        state: before its prefill, or taken up.
+        budget: decides the size of steps.
+        member: this replica.
+        should_cancel: asked once a step.
+        observe: told of every step.
+
+    Attributes:
+        text: what of it the model was fed.
+        fed: what the model is to be fed of it in this step.
+        clock: where time goes.
+        is_over: whether it has ended.
+    """
+
+    def __init__(
+        self,
+        model: TreeModel,
+        request: Request,
+        drawing: Drawing,
+        state: DecodingState,
+        budget: StepBudget,
+        member: Member,
+        should_cancel: Callable[[], bool],
+        observe: Observer | None,
+    ):
+        self._model, self._request, self._member = model, request, member
+        self._state, self._budget, self._drawing = state, budget, drawing
+        self._should_cancel, self._observe = should_cancel, observe
+        self._started = time.perf_counter()
+        policy = state.policy
+        drawing.num_runners_up = policy.num_runners_up
+        capacity = min(policy.max_nodes, budget.limit or policy.max_nodes)
+        self._exchange = Exchange(member.rank, member.num_replicas, capacity, member.exchange_device, drawing.width)
+        self._most_tokens = len(request.prompt_ids) + request.max_new_tokens + capacity + policy.max_run
+        self.text = model.texts.take((*request.prompt_ids, *request.committed), self._most_tokens)
+        self.clock = Clock()
+        self._is_resting = False
+        self._ended_by = 0  # bits of the control word
+        self._num_fed, self._extra_passes = 0.0, 0
+        self._prefill_seconds = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return self._state.finish_reason is not None or self._ended_by != 0
+
+    def prefill(self) -> Run | None:
+        """Feed the prompt, and what is committed already; returns the first run, None if there was one before."""
+        request = self._request
+        with self._model.feeding(self.text):
+            if request.committed:
+                self._model.take_up(request.prompt_ids, request.committed, self._most_tokens)
+                run = None
+            else:
+                self._model.begin(self._most_tokens)
+                self._set(self._state.propose_prefill())
+                self.draw(self._model.prefill(request.prompt_ids))
+                self.exchange()
+                run = self._committed(self._state.advance_prefill(self._proposal, self._found), [0])
+        self._prefill_seconds = time.perf_counter() - self._started
+        self.clock = Clock()
+        return run
+
+    def propose(self, num_together: int = 1) -> None:
+        """Make this step's tree.
+
+        Args:
+            num_together: requests that this step's forward pass serves.
+        """
+        budget = self._budget
+        budget.share(num_together)
+        self._is_resting = budget.is_resting
+        if self._is_resting:
+            self._set(self._state.propose_root())
+        else:
+            self._set(self._state.propose(budget.fit, budget.num_wanted))
+
+    def _set(self, proposal: Proposal) -> None:
+        self._proposal = proposal
+        self._shares = self._budget.shares(proposal.tree)
+        share = self._shares[self._member.rank]
+        self.fed = Fed(self.text, proposal.tree, share.nodes, share.owned)
+
+    def draw(self, logits: torch.Tensor) -> None:
+        """Draw the successors of the nodes that this replica owns.
+
+        Args:
+            logits: [n, V] theirs.
+        """
+        owned, tree = self.fed.wanted, self.fed.tree
+        self._logits = logits[: len(owned)]
+        self._values, self._scores = self._drawing.draw(
+            self._logits, tree, owned, self._state.tokens, not self._is_resting
+        )
+
+    def exchange(self) -> None:
+        """Tell all replicas what each has drawn."""
+        request, member = self._request, self._member
+        # One replica's clock decides, the first one's.
+        is_late = request.max_time is not None and time.perf_counter() - self._started > request.max_time
+        control = CANCEL * self._should_cancel() | TIME_IS_UP * (is_late and member.rank == 0)
+        tree, digest = self._proposal.tree, self._proposal.digest ^ digest_of_shares(self._shares)
+        self._outcome = self._exchange.all_gather(
+            self._shares, len(tree), self._values, digest, control, self.clock.packed()
+        )
+        successors, logprobs, runners_up = self._drawing.unpack(self._outcome.values[tree.root :], not self._is_resting)
+        unknown = [-1] * tree.root
+        self._found = Found(unknown + successors, runners_up)
+        self._logprobs = None if logprobs is None else unknown + logprobs
+
+    def advance(self) -> Run:
+        """Commit what was accepted."""
+        run, nodes = self._state.advance(self._proposal, self._found)
+        self._budget.observe(self._shares, *Clock.unpacked(self._outcome.clocks), len(run) - 1)
+        self._num_fed += step_tokens(self._shares)
+        self._extra_passes += max(self._model.num_passes(len(each.nodes)) for each in self._shares) - 1
+        return self._committed(run, nodes)
+
+    def _committed(self, run: list[int], nodes: list[int]) -> Run:
+        self._ended_by = self._outcome.control
+        if self._observe:
+            self._observe(nodes, self.fed.wanted, self._logits, self._scores)
+        owners = {}
+        if self._request.trace:
+            owners = {node: rank for rank, share in enumerate(self._shares) for node in share.owned}
+        return Run(
+            run,
+            None if self._logprobs is None else [self._logprobs[node] for node in nodes],
+            [owners[node] for node in nodes] if self._request.trace else None,
+        )
+
+    def report(self) -> Report:
+        """What it took; after its end."""
+        state, exchange, policy = self._state, self._exchange, self._state.policy
+        num_tree_steps = state.num_steps - 1
+        return Report(
+            num_steps=state.num_steps + self._extra_passes,
+            finish_reason=state.finish_reason or ("cancelled" if self._ended_by & CANCEL else "time"),
+            step_tokens=self._num_fed / num_tree_steps if num_tree_steps else 0.0,
+            seconds=time.perf_counter() - self._started,
+            prefill_seconds=self._prefill_seconds,
+            times=StepTimes(**self.clock.seconds),
+            exchange_bytes=exchange.bytes_sent / state.num_steps if self._member.num_replicas > 1 else 0.0,
+            counts=policy.counts,
+            pool=policy.pool.statistics() if isinstance(policy, PaperPolicy) else None,
+            seed=self._request.sampling.seed,
+        )

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from lp_runtime.config import LauncherConfig, LookaheadConfig, ModelConfig, RuntimeConfig, SamplingConfig
-from lp_runtime.decoding import DecodingLoop, Report, Request
+from lp_runtime.decoding import Report, Request
+from lp_runtime.decoding_loop import DecodingLoop
 from lp_runtime.errors import ConfigError, RequestError, first_line
 from lp_runtime.lookahead.sampling import GumbelNoise
 from lp_runtime.lookahead.state import Stop

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from lp_runtime.config import PLAIN, RuntimeConfig
-from lp_runtime.decoding import DecodingLoop, Event, Report, Request, make_drawing
+from lp_runtime.decoding import Event, Report, Request
+from lp_runtime.decoding_loop import DecodingLoop, make_drawing
 from lp_runtime.errors import ConfigError, ModelError
 from lp_runtime.memory_file import MemoryFile
 from lp_runtime.model.fixed_forward import can_capture

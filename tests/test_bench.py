@@ -13,7 +13,8 @@ from lp_runtime.bench.critical_path import CriticalPath, CriticalPathRunner
 from lp_runtime.bench.report import quartiles
 from lp_runtime.cli import bench_main
 from lp_runtime.config import ModelConfig
-from lp_runtime.decoding import DecodingLoop, Report, Request
+from lp_runtime.decoding import Report, Request
+from lp_runtime.decoding_loop import DecodingLoop
 from lp_runtime.model.loading import load_model
 from lp_runtime.model.tree_model import TreeModel
 from lp_runtime.tuning import Tuning

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from ranks import CPU, run_ranks
 
 from lp_runtime.config import PLAIN, LookaheadConfig, ModelConfig
-from lp_runtime.decoding import DecodingLoop, Report, Request
+from lp_runtime.decoding import Report, Request
+from lp_runtime.decoding_loop import DecodingLoop
 from lp_runtime.errors import StateMismatchError
 from lp_runtime.model.loading import load_model
 from lp_runtime.model.tree_model import TreeModel

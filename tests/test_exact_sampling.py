@@ -11,7 +11,8 @@ from ranks import CPU, run_ranks
 from transformers import LogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from lp_runtime.config import PLAIN, LookaheadConfig, ModelConfig, SamplingConfig
-from lp_runtime.decoding import DecodingLoop, Report, Request
+from lp_runtime.decoding import Report, Request
+from lp_runtime.decoding_loop import DecodingLoop
 from lp_runtime.errors import ConfigError
 from lp_runtime.model.loading import load_model
 from lp_runtime.model.tree_model import TreeModel

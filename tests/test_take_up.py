@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lp_runtime.config import PLAIN, LookaheadConfig, ModelConfig, SamplingConfig
-from lp_runtime.decoding import DecodingLoop, Report, Request
+from lp_runtime.decoding import Report, Request
+from lp_runtime.decoding_loop import DecodingLoop
 from lp_runtime.model.loading import load_model, load_tokenizer
 from lp_runtime.model.text import StopStrings
 from lp_runtime.model.tree_model import TreeModel

@@ -25,6 +25,7 @@ LAYERS = [
     {"files"},
     {"policies", "tuning", "memory_file"},
     {"decoding"},
+    {"decoding_loop"},
     {"profiling"},
     {"worker"},
     {"launchers"},

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lp_runtime.decoding import DecodingLoop, Request, make_drawing
+from lp_runtime.decoding import Request
+from lp_runtime.decoding_loop import DecodingLoop, make_drawing
 from lp_runtime.lookahead.policy import Found
 from lp_runtime.model.tree_model import TreeModel
 from lp_runtime.tuning import Tuning
@@ -82,7 +83,7 @@ class CriticalPathRunner:
         """Decode one request."""
         model = self._model
         drawing = make_drawing(model, request)
-        state, budget = self._loop.begin(request, drawing, None)
+        state, budget, _ = self._loop.begin(request, drawing, None)
         policy = state.policy
         drawing.num_runners_up = policy.num_runners_up
         model.begin(len(request.prompt_ids) + request.max_new_tokens + policy.max_nodes + policy.max_run)

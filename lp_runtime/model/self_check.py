@@ -14,7 +14,7 @@ import torch
 
 from lp_runtime.errors import ModelError, first_line
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model.together import CachedText
+from lp_runtime.model.texts import CachedText
 from lp_runtime.model.tree_model import Fed, TreeModel
 
 log = logging.getLogger(__name__)

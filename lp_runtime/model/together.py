@@ -7,31 +7,12 @@ Letters: P texts, T tokens fed, of all texts together or, T_p, of one; H key/val
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lp_runtime.model.cache import TreeCache
-from lp_runtime.model.fixed_forward import FixedForward
 from lp_runtime.model.mask import LayerMasks
-
-
-@dataclass
-class CachedText:
-    """A text that a model has been fed.
-
-    Attributes:
-        cache: its keys and values; None before anything was fed.
-        tokens: whose keys and values these are.
-        num_prefilled: of them, fed as a prompt.
-        fixed: passes of fixed sizes over this cache, where there are.
-    """
-
-    cache: TreeCache | None = None
-    tokens: list[int] = field(default_factory=list)
-    num_prefilled: int = 0
-    fixed: FixedForward | None = None
 
 
 class TogetherCache(Cache):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,8 @@ from lp_runtime.model.fixed_forward import SIZES, FixedForward
 from lp_runtime.model.mask import CHUNKED, MaskBuilder
 from lp_runtime.model.strict import BLOCK, KEYS, POSITION, WINDOW, tail_table
 from lp_runtime.model.strict import NAME as STRICT
-from lp_runtime.model.together import CachedText, TogetherCache
+from lp_runtime.model.texts import CachedText, IdleTexts
+from lp_runtime.model.together import TogetherCache
 from lp_runtime.model.tree_attention import NAME as TREE
 
 ATTENTIONS = ("sdpa", "eager")
@@ -49,7 +51,8 @@ class TreeModel:
         own_attention: whether to give the model the attention of tree_attention.py in place of sdpa, for good.
 
     Attributes:
-        text: the text that it is fed. Another may be put in its place, and be fed for a while.
+        text: the text that it is fed: see `feeding`.
+        texts: those that nobody is decoding.
         fixed_sizes: how trees are fed in passes of fixed sizes; None if they are not.
         takes_several: whether it can be fed several texts in one pass.
 
@@ -77,7 +80,7 @@ class TreeModel:
         self._prefill_chunk = prefill_chunk
         self._num_layers = config.num_hidden_layers
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.text = CachedText()
+        self._forget()
         self.fixed_sizes: dict[str, bool] | None = None
         self.takes_several = self.masks.is_own and strict_tokens is None
 
@@ -85,11 +88,35 @@ class TreeModel:
         """From now on feed trees in passes of fixed sizes: see FixedForward. Not with strict_tokens."""
         assert self.strict_tokens is None and self.masks.is_own
         self.fixed_sizes = {"capture": capture, "compiled": compiled}
-        self.text = CachedText()
+        self._forget()
 
     def free_sizes(self) -> None:
         """Feed trees in passes of any size again."""
-        self.fixed_sizes, self.text = None, CachedText()
+        self.fixed_sizes = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self.text = CachedText()
+        self.texts = IdleTexts(self.text)
+
+    @contextmanager
+    def feeding(self, text: CachedText) -> Iterator[None]:
+        """Feed this text, for a while."""
+        before, self.text = self.text, text
+        try:
+            yield
+        finally:
+            self.text = before
+
+    @contextmanager
+    def scratch(self) -> Iterator[None]:
+        """Feed a text of nobody's, for a while."""
+        text = self.texts.take((), 0)
+        try:
+            with self.feeding(text):
+                yield
+        finally:
+            self.texts.give(text)
 
     def num_passes(self, num_tokens: int) -> int:
         """Forward passes that it takes to feed this many tokens of a tree."""
@@ -210,7 +237,11 @@ class TreeModel:
             [n, V] float32 logits for each part.
         """
         if len(parts) == 1 or not self.takes_several:
-            return [self._forward_text(*part) for part in parts]
+            logits = []
+            for text, *part in parts:
+                with self.feeding(text):
+                    logits.append(self.forward(*part))
+            return logits
         tokens, places, keep, masks = [], [], [], []
         for text, tree, nodes, wanted in parts:
             local, new_tokens, new_places, parents = _lay_out(tree, nodes, text.cache.length)
@@ -227,13 +258,6 @@ class TreeModel:
         for part in parts:
             _commit(part.text, part.tree, True)
         return list(logits.split([len(part.wanted) for part in parts]))
-
-    def _forward_text(self, text: CachedText, tree: TokenTree, nodes: Sequence[int], wanted: Sequence[int]):
-        before, self.text = self.text, text
-        try:
-            return self.forward(tree, nodes, wanted)
-        finally:
-            self.text = before
 
     def _takes_fixed(self, num_tokens: int) -> bool:
         """Whether a tree of so many tokens is fed in a pass of a fixed size; there is one then."""

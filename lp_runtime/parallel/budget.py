@@ -60,6 +60,19 @@ def interpolate(tokens: Sequence[int], nanoseconds: Sequence[int], num_tokens: i
     return curve
 
 
+def shared_times(times: np.ndarray, num_together: int) -> np.ndarray:
+    """[R, M + 1] what a request answers for of steps in which so many, all of as many tokens, are fed together.
+
+    Args:
+        times: [R, M + 1] of a request alone.
+        num_together: how many.
+    """
+    places = np.arange(times.shape[1]) * num_together
+    known = np.minimum(places, times.shape[1] - 1)
+    slopes = times[:, -1:] - times[:, -2:-1] if times.shape[1] > 1 else 0
+    return (times[:, known] + (places - known) * slopes) // num_together
+
+
 @dataclass
 class Learned:
     """What steps have shown of replicas and of estimates; carried from one request to the next of its kind.
@@ -101,7 +114,8 @@ class StepBudget:
     """
 
     def __init__(self, times: np.ndarray, is_auto: bool, budget: int | None, learned: Learned | None = None):
-        self._curves = times
+        self._alone = self._curves = times
+        self._num_together = 1
         self._is_auto = is_auto
         self.limit = budget
         self._learned = learned or Learned.nothing(len(times))
@@ -114,6 +128,13 @@ class StepBudget:
         self._drafted = True  # whether the last step that was observed did
         self._since_plain = 0  # steps that drafted for little, since the last that did not
         self.num_wanted: int | None = FIRST_WANTED * len(times) if is_auto else None
+
+    def share(self, num_together: int) -> None:
+        """From now on a step's forward pass serves so many requests: each answers for its part of the time."""
+        if num_together != self._num_together:
+            self._num_together = num_together
+            self._curves = shared_times(self._alone, num_together)
+            self._rescale()
 
     @property
     def is_resting(self) -> bool:

@@ -5,7 +5,8 @@ import torch
 from small_models import FAMILIES, REFUSED, random_model
 
 from lp_runtime.config import PLAIN, LookaheadConfig, SamplingConfig
-from lp_runtime.decoding import DecodingLoop, Request
+from lp_runtime.decoding import Request
+from lp_runtime.decoding_loop import DecodingLoop
 from lp_runtime.errors import ModelError
 from lp_runtime.model.self_check import TOLERANCES, check_model
 from lp_runtime.model.tree_model import TreeModel

@@ -5,7 +5,8 @@ import torch
 from small_models import FAMILIES, random_model
 
 from lp_runtime.config import PLAIN, LookaheadConfig, ModelConfig, SamplingConfig
-from lp_runtime.decoding import DecodingLoop, Request
+from lp_runtime.decoding import Request
+from lp_runtime.decoding_loop import DecodingLoop
 from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model import strict

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_tree_model import ARCHITECTURES, assert_close, draw, path_text, plain_logits, random_tree
 
-from lp_runtime.model.together import CachedText
+from lp_runtime.model.texts import CachedText
 from lp_runtime.model.tree_model import Fed, TreeModel
 
 

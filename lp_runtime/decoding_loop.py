@@ -1,0 +1,307 @@
+"""The decoding loop of a replica: requests one after another in concert with its peers, or, where it has none, several
+in one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from lp_runtime.config import LookaheadConfig
+from lp_runtime.decoding import Decoding, Event, Member, Observer, Request, Run
+from lp_runtime.errors import LookaheadError
+from lp_runtime.lookahead.best_first import compile_kernels
+from lp_runtime.lookahead.drafts import Memory
+from lp_runtime.lookahead.sampling import GumbelNoise
+from lp_runtime.lookahead.state import DecodingRules, DecodingState, Stop
+from lp_runtime.model.drawing import Drawing
+from lp_runtime.model.generation import build_processors, defaults_of
+from lp_runtime.model.processors import TreeProcessors
+from lp_runtime.model.tree_model import TreeModel
+from lp_runtime.parallel.budget import Learned, StepBudget, assumed_times
+from lp_runtime.parallel.partition import compile_partition
+from lp_runtime.policies import make_policy
+from lp_runtime.tuning import Tuning
+
+MAX_NODES = 1 << 14  # of a tree, where nothing else limits it
+
+
+def never() -> bool:
+    """No."""
+    return False
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request to be decoded together with others.
+
+    Attributes:
+        key: tells it from the others.
+        request: what to decode.
+        stop: see DecodingState.
+        should_cancel: asked once a step.
+    """
+
+    key: Hashable
+    request: Request
+    stop: Stop | None = None
+    should_cancel: Callable[[], bool] = never
+
+
+class Begun(NamedTuple):
+    """A request before its prefill; `memory` is what its drafts are made from, where they are made from any."""
+
+    state: DecodingState
+    budget: StepBudget
+    memory: Memory | None
+
+
+class DecodingLoop:
+    """Decodes requests on one replica. All replicas must be given the same requests in the same order.
+
+    Args:
+        model: this replica's.
+        rank, num_replicas: its place in the group.
+        exchange_device: where the group's backend wants its tensors.
+        tuning: what was measured of the model; by default measured when a request needs it, and not kept.
+        memory: what is kept between requests that ask for it.
+    """
+
+    def __init__(
+        self,
+        model: TreeModel,
+        rank: int,
+        num_replicas: int,
+        exchange_device: torch.device,
+        tuning: Tuning | None = None,
+        memory: Memory | None = None,
+    ):
+        self._model = model
+        self._member = Member(rank, num_replicas, exchange_device)
+        self._tuning = tuning or Tuning(model, rank, num_replicas, exchange_device, cache_dir=None)
+        self._kept = memory
+        self._learned: dict[tuple[bool, bool], Learned] = {}  # by whether steps are sized, and decoding is greedy
+        self._forgetful: list[Memory] = []  # of requests that forget; used again by the next ones
+        self._lent: list[Memory] = []
+
+    def prepare(self, settings: LookaheadConfig) -> None:
+        """Measure now what a request with these settings would have measured."""
+        if self._member.num_replicas > 1:
+            compile_partition()
+        if settings.policy == "full":
+            compile_kernels()
+            with self._model.scratch():
+                if settings.is_auto:
+                    self._tuning.most_tokens()
+                if settings.prior == "vocabulary":
+                    self._tuning.vocabulary()
+            self._memory(settings)
+
+    def _memory(self, settings: LookaheadConfig) -> Memory:
+        """One that no request is using. What is kept is for one request at a time."""
+        if settings.memory != "request":
+            self._kept = self._kept or Memory(settings.memory_bytes)
+            if not _has(self._lent, self._kept):
+                return self._kept
+        free = [each for each in self._forgetful if not _has(self._lent, each)]
+        memory = next((each for each in free if each.num_bytes == settings.memory_bytes), None)
+        if memory is None:
+            memory = Memory(settings.memory_bytes)
+            self._forgetful = [each for each in self._forgetful if not _has(free, each)] + [memory]
+        memory.clear()
+        return memory
+
+    def begin(self, request: Request, drawing: Drawing, stop: Stop | None) -> Begun:
+        """The state of a request before its prefill, and what decides the size of its steps."""
+        settings = request.lookahead
+        noise = None if drawing.noise is None else (drawing.noise.seed, drawing.noise.sample)
+        num_replicas = self._member.num_replicas
+        memories = []
+
+        def memory() -> Memory:
+            memories.append(self._memory(settings))
+            return memories[0]
+
+        with self._model.scratch():  # something may have to be measured
+            limit = settings.budget
+            if settings.is_auto:
+                limit = min(filter(None, (limit, self._tuning.most_tokens())))
+            policy = make_policy(settings, noise, num_replicas * (limit or MAX_NODES), memory, self._tuning.vocabulary)
+            num_nodes = policy.max_nodes + policy.max_run
+            times = self._tuning.times(num_nodes) if settings.is_auto else assumed_times(num_replicas, num_nodes)
+        rules = DecodingRules(
+            max_new_tokens=request.max_new_tokens,
+            eos_token_ids=request.eos_token_ids,
+            drafting=repr(settings),
+            drawing=repr((request.sampling, request.sample, request.stop, request.logprobs)),
+        )
+        kind = (settings.is_auto, noise is None)
+        learned = self._learned.setdefault(kind, Learned.nothing(num_replicas))
+        budget = StepBudget(times, settings.is_auto, limit, learned)
+        state = DecodingState(request.prompt_ids, rules, policy, stop, request.committed)
+        return Begun(state, budget, next(iter(memories), None))
+
+    def run(
+        self,
+        request: Request,
+        drawing: Drawing | None = None,
+        stop: Stop | None = None,
+        should_cancel: Callable[[], bool] = never,
+        observe: Observer | None = None,
+    ) -> Iterator[Event]:
+        """Decode one request.
+
+        Args:
+            request: what to decode.
+            drawing: how successors are drawn; by default as the request and the model's own defaults say.
+            stop: see DecodingState.
+            should_cancel: asked once a step; when any replica's says yes, all stop after that step.
+            observe: told of every step.
+
+        Yields:
+            The run that each step committed, then the report.
+        """
+        one = _Running(self, request, drawing, stop, should_cancel, observe)
+        try:
+            run = one.decoding.prefill()
+            if run:
+                yield run
+            while not one.decoding.is_over:
+                (run,) = self._step([one.decoding])
+                if isinstance(run, LookaheadError):
+                    raise run
+                yield run
+            yield one.decoding.report()
+        finally:
+            one.end()
+
+    def run_together(
+        self, arrivals: Callable[[], Iterable[Arrival]]
+    ) -> Iterator[tuple[Hashable, Event | LookaheadError]]:
+        """Decode requests as they arrive, several in one forward pass; on a replica without peers. Ends with the last.
+
+        Args:
+            arrivals: asked between two steps for those that have arrived.
+
+        Yields:
+            (key, event): of every request the runs that steps committed, then the report, or what went wrong with it.
+        """
+        assert self._member.num_replicas == 1
+        running: dict[Hashable, _Running] = {}
+
+        def tell(key: Hashable, what: Run | LookaheadError | None) -> Iterator[tuple[Hashable, Event | LookaheadError]]:
+            if what is not None:
+                yield key, what
+            if isinstance(what, LookaheadError):
+                running.pop(key).end()
+            elif running[key].decoding.is_over:
+                one = running.pop(key)
+                one.end()
+                yield key, one.decoding.report()
+
+        try:
+            while True:
+                for arrival in arrivals():
+                    try:
+                        one = _Running(self, arrival.request, None, arrival.stop, arrival.should_cancel, None)
+                        running[arrival.key] = one
+                        yield from tell(arrival.key, one.decoding.prefill())
+                    except LookaheadError as error:
+                        if arrival.key in running:
+                            running.pop(arrival.key).end()
+                        yield arrival.key, error
+                if not running:
+                    return
+                keys = list(running)
+                for key, run in zip(keys, self._step([running[key].decoding for key in keys]), strict=True):
+                    yield from tell(key, run)
+        finally:
+            for one in running.values():
+                one.end()
+
+    def _step(self, together: Sequence[Decoding]) -> list[Run | LookaheadError]:
+        """A step of requests that share a forward pass: the run of each, or what went wrong with it alone."""
+        num = len(together)
+        for one in together:
+            one.clock.start()
+        for one in together:
+            one.propose(num)
+        _lap(together, "other")
+        logits = self._model.forward_together([one.fed for one in together])
+        errors: dict[int, LookaheadError] = {}
+        for number, (one, rows) in enumerate(zip(together, logits, strict=True)):
+            try:
+                one.draw(rows)
+            except LookaheadError as error:
+                errors[number] = error
+        if self._model.device.type == "cuda":
+            torch.cuda.current_stream(self._model.device).synchronize()
+        _lap(together, "forward")
+        fine = [number for number in range(num) if number not in errors]
+        for number in fine:
+            together[number].exchange()
+        _lap(together, "exchange")
+        runs: list[Run | LookaheadError] = [errors.get(number) for number in range(num)]
+        for number in fine:
+            try:
+                runs[number] = together[number].advance()
+            except LookaheadError as error:
+                runs[number] = error
+        _lap(together, "other")
+        return runs
+
+
+class _Running:
+    """A request on a loop, and what it has borrowed."""
+
+    def __init__(
+        self,
+        loop: DecodingLoop,
+        request: Request,
+        drawing: Drawing | None,
+        stop: Stop | None,
+        should_cancel: Callable[[], bool],
+        observe: Observer | None,
+    ):
+        model = loop._model
+        drawing = drawing or make_drawing(model, request)
+        begun = loop.begin(request, drawing, stop)
+        self._loop, self._memory = loop, begun.memory
+        self.decoding = Decoding(
+            model, request, drawing, begun.state, begun.budget, loop._member, should_cancel, observe
+        )
+        if begun.memory is not None:
+            loop._lent.append(begun.memory)
+
+    def end(self) -> None:
+        """Give back what was borrowed."""
+        loop = self._loop
+        loop._lent = [each for each in loop._lent if each is not self._memory]
+        loop._model.texts.give(self.decoding.text)
+
+
+def _has(memories: Sequence[Memory], memory: Memory) -> bool:
+    return any(each is memory for each in memories)
+
+
+def _lap(together: Sequence[Decoding], what: str) -> None:
+    for one in together:
+        one.clock.lap(what, len(together))
+
+
+def make_drawing(model: TreeModel, request: Request) -> Drawing:
+    """How a request's successors are drawn from this model's logits; alike on all replicas.
+
+    Raises:
+        ConfigError: if transformers refuses a setting.
+    """
+    sampling = request.sampling
+    processors = build_processors(
+        model.model, request.prompt_ids, sampling, request.max_new_tokens, request.eos_token_ids, request.processors
+    )
+    noise = None
+    if sampling.draws(defaults_of(model.model)):
+        noise = GumbelNoise(sampling.seed, request.sample, model.vocabulary_size, model.device)
+    return Drawing(TreeProcessors(processors, model.device), noise, request.logprobs)
