@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from lp_runtime.config import PLAIN, RuntimeConfig
 from lp_runtime.decoding import Event, Report, Request
-from lp_runtime.decoding_loop import DecodingLoop, make_drawing
-from lp_runtime.errors import ConfigError, ModelError
+from lp_runtime.decoding_loop import Arrival, DecodingLoop, make_drawing, never
+from lp_runtime.errors import ConfigError, LookaheadError, ModelError
 from lp_runtime.memory_file import MemoryFile
 from lp_runtime.model.fixed_forward import can_capture
 from lp_runtime.model.generation import defaults_of
@@ -48,8 +48,9 @@ class ReplicaInfo:
         defaults: what the model's generation_config.json sets of lp_runtime.model.generation.APPLIED_DEFAULTS.
         device, dtype: as torch names them.
         self_check: largest relative difference that the start-up self-check saw.
-        room: tokens of prompt and output together that every replica's memory had room for at start; None if that could
-            not be told.
+        room: tokens of prompts and outputs together that every replica's memory had room for at start; None if that
+            could not be told.
+        takes_several: whether several requests can be decoded in one forward pass.
     """
 
     vocabulary_size: int
@@ -60,6 +61,7 @@ class ReplicaInfo:
     dtype: str
     self_check: float
     room: int | None
+    takes_several: bool = False
 
 
 class Replica:
@@ -87,18 +89,47 @@ class Replica:
         self._device = model.device
         self._profile_dir = config.profile_dir if config.profile else None
 
-    def decode(self, request: Request, should_cancel: Callable[[], bool] = lambda: False) -> Iterator[Event]:
+    def decode(self, request: Request, should_cancel: Callable[[], bool] = never) -> Iterator[Event]:
         """See DecodingLoop.run."""
-        stop = StopStrings(self._tokenizer, request.stop) if request.stop else None
-        settings = request.lookahead
-        is_kept = self._memory_file and settings.memory != "request" and settings.policy == "full"
-        events = self._loop.run(request, stop=stop, should_cancel=should_cancel)
+        events = self._loop.run(request, stop=self._stop(request), should_cancel=should_cancel)
         if self._profile_dir is not None:
             events = profiled(events, self._profile_dir, self.context.rank, self._device)
         for event in events:
-            if isinstance(event, Report) and is_kept and self.context.rank == 0:
-                self._memory_file.save(self._memory)
+            self._note(event, request)
             yield event
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether requests may be decoded together."""
+        return self.context.num_replicas == 1 and self._profile_dir is None
+
+    def decode_together(
+        self, arrivals: Callable[[], Iterable[tuple[Hashable, Request, Callable[[], bool]]]]
+    ) -> Iterator[tuple[Hashable, Event | LookaheadError]]:
+        """See DecodingLoop.run_together.
+
+        Args:
+            arrivals: (key, request, should_cancel) of those that have arrived.
+        """
+        requests = {}
+
+        def arrived() -> Iterator[Arrival]:
+            for key, request, should_cancel in arrivals():
+                requests[key] = request
+                yield Arrival(key, request, self._stop(request), should_cancel)
+
+        for key, event in self._loop.run_together(arrived):
+            self._note(event, requests[key])
+            yield key, event
+
+    def _stop(self, request: Request) -> StopStrings | None:
+        return StopStrings(self._tokenizer, request.stop) if request.stop else None
+
+    def _note(self, event: Event | LookaheadError, request: Request) -> None:
+        settings = request.lookahead
+        is_kept = self._memory_file and settings.memory != "request" and settings.policy == "full"
+        if isinstance(event, Report) and is_kept and self.context.rank == 0:
+            self._memory_file.save(self._memory)
 
     @cached_property
     def _tokenizer(self):
@@ -145,6 +176,7 @@ def load_replica(config: RuntimeConfig, device_index: int, num_local: int, owns_
         dtype=str(model.dtype).removeprefix("torch."),
         self_check=self_check,
         room=tokens_that_fit(model, num_sharing),
+        takes_several=model.takes_several,
     )
     return LoadedModel(model, info, {})
 

@@ -12,7 +12,7 @@ from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, first_l
 from lp_runtime.parallel.group import ReplicaContext
 from lp_runtime.worker import ReplicaInfo
 
-PING, PONG, CANCEL = "ping", "pong", "cancel"  # answered, or acted on, whatever else the replica is doing
+PING, PONG = "ping", "pong"  # answered whatever else the replica is doing
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,26 @@ class Join:
 
 @dataclass(frozen=True)
 class Decode:
-    """Decode a request in the group you are in. Answered by rank 0's Streamed, then Finished, Broken or Refused."""
+    """Decode a request in the group you are in; together with others that are there, if you are alone in it. Answered
+    by rank 0's Streamed, then Finished, Broken or Refused."""
 
     order: int
     request: Request
+
+
+@dataclass(frozen=True)
+class Warm:
+    """Feed a request's text to the model, so that it is there when the request is to be decoded. Answered by Warmed."""
+
+    order: int
+    request: Request
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """End what an order has begun; acted on whatever else the replica is doing."""
+
+    order: int
 
 
 @dataclass(frozen=True)
@@ -44,6 +60,13 @@ class Joined:
 
     order: int
     info: ReplicaInfo
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """The text is there, or cannot be; whoever decodes the request will see."""
+
+    order: int
 
 
 @dataclass(frozen=True)
@@ -95,7 +118,7 @@ class Broken:
 @dataclass(frozen=True)
 class Refused:
     """The order cannot be carried out, by this replica or any other: the request or a setting is at fault. The replica
-    has left its group. `kind` is the class of the error."""
+    has left its group, unless it is alone in it. `kind` is the class of the error."""
 
     order: int
     message: str

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from lp_runtime.config import RuntimeConfig
-from lp_runtime.decoding import Report
+from lp_runtime.decoding import Event, Report, Request
 from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, StateMismatchError
 from lp_runtime.launchers.messages import (
-    CANCEL,
     PING,
     PONG,
     Broken,
+    Cancel,
     Decode,
     Failed,
     Finished,
@@ -24,12 +24,16 @@ from lp_runtime.launchers.messages import (
     Progress,
     Refused,
     Streamed,
+    Warm,
+    Warmed,
 )
 from lp_runtime.worker import LoadedModel, Replica, join_group, load_replica
 
+Order = Join | Decode | Warm
+
 
 class ReplicaServer:
-    """Carries out a driver's orders, one after another.
+    """Carries out a driver's orders, one after another; those to decode together, where it is alone in its group.
 
     Args:
         config: the runtime's.
@@ -41,8 +45,7 @@ class ReplicaServer:
         self._config = config
         self._place = (device_index, num_local)
         self._send = send
-        self._orders: queue.Queue[Join | Decode] = queue.Queue()
-        self._cancelled = threading.Event()
+        self._orders = _Orders()
         self._group = contextlib.ExitStack()
         self._replica: Replica | None = None
 
@@ -50,10 +53,9 @@ class ReplicaServer:
         """Take a message of the driver's; never waits. Called from another thread than `run`."""
         if message == PING:
             self._send(PONG)
-        elif message == CANCEL:
-            self._cancelled.set()
+        elif isinstance(message, Cancel):
+            self._orders.cancel(message.order)
         else:
-            self._cancelled.clear()  # a cancellation that came after its request's end
             self._orders.put(message)
 
     def run(self) -> None:
@@ -65,6 +67,10 @@ class ReplicaServer:
                 order = self._orders.get()
                 if isinstance(order, Join):
                     self._join(loaded, order)
+                elif isinstance(order, Warm):
+                    self._warm(loaded, order)
+                elif self._replica is not None and self._replica.takes_several:
+                    self._decode_together(order)
                 else:
                     self._decode(order)
         except Exception as error:  # whatever it is; said before the group is left, which may wait for peers
@@ -78,7 +84,7 @@ class ReplicaServer:
     def _join(self, loaded: LoadedModel, order: Join) -> None:
         self._leave()
         self._group = contextlib.ExitStack()
-        group = join_group(self._config, loaded, order.context, is_abandoned=lambda: not self._orders.empty())
+        group = join_group(self._config, loaded, order.context, is_abandoned=self._orders.are_there)
         try:
             self._replica = self._group.enter_context(group)
         except (ReplicaError, LaunchError) as error:  # peers that did not come, or went
@@ -89,25 +95,117 @@ class ReplicaServer:
             self._leave()
         else:
             self._send(Joined(order.order, self._replica.info))
+        self._orders.end(order.order)
+
+    def _warm(self, loaded: LoadedModel, order: Warm) -> None:
+        request, model = order.request, loaded.model
+        capacity = len(request.prompt_ids) + request.max_new_tokens
+        text = model.texts.take((*request.prompt_ids, *request.committed), capacity)
+        with model.feeding(text):
+            model.take_up(request.prompt_ids, request.committed, capacity)
+        model.texts.give(text)
+        self._send(Warmed(order.order))
+        self._orders.end(order.order)
 
     def _decode(self, order: Decode) -> None:
-        progress = Progress()
+        answer = _Answer(order.order, self._send, leads=False)
         if self._replica is None:  # it left on its own, after what the driver had not heard of yet
-            self._send(Broken(order.order, progress, "this replica is in no group"))
+            self._send(Broken(order.order, answer.progress, "this replica is in no group"))
             return
-        leads = self._replica.context.rank == 0
+        answer.leads = self._replica.context.rank == 0
         try:
-            for event in self._replica.decode(order.request, self._cancelled.is_set):
-                if isinstance(event, Report):
-                    self._send(Finished(order.order, progress, event))
-                else:
-                    progress = progress.after(event)
-                    if leads:
-                        self._send(Streamed(order.order, event))
+            for event in self._replica.decode(order.request, lambda: self._orders.is_cancelled(order.order)):
+                answer.tell(event)
         except ReplicaError as error:
             digests = error.digests if isinstance(error, StateMismatchError) else None
-            self._send(Broken(order.order, progress, str(error), digests))
+            self._send(Broken(order.order, answer.progress, str(error), digests))
             self._leave()
         except LookaheadError as error:
-            self._send(Refused(order.order, str(error), type(error)))
+            answer.tell(error)
             self._leave()
+        self._orders.end(order.order)
+
+    def _decode_together(self, first: Decode) -> None:
+        """Decode this request, and those that are ordered meanwhile; until none is left."""
+        answers: dict[int, _Answer] = {}
+
+        def arrivals() -> Iterator[tuple[int, Request, Callable[[], bool]]]:
+            order = self._orders.get_decode() if answers else first
+            while order is not None:
+                number = order.order
+                answers[number] = _Answer(number, self._send, leads=True)
+                yield number, order.request, lambda number=number: self._orders.is_cancelled(number)
+                order = self._orders.get_decode()
+
+        for number, event in self._replica.decode_together(arrivals):
+            answers[number].tell(event)
+            if isinstance(event, Report | LookaheadError):
+                self._orders.end(number)
+
+
+class _Answer:
+    """What a replica says to an order to decode."""
+
+    def __init__(self, order: int, send: Callable[[object], None], leads: bool):
+        self.progress = Progress()
+        self.leads = leads
+        self._order, self._send = order, send
+
+    def tell(self, event: Event | LookaheadError) -> None:
+        if isinstance(event, LookaheadError):
+            self._send(Refused(self._order, str(event), type(event)))
+        elif isinstance(event, Report):
+            self._send(Finished(self._order, self.progress, event))
+        else:
+            self.progress = self.progress.after(event)
+            if self.leads:
+                self._send(Streamed(self._order, event))
+
+
+class _Orders:
+    """The driver's orders, in the order in which they came, and which of them were cancelled. For two threads."""
+
+    def __init__(self) -> None:
+        self._orders: queue.Queue[Order] = queue.Queue()
+        self._next: Order | None = None  # taken from the queue, and not carried out yet
+        self._open: set[int] = set()
+        self._cancelled: set[int] = set()
+        self._lock = threading.Lock()
+
+    def put(self, order: Order) -> None:
+        with self._lock:
+            self._open.add(order.order)
+        self._orders.put(order)
+
+    def are_there(self) -> bool:
+        """Whether any waits to be carried out."""
+        return self._next is not None or not self._orders.empty()
+
+    def get(self) -> Order:
+        """The next one; waits for it."""
+        order, self._next = self._next, None
+        return self._orders.get() if order is None else order
+
+    def get_decode(self) -> Decode | None:
+        """The next one if it is there and is to decode; any other stays the next."""
+        if self._next is None:
+            with contextlib.suppress(queue.Empty):
+                self._next = self._orders.get_nowait()
+        if not isinstance(self._next, Decode):
+            return None
+        return self.get()
+
+    def cancel(self, order: int) -> None:
+        """From now on this one is cancelled; nothing if it has ended."""
+        with self._lock:
+            if order in self._open:
+                self._cancelled.add(order)
+
+    def is_cancelled(self, order: int) -> bool:
+        return order in self._cancelled
+
+    def end(self, order: int) -> None:
+        """This one has been carried out."""
+        with self._lock:
+            self._open.discard(order)
+            self._cancelled.discard(order)

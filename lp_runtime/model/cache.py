@@ -35,6 +35,15 @@ class TreeCacheLayer(CacheLayerMixin):
         self.capacity = capacity
         self._length = length
 
+    def grow(self, capacity: int) -> None:
+        """Make room for more tokens; the committed ones are copied."""
+        self.capacity = capacity
+        if self.is_initialized:
+            length, old = self._length.value, (self.keys, self.values)
+            self.lazy_initialization(*old)
+            for new, before in zip((self.keys, self.values), old, strict=True):
+                new[..., :length, :] = before[..., :length, :]
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         def empty(like: torch.Tensor) -> torch.Tensor:
             return like.new_empty((*like.shape[:-2], self.capacity, like.shape[-1]))
@@ -119,6 +128,12 @@ class TreeCache(Cache):
         assert length <= self._length.value
         self._length.value = length
         self._length.written = 0
+
+    def grow(self, capacity: int) -> None:
+        """Make room for more tokens; the committed ones are copied, layer by layer."""
+        self.capacity = capacity
+        for layer in self.layers:
+            layer.grow(capacity)
 
     def clear(self) -> None:
         """Forget everything; the memory stays."""

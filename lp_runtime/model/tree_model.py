@@ -157,12 +157,14 @@ class TreeModel:
         num_known = len(os.path.commonprefix([text.tokens, tokens]))
         # Bit for bit, what was prefilled is not what a tree's pass gives.
         is_alike = self.strict_tokens is None or text.num_prefilled == len(prompt)
-        has_room = text.cache is not None and text.cache.capacity >= self._capacity_for(capacity)
-        if not is_alike or not has_room or num_known < len(prompt):
+        if not is_alike or num_known < len(prompt):
             self.begin(capacity)
             self.prefill(prompt)
             num_known = len(prompt)
         text.cache.cut_back(num_known)
+        if text.capacity < (needed := self._capacity_for(capacity)):
+            text.fixed = None
+            text.cache.grow(needed)
         del text.tokens[num_known:]
         rest = tokens[num_known:]
         if self.strict_tokens is None:
