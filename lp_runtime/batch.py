@@ -24,7 +24,7 @@ from lp_runtime.generation import Generation
 from lp_runtime.scheduler import Job, Scheduler
 from lp_runtime.single import check_num_samples, parse_ids, request_options
 
-MAX_AHEAD = 4  # prompts a replica that are begun, or wait, before the first of them is written
+MAX_AHEAD = 4  # prompts a replica that are begun, or wait, for each that can run, before the first of them is written
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: li
     with output, tqdm(total=len(work), initial=len(done), unit="prompt", file=sys.stderr) as bar:
         requests = (make_request(*each) for each in left)
         # Closed here, whatever happens: before the replicas are.
-        with contextlib.closing(_generations(runtime, config.policy, requests)) as generations:
+        with contextlib.closing(_generations(runtime, config, requests)) as generations:
             for (prompt, sample), generation in zip(left, generations, strict=True):
                 output.write(_result(prompt, sample, generation))
                 tokens, steps = tokens + generation.num_tokens, steps + generation.steps
@@ -115,13 +115,16 @@ def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: li
                 bar.update()
 
 
-def _generations(runtime: LookaheadRuntime, policy: str, requests: Iterable[Request]) -> Generator[Generation]:
+def _generations(
+    runtime: LookaheadRuntime, config: GenerateConfig, requests: Iterable[Request]
+) -> Generator[Generation]:
     """What comes of each request, in their order."""
-    with Scheduler(runtime, max_waiting=MAX_AHEAD * runtime.num_replicas, policy=policy) as scheduler:
+    num_ahead = MAX_AHEAD * runtime.num_replicas * (1 if config.policy == "latency" else config.max_batch)
+    with Scheduler(runtime, num_ahead, config.policy, config.max_batch) as scheduler:
         jobs: deque[Job] = deque()
         for request in requests:
             jobs.append(scheduler.submit(request))
-            if len(jobs) >= MAX_AHEAD * runtime.num_replicas:
+            if len(jobs) >= num_ahead:
                 yield jobs.popleft().result()
         while jobs:
             yield jobs.popleft().result()

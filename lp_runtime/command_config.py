@@ -10,6 +10,7 @@ from lp_runtime.config import RuntimeConfig, check_limits
 from lp_runtime.errors import ConfigError
 
 SCHEDULES = ("fair", "latency", "throughput")
+MAX_BATCH = 8  # requests that a replica decodes in one forward pass at most, by default
 
 
 @dataclass
@@ -39,6 +40,8 @@ class GenerateConfig(RuntimeConfig):
     policy: str = "latency"
     """How replicas are divided among the prompts of a file: latency (all to one prompt after another), throughput (one
     to each) or fair (all among those that are left)."""
+    max_batch: int = MAX_BATCH
+    """Prompts that a replica decodes in one forward pass at most, with policy=throughput or fair."""
     logprobs: bool = False
     """Report the model's log-probability of each new token (`prompts` only)."""
     eos: bool = True
@@ -53,6 +56,8 @@ class GenerateConfig(RuntimeConfig):
         require_choice("policy", self.policy, SCHEDULES)
         if self.policy != "latency" and self.prompts is None:
             raise ConfigError(f"policy={self.policy}: only with prompts")
+        require_int("max_batch", self.max_batch, 1)
+        self.launcher.apart |= self.policy != "latency"
         if self.logprobs and self.prompts is None:
             raise ConfigError("logprobs=true: only with prompts")
         if self.limit is not None:
@@ -107,6 +112,8 @@ class ServeConfig(RuntimeConfig):
     policy: str = "fair"
     """How replicas are divided among requests: fair (all among those that are there), latency (all to one request
     after another) or throughput (one to each)."""
+    max_batch: int = MAX_BATCH
+    """Requests that a replica decodes in one forward pass at most, where there are more of them than replicas."""
     max_waiting: int = 64
     """Requests that may wait for others to end; more are refused with status 429."""
     queue_timeout: Optional[float] = None  # noqa: UP045
@@ -122,11 +129,13 @@ class ServeConfig(RuntimeConfig):
         require_int("port", self.port, 0)
         if self.port > 65535:
             raise ConfigError(f"port={self.port}: must be 0 to 65535")
+        require_int("max_batch", self.max_batch, 1)
         require_int("max_waiting", self.max_waiting, 0)
         require_int("max_body_bytes", self.max_body_bytes, 1)
         check_limits(self.max_new_tokens, None, None)
         if self.queue_timeout is not None:
             require_seconds("queue_timeout", self.queue_timeout)
+        self.launcher.apart = True
         for name in ("host", "api_key", "served_name"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name}: is empty")

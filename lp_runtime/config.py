@@ -158,6 +158,9 @@ class LauncherConfig:
     """Seconds that a replica may take to join its peers."""
     start_timeout: float = 600.0
     """Seconds until every replica must have loaded its model."""
+    apart: bool = False
+    """With one local replica: in a process of its own, not in this one, so that it can be started again after a failure
+    and decode several requests at once. lp-serve turns it on."""
     backend: str = "auto"
     """auto (nccl on cuda, gloo on CPUs), nccl, or gloo, with which several replicas of a machine may share a GPU: for
     trying things out, not for speed (local and torchrun)."""

@@ -6,218 +6,67 @@ A thread divides; every running request has one of its own; whoever has submitte
 from __future__ import annotations
 
 import asyncio
-import queue
+import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Unpack
 
 from lp_runtime.api import LookaheadRuntime
-from lp_runtime.checks import require_choice
-from lp_runtime.command_config import SCHEDULES
+from lp_runtime.checks import require_choice, require_int
+from lp_runtime.command_config import MAX_BATCH, SCHEDULES
 from lp_runtime.decoding import Request
-from lp_runtime.errors import BusyError, DeadlineError, LookaheadError, ReplicaError, unforeseen_as
+from lp_runtime.degrees import STEPS_SKIPPED, Speeds
+from lp_runtime.errors import BusyError, ConfigError, DeadlineError, LookaheadError, ReplicaError, unforeseen_as
 from lp_runtime.generation import Generation, Piece
-from lp_runtime.launchers.allotment import Allotment
+from lp_runtime.jobs import TEND_SECONDS, Job, Share, Totals
+from lp_runtime.request import RequestOptions
 
-TEND_SECONDS = 0.2  # between looks whether replicas have come or gone, and whether anybody has waited for too long
-WORTH_MOVING = 32  # tokens that a request must have left to be given more replicas: the new ones must prefill
-
-
-class Job:
-    """A request that was submitted. Iterate over its pieces, or wait for its result; from any one thread.
-
-    Attributes:
-        request: what is decoded.
-        generation: the whole, once all pieces have been read; None before.
-    """
-
-    def __init__(self, request: Request, deadline: float | None):
-        self.request = request
-        self.generation: Generation | None = None
-        self.deadline = deadline  # on time.monotonic's clock
-        self.is_cancelled = False
-        self._items: queue.SimpleQueue[Piece | Generation | LookaheadError] = queue.SimpleQueue()
-        self._listener = None
-
-    def cancel(self) -> None:
-        """Give it up: it ends before its next step, or before it begins. Safe to call at any time, from any thread."""
-        self.is_cancelled = True
-
-    def __iter__(self) -> Iterator[Piece]:
-        """The pieces as they come.
-
-        Raises:
-            LookaheadError: as `LookaheadRuntime.generate` does; DeadlineError if it has not begun in time.
-        """
-        while True:
-            piece = self._take(self._items.get())
-            if piece is None:
-                return
-            yield piece
-
-    def result(self) -> Generation:
-        """The whole; waits for it. Raises as iterating does."""
-        for _ in self:
-            pass
-        return self.generation
-
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """The pieces as they come, for asyncio; instead of iterating. Ending the iteration early cancels the job."""
-        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-        self._listener = lambda: loop.call_soon_threadsafe(arrived.set)
-        try:
-            while True:
-                try:
-                    item = self._items.get_nowait()
-                except queue.Empty:
-                    await arrived.wait()
-                    arrived.clear()
-                    continue
-                piece = self._take(item)
-                if piece is None:
-                    return
-                yield piece
-        finally:
-            self._listener = None
-            if self.generation is None:
-                self.cancel()
-
-    def _take(self, item: Piece | Generation | LookaheadError) -> Piece | None:
-        if isinstance(item, LookaheadError):
-            raise item
-        if isinstance(item, Generation):
-            self.generation = item
-            return None
-        return item
-
-    def put(self, item: Piece | Generation | LookaheadError) -> None:
-        """For the scheduler."""
-        self._items.put(item)
-        listener = self._listener
-        if listener is not None:
-            try:
-                listener()
-            except RuntimeError:  # its event loop has ended
-                self.cancel()
-
-
-@dataclass
-class Totals:
-    """What a scheduler has done since it began. Read by others while it changes.
-
-    Attributes:
-        requests: by how they ended: a finish_reason, "cancelled", "expired" or "failed".
-        prompt_tokens, new_tokens, steps, losses: of all that were decoded.
-        fed, accepted: tokens by source, where policies count them.
-        seconds: that steps took, by part (forward, exchange, other), and the prefills'.
-    """
-
-    requests: dict[str, int] = field(default_factory=dict)
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    steps: int = 0
-    losses: int = 0
-    fed: dict[str, int] = field(default_factory=dict)
-    accepted: dict[str, int] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def add(self, request: Request, done: Generation) -> None:
-        """Count what a request took."""
-        self.prompt_tokens += len(request.prompt_ids)
-        self.new_tokens += done.num_tokens
-        self.steps += done.steps
-        self.losses += done.losses
-        for name, fed, accepted in zip(
-            done.counts.sources, done.counts.fed.sum(1).tolist(), done.counts.accepted.sum(1).tolist(), strict=True
-        ):
-            self.fed[name] = self.fed.get(name, 0) + fed
-            self.accepted[name] = self.accepted.get(name, 0) + accepted
-        for name, value in {**vars(done.times), "prefill": done.prefill_seconds}.items():
-            self.seconds[name] = self.seconds.get(name, 0.0) + value
-
-    def count(self, outcome: str) -> None:
-        """Count that a request has ended."""
-        self.requests[outcome] = self.requests.get(outcome, 0) + 1
-
-
-class _Share(Allotment):
-    """The replicas of a running job. All of it is guarded by the scheduler's condition.
-
-    Attributes:
-        held: what the job may still be on; what leaves `wanted` stays here until the job has left it.
-        num_told: tokens that have come.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        members: Iterable[int],
-        changed: threading.Condition,
-        patience: float,
-        may_come: Callable[[], bool],
-    ):
-        super().__init__(members)
-        self.job = job
-        self._may_come = may_come
-        self.held = set(self.wanted)
-        self.num_told = 0
-        self._changed = changed
-        self._patience = patience
-
-    def take(self, more: Iterable[int]) -> None:
-        """The job may use these, too."""
-        self.wanted |= frozenset(more)
-        self.held |= self.wanted
-
-    def lose(self, lost: Iterable[int]) -> None:
-        with self._changed:
-            super().lose(lost)
-            self.held -= set(lost)
-            self._changed.notify_all()
-
-    def settle(self) -> frozenset[int]:
-        with self._changed:
-            self.held = set(self.wanted)
-            self._changed.notify_all()
-            return self.wanted
-
-    def refill(self) -> frozenset[int]:
-        deadline = time.monotonic() + self._patience
-        with self._changed:
-            while not self.wanted and not self.job.is_cancelled and time.monotonic() < deadline and self._may_come():
-                self._changed.wait(TEND_SECONDS)
-            return self.wanted
+WORTH_MOVING = 32  # tokens that a request must have left to be given other replicas: new ones must prefill
+STEP_ROOM = 1024  # tokens of a step, which need room in the cache, too
+BUSY_SECONDS = 0.05  # between attempts to submit where too many wait
 
 
 class Scheduler:
     """Decodes what is submitted, in order of arrival. Use it in a `with` block.
 
     The policy says on how many replicas each request runs: `latency`: on all, one request after another; `throughput`:
-    on one; `fair`: all replicas are divided among the requests that are there, a request alone has them all. Running
-    requests are moved between two steps; no output depends on it. With one replica, and under torchrun, requests run
-    one after another whatever the policy is.
+    on one; `fair`: all replicas are divided among the requests that are there; a request alone has all of them, or as
+    many as have turned out to be fastest. Where there are more requests than replicas, a replica decodes several in one
+    forward pass, but with `latency`. Running requests are moved between two steps; no output depends on it. Under
+    torchrun, and on one replica in this process, requests run one after another whatever the policy is.
 
     Args:
         runtime: whose replicas are used; nobody else must use it meanwhile.
         max_waiting: requests that may wait for others to end, >= 0.
         policy: one of SCHEDULES.
+        max_batch: requests that a replica decodes in one forward pass at most, >= 1.
 
     Attributes:
         totals: what it has done.
     """
 
-    def __init__(self, runtime: LookaheadRuntime, max_waiting: int = 64, policy: str = "fair"):
+    def __init__(
+        self,
+        runtime: LookaheadRuntime,
+        max_waiting: int = 64,
+        policy: str = "fair",
+        max_batch: int = MAX_BATCH,
+    ):
         require_choice("policy", policy, SCHEDULES)
+        require_int("max_waiting", max_waiting, 0)
+        require_int("max_batch", max_batch, 1)
         self.totals = Totals()
         self._runtime = runtime
         self._launcher = runtime.launcher
         self._max_waiting = max_waiting
         self._policy = policy
+        self._max_batch = max_batch if policy != "latency" else 1
         self._patience = runtime.config.launcher.start_timeout
+        self._speeds = Speeds()
         self._waiting: deque[Job] = deque()
-        self._running: list[_Share] = []
+        self._running: list[Share] = []
         self._changed = threading.Condition(threading.RLock())
         self._is_closed = False
         self._threads: set[threading.Thread] = set()
@@ -243,23 +92,40 @@ class Scheduler:
         with self._changed:
             return [len(share.wanted) for share in self._running]
 
-    def submit(self, request: Request, timeout: float | None = None) -> Job:
+    @property
+    def batches(self) -> list[int]:
+        """How many requests are on each replica that has any."""
+        with self._changed:
+            held = [index for share in self._running for index in share.wanted]
+            return [held.count(index) for index in sorted(set(held))]
+
+    # Submitting.
+
+    def submit(self, request: Request, timeout: float | None = None, gpus: int | None = None) -> Job:
         """Put a request at the end of the queue.
 
         Args:
             request: as `LookaheadRuntime.request` makes one.
             timeout: seconds within which it must have begun; None for no limit.
+            gpus: replicas that it may have at most, and, with `throughput`, is to have; None as the policy says.
 
         Raises:
             BusyError: if too many are waiting already.
+            ConfigError: if there are not so many replicas.
             ReplicaError: if the scheduler is closed.
         """
-        return self.submit_all([request], timeout)[0]
+        return self.submit_all([request], timeout, gpus)[0]
 
-    def submit_all(self, requests: list[Request], timeout: float | None = None) -> list[Job]:
+    def submit_all(
+        self, requests: Sequence[Request], timeout: float | None = None, gpus: int | None = None
+    ) -> list[Job]:
         """Put requests at the end of the queue, all of them or none. See `submit`."""
+        if gpus is not None:
+            require_int("gpus", gpus, 1)
+            if gpus > self._launcher.num_replicas:
+                raise ConfigError(f"gpus={gpus}: must be at most {self._launcher.num_replicas}, the number of replicas")
         deadline = None if timeout is None else time.monotonic() + timeout
-        jobs = [Job(request, deadline) for request in requests]
+        jobs = [Job(request, deadline, gpus) for request in requests]
         with self._changed:
             if self._is_closed:
                 raise ReplicaError("the scheduler is closed")
@@ -272,12 +138,85 @@ class Scheduler:
             self._changed.notify_all()
         return jobs
 
+    def stream(
+        self, prompt: str | Sequence[int], max_new_tokens: int | None = None, **options: Unpack[RequestOptions]
+    ) -> Job:
+        """Submit a prompt. Iterate over the job, or, in asyncio, over its `pieces()`.
+
+        Raises:
+            LookaheadError: as `LookaheadRuntime.request` and `submit` do.
+        """
+        return self.submit(self._runtime.request(prompt, max_new_tokens, **options))
+
+    def generate_many(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        max_new_tokens: int | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Generation]:
+        """Decode prompts, as many at once as can be; returns what came of each, in their order.
+
+        Raises:
+            LookaheadError: the first that any of them raises; the others are cancelled then.
+        """
+        jobs: list[Job] = []
+        try:
+            for request in self._requests(prompts, max_new_tokens, options):
+                while not (job := self._try(request)):
+                    time.sleep(BUSY_SECONDS)
+                jobs.append(job)
+            return [job.result() for job in jobs]
+        except BaseException:
+            _cancel(jobs)
+            raise
+
+    async def generate_many_async(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        max_new_tokens: int | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Generation]:
+        """The same in asyncio; cancelling it cancels them all."""
+        jobs: list[Job] = []
+        try:
+            for request in self._requests(prompts, max_new_tokens, options):
+                while not (job := self._try(request)):
+                    await asyncio.sleep(BUSY_SECONDS)
+                jobs.append(job)
+            for job in jobs:
+                async for _ in job.pieces():
+                    pass
+            return [job.generation for job in jobs]
+        except BaseException:
+            _cancel(jobs)
+            raise
+
+    async def stream_async(
+        self, prompt: str | Sequence[int], max_new_tokens: int | None = None, **options: Unpack[RequestOptions]
+    ) -> AsyncIterator[Piece]:
+        """Submit a prompt and yield its pieces, in asyncio; ending the iteration early cancels it."""
+        job = self.stream(prompt, max_new_tokens, **options)
+        async with contextlib.aclosing(job.pieces()) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    def _requests(self, prompts: Iterable, max_new_tokens: int | None, options: RequestOptions) -> list[Request]:
+        return [self._runtime.request(prompt, max_new_tokens, **options) for prompt in prompts]
+
+    def _try(self, request: Request) -> Job | None:
+        """Submit it; None if too many wait, as long as any of them does."""
+        try:
+            return self.submit(request)
+        except BusyError:
+            if not self._waiting and not self._running:
+                raise
+            return None
+
     def close(self) -> None:
         """Cancel everything, and wait until the replicas are free."""
         with self._changed:
             self._is_closed = True
-            for job in (*self._waiting, *(share.job for share in self._running)):
-                job.cancel()
+            _cancel((*self._waiting, *(share.job for share in self._running)))
             self._changed.notify_all()
         self._thread.join()
         for thread in list(self._threads):
@@ -289,15 +228,21 @@ class Scheduler:
     def __exit__(self, *exc_info) -> None:
         self.close()
 
+    # Dividing.
+
     def _any_may_come(self) -> bool:
         """Whether a replica is there, or is being started."""
         launcher = self._launcher  # asked twice: one may come up between two looks
         return launcher.num_ready > 0 or launcher.num_loading > 0 or launcher.num_ready > 0
 
+    @property
+    def _batch(self) -> int:
+        return self._max_batch if self._launcher.info.takes_several else 1
+
     def _most_running(self) -> int:
         """Requests that may run at once."""
         ready = self._launcher.ready
-        return 1 if ready is None or self._policy == "latency" else max(1, len(ready))
+        return 1 if ready is None or self._policy == "latency" else max(1, len(ready)) * self._batch
 
     def _work(self) -> None:
         with self._changed:
@@ -327,50 +272,102 @@ class Scheduler:
             if self._waiting and not self._running:
                 self._begin(self._waiting.popleft(), None)
             return
-        num_jobs = min(len(self._running) + len(self._waiting), self._most_running())
         if not ready and not self._any_may_come():
             while self._waiting:
                 self.totals.count("failed")
                 self._waiting.popleft().put(ReplicaError("no replica is left"))
-        if not num_jobs or not ready:
+        if not ready:
             return
-        goals = _goals(len(ready), num_jobs, self._policy)
+        num_new = min(len(self._waiting), self._most_running() - len(self._running))
+        starting = list(self._waiting)[: max(0, num_new)]
+        jobs = [share.job for share in self._running] + starting
+        for job in jobs:
+            if job.limit is None:
+                job.limit = self._limit(job, len(ready), len(jobs))
+        goals = divide(len(ready), [job.limit for job in jobs])
         free = sorted(ready - {index for share in self._running for index in share.held})
         for share, goal in zip(self._running, goals, strict=False):
             kept = share.wanted & ready
             if len(kept) > goal:
                 share.wanted = frozenset(sorted(kept)[:goal])  # rank 0 stays
-            elif not kept and free:
-                share.take([free.pop(0)])  # it has lost all it had
+            elif not kept and (place := free.pop(0) if free else self._place_beside(share.job)) is not None:
+                share.take([place])  # it has lost all it had
                 self._changed.notify_all()
-        while free and len(self._running) < num_jobs:
-            goal = goals[len(self._running)]
-            self._begin(self._waiting.popleft(), free[:goal])
-            del free[:goal]
-        if self._waiting or len(self._running) < num_jobs:
-            return
-        for share, goal in zip(self._running, goals, strict=False):  # more run than there are replicas, after a loss
-            num_left = share.job.request.max_new_tokens - share.num_told
-            if len(share.wanted) < goal and free and share.num_told and num_left >= WORTH_MOVING:
-                more = free[: goal - len(share.wanted)]
+        for job, goal in zip(starting, goals[len(self._running) :], strict=True):
+            members = free[:goal]
+            if not members and len(jobs) > len(ready):
+                place = self._place_beside(job)
+                members = [] if place is None else [place]
+            if not members:
+                return
+            self._begin(self._waiting.popleft(), members)
+            free = [index for index in free if index not in members]
+        if not self._waiting:
+            self._spread(goals, free)
+
+    def _limit(self, job: Job, num_ready: int, num_jobs: int) -> int:
+        """Replicas that are of use to a job at most."""
+        if job.gpus is not None:
+            return job.gpus
+        if self._policy == "throughput":
+            return 1
+        most = self._launcher.num_replicas
+        if self._policy == "latency":
+            return most
+        degree = self._speeds.choose(num_ready) if num_jobs == 1 else self._speeds.best(num_ready)
+        return most if degree == num_ready else degree
+
+    def _place_beside(self, job: Job) -> int | None:
+        """A replica that has requests and takes one more: of those, the one with the fewest."""
+        shared: dict[int, list[Share]] = {}
+        for share in self._running:
+            for index in share.held:
+                shared.setdefault(index, []).append(share)
+        room = self._launcher.info.room
+        found = []
+        for index, shares in shared.items():
+            is_open = all(len(share.current) == 1 and share.is_settled for share in shares)
+            needed = sum(map(_tokens, (job, *(share.job for share in shares))))
+            if is_open and len(shares) < self._batch and (room is None or needed <= room + STEP_ROOM):
+                found.append((len(shares), index))
+        return min(found)[1] if found else None
+
+    def _spread(self, goals: list[int], free: list[int]) -> None:
+        """Nobody waits: give free replicas to those that should have more, and to those that share one."""
+        for share, goal in zip(self._running, goals, strict=False):
+            if not free:
+                return
+            if not share.num_told or share.num_left < WORTH_MOVING or not share.is_settled or not share.wanted:
+                continue
+            if self._is_alone(share):
+                more = free[: max(0, goal - len(share.wanted))]
                 share.take(more)
                 del free[: len(more)]
+            else:
+                share.move_to([free.pop(0)])
+
+    def _is_alone(self, share: Share) -> bool:
+        """Whether no other request is on its replicas."""
+        return not any(other.held & share.held for other in self._running if other is not share)
 
     def _begin(self, job: Job, members: list[int] | None) -> None:
-        share = _Share(job, members or (), self._changed, self._patience, self._any_may_come)
+        share = Share(job, members or (), self._changed, self._patience, self._any_may_come)
         self._running.append(share)
         thread = threading.Thread(target=self._decode, args=(share, members is not None), daemon=True)
         self._threads.add(thread)
         thread.start()
 
-    def _decode(self, share: _Share, is_shared: bool) -> None:
+    def _decode(self, share: Share, is_shared: bool) -> None:
         job = share.job
         item: Generation | LookaheadError
+        stopwatch = _Stopwatch(self._speeds)
         try:
             with unforeseen_as(ReplicaError, "the request failed"):
                 stream = self._runtime.stream_request(job.request, allotment=share if is_shared else None)
                 for piece in stream:
-                    share.num_told += len(piece.token_ids)
+                    with self._changed:
+                        share.num_told += len(piece.token_ids)
+                        stopwatch.note(share.current, len(self._running), len(piece.token_ids))
                     job.put(piece)
                     if job.is_cancelled:
                         break
@@ -391,11 +388,44 @@ class Scheduler:
         job.put(item)
 
 
-def _goals(num_replicas: int, num_jobs: int, policy: str) -> list[int]:
-    """How many replicas each of some requests should have."""
-    if policy == "latency":
-        return [num_replicas]
-    if policy == "throughput":
-        return [1] * num_jobs
-    least, num_more = divmod(num_replicas, num_jobs)
-    return [least + (number < num_more) for number in range(num_jobs)]
+class _Stopwatch:
+    """Tells how fast a request is on its replicas while it is the only one."""
+
+    def __init__(self, speeds: Speeds):
+        self._speeds = speeds
+        self._members: frozenset[int] | None = None
+        self._num_steps = 0  # on these
+        self._last = 0.0
+
+    def note(self, members: frozenset[int], num_running: int, num_tokens: int) -> None:
+        """A step of a request has ended."""
+        now = time.monotonic()
+        self._num_steps = self._num_steps + 1 if members == self._members and num_running == 1 else 0
+        if self._num_steps > STEPS_SKIPPED:
+            self._speeds.note(len(members), num_tokens, now - self._last)
+        self._members, self._last = members, now
+
+
+def divide(num_replicas: int, limits: Sequence[int]) -> list[int]:
+    """How many replicas each of some requests should have: one each, however many there are, then one more to each in
+    turn that has not its limit."""
+    goals = [1] * len(limits)
+    left = num_replicas - len(limits)
+    while left > 0:
+        growing = [number for number, limit in enumerate(limits) if goals[number] < limit][:left]
+        if not growing:
+            break
+        for number in growing:
+            goals[number] += 1
+        left -= len(growing)
+    return goals
+
+
+def _tokens(job: Job) -> int:
+    """Room in a cache that a job needs."""
+    return len(job.request.prompt_ids) + job.request.max_new_tokens + STEP_ROOM
+
+
+def _cancel(jobs: Iterable[Job]) -> None:
+    for job in jobs:
+        job.cancel()

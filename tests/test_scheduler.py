@@ -22,8 +22,9 @@ from lp_runtime import (
     SamplingConfig,
     Scheduler,
 )
-from lp_runtime.config import FailureConfig, RuntimeConfig
-from lp_runtime.scheduler import _goals
+from lp_runtime.config import FailureConfig, LauncherConfig, RuntimeConfig
+from lp_runtime.degrees import FIRST_RETRY, Speeds, candidates
+from lp_runtime.scheduler import divide
 
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
 SLOW = LookaheadConfig(0, 2, 0)
@@ -76,12 +77,12 @@ def single():
         yield runtime
 
 
-@pytest.mark.parametrize("policy", ["fair", "latency", "throughput"])
-def test_outputs_are_those_of_requests_alone(alone, runtime, policy):
+@pytest.mark.parametrize("policy, max_batch", [("fair", 2), ("latency", 8), ("throughput", 1), ("throughput", 8)])
+def test_outputs_are_those_of_requests_alone(alone, runtime, policy, max_batch):
     rng = random.Random(0)
     cases = rng.choices(CASES, k=9)
-    seen = []
-    with Scheduler(runtime, policy=policy) as scheduler:
+    seen, batches = [], []
+    with Scheduler(runtime, policy=policy, max_batch=max_batch) as scheduler:
         jobs = []
         for case in cases:
             jobs.append(scheduler.submit(make(runtime, case)))
@@ -89,11 +90,107 @@ def test_outputs_are_those_of_requests_alone(alone, runtime, policy):
         for case, job in zip(cases, jobs, strict=True):
             assert job.result().token_ids == alone[case]
             seen.append(scheduler.degrees)
+            batches += scheduler.batches
         assert scheduler.totals.requests == {"length": len(cases)}
         assert scheduler.totals.new_tokens == sum(len(alone[case]) for case in cases)
-    assert max(map(sum, seen)) == GPUS
-    most = {"fair": GPUS, "latency": 1, "throughput": GPUS}[policy]
-    assert all(len(each) <= most for each in seen)
+    most = 1 if policy == "latency" else max_batch * GPUS
+    assert all(len(each) <= most for each in seen) and max(batches) <= max_batch
+    assert all(sum(each) <= GPUS or set(each) == {1} for each in seen)
+
+
+def test_more_requests_than_replicas_share_them(alone, runtime):
+    cases = [case for case in CASES if case[1] == 160]
+    with Scheduler(runtime, max_batch=2) as scheduler:
+        jobs = [scheduler.submit(make(runtime, case, lookahead=SLOW)) for case in cases]
+        firsts = [iter(job) for job in jobs]
+        tokens = [list(next(first).token_ids) for first in firsts]  # all of them run at once
+        assert len(cases) == 2 * GPUS and scheduler.batches == [2] * GPUS
+        with pytest.raises(BusyError):
+            scheduler.submit_all([make(runtime, cases[0])] * 65)
+        for case, pieces, known in zip(cases, firsts, tokens, strict=True):
+            assert known + [token for piece in pieces for token in piece.token_ids] == alone[case]
+
+
+def test_requests_that_share_a_replica_part_as_others_end(alone, runtime):
+    cases = [case for case in CASES if case[1] == 160][:4]
+    with Scheduler(runtime, policy="throughput", max_batch=8) as scheduler:
+        jobs = [scheduler.submit(make(runtime, case, lookahead=SLOW)) for case in cases]
+        firsts = [iter(job) for job in jobs]
+        tokens = [list(next(first).token_ids) for first in firsts]
+        assert sorted(scheduler.batches) == [1, 1, 2]
+        alone_on = [index for index in range(GPUS) if sum(index in share.wanted for share in scheduler._running) == 1]
+        ending = next(share.job for share in scheduler._running if share.wanted == {alone_on[0]})
+        ending.cancel()
+        wait_until(lambda: scheduler.batches == [1, 1, 1])
+        for case, job, pieces, known in zip(cases, jobs, firsts, tokens, strict=True):
+            if job is not ending:
+                assert known + [token for piece in pieces for token in piece.token_ids] == alone[case]
+                assert job.generation.losses == 0
+
+
+def test_a_request_says_how_many_replicas_it_wants(alone, runtime):
+    case = (1, 160, 0)
+    for policy, gpus, degree in (("fair", 1, 1), ("throughput", 2, 2), ("latency", 2, 2), ("fair", GPUS, GPUS)):
+        with Scheduler(runtime, policy=policy) as scheduler:
+            job = scheduler.submit(make(runtime, case, lookahead=SLOW), gpus=gpus)
+            degrees = [scheduler.degrees for _ in job]
+            assert set(map(tuple, degrees)) <= {(degree,), ()} and (degree,) in map(tuple, degrees)
+            for wrong in (0, GPUS + 1):
+                with pytest.raises(ConfigError, match=f"gpus={wrong}: must be"):
+                    scheduler.submit(make(runtime, case), gpus=wrong)
+
+
+def test_many_prompts_at_once(alone, runtime):
+    cases = [case for case in CASES if case[1] == 40 and case[2] == 0]
+    prompts = [reference.PROMPTS[prompt] for prompt, *_ in cases]
+
+    async def main(scheduler: Scheduler):
+        streamed = []
+        async for piece in scheduler.stream_async(prompts[0], 40, eos=False):
+            streamed += piece.token_ids
+        return streamed, await scheduler.generate_many_async(prompts * 2, 40, eos=False)
+
+    with Scheduler(runtime, max_waiting=1, max_batch=1) as scheduler:
+        found = scheduler.generate_many(prompts * 3, 40, eos=False)
+        assert [each.token_ids for each in found] == [alone[case] for case in cases] * 3
+        streamed, found = asyncio.run(main(scheduler))
+        assert streamed == alone[cases[0]] and [each.token_ids for each in found] == [alone[case] for case in cases] * 2
+        with pytest.raises(ConfigError):
+            scheduler.generate_many(prompts, 0)
+        assert "".join(piece.text for piece in scheduler.stream(prompts[0], 40, eos=False)) == found[0].text
+
+
+def test_one_replica_of_its_own_process_takes_several_and_comes_back(alone):
+    config = RuntimeConfig(gpus=1, device="cpu", dtype="float32", lookahead=SLOW, launcher=LauncherConfig(apart=True))
+    cases = [case for case in CASES if case[1] == 160][:3]
+    with LookaheadRuntime.from_config(config) as runtime, Scheduler(runtime) as scheduler:
+        jobs = [scheduler.submit(make(runtime, case)) for case in cases]
+        firsts = [iter(job) for job in jobs]
+        tokens = [list(next(first).token_ids) for first in firsts]
+        assert scheduler.batches == [3]
+        os.kill(runtime.launcher._processes[0].pid, signal.SIGKILL)
+        for case, job, pieces, known in zip(cases, jobs, firsts, tokens, strict=True):
+            assert known + [token for piece in pieces for token in piece.token_ids] == alone[case]
+            assert job.generation.losses == 1
+
+
+def test_the_fastest_degree_is_found_and_kept():
+    def run(speeds: Speeds, tokens_per_second: dict[int, float], num_requests: int) -> list[int]:
+        chosen = []
+        for _ in range(num_requests):
+            degree = speeds.choose(max(tokens_per_second))
+            chosen.append(degree)
+            speeds.note(degree, 128, 128 / tokens_per_second[degree])
+        return chosen
+
+    assert candidates(1) == [1] and candidates(6) == [6, 3, 1]
+    speeds = Speeds()
+    assert speeds.best(4) == 4
+    crowded = {4: 80.0, 2: 150.0, 1: 160.0}
+    chosen = run(speeds, crowded, 200)
+    assert chosen[:3] == [4, 2, 1] and speeds.best(4) == 1
+    assert chosen.count(1) > 180 and {2, 4} <= set(chosen[3 + FIRST_RETRY - 3 :])
+    assert run(speeds, {4: 400.0, 2: 300.0, 1: 160.0}, 2000).count(4) > 1950 and speeds.best(4) == 4
 
 
 def test_a_request_gives_replicas_up_and_gets_them_back(alone, runtime):
@@ -225,8 +322,9 @@ def test_asyncio(alone, runtime):
 
 
 def test_how_replicas_are_divided():
-    assert [_goals(4, jobs, "fair") for jobs in (1, 2, 3, 4)] == [[4], [2, 2], [2, 1, 1], [1, 1, 1, 1]]
-    assert _goals(3, 2, "throughput") == [1, 1] and _goals(3, 1, "latency") == [3]
+    assert [divide(4, [4] * jobs) for jobs in (1, 2, 3, 4, 5)] == [[4], [2, 2], [2, 1, 1], [1, 1, 1, 1], [1] * 5]
+    assert divide(3, [1, 1]) == [1, 1] and divide(3, [8]) == [3] and divide(1, []) == []
+    assert divide(8, [1, 3, 8]) == [1, 3, 4] and divide(8, [2, 2]) == [2, 2]
     with pytest.raises(ConfigError, match="policy=quick: must be one of fair, latency, throughput"):
         Scheduler(None, policy="quick")
 

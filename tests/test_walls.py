@@ -31,6 +31,7 @@ LAYERS = [
     {"launchers"},
     {"generation", "request", "drop_in"},
     {"api"},
+    {"jobs", "degrees"},
     {"scheduler"},
     {"single"},
     {"batch"},

@@ -29,7 +29,7 @@ def launch(config: RuntimeConfig) -> Launcher:
         from lp_runtime.launchers.ray_actors import RayLauncher
 
         return RayLauncher(config)
-    if (config.gpus or 1) == 1:
+    if (config.gpus or 1) == 1 and not config.launcher.apart:
         from lp_runtime.launchers.in_process import InProcessLauncher
 
         return InProcessLauncher(config)

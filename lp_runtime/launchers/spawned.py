@@ -27,10 +27,10 @@ EXIT_TIMEOUT = 5.0  # seconds that a replica may take to end by itself
 
 
 class SpawnedLauncher(TeamLauncher):
-    """launcher=local with several replicas."""
+    """launcher=local with several replicas, or one that is to be apart."""
 
     def __init__(self, config: RuntimeConfig):
-        self.num_replicas = config.gpus
+        self.num_replicas = config.gpus or 1
         self._sending = [threading.Lock() for _ in range(self.num_replicas)]
         self._processes: dict[int, subprocess.Popen] = {}
         self._pipes: dict[int, Connection] = {}

@@ -45,7 +45,7 @@ def serve(runtime: LookaheadRuntime, config: ServeConfig) -> None:
         queue_timeout=config.queue_timeout,
     )
     listener = _listen(config)
-    with Scheduler(runtime, config.max_waiting, config.policy) as scheduler:
+    with Scheduler(runtime, config.max_waiting, config.policy, config.max_batch) as scheduler:
         app = Server(runtime, scheduler, settings, load_tokenizer(config.model)).app()
         options = uvicorn.Config(
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_SECONDS, lifespan="off"
