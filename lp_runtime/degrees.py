@@ -67,5 +67,8 @@ class Speeds:
             if self._num_chosen >= due:
                 wait = min(2 * wait, LAST_RETRY)
                 self._retries[degree] = (self._num_chosen + wait, wait)
+                kept = min(1.0, TRUSTED / 2 / self._tokens[degree])  # what it was long ago counts little
+                self._tokens[degree] *= kept
+                self._seconds[degree] *= kept
                 return degree
         return best
