@@ -9,7 +9,7 @@ from __future__ import annotations
 MEMORY = 1024.0  # tokens of a degree that are remembered, about
 TRUSTED = 96.0  # tokens after which a degree's speed is known
 FIRST_RETRY = 16  # requests after which one that was slower is tried again; twice as many each time
-LAST_RETRY = 1024
+LAST_RETRY = 256
 STEPS_SKIPPED = 2  # after a change, which are not like those that follow
 
 

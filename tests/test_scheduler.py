@@ -190,7 +190,7 @@ def test_the_fastest_degree_is_found_and_kept():
     chosen = run(speeds, crowded, 200)
     assert chosen[:3] == [4, 2, 1] and speeds.best(4) == 1
     assert chosen.count(1) > 180 and {2, 4} <= set(chosen[3 + FIRST_RETRY - 3 :])
-    assert run(speeds, {4: 400.0, 2: 300.0, 1: 160.0}, 2000).count(4) > 1950 and speeds.best(4) == 4
+    assert run(speeds, {4: 400.0, 2: 300.0, 1: 160.0}, 2000).count(4) > 1600 and speeds.best(4) == 4
 
 
 def test_a_request_gives_replicas_up_and_gets_them_back(alone, runtime):
