@@ -158,6 +158,9 @@ class LauncherConfig:
     """Seconds that a replica may take to join its peers."""
     start_timeout: float = 600.0
     """Seconds until every replica must have loaded its model."""
+    interface: Optional[str] = None  # noqa: UP045
+    """Network interface that replicas meet and exchange over, by its name on every machine (eth0, ib0, lo); if not
+    given, gloo and NCCL choose one."""
     backend: str = "auto"
     """auto (nccl on cuda, gloo on CPUs), nccl, or gloo, with which several replicas of a machine may share a GPU: for
     trying things out, not for speed (local and torchrun)."""
@@ -173,6 +176,8 @@ class LauncherConfig:
         require_int("launcher.port", self.port, 0)
         if self.port > 65535:
             raise ConfigError(f"launcher.port={self.port}: must be 0 to 65535")
+        if self.interface == "":
+            raise ConfigError("launcher.interface: is empty; must be the name of a network interface")
         require_seconds("launcher.timeout", self.timeout)
         require_seconds("launcher.start_timeout", self.start_timeout)
 

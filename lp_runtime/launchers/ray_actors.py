@@ -18,7 +18,7 @@ from lp_runtime.errors import ConfigError, LaunchError, first_line
 from lp_runtime.launchers.messages import Failed
 from lp_runtime.launchers.replica_server import ReplicaServer
 from lp_runtime.launchers.team import Place, TeamLauncher
-from lp_runtime.parallel.group import host_store
+from lp_runtime.parallel.group import address_of, host_store
 
 # A replica on CPUs shares the cores with its peers, so it books next to nothing: Ray would refuse gpus=4 on 2 cores.
 CPU_SHARE = 0.01
@@ -65,9 +65,10 @@ class ReplicaActor:
         import ray
 
         try:
-            address = ray.util.get_node_ip_address()
+            launcher = self._config.launcher
+            address = ray.util.get_node_ip_address() if launcher.interface is None else address_of(launcher.interface)
             if self._store is None:
-                self._store = host_store(address, port, self._config.launcher.start_timeout)
+                self._store = host_store(address, port, launcher.start_timeout)
             return address, self._store.port
         except Exception as error:
             return Failed.from_error(error)
