@@ -37,8 +37,8 @@ def test_sampling_is_that_of_one_token_a_step(demo_model_dir, sampled, gpus):
     interface = interfaces()[-1]
     options = {"launcher": LauncherConfig(interface=interface), "device": "cpu", "dtype": "float32"}
     with LookaheadRuntime(demo_model_dir, gpus=gpus, lookahead=FIXED, **options) as runtime:
-        used = {c.laddr.ip.removeprefix("::ffff:") for pid in own_replicas() for c in psutil.Process(pid).net_connections("tcp")}
-        assert used == {address_of(interface)}
+        used = [c.laddr.ip for pid in own_replicas() for c in psutil.Process(pid).net_connections("tcp")]
+        assert {address.removeprefix("::ffff:") for address in used} == {address_of(interface)}
         out = runtime.generate(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False, sampling=reference.SAMPLING)
         assert out.token_ids == sampled
         assert out.steps < len(sampled)
