@@ -20,11 +20,11 @@ from lp_runtime.parallel.group import address_of
 ray = pytest.importorskip("ray")
 
 LENGTH = 400
-QUICK = {  # a node is missed within a second, not in a quarter of a minute
+HEALTH = {  # a node is missed after some seconds (by default a quarter of a minute), but later than its replica is
     "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 200,
-    "health_check_timeout_ms": 5000,
-    "health_check_failure_threshold": 2,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 2000,
+    "health_check_failure_threshold": 5,
 }
 
 
@@ -40,7 +40,7 @@ def cluster():
         patch.delenv("RAY_ADDRESS", raising=False)
         small = {"object_store_memory": 80_000_000, "include_dashboard": False}
         cluster = Cluster(
-            initialize_head=True, head_node_args=small | {"num_cpus": 0, "num_gpus": 0, "_system_config": QUICK}
+            initialize_head=True, head_node_args=small | {"num_cpus": 0, "num_gpus": 0, "_system_config": HEALTH}
         )
         try:
             for _ in range(2):
