@@ -78,6 +78,11 @@ def started_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def restarted_by_torchrun() -> bool:
+    """Whether torchrun's agent has started this process after a rank had failed; there may be fewer of them now."""
+    return started_by_torchrun() and ReplicaContext.from_torchrun().attempt > 0
+
+
 def host_store(host: str, port: int, timeout: float) -> dist.TCPStore:
     """Open the store that replicas meet in. `port` 0 takes a free one: see `.port` of the result. `timeout` in seconds.
 
@@ -192,7 +197,7 @@ def process_group(
             )
         # Keys of an earlier group in the same store would be taken for this one's. No rank forms its next group
         # before all have formed this one, so the count of those that came tells which group this is.
-        name = f"lp_runtime/{context.attempt}"
+        name = f"lp_runtime/{context.attempt}/{context.num_replicas}"
         number = (store.add(f"{name}/joined", 1) - 1) // context.num_replicas
         # Waited for here, where the wait can be ended, so that forming the group itself is short.
         deadline = time.monotonic() + timeout
