@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed.run import get_args_parser
 
 from lp_runtime.command_config import GenerateConfig, ServeConfig
 from lp_runtime.overrides import load_config
@@ -91,3 +94,28 @@ def test_what_is_commented_out_is_taken_by_lp_serve_and_reaches_the_head():
     config = load_config(ServeConfig, overrides)
     (port,) = yaml.safe_load(service)["spec"]["ports"]
     assert (command, config.port, config.host) == ("lp-serve", port["targetPort"], "0.0.0.0")
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, {"standalone": True, "nproc_per_node": "2", "max_restarts": 0}),
+        (
+            {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MAX_RESTARTS": "3"},
+            {"nnodes": "2", "node_rank": 1, "master_addr": "10.0.0.1", "master_port": 29511, "max_restarts": 3},
+        ),
+        (
+            {"NNODES": "1:4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29600"},
+            {"nnodes": "1:4", "rdzv_backend": "c10d", "rdzv_endpoint": "10.0.0.1:29600", "rdzv_id": "lp_runtime"},
+        ),
+    ],
+)
+def test_what_torchrun_is_told(variables, expected):
+    environment = os.environ | {"PYTHON": "echo", "NPROC": "2"} | variables
+    script = [ROOT / "launch" / "torchrun.sh", "prompt=x", "gpus=2"]
+    words = subprocess.run(script, env=environment, capture_output=True, text=True, check=True).stdout.split()
+    assert words[:2] == ["-m", "torch.distributed.run"]
+    told = vars(get_args_parser().parse_args(words[2:]))
+    assert {name: told[name] for name in expected} == expected
+    command = [told["training_script"], *told["training_script_args"]]
+    assert told["module"] and command == ["lp_runtime", "prompt=x", "gpus=2"]
