@@ -38,7 +38,8 @@ def cluster():
         for name in (MARK, "RAY_TMPDIR", "RAY_AUTH_MODE"):
             patch.setenv(name, mark.environment[name])
         patch.delenv("RAY_ADDRESS", raising=False)
-        small = {"object_store_memory": 80_000_000, "include_dashboard": False}
+        # None: any free port, where the default one may be another cluster's.
+        small = {"object_store_memory": 80_000_000, "include_dashboard": False, "dashboard_agent_listen_port": None}
         cluster = Cluster(
             initialize_head=True, head_node_args=small | {"num_cpus": 0, "num_gpus": 0, "_system_config": HEALTH}
         )
