@@ -11,6 +11,12 @@
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 MASTER_PORT=29511 NPROC=4 launch/torchrun.sh prompt="def fib(n):"
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 MASTER_PORT=29511 NPROC=4 launch/torchrun.sh prompt="def fib(n):"
 #
+# MAX_RESTARTS=3 starts all ranks again when one fails, 3 times at most; a file of prompts then goes on where it stopped.
+# With NNODES=1:4 that happens on the machines that are left, of 4; the same command on each, without NODE_RANK, and
+# MASTER_ADDR is where they meet (its loss ends all). The output must be on a file system that all see:
+#
+#   NNODES=1:4 MASTER_ADDR=10.0.0.1 MAX_RESTARTS=3 launch/torchrun.sh prompts=/shared/in.jsonl output=/shared/out.jsonl
+#
 # All machines need the model at the same model.path. The arguments are lp-generate's overrides; gpus= may be left out,
 # it is NNODES x NPROC. The Python is that of .venv (scripts/setup.sh makes it), else the one on the PATH; PYTHON=...
 # names another. Needs no Ray.
@@ -28,6 +34,9 @@ nproc="${NPROC:-$("$python" -c "$count_gpus")}"
 nnodes="${NNODES:-1}"
 if [[ "$nnodes" == 1 ]]; then
     where=(--standalone)
+elif [[ "$nnodes" == *:* ]]; then
+    : "${MASTER_ADDR:?the address of the machine where all meet}"
+    where=(--nnodes "$nnodes" --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29511}" --rdzv-id "${JOB_ID:-lp_runtime}")
 else
     : "${NODE_RANK:?which of the NNODES machines this is, 0 to NNODES - 1}"
     : "${MASTER_ADDR:?the address of machine 0}"
@@ -36,4 +45,4 @@ fi
 
 # lp_runtime sets its own thread count on CPUs; this keeps torchrun from warning that it set one.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec "$python" -m torch.distributed.run "${where[@]}" --nproc-per-node "$nproc" -m lp_runtime "$@"
+exec "$python" -m torch.distributed.run "${where[@]}" --nproc-per-node "$nproc" --max-restarts "${MAX_RESTARTS:-0}" -m lp_runtime "$@"

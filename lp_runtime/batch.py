@@ -21,6 +21,7 @@ from lp_runtime.config import MAX_SEED
 from lp_runtime.decoding import Request
 from lp_runtime.errors import ConfigError, LookaheadError, RequestError
 from lp_runtime.generation import Generation
+from lp_runtime.parallel.group import restarted_by_torchrun
 from lp_runtime.scheduler import Job, Scheduler
 from lp_runtime.single import check_num_samples, parse_ids, request_options
 
@@ -90,7 +91,8 @@ def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: li
             request = runtime.request(prompt.value, config.max_new_tokens, **options)
         except RequestError as error:
             raise RequestError(f"{config.prompts} line {prompt.line}: {error}") from error
-    output = OutputFile(Path(config.output), _settings(runtime, config), request.sampling.seed)
+    free = ("gpus",) if restarted_by_torchrun() else ()
+    output = OutputFile(Path(config.output), _settings(runtime, config), request.sampling.seed, free)
     work = [(prompt, sample) for prompt in prompts for sample in range(config.num_samples)]
     done = output.resume() & {(prompt.index, sample) for prompt, sample in work}
 
@@ -202,13 +204,15 @@ class OutputFile:
         path: the results' file.
         settings: what made them.
         seed: of the first prompt's noise; None if decoding is greedy.
+        free: settings that need not be those of the run that began the file.
 
     Attributes:
         seed: the same; of the run that began the file where it is resumed.
     """
 
-    def __init__(self, path: Path, settings: dict, seed: int | None):
+    def __init__(self, path: Path, settings: dict, seed: int | None, free: tuple[str, ...] = ()):
         self._path = path
+        self._free = free
         self._settings_path = _settings_path(path)
         self._settings = json.loads(json.dumps(settings, default=str))  # as they will be read again
         self.seed = seed
@@ -241,7 +245,7 @@ class OutputFile:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"output={self._path}: {self._settings_path.name} is not readable") from error
         for key, value in self._settings.items():
-            if before.get(key) != value:
+            if before.get(key) != value and key not in self._free:
                 raise ConfigError(
                     f"output={self._path}: holds results of other settings"
                     f" ({key} was {json.dumps(before.get(key))}, is {json.dumps(value)}); choose another output"

@@ -161,6 +161,9 @@ class LauncherConfig:
     apart: bool = False
     """With one local replica: in a process of its own, not in this one, so that it can be started again after a failure
     and decode several requests at once. lp-serve turns it on."""
+    interface: Optional[str] = None  # noqa: UP045
+    """Network interface that replicas meet and exchange over, by its name on every machine (eth0, ib0, lo); if not
+    given, gloo and NCCL choose one."""
     backend: str = "auto"
     """auto (nccl on cuda, gloo on CPUs), nccl, or gloo, with which several replicas of a machine may share a GPU: for
     trying things out, not for speed (local and torchrun)."""
@@ -176,6 +179,8 @@ class LauncherConfig:
         require_int("launcher.port", self.port, 0)
         if self.port > 65535:
             raise ConfigError(f"launcher.port={self.port}: must be 0 to 65535")
+        if self.interface == "":
+            raise ConfigError("launcher.interface: is empty; must be the name of a network interface")
         require_seconds("launcher.timeout", self.timeout)
         require_seconds("launcher.start_timeout", self.start_timeout)
 

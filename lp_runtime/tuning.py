@@ -40,6 +40,7 @@ DEAREST = 12  # no step is measured that is this much dearer than one token's
 SWEEP_SECONDS = 8.0  # that the vocabulary may take, about; what is left of it is left out
 SWEEP_BATCH = 256  # tokens of the vocabulary at once, each a text of its own
 VERSION = 1  # of what is kept
+UNKNOWN = 0  # a digest of nothing
 
 
 class Tuning:
@@ -105,23 +106,34 @@ class Tuning:
     def vocabulary(self) -> np.ndarray:
         """[V, ENTRY] what follows each token alone, as tables.py stores it; the same on all replicas."""
         if self._vocabulary is None:
-            is_known = np.array([int("vocabulary" in self._known)])
-            if not gather_rows(is_known, self._num_replicas, self._device).all():
+            # Replicas that were in different groups may have asked the model each in their own way.
+            mine = np.array([_digest(self._known.get("vocabulary"))])
+            digests = set(gather_rows(mine, self._num_replicas, self._device).flatten().tolist())
+            if len(digests) > 1 or UNKNOWN in digests:
                 self._ask_vocabulary()
             self._vocabulary = self._known["vocabulary"]
         return self._vocabulary
 
     def _ask_vocabulary(self) -> None:
+        """What rank 0 knows, else what is on its disk, else what all replicas find out together."""
         name = f"vocabulary-{self._fingerprint()}.npz"
-        packed = None
-        if self._rank == 0 and (found := self._load(name, ("packed",))) is not None:
-            packed = found["packed"]
-        packed = broadcast_object(packed, self._rank, self._num_replicas, self._device)
-        if packed is None:
+        found = None
+        if self._rank == 0:
+            found = self._known.get("vocabulary")
+            if found is None and (saved := self._load(name, ("packed",))) is not None:
+                found = self._unpack(saved["packed"])
+        found = broadcast_object(found, self._rank, self._num_replicas, self._device)
+        if found is None:
             packed = self._sweep()
             if self._rank == 0:
                 self._store(name, {"packed": packed})
-        *_, self._known["vocabulary"] = _drawing(self._model).unpack(packed)
+            found = self._unpack(packed)
+        self._known["vocabulary"] = found
+
+    def _unpack(self, packed: np.ndarray) -> np.ndarray:
+        """[V, ENTRY] of [V, width] as Drawing packs them."""
+        *_, vocabulary = _drawing(self._model).unpack(packed)
+        return vocabulary
 
     def _sweep(self) -> np.ndarray:
         """[V, width] what follows each token; every replica asks the model about its part."""
@@ -181,6 +193,14 @@ class Tuning:
             write_whole(self._folder / name, data.getvalue())
         except OSError as error:
             log.warning("%s cannot be kept: %s", self._folder / name, error.strerror or error)
+
+
+def _digest(array: np.ndarray | None) -> int:
+    """63 bits of what an array holds; UNKNOWN of None."""
+    if array is None:
+        return UNKNOWN
+    whole = hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=8).digest()
+    return max(1, int.from_bytes(whole, "big") >> 1)
 
 
 def _drawing(model: TreeModel) -> Drawing:

@@ -28,7 +28,7 @@ from lp_runtime.model.self_check import check_model
 from lp_runtime.model.text import StopStrings
 from lp_runtime.model.tree_model import TreeModel
 from lp_runtime.parallel.exchange import gather_rows
-from lp_runtime.parallel.group import ReplicaContext, process_group
+from lp_runtime.parallel.group import ReplicaContext, address_of, process_group
 from lp_runtime.profiling import check_folder, profiled
 from lp_runtime.tuning import Tuning
 
@@ -155,6 +155,8 @@ def load_replica(config: RuntimeConfig, device_index: int, num_local: int, owns_
     Raises:
         ConfigError, ModelError: as the parts do.
     """
+    if config.launcher.interface is not None:
+        address_of(config.launcher.interface)  # refused before a model is loaded
     is_shared = config.launcher.backend == "gloo" and torch.cuda.is_available()
     index = device_index % torch.cuda.device_count() if is_shared else device_index
     device = choose_device(config.device, index)
@@ -203,7 +205,14 @@ def join_group(
     """
     device, launcher, info = loaded.model.device, config.launcher, loaded.info
     with process_group(
-        context, device, launcher.timeout, store, launcher.backend, config.failure.timeout, is_abandoned
+        context,
+        device,
+        launcher.timeout,
+        store,
+        launcher.backend,
+        config.failure.timeout,
+        is_abandoned,
+        launcher.interface,
     ) as exchange_device:
         mine = np.array([MUCH_ROOM if info.room is None else min(info.room, MUCH_ROOM)])
         least = int(gather_rows(mine, context.num_replicas, exchange_device).min())

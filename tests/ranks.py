@@ -1,17 +1,30 @@
 """Real processes that meet over gloo, for the tests that need more than one replica."""
 
+import contextlib
 import multiprocessing
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import psutil
 import torch
 
-from lp_runtime.parallel.group import ReplicaContext, host_store, process_group
+from lp_runtime.errors import LookaheadError
+from lp_runtime.parallel.group import ReplicaContext, address_of, host_store, process_group
 
 CPU = torch.device("cpu")
 TIMEOUT = 60.0
+
+
+def interfaces() -> list[str]:
+    """Network interfaces that a process can listen on; lo is the first."""
+    found = []
+    for name in sorted(psutil.net_if_addrs(), key=lambda name: name != "lo"):
+        with contextlib.suppress(LookaheadError):
+            host_store(address_of(name), 0, 1.0)
+            found.append(name)
+    return found
 
 
 def _enter(task: Callable, arguments: tuple, rank: int, num_replicas: int, port: int, results) -> None:

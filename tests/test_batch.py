@@ -200,6 +200,19 @@ def test_changed_settings_are_refused(job, refusal, override, key):
     assert job.output.read_bytes() == before
 
 
+def test_fewer_ranks_go_on_after_torchruns_restart(job, refusal, monkeypatch):
+    job.run("ids=true", "limit=1")
+    settings = job.output.with_name(job.output.name + ".settings")
+    settings.write_text(settings.read_text().replace('"gpus": 1', '"gpus": 2'))
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "test"}
+    for name, value in rank.items():
+        monkeypatch.setenv(name, value)
+    assert "(gpus was 2, is 1)" in refusal(job, "ids=true")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert len(job.run("ids=true")) == 5
+
+
 def test_changed_prompts_are_refused(job, refusal):
     job.run("ids=true", "limit=1")
     before = job.output.read_bytes()

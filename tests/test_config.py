@@ -116,6 +116,7 @@ def test_model_ranges(values, message):
     [
         ({"name": "slurm"}, "launcher=slurm: must be one of auto, local, torchrun, ray"),
         ({"port": -1}, "launcher.port=-1: must be an integer >= 0"),
+        ({"interface": ""}, "launcher.interface: is empty; must be the name of a network interface"),
         ({"port": 65536}, "launcher.port=65536: must be 0 to 65535"),
         ({"timeout": 0.0}, "launcher.timeout=0.0: must be a number of seconds > 0 and <= 1000000"),
         ({"timeout": float("inf")}, "launcher.timeout=inf: must be a number of seconds > 0 and <= 1000000"),

@@ -75,13 +75,35 @@ def test_what_there_is_no_time_for_is_left_out(model, monkeypatch):
 
 
 def tune_on_ranks(rank: int, num_replicas: int, folder: str):
-    tuning = Tuning(tree_model(folder), rank, num_replicas, CPU, None)
-    return tuning.times(20), tuning.vocabulary()
+    model = tree_model(folder)
+    tuning = Tuning(model, rank, num_replicas, CPU, None)
+    return tuning.times(20), tuning.vocabulary(), *(vocabulary_of(model, rank, each) for each in KNOWN.values())
+
+
+def made_up(value: int) -> np.ndarray:
+    return np.full((64, ENTRY), value, dtype=np.int64)
+
+
+# What each of two replicas knows as they meet, by what comes of it.
+KNOWN = {
+    "the same": (made_up(3), made_up(3)),
+    "rank 0's": (made_up(3), made_up(4)),
+    "rank 0's, too": (made_up(3), None),
+    "found out": (None, made_up(4)),
+}
+
+
+def vocabulary_of(model, rank: int, known) -> np.ndarray:
+    known = {} if known[rank] is None else {"vocabulary": known[rank]}
+    return Tuning(model, rank, 2, CPU, None, known).vocabulary()
 
 
 def test_replicas_share_the_work_and_know_each_others_curves(model, tiny_model_dir):
     results = run_ranks(tune_on_ranks, 2, str(tiny_model_dir))
     alone = Tuning(model, 0, 1, CPU, None).vocabulary()
     assert (results[0][0] == results[1][0]).all() and results[0][0].shape == (2, 21)
-    for _, vocabulary in results:
-        assert (vocabulary[:, :K] == alone[:, :K]).mean() > 0.99
+    for _, found, same, first, first_too, last in results:
+        assert (found[:, :K] == alone[:, :K]).mean() > 0.99
+        for vocabulary in (same, first, first_too):
+            assert (vocabulary == made_up(3)).all()
+        assert (last == found).all()

@@ -12,19 +12,21 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import ModuleType
 
 from lp_runtime.config import RuntimeConfig
 from lp_runtime.errors import ConfigError, LaunchError, first_line
 from lp_runtime.launchers.messages import Failed
 from lp_runtime.launchers.replica_server import ReplicaServer
 from lp_runtime.launchers.team import Place, TeamLauncher
-from lp_runtime.parallel.group import host_store
+from lp_runtime.parallel.group import address_of, host_store
 
 # A replica on CPUs shares the cores with its peers, so it books next to nothing: Ray would refuse gpus=4 on 2 cores.
 CPU_SHARE = 0.01
 BATCH_SECONDS = 0.005  # runs of tokens that come closer together travel to the driver together
 CONNECT_SECONDS = 10.0
 HOST_SECONDS = 10.0  # that a replica may take to open a store
+MAX_RESTARTS = 1  # by Ray, of an actor whose node is lost before it runs; one that ran is killed as its stream ends
 LANES = {"serve": 1, "post": 1, "host": 1}  # of an actor: calls of one lane run one after another
 
 
@@ -37,8 +39,10 @@ class ReplicaActor:
         self._server: ReplicaServer | None = None
         self._store = None
 
-    def serve(self, place: Place) -> Iterator[list[object]]:
+    def serve(self) -> Iterator[list[object]]:
         """Be a replica, in a thread of its own, and stream what it says in small batches: no step waits for that."""
+        # Asked here, not by the driver: a replica that is started again may have got another node since.
+        place = Booking.place_here()
         server = ReplicaServer(self._config, place.device_index, place.num_local, self._said.put)
 
         def run() -> None:
@@ -65,12 +69,77 @@ class ReplicaActor:
         import ray
 
         try:
-            address = ray.util.get_node_ip_address()
+            launcher = self._config.launcher
+            address = ray.util.get_node_ip_address() if launcher.interface is None else address_of(launcher.interface)
             if self._store is None:
-                self._store = host_store(address, port, self._config.launcher.start_timeout)
+                self._store = host_store(address, port, launcher.start_timeout)
             return address, self._store.port
         except Exception as error:
             return Failed.from_error(error)
+
+
+class Booking:
+    """What Ray has set aside for the replicas: a placement group with a bundle for each, in the order of their indices.
+    Those of a node that is lost go to another one as soon as there is room.
+
+    Args:
+        ray: the module, connected.
+        config: the runtime's.
+
+    Attributes:
+        device: that the replicas are to have: cuda or cpu.
+
+    Raises:
+        ConfigError: if the cluster has fewer GPUs.
+        LaunchError: if there is no room for them within launcher.start_timeout.
+    """
+
+    def __init__(self, ray: ModuleType, config: RuntimeConfig):
+        self._ray = ray
+        num_replicas, launcher = config.gpus or 1, config.launcher
+        num_gpus = int(ray.cluster_resources().get("GPU", 0))
+        on_gpus = config.device == "cuda" or (config.device == "auto" and num_gpus > 0)
+        if on_gpus and num_replicas > num_gpus:
+            raise ConfigError(f"gpus={num_replicas}: the Ray cluster has {num_gpus} (on CPUs: device=cpu)")
+        # Cores are for what feeds a GPU; a cluster may have fewer than one to spare for each.
+        self._bundle = {"GPU": 1.0, "CPU": CPU_SHARE} if on_gpus else {"CPU": CPU_SHARE}
+        self.device = "cuda" if on_gpus else "cpu"
+        self._group = ray.util.placement_group([self._bundle] * num_replicas, strategy=launcher.placement.upper())
+        if not self._group.wait(launcher.start_timeout):
+            self.release()
+            raise LaunchError(
+                f"launcher=ray: the cluster has no room for {num_replicas} x {self._bundle}"
+                f" within launcher.start_timeout={launcher.start_timeout:g} seconds"
+            )
+
+    def options(self, index: int) -> dict[str, object]:
+        """What an actor must be made with to be given a replica's bundle."""
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=index
+        )
+        return {"num_cpus": CPU_SHARE, "num_gpus": self._bundle.get("GPU", 0), "scheduling_strategy": strategy}
+
+    def nodes(self) -> list[str]:
+        """The id of each replica's node."""
+        found = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
+        return [found[index] for index in sorted(found)]
+
+    def place(self, index: int) -> Place:
+        """A replica's place. Ray shows an actor its own GPU only."""
+        nodes = self.nodes()
+        return Place(0, nodes.count(nodes[index]))
+
+    @staticmethod
+    def place_here() -> Place:
+        """The place of the replica whose actor asks."""
+        import ray
+
+        found = ray.util.placement_group_table(ray.util.get_current_placement_group())["bundles_to_node_id"]
+        return Place(0, list(found.values()).count(ray.get_runtime_context().get_node_id()))
+
+    def release(self) -> None:
+        """Give it back."""
+        self._ray.util.remove_placement_group(self._group)
 
 
 class RayLauncher(TeamLauncher):
@@ -85,12 +154,14 @@ class RayLauncher(TeamLauncher):
         self.num_replicas = config.gpus or 1
         self._actors: dict[int, object] = {}
         self._streams: dict[int, object] = {}
-        self._placement = None
+        self._booking: Booking | None = None
         self._connected_here = not ray.is_initialized()
         if self._connected_here:
             self._connect(config.launcher.address)
         try:
-            self._start(self._book(config))
+            self._booking = Booking(ray, config)
+            # Decided here for all: a node may have GPUs that this runtime has not booked.
+            self._start(dataclasses.replace(config, device=self._booking.device))
         except BaseException as error:
             self.close()
             if isinstance(error, ray.exceptions.RayError):
@@ -120,38 +191,14 @@ class RayLauncher(TeamLauncher):
             reason = getattr(error, "strerror", None) or error
             raise LaunchError(f"launcher=ray: no Ray cluster at launcher.address={address}: {reason}") from error
 
-    def _book(self, config: RuntimeConfig) -> RuntimeConfig:
-        """Have Ray set the replicas' resources aside; returns the configuration with the device that they have."""
-        ray, launcher = self._ray, config.launcher
-        num_gpus = int(ray.cluster_resources().get("GPU", 0))
-        on_gpus = config.device == "cuda" or (config.device == "auto" and num_gpus > 0)
-        if on_gpus and self.num_replicas > num_gpus:
-            raise ConfigError(f"gpus={self.num_replicas}: the Ray cluster has {num_gpus} (on CPUs: device=cpu)")
-        # Cores are for what feeds a GPU; a cluster may have fewer than one to spare for each.
-        self._bundle = {"GPU": 1.0, "CPU": CPU_SHARE} if on_gpus else {"CPU": CPU_SHARE}
-        bundles = [self._bundle] * self.num_replicas
-        self._placement = ray.util.placement_group(bundles, strategy=launcher.placement.upper())
-        if not self._placement.wait(launcher.start_timeout):
-            raise LaunchError(
-                f"launcher=ray: the cluster has no room for {self.num_replicas} x {self._bundle}"
-                f" within launcher.start_timeout={launcher.start_timeout:g} seconds"
-            )
-        # Decided here for all: a node may have GPUs that this runtime has not booked.
-        return dataclasses.replace(config, device="cuda" if on_gpus else "cpu")
-
     def _launch(self, index: int) -> None:
-        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-            self._placement, placement_group_bundle_index=index
-        )
         actor_class = self._ray.remote(concurrency_groups=LANES)(ReplicaActor)
-        options = {"num_cpus": CPU_SHARE, "num_gpus": self._bundle.get("GPU", 0), "scheduling_strategy": strategy}
-        actor = actor_class.options(**options).remote(self._config)
+        actor = actor_class.options(max_restarts=MAX_RESTARTS, **self._booking.options(index)).remote(self._config)
         serve = actor.serve.options(num_returns="streaming", concurrency_group="serve")
-        self._actors[index], self._streams[index] = actor, serve.remote(self._place(index))
+        self._actors[index], self._streams[index] = actor, serve.remote()
 
     def _place(self, index: int) -> Place:
-        nodes = self._ray.util.placement_group_table(self._placement)["bundles_to_node_id"]
-        return Place(0, sum(node == nodes[index] for node in nodes.values()))
+        return self._booking.place(index)
 
     def _meeting_place(self, leader: int) -> tuple[str, int] | None:
         actor = self._actors.get(leader)
@@ -210,8 +257,8 @@ class RayLauncher(TeamLauncher):
         for actor in self._actors.values():
             ray.kill(actor)
         self._actors, self._streams = {}, {}
-        if self._placement is not None:
-            ray.util.remove_placement_group(self._placement)
-            self._placement = None
+        if self._booking is not None:
+            self._booking.release()
+            self._booking = None
         if self._connected_here:
             ray.shutdown()

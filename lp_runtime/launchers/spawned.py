@@ -19,7 +19,7 @@ from lp_runtime.config import RuntimeConfig
 from lp_runtime.errors import ConfigError
 from lp_runtime.launchers.messages import Failed
 from lp_runtime.launchers.team import Place, TeamLauncher
-from lp_runtime.parallel.group import host_store
+from lp_runtime.parallel.group import address_of, host_store
 
 HOST = "127.0.0.1"
 GRACE = 0.5  # seconds that a process may take to end after its pipe has closed
@@ -40,7 +40,9 @@ class SpawnedLauncher(TeamLauncher):
             if self.num_replicas > available and not (available and config.launcher.backend == "gloo"):
                 raise ConfigError(f"gpus={self.num_replicas}: this machine has {available} (on CPUs: device=cpu)")
         # The driver hosts the store: it outlives every replica.
-        self._store = host_store(HOST, config.launcher.port, config.launcher.start_timeout)
+        launcher = config.launcher
+        self._host = HOST if launcher.interface is None else address_of(launcher.interface)
+        self._store = host_store(self._host, launcher.port, launcher.start_timeout)
         try:
             self._start(config)
         except BaseException:
@@ -63,7 +65,7 @@ class SpawnedLauncher(TeamLauncher):
         return Place(index, self.num_replicas)
 
     def _meeting_place(self, leader: int) -> tuple[str, int]:
-        return HOST, self._store.port
+        return self._host, self._store.port
 
     def _send(self, index: int, message: object) -> None:
         pipe = self._pipes.get(index)

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as dist
 
-from lp_runtime.errors import LaunchError, first_line
+from lp_runtime.errors import ConfigError, LaunchError, first_line
 
 POLL_SECONDS = 0.002
 
@@ -77,6 +78,11 @@ def started_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def restarted_by_torchrun() -> bool:
+    """Whether torchrun's agent has started this process after a rank had failed; there may be fewer of them now."""
+    return started_by_torchrun() and ReplicaContext.from_torchrun().attempt > 0
+
+
 def host_store(host: str, port: int, timeout: float) -> dist.TCPStore:
     """Open the store that replicas meet in. `port` 0 takes a free one: see `.port` of the result. `timeout` in seconds.
 
@@ -103,6 +109,44 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.getaddrinfo(host, None)[0][0]
 
 
+def address_of(interface: str) -> str:
+    """The address of a network interface of this machine; of several, the first IPv4 one.
+
+    Raises:
+        ConfigError: if there is no such interface, or it has no address; names those that will do.
+    """
+    found = {}
+    for name, entries in psutil.net_if_addrs().items():
+        addresses = [entry for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
+        if addresses:
+            found[name] = min(addresses, key=lambda entry: entry.family != socket.AF_INET).address
+    if interface not in found:
+        raise ConfigError(
+            f"launcher.interface={interface}: must be an interface of {socket.gethostname()} that has an address:"
+            f" {', '.join(found)}"
+        )
+    return found[interface]
+
+
+@contextmanager
+def _over(interface: str | None) -> Iterator[None]:
+    """Groups that are formed meanwhile use this interface: gloo and NCCL take it from the environment only."""
+    if interface is None:
+        yield
+        return
+    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # without = a prefix, for NCCL
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 @contextmanager
 def process_group(
     context: ReplicaContext,
@@ -112,6 +156,7 @@ def process_group(
     backend: str = "auto",
     step_timeout: float | None = None,
     is_abandoned: Callable[[], bool] = lambda: False,
+    interface: str | None = None,
 ) -> Iterator[torch.device]:
     """Join the process group of all replicas; there is none for a single replica.
 
@@ -123,6 +168,7 @@ def process_group(
         backend: "nccl", "gloo", or "auto": NCCL on GPUs, gloo without.
         step_timeout: seconds after which a peer that does not answer is an error; as `timeout` if not given.
         is_abandoned: asked while peers are waited for: whether not to wait any longer.
+        interface: network interface to exchange over; if not given, the backend chooses.
 
     Yields:
         the device on which the backend wants its tensors.
@@ -151,7 +197,7 @@ def process_group(
             )
         # Keys of an earlier group in the same store would be taken for this one's. No rank forms its next group
         # before all have formed this one, so the count of those that came tells which group this is.
-        name = f"lp_runtime/{context.attempt}"
+        name = f"lp_runtime/{context.attempt}/{context.num_replicas}"
         number = (store.add(f"{name}/joined", 1) - 1) // context.num_replicas
         # Waited for here, where the wait can be ended, so that forming the group itself is short.
         deadline = time.monotonic() + timeout
@@ -160,14 +206,15 @@ def process_group(
                 missing = (number + 1) * context.num_replicas - num_joined
                 raise ValueError(f"{missing} of them did not come{'' if is_abandoned() else f' within {timeout:g} s'}")
             time.sleep(POLL_SECONDS)
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore(f"{name}/{number}", store),
-            rank=context.rank,
-            world_size=context.num_replicas,
-            timeout=step_limit,
-            device_id=device if backend == "nccl" else None,
-        )
+        with _over(interface):
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore(f"{name}/{number}", store),
+                rank=context.rank,
+                world_size=context.num_replicas,
+                timeout=step_limit,
+                device_id=device if backend == "nccl" else None,  # NCCL connects at once
+            )
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
             f"rank {context.rank} of {context.num_replicas} could not join the others at"

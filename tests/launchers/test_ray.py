@@ -38,11 +38,17 @@ def free_ports(count: int) -> list[int]:
 def cluster():
     """A head node of our own, on ports and in a folder of its own; all of it is ended by its mark."""
     folder = tempfile.mkdtemp(prefix="lpr", dir="/tmp")  # short: Ray puts sockets in it
-    port, dashboard, client = free_ports(3)
+    port, dashboard, client, agent = free_ports(4)  # Ray's own choices may be another cluster's
     with marked(RAY_TMPDIR=folder, RAY_AUTH_MODE="disabled") as mark:
         command = [RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}"]
         command += [f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}", f"--temp-dir={folder}"]
-        command += ["--num-cpus=2", "--num-gpus=0", "--disable-usage-stats", "--object-store-memory=100000000"]
+        command += [
+            f"--dashboard-agent-listen-port={agent}",
+            "--num-cpus=2",
+            "--num-gpus=0",
+            "--disable-usage-stats",
+            "--object-store-memory=100000000",
+        ]
         with open(f"{folder}/head.log", "w") as log:
             head = subprocess.Popen(command, env=mark.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         try:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 import reference
-from processes import wait_until
+from processes import own_replicas, wait_until
+from ranks import interfaces
 
-from lp_runtime import LookaheadConfig, LookaheadRuntime
+from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
 from lp_runtime.config import PLAIN
+from lp_runtime.parallel.group import address_of
 
 # Sizes of steps are given, so that nothing depends on the machine's mood, and nothing is measured at start.
 FIXED = LookaheadConfig(15, 5, 15)
@@ -31,7 +34,11 @@ def test_equals_transformers_generate(demo_model_dir, greedy, gpus):
 
 @pytest.mark.parametrize("gpus", [2])
 def test_sampling_is_that_of_one_token_a_step(demo_model_dir, sampled, gpus):
-    with LookaheadRuntime(demo_model_dir, gpus=gpus, device="cpu", dtype="float32", lookahead=FIXED) as runtime:
+    interface = interfaces()[-1]
+    options = {"launcher": LauncherConfig(interface=interface), "device": "cpu", "dtype": "float32"}
+    with LookaheadRuntime(demo_model_dir, gpus=gpus, lookahead=FIXED, **options) as runtime:
+        used = [c.laddr.ip for pid in own_replicas() for c in psutil.Process(pid).net_connections("tcp")]
+        assert {address.removeprefix("::ffff:") for address in used} == {address_of(interface)}
         out = runtime.generate(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False, sampling=reference.SAMPLING)
         assert out.token_ids == sampled
         assert out.steps < len(sampled)

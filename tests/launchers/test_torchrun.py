@@ -73,6 +73,7 @@ def test_command_line_on_four_ranks(environment, demo_model_dir, greedy, tmp_pat
         f"max_new_tokens={reference.MAX_NEW_TOKENS}",
         "eos=false",
         "device=cpu",
+        "launcher.interface=lo",
         "dtype=float32",
     ]
     result = torchrun(environment, 4, "-m", "lp_runtime", *overrides, cwd=tmp_path)

@@ -1,0 +1,72 @@
+"""launcher.interface: replicas exchange over the interface that is named, and one that is not there is refused."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+import numpy as np
+import psutil
+import pytest
+from ranks import CPU, TIMEOUT, interfaces
+
+from lp_runtime.cli import main
+from lp_runtime.errors import ConfigError
+from lp_runtime.parallel.exchange import gather_rows
+from lp_runtime.parallel.group import ReplicaContext, address_of, host_store, process_group
+
+NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def exchange_over(rank: int, names: list[str], port: int, results) -> None:
+    """A rank that forms a group over each interface in turn; says which addresses its connections have."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "none"  # of the user's; the setting goes first, and leaves it as it was
+    for number, name in enumerate(names):
+        context = ReplicaContext(rank, 2, host="127.0.0.1", port=port, attempt=number)
+        with process_group(context, CPU, TIMEOUT, interface=name) as device:
+            gather_rows(np.array([rank]), 2, device)
+            peers = [
+                (connection.laddr.ip, connection.raddr.ip)
+                for connection in psutil.Process().net_connections("tcp")
+                if connection.status == psutil.CONN_ESTABLISHED and connection.raddr.port != port
+            ]
+        results.put((name, peers, [os.environ.get(variable) for variable in NAMES]))
+
+
+def test_the_exchange_goes_over_the_interface_that_is_named():
+    names = interfaces()
+    assert "lo" in names
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    store = host_store("127.0.0.1", 0, TIMEOUT)
+    processes = [
+        spawn.Process(target=exchange_over, args=(rank, names, store.port, results), daemon=True) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for _ in range(2 * len(names)):
+            name, peers, environment = results.get(timeout=2 * TIMEOUT)
+            assert peers and set(peers) == {(address_of(name), address_of(name))}
+            assert environment == ["none", None]
+    finally:
+        for process in processes:
+            process.join(TIMEOUT)
+            process.kill()
+
+
+def test_address_of_an_interface():
+    assert address_of("lo") == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"^launcher.interface=eth99: must be an interface of .*: .*lo"):
+        address_of("eth99")
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_an_interface_that_is_not_there_is_refused_before_a_model_is_loaded(tiny_model_dir, capsys, gpus, monkeypatch):
+    monkeypatch.setattr("lp_runtime.worker.load_model", None)
+    with pytest.raises(SystemExit) as ended:
+        main([f"model.path={tiny_model_dir}", "prompt=[1]", "ids=true", f"gpus={gpus}", "launcher.interface=eth99"])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert line.startswith("error: launcher.interface=eth99: must be an interface of ")

@@ -1,0 +1,122 @@
+"""launcher=ray on several nodes, all of them on this machine: where replicas are put, and a node that is lost."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import Counter
+
+import pytest
+import reference
+from processes import MARK, marked, wait_until
+from ranks import interfaces
+
+from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
+from lp_runtime.config import RuntimeConfig
+from lp_runtime.errors import LaunchError
+from lp_runtime.launchers.ray_actors import Booking
+from lp_runtime.parallel.group import address_of
+
+ray = pytest.importorskip("ray")
+
+LENGTH = 400
+HEALTH = {  # a node is missed after some seconds (by default a quarter of a minute), but later than its replica is
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 2000,
+    "health_check_failure_threshold": 5,
+}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A head without room for replicas, to which this process connects, and two nodes with two GPUs in name."""
+    from ray.cluster_utils import Cluster
+
+    folder = tempfile.mkdtemp(prefix="lpr", dir="/tmp")  # short: Ray puts sockets in it
+    with marked(RAY_TMPDIR=folder, RAY_AUTH_MODE="disabled") as mark, pytest.MonkeyPatch.context() as patch:
+        for name in (MARK, "RAY_TMPDIR", "RAY_AUTH_MODE"):
+            patch.setenv(name, mark.environment[name])
+        patch.delenv("RAY_ADDRESS", raising=False)
+        # None: any free port, where the default one may be another cluster's.
+        small = {"object_store_memory": 80_000_000, "include_dashboard": False, "dashboard_agent_listen_port": None}
+        cluster = Cluster(
+            initialize_head=True, head_node_args=small | {"num_cpus": 0, "num_gpus": 0, "_system_config": HEALTH}
+        )
+        try:
+            for _ in range(2):
+                cluster.add_node(num_cpus=1, num_gpus=2, **small)
+            ray.init(address=cluster.address, log_to_driver=False)
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+            mark.kill()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def book(placement: str, gpus: int) -> Booking:
+    launcher = LauncherConfig(name="ray", placement=placement, start_timeout=1.0)
+    return Booking(ray, RuntimeConfig(gpus=gpus, device="cuda", launcher=launcher))
+
+
+@pytest.mark.parametrize(
+    ("placement", "gpus", "counts"),
+    [("pack", 2, [2]), ("pack", 3, [2, 1]), ("spread", 2, [1, 1]), ("spread", 3, [2, 1]), ("spread", 4, [2, 2])],
+)
+def test_nodes_that_replicas_are_put_on(cluster, placement, gpus, counts):
+    booking = book(placement, gpus)
+    nodes = booking.nodes()
+    assert sorted(Counter(nodes).values(), reverse=True) == counts
+    for index, node in enumerate(nodes):
+        assert vars(booking.place(index)) == {"device_index": 0, "num_local": nodes.count(node)}
+    booking.release()
+
+
+def test_no_room(cluster):
+    first = book("pack", 3)
+    with pytest.raises(LaunchError, match=r"no room for 2 x .*GPU.* within launcher.start_timeout=1 seconds"):
+        book("pack", 2)
+    first.release()
+    book("pack", 4).release()  # what was refused books nothing
+
+
+def seen_by_actors(runtime: LookaheadRuntime) -> dict[int, tuple[str, int]]:
+    """Of each replica: its node's id, and how many replicas it takes to be there."""
+
+    def look(_) -> tuple[str, int]:
+        return ray.get_runtime_context().get_node_id(), Booking.place_here().num_local
+
+    return {index: ray.get(actor.__ray_call__.remote(look)) for index, actor in runtime._launcher._actors.items()}
+
+
+def test_a_node_that_is_lost(cluster, demo_model_dir, greedy):
+    """The other finishes, with the same tokens; the replica comes back on the other node."""
+    interface = interfaces()[-1]
+    options = {"device": "cpu", "dtype": "float32", "lookahead": LookaheadConfig(7, 5, 7, prior="none")}
+    launcher = LauncherConfig(name="ray", placement="spread", interface=interface)
+    with LookaheadRuntime(str(demo_model_dir), gpus=2, launcher=launcher, **options) as runtime:
+        before = seen_by_actors(runtime)
+        assert len({node for node, _ in before.values()}) == 2
+        assert [num_local for _, num_local in before.values()] == [1, 1]
+        assert runtime._launcher._meeting_place(0)[0] == address_of(interface)
+        expected = runtime.generate(reference.PROMPTS[1], LENGTH, eos=False)
+        assert expected.token_ids[: reference.MAX_NEW_TOKENS] == greedy[1]
+        assert expected.losses == 0
+
+        tokens = []
+        stream = runtime.stream(reference.PROMPTS[1], LENGTH, eos=False)
+        for number, piece in enumerate(stream):
+            tokens += piece.token_ids
+            if number == 3:
+                (victim,) = [node for node in cluster.worker_nodes if node.node_id == before[0][0]]
+                cluster.remove_node(victim, allow_graceful=False)
+        assert tokens == expected.token_ids
+        assert stream.generation.losses == 1
+
+        wait_until(lambda: runtime._launcher.num_ready == 2)
+        after = seen_by_actors(runtime)
+        assert after == dict.fromkeys((0, 1), (before[1][0], 2))
+        again = runtime.generate(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False)
+        assert again.token_ids == greedy[0] and again.exchange_bytes > 0
+        assert runtime._launcher._restarts == {0: 1, 1: 0}
