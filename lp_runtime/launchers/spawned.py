@@ -7,11 +7,13 @@ script needs no main guard. A child ends by itself when its pipe closes, however
 from __future__ import annotations
 
 import contextlib
+import queue
 import subprocess
 import sys
 import threading
 import time
 from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.reduction import ForkingPickler
 
 import torch
 
@@ -26,15 +28,40 @@ GRACE = 0.5  # seconds that a process may take to end after its pipe has closed
 EXIT_TIMEOUT = 5.0  # seconds that a replica may take to end by itself
 
 
+class _Line:
+    """Our end of the pipe to a replica. What it is told waits in a queue: one that hangs keeps nobody waiting."""
+
+    def __init__(self, pipe: Connection):
+        self.pipe = pipe
+        self._said: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send, name="lp-line", daemon=True)
+        self._sender.start()
+
+    def say(self, message: object) -> None:
+        """Never waits; fails only if the message cannot be pickled."""
+        self._said.put(bytes(ForkingPickler.dumps(message)))
+
+    def _send(self) -> None:
+        with contextlib.suppress(OSError):  # that it has ended shows when it is listened to
+            for data in iter(self._said.get, None):
+                self.pipe.send_bytes(data)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Close the pipe, once all has been said; if that has not ended in time, leave it."""
+        self._said.put(None)
+        self._sender.join(timeout)
+        if not self._sender.is_alive():
+            self.pipe.close()
+
+
 class SpawnedLauncher(TeamLauncher):
     """launcher=local with several replicas, or one that is to be apart."""
 
     def __init__(self, config: RuntimeConfig):
         self.num_replicas = config.gpus or 1
-        self._sending = [threading.Lock() for _ in range(self.num_replicas)]
         self._processes: dict[int, subprocess.Popen] = {}
-        self._pipes: dict[int, Connection] = {}
-        self._unheard: list[Connection] = []  # of replicas that were killed
+        self._lines: dict[int, _Line] = {}
+        self._unheard: list[_Line] = []  # to replicas that have ended
         if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
             available = torch.cuda.device_count()
             if self.num_replicas > available and not (available and config.launcher.backend == "gloo"):
@@ -57,9 +84,8 @@ class SpawnedLauncher(TeamLauncher):
             self._processes[index] = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
             )
-        with contextlib.suppress(OSError):
-            ours.send((self._config, *vars(self._place(index)).values()))
-        self._pipes[index] = ours
+        line = self._lines[index] = _Line(ours)
+        line.say((self._config, *vars(self._place(index)).values()))
 
     def _place(self, index: int) -> Place:
         return Place(index, self.num_replicas)
@@ -68,33 +94,32 @@ class SpawnedLauncher(TeamLauncher):
         return self._host, self._store.port
 
     def _send(self, index: int, message: object) -> None:
-        pipe = self._pipes.get(index)
-        if pipe is not None:
-            with self._sending[index], contextlib.suppress(OSError):
-                pipe.send(message)
+        line = self._lines.get(index)
+        if line is not None:
+            line.say(message)
 
     def _receive(self, timeout: float) -> list[tuple[int, object]]:
-        indices = {pipe: index for index, pipe in list(self._pipes.items())}
+        indices = {line.pipe: (index, line) for index, line in list(self._lines.items())}
         if not indices:
             time.sleep(timeout)
         messages = []
         for pipe in wait(list(indices), timeout):
-            index = indices[pipe]
+            index, line = indices[pipe]
             try:
                 message = pipe.recv()
             except (EOFError, OSError):
-                message = self._death(index, pipe)
-            if message is not None and (self._pipes.get(index) is pipe or isinstance(message, Failed)):
+                message = self._death(index, line)
+            if message is not None and (self._lines.get(index) is line or isinstance(message, Failed)):
                 messages.append((index, message))
         while self._unheard:  # here, where nobody waits for them
             self._unheard.pop().close()
         return messages
 
-    def _death(self, index: int, pipe: Connection) -> Failed | None:
+    def _death(self, index: int, line: _Line) -> Failed | None:
         """A pipe is closed: what became of its process, if that was not killed from here."""
-        if self._pipes.get(index) is not pipe:
+        if self._lines.get(index) is not line:
             return None
-        self._unheard.append(self._pipes.pop(index))
+        self._unheard.append(self._lines.pop(index))
         process = self._processes[index]
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE)
@@ -103,16 +128,18 @@ class SpawnedLauncher(TeamLauncher):
         return Failed(f"its process ended ({how})", None)
 
     def _kill(self, index: int) -> None:
-        if index in self._pipes:
-            self._unheard.append(self._pipes.pop(index))
+        line = self._lines.pop(index, None)
         process = self._processes.get(index)
         if process is not None:
             process.kill()
             process.wait()
+        if line is not None:
+            self._unheard.append(line)
 
     def _end(self) -> None:
-        for pipe in (*self._pipes.values(), *self._unheard):
-            pipe.close()
+        lines = [*self._lines.values(), *self._unheard]
+        for line in lines:
+            line.close(timeout=GRACE)
         deadline = time.monotonic() + EXIT_TIMEOUT
         for process in self._processes.values():
             try:
@@ -120,4 +147,6 @@ class SpawnedLauncher(TeamLauncher):
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self._pipes, self._processes = {}, {}
+        for line in lines:
+            line.close()
+        self._lines, self._processes = {}, {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from multiprocessing.connection import Pipe
+
 import psutil
 import pytest
 import reference
@@ -10,6 +12,7 @@ from ranks import interfaces
 
 from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
 from lp_runtime.config import PLAIN
+from lp_runtime.launchers.spawned import _Line
 from lp_runtime.parallel.group import address_of
 
 # Sizes of steps are given, so that nothing depends on the machine's mood, and nothing is measured at start.
@@ -67,3 +70,16 @@ def test_a_stream_closed_after_all_was_decoded(demo_model_dir, greedy):
         stream.close()
         out = runtime.generate(reference.PROMPTS[1], reference.MAX_NEW_TOKENS, eos=False)
         assert out.token_ids == greedy[1]
+
+
+def test_what_a_replica_that_hangs_is_told_keeps_nobody_waiting():
+    ours, theirs = Pipe()
+    line = _Line(ours)
+    for _ in range(3):
+        line.say(bytes(1 << 20))  # more than a pipe holds
+    line.close(timeout=0.1)
+    assert not ours.closed
+    assert theirs.recv() == bytes(1 << 20)
+    theirs.close()
+    line.close()
+    assert ours.closed
