@@ -105,12 +105,15 @@ class Booking:
         self._bundle = {"GPU": 1.0, "CPU": CPU_SHARE} if on_gpus else {"CPU": CPU_SHARE}
         self.device = "cuda" if on_gpus else "cpu"
         self._group = ray.util.placement_group([self._bundle] * num_replicas, strategy=launcher.placement.upper())
-        if not self._group.wait(launcher.start_timeout):
+        try:
+            if not self._group.wait(launcher.start_timeout):
+                raise LaunchError(
+                    f"launcher=ray: the cluster has no room for {num_replicas} x {self._bundle}"
+                    f" within launcher.start_timeout={launcher.start_timeout:g} seconds"
+                )
+        except BaseException:  # an interrupted wait, too, books nothing
             self.release()
-            raise LaunchError(
-                f"launcher=ray: the cluster has no room for {num_replicas} x {self._bundle}"
-                f" within launcher.start_timeout={launcher.start_timeout:g} seconds"
-            )
+            raise
 
     def options(self, index: int) -> dict[str, object]:
         """What an actor must be made with to be given a replica's bundle."""

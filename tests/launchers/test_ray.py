@@ -42,13 +42,8 @@ def cluster():
     with marked(RAY_TMPDIR=folder, RAY_AUTH_MODE="disabled") as mark:
         command = [RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}"]
         command += [f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}", f"--temp-dir={folder}"]
-        command += [
-            f"--dashboard-agent-listen-port={agent}",
-            "--num-cpus=2",
-            "--num-gpus=0",
-            "--disable-usage-stats",
-            "--object-store-memory=100000000",
-        ]
+        command += [f"--dashboard-agent-listen-port={agent}", "--num-cpus=2", "--num-gpus=0"]
+        command += ["--disable-usage-stats", "--object-store-memory=100000000"]
         with open(f"{folder}/head.log", "w") as log:
             head = subprocess.Popen(command, env=mark.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         try:
