@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import pickle
 import queue
 import re
 import socket
@@ -60,9 +61,15 @@ class ReplicaActor:
                     batch.append(self._said.get_nowait())
             yield [message for message in batch if message is not None]
 
-    def post(self, message: object) -> None:
-        """Take a message of the driver's; the replica has said something before."""
-        self._server.post(message)
+    def post(self, data: bytes) -> None:
+        """Take a message of the driver's, pickled; the replica has said something before."""
+        try:
+            message = pickle.loads(data)
+        except Exception as error:  # what a caller's own class may raise
+            self._said.put(Failed.from_error(error))
+            self._said.put(None)
+        else:
+            self._server.post(message)
 
     def host(self, port: int) -> tuple[str, int] | Failed:
         """Open a store that replicas can meet in, if it is not open; returns its address."""
@@ -219,7 +226,8 @@ class RayLauncher(TeamLauncher):
     def _send(self, index: int, message: object) -> None:
         actor = self._actors.get(index)
         if actor is not None:
-            actor.post.options(concurrency_group="post").remote(message)
+            # Pickled here as Ray would, so that the replica can say so if it cannot be read there.
+            actor.post.options(concurrency_group="post").remote(self._ray.cloudpickle.dumps(message))
 
     def _receive(self, timeout: float) -> list[tuple[int, object]]:
         indices = {stream: index for index, stream in list(self._streams.items())}

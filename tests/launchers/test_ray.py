@@ -19,6 +19,8 @@ from processes import PATIENCE, command_line, marked, run_cli, wait_until
 from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
 from lp_runtime.config import FailureConfig, ModelConfig, RuntimeConfig
 from lp_runtime.errors import ConfigError, LaunchError
+from lp_runtime.launchers.messages import Failed
+from lp_runtime.launchers.ray_actors import ReplicaActor
 
 FIXED = LookaheadConfig(15, 5, 15)  # nothing is measured at start
 
@@ -198,3 +200,11 @@ def test_a_local_cluster_that_it_starts_and_ends(demo_model_dir, tmp_path):
         assert "2 replicas on cpu" in result.stderr
         mark.assert_gone()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_message_that_cannot_be_read_ends_the_replica_with_a_reason():
+    actor = ReplicaActor(RuntimeConfig())
+    actor.post(b"no pickle")
+    failed = actor._said.get_nowait()
+    assert isinstance(failed, Failed) and "UnpicklingError" in failed.message
+    assert actor._said.get_nowait() is None
