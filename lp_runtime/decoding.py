@@ -215,7 +215,8 @@ class Decoding:
         capacity = min(policy.max_nodes, budget.limit or policy.max_nodes)
         self._exchange = Exchange(member.rank, member.num_replicas, capacity, member.exchange_device, drawing.width)
         self._most_tokens = len(request.prompt_ids) + request.max_new_tokens + capacity + policy.max_run
-        self.text = model.texts.take((*request.prompt_ids, *request.committed), self._most_tokens)
+        text = (*request.prompt_ids, *request.committed) if request.committed else ()
+        self.text = model.texts.take(model.capacity_for(self._most_tokens), text)
         self.clock = Clock()
         self._is_resting = False
         self._ended_by = 0  # bits of the control word

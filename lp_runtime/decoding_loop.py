@@ -304,4 +304,4 @@ def make_drawing(model: TreeModel, request: Request) -> Drawing:
     noise = None
     if sampling.draws(defaults_of(model.model)):
         noise = GumbelNoise(sampling.seed, request.sample, model.vocabulary_size, model.device)
-    return Drawing(TreeProcessors(processors, model.device), noise, request.logprobs)
+    return Drawing(TreeProcessors(processors, model.device, reports=True), noise, request.logprobs)

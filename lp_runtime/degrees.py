@@ -44,9 +44,9 @@ class Speeds:
         return self._tokens[degree] / max(self._seconds[degree], 1e-9)
 
     def best(self, most: int) -> int:
-        """The fastest degree as far as is known; all replicas while nothing is."""
+        """The fastest degree as far as is known; all replicas while their speed is not."""
         known = [degree for degree in candidates(most) if self.speed(degree) is not None]
-        return max(known, key=self.speed, default=most)
+        return max(known, key=self.speed) if most in known else most
 
     def choose(self, most: int) -> int:
         """The degree for the next request: the fastest that is known, or one that must be tried, all replicas first.

@@ -143,7 +143,6 @@ class Share(Allotment):
 
     Attributes:
         current: what the job is on.
-        held: what it may still be on; what leaves `wanted` stays here until the job has left it.
         num_told: tokens that have come.
     """
 
@@ -159,10 +158,14 @@ class Share(Allotment):
         self.job = job
         self._may_come = may_come
         self.current: frozenset[int] = frozenset()
-        self.held = set(self.wanted)
         self.num_told = 0
         self._changed = changed
         self._patience = patience
+
+    @property
+    def held(self) -> frozenset[int]:
+        """What nobody else may have all of: where the job is to be, and where it is until it has left."""
+        return self.wanted | self.current
 
     @property
     def num_left(self) -> int:
@@ -172,28 +175,30 @@ class Share(Allotment):
     @property
     def is_settled(self) -> bool:
         """Whether it is where it should be."""
-        return self.current == self.wanted == self.held
+        return self.current == self.wanted
 
     def take(self, more: Iterable[int]) -> None:
         """The job may use these, too."""
-        self.move_to(self.wanted | frozenset(more))
+        self.wanted |= frozenset(more)
+
+    def shrink(self, size: int) -> None:
+        """The job is to use only so many; those that it is on stay first, and of these rank 0."""
+        staying = sorted(self.wanted & self.current) + sorted(self.wanted - self.current)
+        self.wanted = frozenset(staying[:size])
 
     def move_to(self, members: Iterable[int]) -> None:
         """The job is to use these."""
         self.wanted = frozenset(members)
-        self.held |= self.wanted
 
     def lose(self, lost: Iterable[int]) -> None:
         with self._changed:
             super().lose(lost)
             self.current -= frozenset(lost)
-            self.held -= set(lost)
             self._changed.notify_all()
 
     def settle(self) -> frozenset[int]:
         with self._changed:
             self.current = self.wanted
-            self.held = set(self.wanted)
             self._changed.notify_all()
             return self.wanted
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -18,13 +19,23 @@ from lp_runtime.checks import require_choice, require_int
 from lp_runtime.command_config import MAX_BATCH, SCHEDULES
 from lp_runtime.decoding import Request
 from lp_runtime.degrees import STEPS_SKIPPED, Speeds
-from lp_runtime.errors import BusyError, ConfigError, DeadlineError, LookaheadError, ReplicaError, unforeseen_as
+from lp_runtime.errors import (
+    BusyError,
+    ConfigError,
+    DeadlineError,
+    LookaheadError,
+    ReplicaError,
+    first_line,
+    unforeseen_as,
+)
 from lp_runtime.generation import Generation, Piece
 from lp_runtime.jobs import TEND_SECONDS, Job, Share, Totals
 from lp_runtime.request import RequestOptions
 
+log = logging.getLogger(__name__)
+
 WORTH_MOVING = 32  # tokens that a request must have left to be given other replicas: new ones must prefill
-STEP_ROOM = 1024  # tokens of a step, which need room in the cache, too
+STEP_ROOM = 2560  # tokens of a step, which need room in a cache, too, and what its size is rounded up by
 BUSY_SECONDS = 0.05  # between attempts to submit where too many wait
 
 
@@ -204,12 +215,10 @@ class Scheduler:
         return [self._runtime.request(prompt, max_new_tokens, **options) for prompt in prompts]
 
     def _try(self, request: Request) -> Job | None:
-        """Submit it; None if too many wait, as long as any of them does."""
+        """Submit it; None if too many wait."""
         try:
             return self.submit(request)
         except BusyError:
-            if not self._waiting and not self._running:
-                raise
             return None
 
     def close(self) -> None:
@@ -247,8 +256,11 @@ class Scheduler:
     def _work(self) -> None:
         with self._changed:
             while not (self._is_closed and not self._waiting):
-                self._drop_dead()
-                self._divide()
+                try:
+                    self._drop_dead()
+                    self._divide()
+                except Exception:  # without this thread nothing goes on
+                    log.exception("dividing replicas failed; going on")
                 self._changed.wait(TEND_SECONDS)
 
     def _drop_dead(self) -> None:
@@ -287,16 +299,18 @@ class Scheduler:
         goals = divide(len(ready), [job.limit for job in jobs])
         free = sorted(ready - {index for share in self._running for index in share.held})
         for share, goal in zip(self._running, goals, strict=False):
-            kept = share.wanted & ready
-            if len(kept) > goal:
-                share.wanted = frozenset(sorted(kept)[:goal])  # rank 0 stays
-            elif not kept and (place := free.pop(0) if free else self._place_beside(share.job)) is not None:
+            if len(share.wanted & ready) > goal:
+                share.shrink(goal)
+            elif (
+                not share.wanted
+                and (place := free.pop(0) if free else self._place_beside(share.job, ready)) is not None
+            ):
                 share.take([place])  # it has lost all it had
                 self._changed.notify_all()
         for job, goal in zip(starting, goals[len(self._running) :], strict=True):
             members = free[:goal]
             if not members and len(jobs) > len(ready):
-                place = self._place_beside(job)
+                place = self._place_beside(job, ready)
                 members = [] if place is None else [place]
             if not members:
                 return
@@ -317,7 +331,7 @@ class Scheduler:
         degree = self._speeds.choose(num_ready) if num_jobs == 1 else self._speeds.best(num_ready)
         return most if degree == num_ready else degree
 
-    def _place_beside(self, job: Job) -> int | None:
+    def _place_beside(self, job: Job, ready: frozenset[int]) -> int | None:
         """A replica that has requests and takes one more: of those, the one with the fewest."""
         shared: dict[int, list[Share]] = {}
         for share in self._running:
@@ -326,6 +340,8 @@ class Scheduler:
         room = self._launcher.info.room
         found = []
         for index, shares in shared.items():
+            if index not in ready:
+                continue
             is_open = all(len(share.current) == 1 and share.is_settled for share in shares)
             needed = sum(map(_tokens, (job, *(share.job for share in shares))))
             if is_open and len(shares) < self._batch and (room is None or needed <= room + STEP_ROOM):
@@ -339,23 +355,23 @@ class Scheduler:
                 return
             if not share.num_told or share.num_left < WORTH_MOVING or not share.is_settled or not share.wanted:
                 continue
-            if self._is_alone(share):
+            others = [other for other in self._running if other is not share]
+            if any(other.wanted & share.wanted for other in others):
+                share.move_to([free.pop(0)])
+            elif not any(other.held & share.wanted for other in others):  # they have left
                 more = free[: max(0, goal - len(share.wanted))]
                 share.take(more)
                 del free[: len(more)]
-            else:
-                share.move_to([free.pop(0)])
-
-    def _is_alone(self, share: Share) -> bool:
-        """Whether no other request is on its replicas."""
-        return not any(other.held & share.held for other in self._running if other is not share)
 
     def _begin(self, job: Job, members: list[int] | None) -> None:
         share = Share(job, members or (), self._changed, self._patience, self._any_may_come)
         self._running.append(share)
         thread = threading.Thread(target=self._decode, args=(share, members is not None), daemon=True)
         self._threads.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no more of them
+            self._end(share, thread, ReplicaError(f"the request could not be started: {first_line(error)}"), "failed")
 
     def _decode(self, share: Share, is_shared: bool) -> None:
         job = share.job
@@ -378,14 +394,17 @@ class Scheduler:
                     item, outcome = stream.generation, stream.generation.finish_reason
         except LookaheadError as error:
             item, outcome = error, "failed"
+        self._end(share, threading.current_thread(), item, outcome)
+
+    def _end(self, share: Share, thread: threading.Thread, item: Generation | LookaheadError, outcome: str) -> None:
         with self._changed:
+            self._running.remove(share)
+            self._threads.discard(thread)
+            self._changed.notify_all()
             self.totals.count(outcome)
             if isinstance(item, Generation):
-                self.totals.add(job.request, item)
-            self._running.remove(share)
-            self._threads.discard(threading.current_thread())
-            self._changed.notify_all()
-        job.put(item)
+                self.totals.add(share.job.request, item)
+        share.job.put(item)
 
 
 class _Stopwatch:

@@ -115,11 +115,12 @@ class Replica:
 
         def arrived() -> Iterator[Arrival]:
             for key, request, should_cancel in arrivals():
-                requests[key] = request
+                requests[key] = request  # until it has ended
                 yield Arrival(key, request, self._stop(request), should_cancel)
 
         for key, event in self._loop.run_together(arrived):
-            self._note(event, requests[key])
+            is_end = isinstance(event, Report | LookaheadError)
+            self._note(event, requests.pop(key) if is_end else requests[key])
             yield key, event
 
     def _stop(self, request: Request) -> StopStrings | None:
@@ -178,7 +179,7 @@ def load_replica(config: RuntimeConfig, device_index: int, num_local: int, owns_
         dtype=str(model.dtype).removeprefix("torch."),
         self_check=self_check,
         room=tokens_that_fit(model, num_sharing),
-        takes_several=model.takes_several,
+        takes_several=model.takes_several and not config.profile,
     )
     return LoadedModel(model, info, {})
 

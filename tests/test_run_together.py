@@ -120,18 +120,18 @@ def test_one_that_is_taken_up_and_one_that_stops_and_one_that_is_cancelled(model
 class Refuses:
     """A logits processor of a user's that fails at some length."""
 
-    def __init__(self, length: int):
-        self.length = length
+    def __init__(self, length: int, kind: type[Exception]):
+        self.length, self.kind = length, kind
 
     def __call__(self, input_ids, scores):
         if input_ids.shape[1] >= self.length:
-            raise RequestError("this processor does not like it")
+            raise self.kind("this processor does not like it")
         return scores
 
 
-@pytest.mark.parametrize("length", [0, 20])
-def test_one_that_fails_does_not_harm_the_others(model, requests, length):
-    bad = replace(requests["full"], processors=(Refuses(length),), max_new_tokens=40)
+@pytest.mark.parametrize("length, kind", [(0, RequestError), (20, RequestError), (0, ValueError), (20, IndexError)])
+def test_one_that_fails_does_not_harm_the_others(model, requests, length, kind):
+    bad = replace(requests["full"], processors=(Refuses(length, kind),), max_new_tokens=40)
     loop = DecodingLoop(model, 0, 1, CPU)
     found = decode_together(loop, {1: [Arrival("good", requests["auto"])], 2: [Arrival("bad", bad)]})
     assert isinstance(found["bad"][2], LookaheadError) and len(found["bad"][0]) < 40

@@ -24,6 +24,7 @@ from lp_runtime import (
 )
 from lp_runtime.config import FailureConfig, LauncherConfig, RuntimeConfig
 from lp_runtime.degrees import FIRST_RETRY, Speeds, candidates
+from lp_runtime.jobs import Job, Share
 from lp_runtime.scheduler import divide
 
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
@@ -185,6 +186,9 @@ def test_the_fastest_degree_is_found_and_kept():
 
     assert candidates(1) == [1] and candidates(6) == [6, 3, 1]
     speeds = Speeds()
+    speeds.note(1, 1000, 1.0)
+    assert speeds.best(4) == 4, "what all of them together do is not known"
+    speeds = Speeds()
     assert speeds.best(4) == 4
     crowded = {4: 80.0, 2: 150.0, 1: 160.0}
     chosen = run(speeds, crowded, 200)
@@ -319,6 +323,23 @@ def test_asyncio(alone, runtime):
 
     with Scheduler(runtime) as scheduler:
         asyncio.run(main(scheduler))
+
+
+def test_where_a_job_is_and_is_to_be():
+    share = Share(Job(None, None), [1], threading.Condition(), 1.0, lambda: True)
+    assert share.held == {1} and not share.is_settled
+    share.settle()
+    assert share.is_settled
+    share.take([0])
+    assert share.held == {0, 1} and not share.is_settled
+    share.shrink(1)  # it has not moved yet: it stays where it is, and 0 is free at once
+    assert share.wanted == share.held == {1} and share.is_settled
+    share.move_to([2])
+    assert share.held == {1, 2}
+    share.settle()
+    assert share.held == {2}
+    share.lose([2])
+    assert not share.held
 
 
 def test_how_replicas_are_divided():

@@ -12,6 +12,7 @@ from lp_runtime.decoding import Report, Request
 from lp_runtime.decoding_loop import DecodingLoop
 from lp_runtime.model.loading import load_model, load_tokenizer
 from lp_runtime.model.text import StopStrings
+from lp_runtime.model.texts import CachedText
 from lp_runtime.model.tree_model import TreeModel
 
 CPU = torch.device("cpu")
@@ -71,7 +72,11 @@ def test_what_comes_after(model, prompt_ids, case, keeps_cache, monkeypatch):
         if not keeps_cache:
             decode(model, Request((3, 1, 4), PLAIN, 2))
         with monkeypatch.context() as patch:
-            patch.setattr(TreeModel, "prefill", lambda self, tokens: fed.append(len(tokens)) or prefill(self, tokens))
+            patch.setattr(
+                TreeModel,
+                "prefill",
+                lambda self, tokens, *stop: fed.append(len(tokens)) or prefill(self, tokens, *stop),
+            )
             rest, more, report = decode(model, replace(request, committed=tuple(committed)))
         assert committed + rest == expected
         assert torch.allclose(torch.tensor(logprobs + more), torch.tensor(expected_logprobs), atol=1e-4)
@@ -113,3 +118,19 @@ def test_strict_bits(prompt_ids, keeps_cache):
             decode(model, Request((3, 1, 4), PLAIN, 2))
         rest, more, _ = decode(model, replace(request, committed=tuple(committed)))
         assert committed + rest == expected and logprobs + more == expected_logprobs
+
+
+@pytest.mark.parametrize("strict_tokens", [None, 8])
+def test_a_text_whose_reading_is_broken_off(prompt_ids, strict_tokens):
+    model = make_model(strict_tokens=strict_tokens)
+    prompt = prompt_ids * 4  # several chunks
+    request = Request(prompt, FIXED, 24)
+    expected, _, _ = decode(model, request)
+    for num_asked in range(1, 6):
+        text = CachedText()
+        answers = iter([False] * num_asked)
+        with model.feeding(text):
+            model.take_up(prompt, expected[:20], 100, lambda answers=answers: next(answers, True))
+        assert text.tokens == [*prompt, *expected[:20]][: len(text.tokens)] and text.cache.length == len(text.tokens)
+        model.texts.give(text)
+        assert expected[:20] + decode(model, replace(request, committed=tuple(expected[:20])))[0] == expected

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from lp_runtime.decoding import Event, Report, Request, Run
 from lp_runtime.errors import ReplicaError
 from lp_runtime.launchers.allotment import Allotment
-from lp_runtime.launchers.messages import Broken, Cancel, Decode, Finished, Progress, Refused, Streamed, Warm
-from lp_runtime.launchers.orders import Group, Inbox
+from lp_runtime.launchers.messages import Broken, Cancel, Decode, Finished, Progress, Refused, Streamed, Warm, Warmed
+from lp_runtime.launchers.orders import Group, Inbox, Lost
 
 if TYPE_CHECKING:
     from lp_runtime.launchers.team import TeamLauncher
@@ -150,7 +150,7 @@ class Lead:
         for index in waiting:
             team.tell(index, Cancel(inbox.order))
         for _, message in team.answers(inbox, waiting):
-            if not isinstance(message, Streamed | Finished):
+            if not isinstance(message, Streamed | Finished) and len(inbox.members) > 1:
                 team.disband(inbox.members)
 
     def _drop_suspects(self, inbox: Inbox, broken: dict[int, Broken]) -> None:
@@ -178,12 +178,15 @@ class _Joiners:
     def __init__(self, team: TeamLauncher):
         self._team = team
         self._warming: dict[int, Inbox] = {}
+        self._ended: set[int] = set()
         self._orders = ExitStack()
 
     def __enter__(self) -> _Joiners:
         return self
 
     def __exit__(self, *exc_info) -> None:
+        for index in self._warming.keys() - self._ended:
+            self._team.tell(index, Cancel(self._warming[index].order))
         self._orders.close()
 
     def are_warm(self, joiners: Iterable[int], rest) -> bool:
@@ -193,11 +196,13 @@ class _Joiners:
             joiners: their indices.
             rest: makes the request as it is now.
         """
-        all_warm = True
-        for index in joiners:
-            inbox = self._warming.get(index)
-            if inbox is None:
-                inbox = self._warming[index] = self._orders.enter_context(self._team.ordered((index,)))
-                self._team.order_one(inbox, index, Warm(inbox.order, rest()))
-            all_warm &= not inbox.messages.empty()
-        return all_warm
+        joiners = set(joiners)
+        for index in joiners - self._warming.keys():
+            inbox = self._warming[index] = self._orders.enter_context(self._team.ordered((index,)))
+            self._team.order_one(inbox, index, Warm(inbox.order, rest()))
+        for index in joiners - self._ended:
+            messages = self._warming[index].messages
+            while not messages.empty():
+                if isinstance(messages.get()[1], Warmed | Lost):
+                    self._ended.add(index)
+        return joiners <= self._ended

@@ -30,6 +30,7 @@ from lp_runtime.launchers.messages import (
 from lp_runtime.worker import LoadedModel, Replica, join_group, load_replica
 
 Order = Join | Decode | Warm
+STEP_TOKENS = 1200  # that a step may feed: as many as are measured, and some that are pending
 
 
 class ReplicaServer:
@@ -99,10 +100,12 @@ class ReplicaServer:
 
     def _warm(self, loaded: LoadedModel, order: Warm) -> None:
         request, model = order.request, loaded.model
-        capacity = len(request.prompt_ids) + request.max_new_tokens
-        text = model.texts.take((*request.prompt_ids, *request.committed), capacity)
+        capacity = len(request.prompt_ids) + request.max_new_tokens + STEP_TOKENS
+        text = model.texts.take(model.capacity_for(capacity), (*request.prompt_ids, *request.committed))
         with model.feeding(text):
-            model.take_up(request.prompt_ids, request.committed, capacity)
+            model.take_up(
+                request.prompt_ids, request.committed, capacity, lambda: self._orders.is_cancelled(order.order)
+            )
         model.texts.give(text)
         self._send(Warmed(order.order))
         self._orders.end(order.order)
@@ -111,6 +114,7 @@ class ReplicaServer:
         answer = _Answer(order.order, self._send, leads=False)
         if self._replica is None:  # it left on its own, after what the driver had not heard of yet
             self._send(Broken(order.order, answer.progress, "this replica is in no group"))
+            self._orders.end(order.order)
             return
         answer.leads = self._replica.context.rank == 0
         try:
@@ -128,18 +132,18 @@ class ReplicaServer:
     def _decode_together(self, first: Decode) -> None:
         """Decode this request, and those that are ordered meanwhile; until none is left."""
         answers: dict[int, _Answer] = {}
+        coming: list[Decode] = [first]
 
         def arrivals() -> Iterator[tuple[int, Request, Callable[[], bool]]]:
-            order = self._orders.get_decode() if answers else first
-            while order is not None:
+            while (order := coming.pop() if coming else self._orders.get_decode()) is not None:
                 number = order.order
                 answers[number] = _Answer(number, self._send, leads=True)
                 yield number, order.request, lambda number=number: self._orders.is_cancelled(number)
-                order = self._orders.get_decode()
 
         for number, event in self._replica.decode_together(arrivals):
             answers[number].tell(event)
             if isinstance(event, Report | LookaheadError):
+                del answers[number]
                 self._orders.end(number)
 
 

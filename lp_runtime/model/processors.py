@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from transformers.generation import logits_process as library
 
-from lp_runtime.errors import ConfigError
+from lp_runtime.errors import ConfigError, RequestError, unforeseen_as
 from lp_runtime.lookahead.tree import TokenTree
 
 # What looks at the scores alone, row by row: all nodes in one call, whatever their prefixes.
@@ -59,13 +60,15 @@ class TreeProcessors:
         processors: called as processor(input_ids [b, l] int64, scores [b, V] float32) -> [b, V]; what they return must
             depend on these alone.
         device: the logits' device.
+        reports: whether what a processor raises is the request's fault, a RequestError, and not passed on as it is.
 
     Raises:
         ConfigError: if one of them keeps a state between calls.
     """
 
-    def __init__(self, processors: Iterable, device: torch.device):
+    def __init__(self, processors: Iterable, device: torch.device, reports: bool = False):
         self._processors = list(processors)
+        self._reports = reports
         self._device = device
         self._ids = torch.empty(0, dtype=torch.int64, device=device)  # the committed tokens
         check_processors(self._processors)
@@ -100,7 +103,8 @@ class TreeProcessors:
             else:
                 for rows, prefixes in groups:
                     for row, prefix in zip(rows.tolist(), prefixes.split(1), strict=True):
-                        processed = processor(prefix, scores[row : row + 1].clone())
+                        with self._guarded(processor):
+                            processed = processor(prefix, scores[row : row + 1].clone())
                         if processed.shape != (1, scores.shape[1]):
                             raise ConfigError(
                                 f"{type(processor).__name__}: of scores of shape {(1, scores.shape[1])} it made"
@@ -108,6 +112,10 @@ class TreeProcessors:
                             )
                         scores[row] = processed[0]
         return scores
+
+    def _guarded(self, processor: object) -> AbstractContextManager:
+        what = f"{type(processor).__name__} failed"
+        return unforeseen_as(RequestError, what) if self._reports else nullcontext()
 
     def _groups(
         self, tree: TokenTree, nodes: Sequence[int], tokens: Sequence[int]

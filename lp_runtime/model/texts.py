@@ -42,23 +42,34 @@ class IdleTexts:
     def __init__(self, first: CachedText):
         self._texts = [first]
 
-    def take(self, tokens: Sequence[int], capacity: int) -> CachedText:
-        """The one that begins most like `tokens`; of those alike, the largest. If it must grow to have room for
-        `capacity` tokens, all others are freed."""
-        if not self._texts:
-            return CachedText()
+    def take(self, capacity: int, tokens: Sequence[int] = ()) -> CachedText:
+        """One to be used: of those that have room, the one whose passes of fixed sizes are made, else the smallest. If
+        none has, the largest; all others are freed then.
 
+        Args:
+            capacity: tokens that it needs room for.
+            tokens: a text that is taken up: if any holds the beginning of it, the one that holds most.
+        """
         wanted = list(tokens)
 
-        def worth(text: CachedText) -> tuple[int, int]:
-            return len(os.path.commonprefix([text.tokens, wanted])), text.capacity
+        def num_known(text: CachedText) -> int:
+            return len(os.path.commonprefix([text.tokens, wanted])) if wanted else 0
 
-        best = max(self._texts, key=worth)
+        def worth(text: CachedText) -> tuple:
+            has_room = text.capacity >= capacity
+            return num_known(text), has_room, text.fixed is not None, -text.capacity if has_room else text.capacity
+
+        best = max(self._texts, key=worth, default=None)
+        if best is None:
+            return CachedText()
         self._texts = [text for text in self._texts if text is not best]
         if best.capacity < capacity:
             self._texts = []
         return best
 
     def give(self, text: CachedText) -> None:
-        """One more that nobody is decoding."""
+        """One more that nobody is decoding. Passes of fixed sizes are kept of one of them only."""
+        if text.fixed is not None:
+            for other in self._texts:
+                other.fixed = None
         self._texts.append(text)

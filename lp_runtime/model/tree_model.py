@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -111,7 +111,7 @@ class TreeModel:
     @contextmanager
     def scratch(self) -> Iterator[None]:
         """Feed a text of nobody's, for a while."""
-        text = self.texts.take((), 0)
+        text = self.texts.take(0)
         try:
             with self.feeding(text):
                 yield
@@ -129,7 +129,7 @@ class TreeModel:
 
     def begin(self, capacity: int) -> None:
         """Start a request: an empty cache with room for `capacity` tokens (committed ones and one step's)."""
-        capacity = self._capacity_for(capacity)
+        capacity = self.capacity_for(capacity)
         text = self.text
         if text.cache is None or text.cache.capacity < capacity:
             text.cache = text.fixed = None  # freed before the larger one is made
@@ -137,20 +137,28 @@ class TreeModel:
         text.cache.clear()
         text.tokens = []
 
-    def _capacity_for(self, capacity: int) -> int:
+    def capacity_for(self, capacity: int) -> int:
+        """Tokens that a cache is made for, so that it has room for `capacity`."""
         capacity += self.strict_tokens or 0  # passes are filled up
         if self.fixed_sizes is not None:
             capacity = -(-(capacity + SIZES[-1]) // GRANULE) * GRANULE  # a larger one makes all passes anew
         return capacity
 
     @torch.inference_mode()
-    def take_up(self, prompt: Sequence[int], committed: Sequence[int], capacity: int) -> None:
+    def take_up(
+        self,
+        prompt: Sequence[int],
+        committed: Sequence[int],
+        capacity: int,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Have the cache hold a prompt and all that was committed after it but the last token: what it holds of it
         already stays, the rest is fed as `prefill` and `forward` would have fed it.
 
         Args:
             prompt, committed: token ids, at least one each.
             capacity: see `begin`.
+            should_stop: asked now and then; what was fed until then stays.
         """
         tokens = [*prompt, *committed[:-1]]
         text = self.text
@@ -159,36 +167,47 @@ class TreeModel:
         is_alike = self.strict_tokens is None or text.num_prefilled == len(prompt)
         if not is_alike or num_known < len(prompt):
             self.begin(capacity)
-            self.prefill(prompt)
+            self.prefill(prompt, should_stop)
             num_known = len(prompt)
+            if should_stop():
+                return
         text.cache.cut_back(num_known)
-        if text.capacity < (needed := self._capacity_for(capacity)):
+        if text.capacity < (needed := self.capacity_for(capacity)):
             text.fixed = None
             text.cache.grow(needed)
         del text.tokens[num_known:]
         rest = tokens[num_known:]
         if self.strict_tokens is None:
             if rest:
-                self.prefill(rest)
+                self.prefill(rest, should_stop)
             return
         for start in range(0, len(rest), self.strict_tokens):
+            if should_stop():
+                return
             chain = TokenTree(rest[start : start + self.strict_tokens], max_depth=0)
             self.forward(chain, list(range(len(chain))), [chain.root])
 
     @torch.inference_mode()
-    def prefill(self, prompt: Sequence[int]) -> torch.Tensor:
-        """Feed and commit a prompt, in chunks, behind what is committed; the last one's logits, [1, V] float32."""
+    def prefill(self, prompt: Sequence[int], should_stop: Callable[[], bool] = lambda: False) -> torch.Tensor:
+        """Feed and commit a prompt, in chunks, behind what is committed; the last one's logits, [1, V] float32.
+
+        Args:
+            prompt: token ids, at least one.
+            should_stop: asked between chunks.
+        """
         ids = torch.tensor(prompt, dtype=torch.int64, device=self.device)
         text = self.text
         before = text.cache.length
-        text.tokens += prompt
-        text.num_prefilled = len(text.tokens)
         for start in range(0, len(prompt), self._prefill_chunk):
             chunk = ids[start : start + self._prefill_chunk]
             positions = torch.arange(before + start, before + start + len(chunk), device=self.device)
             # The mask is the model's own causal one: nothing of a prompt is a tree.
             logits = self._forward(chunk, positions, None, torch.tensor([len(chunk) - 1], device=self.device))
             text.cache.commit(len(chunk))
+            text.tokens += prompt[start : start + len(chunk)]
+            text.num_prefilled = len(text.tokens)
+            if should_stop():
+                break
         return logits
 
     @torch.inference_mode()
