@@ -20,7 +20,7 @@ import numpy as np
 
 from lp_runtime.lookahead import growing, tables
 from lp_runtime.lookahead.candidates import SOURCES, make_candidates, make_nodes
-from lp_runtime.lookahead.compiled import with_fresh_cache
+from lp_runtime.lookahead.compiled import bound, with_fresh_cache
 from lp_runtime.lookahead.drafts import Memory
 from lp_runtime.lookahead.policy import Counts, Found, Policy
 from lp_runtime.lookahead.tree import TokenTree
@@ -63,6 +63,26 @@ class BestFirstPolicy(Policy):
         self._pushed = growing.make_pushed(room)
         self._candidates = make_candidates()
         self._path = np.zeros(room, np.int64)
+        self._bind_kernels()
+
+    def _bind_kernels(self) -> None:
+        nodes, rates, integers = self._nodes, self._memory.rates, self._path
+        self._counted = (self.counts.fed, self.counts.accepted)
+        tables_and_nodes = (self._drafts, self._noise, rates, nodes)
+        self._grow = bound(growing.grow, *tables_and_nodes, self._pushed, self._candidates, 0, 0, 0, 0)
+        self._accept = bound(growing.accept, nodes.tokens, nodes.parents, 0, 0, integers, integers)
+        self._advance = bound(
+            growing.advance,
+            *tables_and_nodes,
+            self._counted,
+            self._candidates,
+            0,
+            integers,
+            integers,
+            integers,
+            np.zeros((0, tables.ENTRY), np.int32),
+            0,
+        )
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._memory.begin_text(tokens)
@@ -74,27 +94,25 @@ class BestFirstPolicy(Policy):
         root = num_pending - 1
         nodes = self._nodes
         nodes.tokens[:num_pending] = tokens[num_cached:]
-        nodes.parents[:num_pending] = np.arange(-1, root)
-        nodes.depths[:num_pending] = np.arange(-root, 1)
-        size = growing.grow(
+        size, digest = self._grow(
             self._drafts,
             self._noise,
-            len(tokens),
             self._memory.rates,
             nodes,
+            self._pushed,
+            self._candidates,
+            len(tokens),
             root,
             max(root + 1, min(self.max_nodes, num_wanted or self.max_nodes)),
             min(max_depth, self._max_depth),
-            self._pushed,
-            self._candidates,
         )
-        arrays = (array[:size].copy() for array in (nodes.tokens, nodes.parents, nodes.depths, nodes.reach))
-        return TokenTree.from_arrays(*arrays, root, max_depth)
+        return TokenTree.from_arrays(*nodes.rows[:, :size].copy(), root, max_depth, digest)
 
     def accept(self, tree: TokenTree, successors: Sequence[int]) -> tuple[list[int], list[int]]:
-        num_accepted = growing.accept(self._nodes, tree.root, len(tree), np.array(successors), self._path)
-        path = self._path[:num_accepted].tolist()
-        return [successors[node] for node in (tree.root, *path)], path
+        nodes, drawn = self._nodes, np.asarray(successors, np.int64)
+        num = self._accept(nodes.tokens, nodes.parents, tree.root, len(tree), drawn, self._path)
+        path = self._path[:num]
+        return drawn[path].tolist(), path[1:].tolist()
 
     def advance_prefill(self, tokens: Sequence[int], found: Found) -> None:
         self._memory.append_text(tokens[-1:])
@@ -105,22 +123,19 @@ class BestFirstPolicy(Policy):
         if found.runners_up is None:  # a step that guessed nothing, and was told of nothing
             self._memory.append_text(run)
             return
-        nodes, root = self._nodes, tree.root
-        accepted = np.array(path, np.int64)
-        growing.count(nodes, root, len(tree), accepted, self.counts.fed, self.counts.accepted)
-        growing.advance(
+        self._advance(
             self._drafts,
             self._noise,
+            self._memory.rates,
+            self._nodes,
+            self._counted,
+            self._candidates,
             len(tokens) - len(run),
-            nodes,
-            root,
-            np.array([root, *path][: len(run)]),
+            np.array([tree.root, *path]),
             np.array(run),
-            np.array(found.successors[root:]),
+            np.asarray(found.successors, np.int64),
             found.runners_up,
             self._memory.next_stamp(),
-            self._memory.rates,
-            self._candidates,
         )
 
 

@@ -121,8 +121,8 @@ class DecodingState:
         return self._proposal(TokenTree(self.pending, max_depth=0))
 
     def _proposal(self, tree: TokenTree) -> Proposal:
-        content = self.num_cached.to_bytes(8, "big") + tree.content()
-        digest = hashlib.blake2b(content, digest_size=7, key=self._digest.to_bytes(8, "big")).digest()
+        content = b"%d %d " % (self._digest, self.num_cached) + tree.content()
+        digest = hashlib.blake2b(content, digest_size=7).digest()
         return Proposal(tree, int.from_bytes(digest, "big"))
 
     def propose_prefill(self) -> Proposal:

@@ -30,7 +30,7 @@ class TokenTree:
             nodes then stand in its order, the largest first, so that any first nodes are the best tree of their size.
     """
 
-    __slots__ = ("tokens", "parents", "depths", "root", "max_depth", "max_nodes", "reach", "_children", "_arrays")
+    __slots__ = ("tokens", "parents", "depths", "root", "max_depth", "max_nodes", "reach", "_children", "_arrays", "_digest")
 
     def __init__(self, pending: Sequence[int], max_depth: int, max_nodes: int | None = None):
         assert pending, "a tree has a root"
@@ -43,21 +43,35 @@ class TokenTree:
         self.reach: np.ndarray | None = None
         self._children: dict[tuple[int, int], int] = {}
         self._arrays: tuple[np.ndarray, np.ndarray] | None = None
+        self._digest: int | None = None
 
     @classmethod
     def from_arrays(
-        cls, tokens: np.ndarray, parents: np.ndarray, depths: np.ndarray, reach: np.ndarray, root: int, max_depth: int
+        cls,
+        tokens: np.ndarray,
+        parents: np.ndarray,
+        depths: np.ndarray,
+        reach: np.ndarray,
+        root: int,
+        max_depth: int,
+        digest: int | None = None,
     ) -> TokenTree:
-        """A tree from [T] arrays, which it keeps; siblings must differ. Nothing can be added to it."""
+        """A tree from [T] arrays, which it keeps; siblings must differ. Nothing can be added to it.
+
+        Args:
+            digest: of tokens and parents, where there is one already.
+        """
         tree = cls.__new__(cls)
         tree.tokens, tree.parents, tree.depths = tokens.tolist(), parents.tolist(), depths.tolist()
         tree.root, tree.max_depth, tree.max_nodes, tree.reach = root, max_depth, None, reach
-        tree._children, tree._arrays = {}, (tokens, parents)
+        tree._children, tree._arrays, tree._digest = {}, (tokens, parents), digest
         return tree
 
     def truncate(self, num_nodes: int) -> None:
         """Keep the first nodes only; the pending tokens at least."""
         assert num_nodes > self.root
+        if num_nodes >= len(self):
+            return
         for values in (self.tokens, self.parents, self.depths):
             del values[num_nodes:]
         if self.reach is not None:
@@ -80,6 +94,8 @@ class TokenTree:
 
     def content(self) -> bytes:
         """What tells trees with as many pending tokens apart: tokens and parents."""
+        if self._digest is not None:
+            return b"%d %d" % (self._digest, len(self))
         if self._arrays is not None:
             return b"".join(each.tobytes() for each in self._arrays)
         return array("q", self.tokens + self.parents).tobytes()
