@@ -14,7 +14,7 @@ as in prompt lookup; all of them at once, and with the noise known, are this pro
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -63,26 +63,8 @@ class BestFirstPolicy(Policy):
         self._pushed = growing.make_pushed(room)
         self._candidates = make_candidates()
         self._path = np.zeros(room, np.int64)
-        self._bind_kernels()
-
-    def _bind_kernels(self) -> None:
-        nodes, rates, integers = self._nodes, self._memory.rates, self._path
         self._counted = (self.counts.fed, self.counts.accepted)
-        tables_and_nodes = (self._drafts, self._noise, rates, nodes)
-        self._grow = bound(growing.grow, *tables_and_nodes, self._pushed, self._candidates, 0, 0, 0, 0)
-        self._accept = bound(growing.accept, nodes.tokens, nodes.parents, 0, 0, integers, integers)
-        self._advance = bound(
-            growing.advance,
-            *tables_and_nodes,
-            self._counted,
-            self._candidates,
-            0,
-            integers,
-            integers,
-            integers,
-            np.zeros((0, tables.ENTRY), np.int32),
-            0,
-        )
+        self._grow, self._accept, self._advance = _bind_kernels()
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._memory.begin_text(tokens)
@@ -108,8 +90,8 @@ class BestFirstPolicy(Policy):
         )
         return TokenTree.from_arrays(*nodes.rows[:, :size].copy(), root, max_depth, digest)
 
-    def accept(self, tree: TokenTree, successors: Sequence[int]) -> tuple[list[int], list[int]]:
-        nodes, drawn = self._nodes, np.asarray(successors, np.int64)
+    def accept(self, tree: TokenTree, found: Found) -> tuple[list[int], list[int]]:
+        nodes, drawn = self._nodes, found.drawn
         num = self._accept(nodes.tokens, nodes.parents, tree.root, len(tree), drawn, self._path)
         path = self._path[:num]
         return drawn[path].tolist(), path[1:].tolist()
@@ -133,10 +115,34 @@ class BestFirstPolicy(Policy):
             len(tokens) - len(run),
             np.array([tree.root, *path]),
             np.array(run),
-            np.asarray(found.successors, np.int64),
-            found.runners_up,
+            found.drawn,
+            np.ascontiguousarray(found.runners_up, np.int32),
             self._memory.next_stamp(),
         )
+
+
+@functools.cache
+def _bind_kernels() -> tuple[Callable, Callable, Callable]:
+    """(grow, accept, advance) of growing.py, for the arrays that a policy has."""
+    memory, nodes, counts, candidates = Memory(1 << 16), make_nodes(1), Counts(SOURCES), make_candidates()
+    integers, entries = np.zeros(1, np.int64), np.zeros((1, tables.ENTRY), np.int32)
+    state = (memory.drafts(NO_VOCABULARY), tables.make_noise(False, 0, 0), memory.rates, nodes)
+    return (
+        bound(growing.grow, *state, growing.make_pushed(1), candidates, 0, 0, 0, 0),
+        bound(growing.accept, nodes.tokens, nodes.parents, 0, 0, integers, integers),
+        bound(
+            growing.advance,
+            *state,
+            (counts.fed, counts.accepted),
+            candidates,
+            0,
+            integers,
+            integers,
+            integers,
+            entries,
+            0,
+        ),
+    )
 
 
 @functools.cache
@@ -154,5 +160,5 @@ def _try_kernels() -> None:
         tree = policy.propose(tokens, 3, max_depth=3)
         told = np.zeros((len(tree), tables.ENTRY), np.int32)
         found = Found([1] * len(tree), told)
-        run, path = policy.accept(tree, found.successors)
+        run, path = policy.accept(tree, found)
         policy.advance([*tokens, *run], tree, found, run, path)

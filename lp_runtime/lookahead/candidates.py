@@ -3,7 +3,7 @@
 Everything is integer arithmetic, so equal inputs give equal estimates on every replica. Probabilities are fixed point,
 ONE being certain.
 
-Letters: K runners-up, T nodes in the tree, F features, C candidates of a context.
+Letters: K runners-up, T nodes in the tree, F features, C candidates of a context at most.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ PROMISE_WEIGHT = 4  # tokens that an estimate of each level is taken to have pro
 # many features agreed, of ONE; how many of those candidates came. [MAX_AGREEING, F] an estimate as experience with
 # estimates like it says, of ONE; [F] the highest of these.
 Rates = namedtuple("Rates", "tried taken rate prior promised came kept most")
-# Of the nodes of a tree, [4, T] int64: tokens, parents, depths and reach, which is the estimated probability that a node
-# is on the accepted path; the same as [T] each; [T] sources; [T, NUM_HASHES] the hashes that end at each.
+# Of the nodes of a tree: [4, T] int64, tokens, parents, depths and reach, which is the estimated probability that a
+# node is on the accepted path; each of these again, [T]; [T] sources; [T, NUM_HASHES] the hashes that end at each.
 Nodes = namedtuple("Nodes", "rows tokens parents depths reach sources hashes")
-# Candidates of a context, in rows of one source each, [NUM_ROWS, K] int32: tokens, -1 where there is none, and features;
-# the same tokens, [MAX_CANDIDATES]. With one of those of the same token, [MAX_CANDIDATES] each: tokens, the best feature,
-# how many more agree, and which was the first. [K] scratch; [256] bins of gaps.
+# Candidates of a context. As they are collected, a row for each source, [NUM_ROWS, K] int32: tokens, -1 where there is
+# none, and features; the tokens again, [C]. With one of those of the same token, [C] int32 each: tokens, the best
+# feature, how many more agree, and which was the first. [K] scratch; [256] bins of gaps.
 Candidates = namedtuple("Candidates", "tokens features flat merged best agreeing first values bins")
 
 
@@ -174,7 +174,7 @@ def collect(drafts, noise, position, nodes, root, node, candidates):
 
 @compiled
 def collect_entry(entries, row, base, noise, position, candidates, to):
-    """The runners-up of one entry, to a row, by rank and gap: of log-probabilities or, with noise, of perturbed ones."""
+    """Write an entry's runners-up to a row, by rank and gap: of log-probabilities or, with noise, of perturbed ones."""
     features, bins = candidates.features, candidates.bins
     for rank in range(K):
         candidates.tokens[to, rank] = entries[row, rank]
@@ -188,7 +188,7 @@ def collect_entry(entries, row, base, noise, position, candidates, to):
 
 @compiled
 def rank_drawn(entries, row, base, noise, position, candidates, to):
-    """Features of the runners-up of one entry where there is noise."""
+    """Write the features of an entry's runners-up where there is noise."""
     values, bins = candidates.values, candidates.bins
     best, second = np.int32(-MAX_VALUE), np.int32(-MAX_VALUE)
     for i in range(K):

@@ -146,7 +146,7 @@ class DecodingState:
         """Take the prefill's step: the whole prompt is cached and its successor committed. Returns the run."""
         self._digest = proposal.digest
         self.num_cached = self.prompt_length
-        run = self._commit([found.successors[0]])
+        run = self._commit([int(found.successors[0])])
         self.policy.advance_prefill(self.tokens, found)
         return run
 
@@ -161,7 +161,7 @@ class DecodingState:
             (run, nodes): the committed run, 1 token or more, and the node that each of its tokens follows.
         """
         tree = proposal.tree
-        run, path = self.policy.accept(tree, found.successors)
+        run, path = self.policy.accept(tree, found)
         self._digest = proposal.digest
         self.num_cached += tree.root + 1
         run = self._commit(run)
