@@ -260,6 +260,17 @@ def test_contents_tell_trees_apart():
     assert len(trees) > len(kinds) > 100
     assert all(tree.content() == kinds[tuple(tree.tokens), tuple(tree.parents)] for tree in trees)
     assert len(set(kinds.values())) == len(kinds)
+    # The same tokens, as a chain and side by side.
+    pair = []
+    for runners_up in ({0: [1], 1: [2]}, {0: [1, 2]}):
+        vocabulary = np.full((3, tables.ENTRY), -1, np.int32)
+        for token, following in runners_up.items():
+            vocabulary[token, : len(following)] = following
+        policy = BestFirstPolicy(3, Memory(1 << 16), vocabulary)
+        policy.begin([0])
+        pair.append(policy.propose([0], 0, max_depth=5))
+    assert pair[0].tokens == pair[1].tokens == [0, 1, 2]
+    assert pair[0].content() != pair[1].content()
     contents = [trees[-2].content()]
     while len(trees[-2]) > trees[-2].root + 1:
         trees[-2].truncate(len(trees[-2]) - 1)
