@@ -113,8 +113,8 @@ class BestFirstPolicy(Policy):
             self._counted,
             self._candidates,
             len(tokens) - len(run),
-            np.array([tree.root, *path]),
-            np.array(run),
+            np.array([tree.root, *path], np.int64),
+            np.array(run, np.int64),
             found.drawn,
             np.ascontiguousarray(found.runners_up, np.int32),
             self._memory.next_stamp(),
@@ -125,23 +125,13 @@ class BestFirstPolicy(Policy):
 def _bind_kernels() -> tuple[Callable, Callable, Callable]:
     """(grow, accept, advance) of growing.py, for the arrays that a policy has."""
     memory, nodes, counts, candidates = Memory(1 << 16), make_nodes(1), Counts(SOURCES), make_candidates()
+    counted = (counts.fed, counts.accepted)
     integers, entries = np.zeros(1, np.int64), np.zeros((1, tables.ENTRY), np.int32)
     state = (memory.drafts(NO_VOCABULARY), tables.make_noise(False, 0, 0), memory.rates, nodes)
     return (
         bound(growing.grow, *state, growing.make_pushed(1), candidates, 0, 0, 0, 0),
         bound(growing.accept, nodes.tokens, nodes.parents, 0, 0, integers, integers),
-        bound(
-            growing.advance,
-            *state,
-            (counts.fed, counts.accepted),
-            candidates,
-            0,
-            integers,
-            integers,
-            integers,
-            entries,
-            0,
-        ),
+        bound(growing.advance, *state, counted, candidates, 0, *[integers] * 3, entries, 0),
     )
 
 
