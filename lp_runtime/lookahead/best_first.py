@@ -14,13 +14,13 @@ as in prompt lookup; all of them at once, and with the noise known, are this pro
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from lp_runtime.lookahead import growing, tables
 from lp_runtime.lookahead.candidates import SOURCES, make_candidates, make_nodes
-from lp_runtime.lookahead.compiled import with_fresh_cache
+from lp_runtime.lookahead.compiled import bound, with_fresh_cache
 from lp_runtime.lookahead.drafts import Memory
 from lp_runtime.lookahead.policy import Counts, Found, Policy
 from lp_runtime.lookahead.tree import TokenTree
@@ -63,6 +63,8 @@ class BestFirstPolicy(Policy):
         self._pushed = growing.make_pushed(room)
         self._candidates = make_candidates()
         self._path = np.zeros(room, np.int64)
+        self._counted = (self.counts.fed, self.counts.accepted)
+        self._grow, self._accept, self._advance = _bind_kernels()
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._memory.begin_text(tokens)
@@ -74,27 +76,25 @@ class BestFirstPolicy(Policy):
         root = num_pending - 1
         nodes = self._nodes
         nodes.tokens[:num_pending] = tokens[num_cached:]
-        nodes.parents[:num_pending] = np.arange(-1, root)
-        nodes.depths[:num_pending] = np.arange(-root, 1)
-        size = growing.grow(
+        size, digest = self._grow(
             self._drafts,
             self._noise,
-            len(tokens),
             self._memory.rates,
             nodes,
+            self._pushed,
+            self._candidates,
+            len(tokens),
             root,
             max(root + 1, min(self.max_nodes, num_wanted or self.max_nodes)),
             min(max_depth, self._max_depth),
-            self._pushed,
-            self._candidates,
         )
-        arrays = (array[:size].copy() for array in (nodes.tokens, nodes.parents, nodes.depths, nodes.reach))
-        return TokenTree.from_arrays(*arrays, root, max_depth)
+        return TokenTree.from_arrays(*nodes.rows[:, :size].copy(), root, max_depth, digest)
 
-    def accept(self, tree: TokenTree, successors: Sequence[int]) -> tuple[list[int], list[int]]:
-        num_accepted = growing.accept(self._nodes, tree.root, len(tree), np.array(successors), self._path)
-        path = self._path[:num_accepted].tolist()
-        return [successors[node] for node in (tree.root, *path)], path
+    def accept(self, tree: TokenTree, found: Found) -> tuple[list[int], list[int]]:
+        nodes, drawn = self._nodes, found.drawn
+        num = self._accept(nodes.tokens, nodes.parents, tree.root, len(tree), drawn, self._path)
+        path = self._path[:num]
+        return drawn[path].tolist(), path[1:].tolist()
 
     def advance_prefill(self, tokens: Sequence[int], found: Found) -> None:
         self._memory.append_text(tokens[-1:])
@@ -105,23 +105,34 @@ class BestFirstPolicy(Policy):
         if found.runners_up is None:  # a step that guessed nothing, and was told of nothing
             self._memory.append_text(run)
             return
-        nodes, root = self._nodes, tree.root
-        accepted = np.array(path, np.int64)
-        growing.count(nodes, root, len(tree), accepted, self.counts.fed, self.counts.accepted)
-        growing.advance(
+        self._advance(
             self._drafts,
             self._noise,
-            len(tokens) - len(run),
-            nodes,
-            root,
-            np.array([root, *path][: len(run)]),
-            np.array(run),
-            np.array(found.successors[root:]),
-            found.runners_up,
-            self._memory.next_stamp(),
             self._memory.rates,
+            self._nodes,
+            self._counted,
             self._candidates,
+            len(tokens) - len(run),
+            np.array([tree.root, *path], np.int64),
+            np.array(run, np.int64),
+            found.drawn,
+            np.ascontiguousarray(found.runners_up, np.int32),
+            self._memory.next_stamp(),
         )
+
+
+@functools.cache
+def _bind_kernels() -> tuple[Callable, Callable, Callable]:
+    """(grow, accept, advance) of growing.py, for the arrays that a policy has."""
+    memory, nodes, counts, candidates = Memory(1 << 16), make_nodes(1), Counts(SOURCES), make_candidates()
+    counted = (counts.fed, counts.accepted)
+    integers, entries = np.zeros(1, np.int64), np.zeros((1, tables.ENTRY), np.int32)
+    state = (memory.drafts(NO_VOCABULARY), tables.make_noise(False, 0, 0), memory.rates, nodes)
+    return (
+        bound(growing.grow, *state, growing.make_pushed(1), candidates, 0, 0, 0, 0),
+        bound(growing.accept, nodes.tokens, nodes.parents, 0, 0, integers, integers),
+        bound(growing.advance, *state, counted, candidates, 0, *[integers] * 3, entries, 0),
+    )
 
 
 @functools.cache
@@ -139,5 +150,5 @@ def _try_kernels() -> None:
         tree = policy.propose(tokens, 3, max_depth=3)
         told = np.zeros((len(tree), tables.ENTRY), np.int32)
         found = Found([1] * len(tree), told)
-        run, path = policy.accept(tree, found.successors)
+        run, path = policy.accept(tree, found)
         policy.advance([*tokens, *run], tree, found, run, path)

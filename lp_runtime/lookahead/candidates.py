@@ -3,7 +3,7 @@
 Everything is integer arithmetic, so equal inputs give equal estimates on every replica. Probabilities are fixed point,
 ONE being certain.
 
-Letters: K runners-up, T nodes in the tree, F features, C candidates of a context.
+Letters: K runners-up, T nodes in the tree, F features, C candidates of a context at most.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ POSITION_FEATURES = TEXT_FEATURES + (NUM_ORDERS + 1) * PER_ORDER
 NUM_FEATURES = POSITION_FEATURES + 2 * K
 SOURCES = ("text", *(f"runners-up {order + 1}" for order in range(NUM_ORDERS)), "vocabulary", "drawn")
 MAX_VALUE = 1 << 20
-MAX_CANDIDATES = 1 + K * (NUM_ORDERS + 3)  # C at most, of all sources
+NUM_ROWS = NUM_ORDERS + 3  # of candidates: from the text, of each order (or of the vocabulary), drawn with and without
+MAX_CANDIDATES = NUM_ROWS * K
 
 ONE_BITS = 16
 ONE = 1 << ONE_BITS
@@ -46,31 +47,33 @@ NUM_LEVELS = 16  # of an estimate
 MAX_AGREEING = 3  # features that name the same token, counted so far
 NUM_PROMISES = MAX_AGREEING * NUM_LEVELS
 PROMISE_WEIGHT = 4  # tokens that an estimate of each level is taken to have promised, and kept, before any were seen
-NUM_MARKS = 256
 
 # [F] int64 each: how often a candidate with a feature was there, and was what came; the estimate, of ONE, and the one
 # before any was seen. [NUM_PROMISES] each: what the best estimates of candidates added up to, by their level and by how
 # many features agreed, of ONE; how many of those candidates came. [MAX_AGREEING, F] an estimate as experience with
 # estimates like it says, of ONE; [F] the highest of these.
 Rates = namedtuple("Rates", "tried taken rate prior promised came kept most")
-# [T] each: tokens, parents, depths, reach and sources of the nodes of a tree, reach being the estimated probability
-# that a node is on the accepted path; [T, NUM_HASHES] the hashes that end at each.
-Nodes = namedtuple("Nodes", "tokens parents depths reach sources hashes")
-# Candidates of a context: [MAX_CANDIDATES] each, tokens and features as they were collected; then, with one of those of
-# the same token, tokens, the best feature, how many more agree, and which was the first; scratch. [256] bins of gaps.
-Candidates = namedtuple("Candidates", "tokens features merged best agreeing first values marks bins")
+# Of the nodes of a tree: [4, T] int64, tokens, parents, depths and reach, which is the estimated probability that a
+# node is on the accepted path; each of these again, [T]; [T] sources; [T, NUM_HASHES] the hashes that end at each.
+Nodes = namedtuple("Nodes", "rows tokens parents depths reach sources hashes")
+# Candidates of a context. As they are collected, a row for each source, [NUM_ROWS, K] int32: tokens, -1 where there is
+# none, and features; the tokens again, [C]. With one of those of the same token, [C] int32 each: tokens, the best
+# feature, how many more agree, and which was the first. [K] scratch; [256] bins of gaps.
+Candidates = namedtuple("Candidates", "tokens features flat merged best agreeing first values bins")
 
 
 def make_candidates() -> Candidates:
     """Room for the candidates of a context."""
-    arrays = (np.zeros(MAX_CANDIDATES, np.int64) for _ in range(7))
-    bins = np.array([score_bin.py_func(gap) for gap in range(256)])
-    return Candidates(*arrays, np.zeros(NUM_MARKS + 1, np.int64), bins)
+    tokens, features = (np.zeros((NUM_ROWS, K), np.int32) for _ in range(2))
+    merged = (np.zeros(MAX_CANDIDATES, np.int32) for _ in range(4))
+    bins = np.array([score_bin.py_func(gap) for gap in range(256)], np.uint8)
+    return Candidates(tokens, features, tokens.reshape(-1), *merged, np.zeros(K, np.int32), bins)
 
 
 def make_nodes(num_nodes: int) -> Nodes:
     """Room for the nodes of a tree."""
-    return Nodes(*(np.zeros(num_nodes, np.int64) for _ in range(5)), np.zeros((num_nodes, NUM_HASHES), np.int64))
+    rows = np.zeros((4, num_nodes), np.int64)
+    return Nodes(rows, *rows, np.zeros(num_nodes, np.int64), np.zeros((num_nodes, NUM_HASHES), np.int64))
 
 
 @compiled
@@ -126,10 +129,11 @@ def collect(drafts, noise, position, nodes, root, node, candidates):
         position: absolute position of what follows.
 
     Returns:
-        how many were written.
+        how many rows were written.
     """
-    text = drafts.text
-    count = 0
+    # Rows of a fixed length, whose loops are compiled to vector instructions.
+    text, tokens, features = drafts.text, candidates.tokens, candidates.features
+    num_rows = 0
     place, length = match_text(text, nodes, root, node)
     if length:
         token = text.buffer[place & (len(text.buffer) - 1)]
@@ -137,9 +141,11 @@ def collect(drafts, noise, position, nodes, root, node, candidates):
         if noise.is_on:
             value = gumbel(noise, position, token)
             noise_bin = 0 if value < 0 else (1 if value < 16 else (2 if value < 40 else 3))
-        candidates.tokens[count] = token
-        candidates.features[count] = length_bin(length) * NUM_NOISE_BINS + noise_bin
-        count += 1
+        for rank in range(K):
+            tokens[0, rank] = -1
+        tokens[0, 0] = token
+        features[0, 0] = length_bin(length) * NUM_NOISE_BINS + noise_bin
+        num_rows = 1
     base = TEXT_FEATURES
     knows_token = False
     table = drafts.runners_up
@@ -149,57 +155,56 @@ def collect(drafts, noise, position, nodes, root, node, candidates):
         if slot < 0:
             break
         knows_token = True
-        count = collect_entry(table.entries, slot, base + order * PER_ORDER, noise, position, candidates, count)
+        collect_entry(table.entries, slot, base + order * PER_ORDER, noise, position, candidates, num_rows)
+        num_rows += 1
     token = nodes.tokens[node]
     if not knows_token and token < len(drafts.vocabulary):
         base += NUM_ORDERS * PER_ORDER
-        count = collect_entry(drafts.vocabulary, token, base, noise, position, candidates, count)
+        collect_entry(drafts.vocabulary, token, base, noise, position, candidates, num_rows)
+        num_rows += 1
     for with_token in range(2):
         slot = find_slot(table.keys, position_key(text, position, token if with_token else -1))
         if slot >= 0:
             for rank in range(K):
-                if table.entries[slot, rank] < 0:
-                    break
-                candidates.tokens[count] = table.entries[slot, rank]
-                candidates.features[count] = POSITION_FEATURES + with_token * K + rank
-                count += 1
-    return count
+                tokens[num_rows, rank] = table.entries[slot, rank]
+                features[num_rows, rank] = POSITION_FEATURES + with_token * K + rank
+            num_rows += 1
+    return num_rows
 
 
 @compiled
-def collect_entry(entries, row, base, noise, position, candidates, count):
-    """The runners-up of one entry by rank and gap: of log-probabilities or, with noise, of perturbed ones."""
-    found, features, values, bins = candidates.tokens, candidates.features, candidates.values, candidates.bins
-    if not noise.is_on:
-        for rank in range(K):
-            token = entries[row, rank]
-            if token < 0:
-                break
-            # The first one's gap is its margin: a wide one is as a high probability.
-            which = 8 - bins[gap_of(entries, row, 1)] if rank == 0 else bins[gap_of(entries, row, rank)]
-            found[count] = token
-            features[count] = base + min(rank, NUM_RANKS - 1) * NUM_BINS + which
-            count += 1
-        return count
-    best, second = np.int64(-MAX_VALUE), np.int64(-MAX_VALUE)
-    num = 0
-    while num < K and entries[row, num] >= 0:
-        value = gumbel(noise, position, entries[row, num]) - gap_of(entries, row, num)
-        if value > best:
-            best, second = value, best
-        elif value > second:
-            second = value
-        values[num] = value
-        num += 1
-    for i in range(num):
+def collect_entry(entries, row, base, noise, position, candidates, to):
+    """Write an entry's runners-up to a row, by rank and gap: of log-probabilities or, with noise, of perturbed ones."""
+    features, bins = candidates.features, candidates.bins
+    for rank in range(K):
+        candidates.tokens[to, rank] = entries[row, rank]
+    if noise.is_on:
+        rank_drawn(entries, row, base, noise, position, candidates, to)
+        return
+    for rank in range(K):
+        features[to, rank] = base + min(rank, NUM_RANKS - 1) * NUM_BINS + bins[gap_of(entries, row, rank)]
+    features[to, 0] = base + 8 - bins[gap_of(entries, row, 1)]  # a wide margin is as a high probability
+
+
+@compiled
+def rank_drawn(entries, row, base, noise, position, candidates, to):
+    """Write the features of an entry's runners-up where there is noise."""
+    values, bins = candidates.values, candidates.bins
+    best, second = np.int32(-MAX_VALUE), np.int32(-MAX_VALUE)
+    for i in range(K):
+        values[i] = -MAX_VALUE - i
+        if entries[row, i] >= 0:
+            values[i] = gumbel(noise, position, entries[row, i]) - gap_of(entries, row, i)
+        second = max(second, min(best, values[i]))
+        best = max(best, values[i])
+    for i in range(K):
         rank = 0
-        for j in range(num):
-            rank += values[j] > values[i] or (values[j] == values[i] and j < i)
-        which = 8 - score_bin(best - second) if rank == 0 else score_bin(best - values[i])
-        found[count] = entries[row, i]
-        features[count] = base + min(rank, NUM_RANKS - 1) * NUM_BINS + which
-        count += 1
-    return count
+        for j in range(i):
+            rank += values[j] >= values[i]
+        for j in range(i + 1, K):
+            rank += values[j] > values[i]
+        which = 8 - bins[min(best - second, 255)] if rank == 0 else bins[min(best - values[i], 255)]
+        candidates.features[to, i] = base + min(rank, NUM_RANKS - 1) * NUM_BINS + which
 
 
 @compiled
@@ -225,7 +230,7 @@ def level_of(rate):
 
 
 @compiled
-def merge(rates, candidates, count, least):
+def merge(rates, candidates, num_rows, least):
     """Make one candidate of those of the same token: of several estimates the best one counts.
 
     Writes tokens, the feature whose estimate is the best, and how many others agree: the best of several estimates is
@@ -237,36 +242,48 @@ def merge(rates, candidates, count, least):
     Returns:
         how many are left.
     """
-    marks, first = candidates.marks, candidates.first
-    marks[NUM_MARKS] += 1
-    stamp = marks[NUM_MARKS] << 8
+    flat, merged, first = candidates.flat, candidates.merged, candidates.first
     num, in_order = 0, True
-    for is_weak in range(2):  # most are: they are only looked up among the others
-        for i in range(count):
-            feature = candidates.features[i]
-            if (rates.most[feature] < least) != is_weak:
+    for row in range(num_rows):
+        for rank in range(K):
+            feature, token = candidates.features[row, rank], candidates.tokens[row, rank]
+            if rates.most[feature] < least or token < 0:  # most are
                 continue
-            token = candidates.tokens[i]
-            at = (token * 40503 >> 4) & (NUM_MARKS - 1)
-            while marks[at] >= stamp and candidates.merged[marks[at] - stamp] != token:
-                at = (at + 1) & (NUM_MARKS - 1)
-            if marks[at] >= stamp:
-                known = marks[at] - stamp
-                candidates.agreeing[known] = min(candidates.agreeing[known] + 1, MAX_AGREEING - 1)
-                if rates.rate[feature] > rates.rate[candidates.best[known]]:
-                    candidates.best[known] = feature
-                if i < first[known]:
-                    first[known], in_order = i, False
-            elif not is_weak:
-                marks[at] = stamp + num
-                candidates.merged[num], candidates.best[num], candidates.agreeing[num] = token, feature, 0
-                first[num] = i
-                num += 1
-        if num == 0:
-            return 0
+            is_known = False
+            for i in range(num):
+                is_known |= merged[i] == token
+            if is_known:
+                continue
+            naming = 0
+            for i in range(num_rows * K):
+                naming += flat[i] == token
+            merged[num], candidates.best[num], first[num] = token, feature, row * K + rank
+            candidates.agreeing[num] = min(naming, MAX_AGREEING) - 1
+            if naming > 1:
+                choose_best(rates, candidates, num_rows, least, num)
+                in_order &= num == 0 or first[num - 1] < first[num]
+            num += 1
     if not in_order:
         sort_merged(candidates, num)
     return num
+
+
+@compiled
+def choose_best(rates, candidates, num_rows, least, known):
+    """Find which of the candidates with a merged one's token has the best estimate, and which was the first."""
+    token = candidates.merged[known]
+    best, best_rate, best_is_weak, first = candidates.best[known], np.int64(-1), True, -1
+    for row in range(num_rows):
+        for rank in range(K):
+            if candidates.tokens[row, rank] != token:
+                continue
+            feature = candidates.features[row, rank]
+            rate, is_weak = rates.rate[feature], rates.most[feature] < least
+            if rate > best_rate or (rate == best_rate and best_is_weak and not is_weak):
+                best, best_rate, best_is_weak = feature, rate, is_weak
+            if first < 0:
+                first = row * K + rank
+    candidates.best[known], candidates.first[known] = best, first
 
 
 @compiled
@@ -315,18 +332,22 @@ def learn(drafts, noise, position, nodes, root, path, run, rates, candidates):
         run: committed tokens.
     """
     for i in range(len(run)):
-        count = collect(drafts, noise, position + i, nodes, root, path[i], candidates)
-        for j in range(count):
-            feature = candidates.features[j]
-            rates.tried[feature] += 1
-            rates.taken[feature] += candidates.tokens[j] == run[i]
-        for j in range(merge(rates, candidates, count, 0)):
+        num_rows = collect(drafts, noise, position + i, nodes, root, path[i], candidates)
+        for row in range(num_rows):
+            for rank in range(K):
+                if candidates.tokens[row, rank] >= 0:
+                    feature = candidates.features[row, rank]
+                    rates.tried[feature] += 1
+                    rates.taken[feature] += candidates.tokens[row, rank] == run[i]
+        for j in range(merge(rates, candidates, num_rows, 0)):
             rate = rates.rate[candidates.best[j]]
             promise = promise_of(rate, candidates.agreeing[j])
             rates.promised[promise] += rate
             rates.came[promise] += candidates.merged[j] == run[i]
-        for j in range(count):
-            estimate(rates, candidates.features[j])
+        for row in range(num_rows):
+            for rank in range(K):
+                if candidates.tokens[row, rank] >= 0:
+                    estimate(rates, candidates.features[row, rank])
 
 
 @compiled

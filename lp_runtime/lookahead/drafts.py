@@ -6,6 +6,7 @@ A memory lives for one request, or for many; either way it is bounded in bytes, 
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,6 +24,7 @@ from lp_runtime.lookahead.candidates import (
 )
 from lp_runtime.lookahead.tables import EMPTY_HASH, NUM_HASHES, NUM_ORDERS, WAYS, K
 
+LINE = 64  # bytes
 SLOT_BYTES = 8 + 4 * tables.ENTRY
 TEXT_BYTES = 4 + 16 * 2 * tables.MAX_GRAM  # a token and its n-grams, half of whose slots are in use
 FORMAT = 2  # of a saved memory
@@ -52,6 +54,18 @@ def _power_of_two(limit: int) -> int:
     return max(WAYS, 1 << (max(1, limit).bit_length() - 1))
 
 
+def _make_zeros(*kinds: tuple[tuple[int, ...], type]) -> list[np.ndarray]:
+    """Arrays of zeros that begin with a line of the caches, in one block, so that large pages can hold them."""
+    sizes = [-(-math.prod(shape) * np.dtype(dtype).itemsize // LINE) * LINE for shape, dtype in kinds]
+    block = np.zeros(sum(sizes) + LINE, np.uint8)
+    start = -block.ctypes.data % LINE
+    made = []
+    for (shape, dtype), size in zip(kinds, sizes, strict=True):
+        made.append(block[start : start + math.prod(shape) * np.dtype(dtype).itemsize].view(dtype).reshape(shape))
+        start += size
+    return made
+
+
 class Memory:
     """The tables, bounded in bytes.
 
@@ -66,17 +80,22 @@ class Memory:
         self.num_bytes = num_bytes
         slots = _power_of_two(num_bytes * 3 // 4 // SLOT_BYTES)
         places = _power_of_two(num_bytes // 4 // TEXT_BYTES)
-        self._runners_up = tables.RunnersUp(
-            keys=np.zeros(slots, np.int64),
-            entries=np.zeros((slots, tables.ENTRY), np.int32),
-        )
         grams = _power_of_two(2 * tables.MAX_GRAM * places)
+        made = _make_zeros(
+            ((slots, tables.ENTRY), np.int32),
+            ((slots,), np.int64),
+            ((grams,), np.int64),
+            ((grams, 1), np.int64),
+            ((max(places, 64),), np.int32),
+        )
+        entries, keys, gram_keys, gram_places, buffer = made
+        self._runners_up = tables.RunnersUp(keys, entries)
         self._text = tables.Text(
-            buffer=np.zeros(max(places, 64), np.int32),
+            buffer=buffer,
             span=np.zeros(2, np.int64),
             hashes=np.zeros((1, NUM_HASHES), np.int64),
-            keys=np.zeros(grams, np.int64),
-            places=np.zeros((grams, 1), np.int64),
+            keys=gram_keys,
+            places=gram_places,
         )
         counted = [np.zeros(NUM_FEATURES, np.int64) for _ in range(3)]
         promises = [np.zeros(NUM_PROMISES, np.int64) for _ in range(2)]

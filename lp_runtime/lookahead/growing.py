@@ -25,6 +25,7 @@ from lp_runtime.lookahead.tables import (
     STAMP,
     append_text,
     extend_hashes,
+    mix,
     note_drawn,
     position_key,
     store_entry,
@@ -94,19 +95,31 @@ def smallest(size):
 
 
 @compiled
-def grow(drafts, noise, position, rates, nodes, root, max_nodes, max_depth, pushed, candidates):
+def grow(drafts, noise, rates, nodes, pushed, candidates, position, root, max_nodes, max_depth):
     """Grow a tree best first: of all candidates below all nodes, always the one that is likeliest to be reached.
 
     Args:
+        nodes: their tokens are those of the pending tokens, up to the root; the rest is written.
         position: absolute position of what follows the root.
-        nodes: filled up to the root, but for hashes, reach and sources.
         root: index of the root.
         max_nodes: nodes at most, the pending tokens included.
         max_depth: none stands deeper.
 
     Returns:
-        T, the number of nodes.
+        (T, digest): the number of nodes; 64 bits that tell tokens and parents of trees apart.
     """
+    for node in range(root + 1):
+        nodes.parents[node], nodes.depths[node] = node - 1, node - root
+    num_nodes = grow_below(drafts, noise, rates, nodes, pushed, candidates, position, root, max_nodes, max_depth)
+    digest = np.int64(0)
+    for node in range(num_nodes):
+        digest = mix(digest * 31 + (nodes.parents[node] << 32) + nodes.tokens[node])
+    return num_nodes, digest
+
+
+@compiled
+def grow_below(drafts, noise, rates, nodes, pushed, candidates, position, root, max_nodes, max_depth):
+    """Grow a tree from its root on: see `grow`. Returns the number of nodes."""
     num_nodes = root + 1
     num_wanted = max_nodes - num_nodes
     num_pushed = heap_size = 0
@@ -122,8 +135,8 @@ def grow(drafts, noise, position, rates, nodes, root, max_nodes, max_depth, push
     while True:
         reached = nodes.reach[node] >> ONE_BITS
         if nodes.depths[node] < max_depth and reached * best >= floor:
-            count = collect(drafts, noise, position + nodes.depths[node], nodes, root, node, candidates)
-            for i in range(merge(rates, candidates, count, (floor + reached - 1) // reached)):
+            num_rows = collect(drafts, noise, position + nodes.depths[node], nodes, root, node, candidates)
+            for i in range(merge(rates, candidates, num_rows, (floor + reached - 1) // reached)):
                 feature = candidates.best[i]
                 reach = reached * rates.kept[candidates.agreeing[i], feature]
                 if reach < floor or num_pushed == len(pushed.heap):
@@ -162,7 +175,7 @@ def remember(drafts, position, nodes, root, successors, entries, stamp):
 
     Args:
         position: absolute position of what follows the root.
-        successors: [n] what was drawn, by node from the root on.
+        successors: [T] what was drawn, by node.
         entries: [n, ENTRY] runners-up.
     """
     table = drafts.runners_up
@@ -174,16 +187,25 @@ def remember(drafts, position, nodes, root, successors, entries, stamp):
                 break
             store_entry(table, nodes.hashes[node, order], entries, i)
         place = position + nodes.depths[node]
-        note_drawn(table, position_key(drafts.text, place, nodes.tokens[node]), successors[i], stamp)
-        note_drawn(table, position_key(drafts.text, place, -1), successors[i], stamp)
+        note_drawn(table, position_key(drafts.text, place, nodes.tokens[node]), successors[node], stamp)
+        note_drawn(table, position_key(drafts.text, place, -1), successors[node], stamp)
 
 
 @compiled
-def accept(nodes, root, size, successors, path):
-    """Follow the model's own choices from the root: see tree.py. Writes the path's nodes; returns how many."""
-    node, num = root, 0
+def accept(tokens, parents, root, size, successors, path):
+    """Follow the model's own choices from the root: see tree.py.
+
+    Args:
+        successors: [T] what was drawn; read from the root on.
+        path: the root and the nodes of the path are written.
+
+    Returns:
+        how many were written.
+    """
+    path[0] = node = root
+    num = 1
     for child in range(root + 1, size):  # children stand behind their parents
-        if nodes.parents[child] == node and nodes.tokens[child] == successors[node]:
+        if parents[child] == node and tokens[child] == successors[node]:
             path[num] = node = child
             num += 1
     return num
@@ -191,16 +213,29 @@ def accept(nodes, root, size, successors, path):
 
 @compiled
 def count(nodes, root, size, path, fed, accepted):
-    """Count a step's nodes by source and depth, and those of its path: see policy.py."""
+    """Count a step's nodes by source and depth, and those of its path below the root: see policy.py."""
     for node in range(root + 1, size):
         fed[nodes.sources[node], min(nodes.depths[node], fed.shape[1]) - 1] += 1
-    for node in path:
+    for i in range(1, len(path)):
+        node = path[i]
         accepted[nodes.sources[node], min(nodes.depths[node], fed.shape[1]) - 1] += 1
 
 
 @compiled
-def advance(drafts, noise, position, nodes, root, before, run, successors, entries, stamp, rates, candidates):
-    """Take a step: learn from its run, remember what it found, append the run to the text. See `learn`, `remember`."""
-    learn(drafts, noise, position, nodes, root, before, run, rates, candidates)
+def advance(drafts, noise, rates, nodes, counts, candidates, position, path, run, successors, entries, stamp):
+    """Take a step: count, learn from its run, remember what it found, append the run to the text.
+
+    Args:
+        counts: (fed, accepted).
+        position: absolute position of what follows the root.
+        path: the root, and the nodes that carry the run's tokens.
+        run: committed tokens.
+        successors: [T] what was drawn; read from the root on.
+        entries: [n, ENTRY] runners-up of the nodes from the root on.
+        stamp: the step's.
+    """
+    root = path[0]
+    count(nodes, root, root + len(entries), path, counts[0], counts[1])
+    learn(drafts, noise, position, nodes, root, path, run, rates, candidates)
     remember(drafts, position, nodes, root, successors, entries, stamp)
     append_text(drafts.text, run)

@@ -71,8 +71,8 @@ class PaperPolicy(CountingPolicy):
             self._guess_nodes.update(tree.add_branch(guess))
         return tree
 
-    def accept(self, tree: TokenTree, successors: Sequence[int]) -> tuple[list[int], list[int]]:
-        run, path = accept(tree, successors)
+    def accept(self, tree: TokenTree, found: Found) -> tuple[list[int], list[int]]:
+        run, path = accept(tree, found.successors)
         if self._only_guesses:
             num_guessed = next((i for i, node in enumerate(path) if node not in self._guess_nodes), len(path))
             run, path = run[: num_guessed + 1], path[:num_guessed]
@@ -84,7 +84,7 @@ class PaperPolicy(CountingPolicy):
     def advance(
         self, tokens: Sequence[int], tree: TokenTree, found: Found, run: Sequence[int], path: Sequence[int]
     ) -> None:
-        drawn = found.successors
+        drawn = found.drawn.tolist()
         if found.runners_up is not None:  # the window's own successors: the likeliest tokens, whatever is sampled
             drawn = [-1] * tree.root + found.runners_up[:, 0].tolist()
         ngrams = self.window.ngrams(tree, self._slots, drawn) if self.window else []

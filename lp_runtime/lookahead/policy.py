@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -24,14 +25,20 @@ class Found:
     """What a step found.
 
     Attributes:
-        successors: [T] the token that follows each node, from the root on.
+        successors: [T] the token that follows each node, from the root on; int64 if it is an array, which takes the
+            least time.
         runners_up: [n, ENTRY] int32, of the nodes from the root on, where the policy asked for them: the K likeliest
             successors by the scores they are drawn from, before noise; -1 where there are fewer, and how far each lies
             below the first (tables.py).
     """
 
-    successors: Sequence[int]
+    successors: Sequence[int] | np.ndarray
     runners_up: np.ndarray | None = None
+
+    @cached_property
+    def drawn(self) -> np.ndarray:
+        """[T] int64, the successors."""
+        return np.ascontiguousarray(self.successors, np.int64)
 
 
 @dataclass
@@ -91,9 +98,9 @@ class Policy(ABC):
             num_wanted: nodes at most, where the policy can choose.
         """
 
-    def accept(self, tree: TokenTree, successors: Sequence[int]) -> tuple[list[int], list[int]]:
+    def accept(self, tree: TokenTree, found: Found) -> tuple[list[int], list[int]]:
         """(run, path): see lp_runtime.lookahead.tree.accept."""
-        return accept(tree, successors)
+        return accept(tree, found.successors)
 
     @abstractmethod
     def advance_prefill(self, tokens: Sequence[int], found: Found) -> None:

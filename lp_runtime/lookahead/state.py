@@ -121,8 +121,8 @@ class DecodingState:
         return self._proposal(TokenTree(self.pending, max_depth=0))
 
     def _proposal(self, tree: TokenTree) -> Proposal:
-        content = self.num_cached.to_bytes(8, "big") + tree.content()
-        digest = hashlib.blake2b(content, digest_size=7, key=self._digest.to_bytes(8, "big")).digest()
+        content = b"%d %d " % (self._digest, self.num_cached) + tree.content()
+        digest = hashlib.blake2b(content, digest_size=7).digest()
         return Proposal(tree, int.from_bytes(digest, "big"))
 
     def propose_prefill(self) -> Proposal:
@@ -146,7 +146,7 @@ class DecodingState:
         """Take the prefill's step: the whole prompt is cached and its successor committed. Returns the run."""
         self._digest = proposal.digest
         self.num_cached = self.prompt_length
-        run = self._commit([found.successors[0]])
+        run = self._commit([int(found.successors[0])])
         self.policy.advance_prefill(self.tokens, found)
         return run
 
@@ -161,7 +161,7 @@ class DecodingState:
             (run, nodes): the committed run, 1 token or more, and the node that each of its tokens follows.
         """
         tree = proposal.tree
-        run, path = self.policy.accept(tree, found.successors)
+        run, path = self.policy.accept(tree, found)
         self._digest = proposal.digest
         self.num_cached += tree.root + 1
         run = self._commit(run)

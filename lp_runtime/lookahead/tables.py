@@ -26,7 +26,9 @@ NUM_HASHES = MAX_GRAM + 1  # of a context: of its last 0, 1, 2 ... tokens; 0 whe
 EMPTY_HASH = 1  # of no tokens
 NUM_ORDERS = 4
 SCORE_UNIT = 16  # a nat
-NOISE_KEPT = 1 << 12  # values of noise that are kept
+NOISE_KEPT = 1 << 13  # values of noise that are kept
+NOISE_BITS = 12  # of each: noise is between -59 and 588 sixteenths
+ID_BITS = 24  # of a token
 
 WORD = 0xFFFFFFFF
 
@@ -39,15 +41,14 @@ Text = namedtuple("Text", "buffer span hashes keys places")
 # What follows each token alone: [V, ENTRY] entries; V is 0 where there is none.
 # All of the above.
 Drafts = namedtuple("Drafts", "runners_up text vocabulary")
-# Whether successors are drawn with noise; the key and the sample of it; values that were made lately: [NOISE_KEPT]
-# int64 each, what of and how much.
-Noise = namedtuple("Noise", "is_on key0 key1 sample kept_keys kept")
+# Whether successors are drawn with noise; the key and the sample of it; values that were made lately, with position and
+# token, [NOISE_KEPT] int64.
+Noise = namedtuple("Noise", "is_on key0 key1 sample kept")
 
 
 def make_noise(is_on: bool, seed: int, sample: int) -> Noise:
     """The noise of one sample; seed and sample as sampling.py has them."""
-    kept = (np.full(NOISE_KEPT, -1, np.int64), np.zeros(NOISE_KEPT, np.int64))
-    return Noise(is_on, seed & WORD, seed >> 32, sample, *kept)
+    return Noise(is_on, seed & WORD, seed >> 32, sample, np.full(NOISE_KEPT, -1, np.int64))
 
 
 @compiled
@@ -124,12 +125,13 @@ def make_gumbel(noise, position, token):
 @compiled
 def gumbel(noise, position, token):
     """The same, from what is kept where it is."""
-    key = np.int64(position) << 24 | np.int64(token)
-    slot = mix(key) & (NOISE_KEPT - 1)
-    if noise.kept_keys[slot] != key:
-        noise.kept_keys[slot] = key
-        noise.kept[slot] = make_gumbel(noise, position, token)
-    return noise.kept[slot]
+    of = np.int64(position) << ID_BITS | np.int64(token)
+    slot = (position * 1021 + token) & (NOISE_KEPT - 1)
+    if noise.kept[slot] >> NOISE_BITS != of:
+        value = make_gumbel(noise, position, token)
+        noise.kept[slot] = of << NOISE_BITS | (value + (1 << NOISE_BITS - 1))
+        return value
+    return (noise.kept[slot] & (1 << NOISE_BITS) - 1) - (1 << NOISE_BITS - 1)
 
 
 @compiled

@@ -30,7 +30,18 @@ class TokenTree:
             nodes then stand in its order, the largest first, so that any first nodes are the best tree of their size.
     """
 
-    __slots__ = ("tokens", "parents", "depths", "root", "max_depth", "max_nodes", "reach", "_children", "_arrays")
+    __slots__ = (
+        "tokens",
+        "parents",
+        "depths",
+        "root",
+        "max_depth",
+        "max_nodes",
+        "reach",
+        "_children",
+        "_arrays",
+        "_digest",
+    )
 
     def __init__(self, pending: Sequence[int], max_depth: int, max_nodes: int | None = None):
         assert pending, "a tree has a root"
@@ -42,29 +53,43 @@ class TokenTree:
         self.max_nodes = max_nodes
         self.reach: np.ndarray | None = None
         self._children: dict[tuple[int, int], int] = {}
-        self._arrays: tuple[np.ndarray, np.ndarray] | None = None
+        self._arrays: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+        self._digest: int | None = None
 
     @classmethod
     def from_arrays(
-        cls, tokens: np.ndarray, parents: np.ndarray, depths: np.ndarray, reach: np.ndarray, root: int, max_depth: int
+        cls,
+        tokens: np.ndarray,
+        parents: np.ndarray,
+        depths: np.ndarray,
+        reach: np.ndarray,
+        root: int,
+        max_depth: int,
+        digest: int | None = None,
     ) -> TokenTree:
-        """A tree from [T] arrays, which it keeps; siblings must differ. Nothing can be added to it."""
+        """A tree from [T] arrays, which it keeps; siblings must differ. Nothing can be added to it.
+
+        Args:
+            digest: of tokens and parents, where there is one already.
+        """
         tree = cls.__new__(cls)
         tree.tokens, tree.parents, tree.depths = tokens.tolist(), parents.tolist(), depths.tolist()
         tree.root, tree.max_depth, tree.max_nodes, tree.reach = root, max_depth, None, reach
-        tree._children, tree._arrays = {}, (tokens, parents)
+        tree._children, tree._arrays, tree._digest = {}, (tokens, parents, depths), digest
         return tree
 
     def truncate(self, num_nodes: int) -> None:
         """Keep the first nodes only; the pending tokens at least."""
         assert num_nodes > self.root
+        if num_nodes >= len(self):
+            return
         for values in (self.tokens, self.parents, self.depths):
             del values[num_nodes:]
         if self.reach is not None:
             self.reach = self.reach[:num_nodes]
         if self._arrays is not None:
-            tokens, parents = self._arrays
-            self._arrays = tokens[:num_nodes], parents[:num_nodes]
+            tokens, parents, depths = self._arrays
+            self._arrays = tokens[:num_nodes], parents[:num_nodes], depths[:num_nodes]
         self._children = {key: node for key, node in self._children.items() if node < num_nodes}
 
     def __len__(self) -> int:
@@ -73,16 +98,22 @@ class TokenTree:
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` that carries `token`, if there is one."""
         if self._arrays is not None:
-            tokens, parents = self._arrays
+            tokens, parents, _ = self._arrays
             found = np.flatnonzero((parents[node + 1 :] == node) & (tokens[node + 1 :] == token))
             return node + 1 + int(found[0]) if len(found) else None
         return self._children.get((node, token))
 
     def content(self) -> bytes:
         """What tells trees with as many pending tokens apart: tokens and parents."""
+        if self._digest is not None:
+            return b"%d %d" % (self._digest, len(self))
         if self._arrays is not None:
-            return b"".join(each.tobytes() for each in self._arrays)
+            return b"".join(each.tobytes() for each in self._arrays[:2])
         return array("q", self.tokens + self.parents).tobytes()
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(tokens, parents, depths), [T] int64 each; not to be written to."""
+        return self._arrays or tuple(np.array(each, np.int64) for each in (self.tokens, self.parents, self.depths))
 
     def add(self, parent: int, token: int) -> int | None:
         """The child of `parent` (the root or below) that carries `token`, made if need be; None without room."""
@@ -120,7 +151,7 @@ class TokenTree:
         return tokens[::-1]
 
 
-def accept(tree: TokenTree, successors: Sequence[int]) -> tuple[list[int], list[int]]:
+def accept(tree: TokenTree, successors: Sequence[int] | np.ndarray) -> tuple[list[int], list[int]]:
     """Follow the model's own choices from the root, through guesses and window nodes alike.
 
     Args:
@@ -136,7 +167,7 @@ def accept(tree: TokenTree, successors: Sequence[int]) -> tuple[list[int], list[
     path: list[int] = []
     node = tree.root
     while True:
-        token = successors[node]
+        token = int(successors[node])
         run.append(token)
         child = tree.child(node, token)
         if child is None:

@@ -65,7 +65,8 @@ def partition_by_times(tree: TokenTree, times: np.ndarray, limit: int | None = N
         nodes = list(range(len(tree)))
         return [Share(nodes, nodes[tree.root :])]
     most = len(tree) if limit is None else limit
-    fed, owner, _ = _cut(np.array(tree.parents), np.array(tree.depths), tree.root, len(tree), times, most)
+    _, parents, depths = tree.arrays()
+    fed, owner, _ = _cut(parents, depths, tree.root, len(tree), times, most)
     return [Share(np.flatnonzero(row).tolist(), np.flatnonzero(owner == rank).tolist()) for rank, row in enumerate(fed)]
 
 
@@ -74,14 +75,16 @@ def finishing_time(tree: TokenTree, num_nodes: int, times: np.ndarray, limit: in
     if len(times) == 1:
         return int(times[0, num_nodes])
     most = num_nodes if limit is None else limit
-    return int(_cut(np.array(tree.parents), np.array(tree.depths), tree.root, num_nodes, times, most)[2])
+    _, parents, depths = tree.arrays()
+    return int(_cut(parents, depths, tree.root, num_nodes, times, most)[2])
 
 
 def largest_fit(tree: TokenTree, num_replicas: int, budget: int) -> int:
     """How many of the first nodes of a tree can be fed if no replica may feed more than `budget` tokens."""
     if num_replicas == 1 or len(tree) <= budget:
         return min(len(tree), max(budget, tree.root + 1))
-    return int(_largest_fit(np.array(tree.parents), np.array(tree.depths), tree.root, len(tree), num_replicas, budget))
+    _, parents, depths = tree.arrays()
+    return int(_largest_fit(parents, depths, tree.root, len(tree), num_replicas, budget))
 
 
 def digest_of_shares(shares: Sequence[Share]) -> int:

@@ -198,6 +198,7 @@ def test_the_kernels_noise_is_that_of_sampling(seed):
     rows = noise.at([0, 7, 100_000])
     for row, position in zip(rows, (0, 7, 100_000), strict=True):
         ours = [tables.gumbel(key, position, token) for token in range(64)]
+        assert ours == [tables.gumbel(key, position, token) for token in range(64)]  # as they are kept
         assert np.abs(np.array(ours) / tables.SCORE_UNIT - row.numpy()).max() <= 0.5 / tables.SCORE_UNIT + 1e-5
 
 
@@ -216,6 +217,80 @@ def test_with_noise_the_likeliest_candidate_is_what_would_be_drawn():
     tree = policy.propose([*tokens, 3], 3, max_depth=1)
     first = [tree.tokens[node] for node in range(1, len(tree))]
     assert ranking[int(np.argmax(values))] in first[:2]  # the token drawn before stands there, too
+
+
+def merged_one_by_one(rates, found, num_rows: int, least: int) -> list[tuple[int, int, int]]:
+    """(token, feature, how many agree) as `merge` has them, from one list by token."""
+    naming: dict[int, list[tuple[int, bool, int]]] = {}
+    for token, feature in zip(found.tokens[:num_rows].flat, found.features[:num_rows].flat, strict=True):
+        if token >= 0:
+            is_strong = bool(rates.most[feature] >= least)
+            naming.setdefault(int(token), []).append((int(rates.rate[feature]), is_strong, int(feature)))
+    return [
+        (token, max(named, key=lambda each: each[:2])[2], min(len(named), candidates.MAX_AGREEING) - 1)
+        for token, named in naming.items()
+        if any(is_strong for _, is_strong, _ in named)
+    ]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32 - 1), st.integers(0, candidates.NUM_ROWS), st.integers(0, 40))
+def test_candidates_of_one_token_become_one(seed, num_rows, least):
+    random = np.random.default_rng(seed)
+    rates, found = Memory(1 << 16).rates, candidates.make_candidates()
+    rates.rate[:], rates.most[:] = random.integers(0, 9, (2, candidates.NUM_FEATURES)) * 5
+    found.features[:] = random.integers(0, candidates.NUM_FEATURES, found.features.shape)
+    for row in found.tokens:
+        num = random.integers(0, tables.K + 1)
+        row[:num], row[num:] = random.permutation(14)[:num], -1
+    expected = merged_one_by_one(rates, found, num_rows, least)
+    num = candidates.merge(rates, found, num_rows, least)
+    merged = zip(found.merged[:num], found.best[:num], found.agreeing[:num], strict=True)
+    assert [tuple(map(int, each)) for each in merged] == expected
+
+
+def test_contents_tell_trees_apart():
+    texts = [([1, 2, 3], seed, max_depth) for seed in range(4) for max_depth in (1, 24)]
+    trees = [
+        tree
+        for prompt, seed, max_depth in texts + texts
+        for tree in decode(prompt, BestFirstPolicy(24, Memory(1 << 16), max_depth=max_depth), seed, 60)[1]
+    ]
+    kinds = {(tuple(tree.tokens), tuple(tree.parents)): tree.content() for tree in trees}
+    assert len(trees) > len(kinds) > 100
+    assert all(tree.content() == kinds[tuple(tree.tokens), tuple(tree.parents)] for tree in trees)
+    assert len(set(kinds.values())) == len(kinds)
+    # The same tokens, as a chain and side by side.
+    pair = []
+    for runners_up in ({0: [1], 1: [2]}, {0: [1, 2]}):
+        vocabulary = np.full((3, tables.ENTRY), -1, np.int32)
+        for token, following in runners_up.items():
+            vocabulary[token, : len(following)] = following
+        policy = BestFirstPolicy(3, Memory(1 << 16), vocabulary)
+        policy.begin([0])
+        pair.append(policy.propose([0], 0, max_depth=5))
+    assert pair[0].tokens == pair[1].tokens == [0, 1, 2]
+    assert pair[0].content() != pair[1].content()
+    contents = [trees[-2].content()]
+    while len(trees[-2]) > trees[-2].root + 1:
+        trees[-2].truncate(len(trees[-2]) - 1)
+        contents.append(trees[-2].content())
+    assert len(set(contents)) == len(contents) > 10
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_successors_may_be_an_array(name, monkeypatch):
+    expected, _ = decode([1, 2, 3], POLICIES[name](), 4, 40)
+    made = found_of
+
+    def found_as_array(*args) -> Found:
+        found = made(*args)
+        return Found(np.array(found.successors), found.runners_up)
+
+    monkeypatch.setitem(globals(), "found_of", found_as_array)
+    state, _ = decode([1, 2, 3], POLICIES[name](), 4, 40)
+    assert state.tokens == expected.tokens and state.num_steps == expected.num_steps
+    assert {type(token) for token in state.tokens} == {int}
 
 
 def test_accepted_tokens_are_counted_by_source_and_depth():
