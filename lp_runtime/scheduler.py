@@ -230,6 +230,10 @@ class Scheduler:
         return self._launcher.num_ready > 0
 
     @property
+    def max_waiting(self) -> int:
+        return self._max_waiting
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 

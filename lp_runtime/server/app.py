@@ -61,6 +61,7 @@ class Server:
     def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler, settings: ServerSettings, tokenizer: Any):
         self._runtime, self._scheduler, self._settings = runtime, scheduler, settings
         self._tokenizer = tokenizer
+        self._hidden = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._started = int(time.time())
         self.metrics = Metrics(runtime, scheduler)
 
@@ -137,6 +138,10 @@ class Server:
         limit = self._settings.max_new_tokens
         if limit is not None and max_new_tokens is not None and max_new_tokens > limit:
             raise RequestError(f"max_tokens={max_new_tokens}: must be at most {limit}")
+        num_texts, most = len(prompts) * body.n, self._scheduler.max_waiting + 1  # one of them need not wait
+        if num_texts > most:
+            asked = f"n={body.n}" if len(prompts) == 1 else f"{len(prompts)} prompts x n={body.n}"
+            raise RequestError(f"{asked}: must be at most {most} with max_waiting={self._scheduler.max_waiting}")
         maker = RequestMaker(self._runtime.config, self._runtime.info, lambda: self._tokenizer)
         requests: list[DecodingRequest] = []
         for prompt in prompts:
@@ -147,7 +152,7 @@ class Server:
                 raise RequestError(f"n={body.n}: decoding is greedy; give temperature > 0")
             requests += [replace(first, sample=sample) for sample in range(body.n)]
         jobs = self._scheduler.submit_all(requests, self._settings.queue_timeout)
-        return [Choice(index, job, StopTrimmer(job.request.stop)) for index, job in enumerate(jobs)]
+        return [Choice(index, job, StopTrimmer(job.request.stop, self._hidden)) for index, job in enumerate(jobs)]
 
     async def _answer(self, body: Common, request: Request, choices: list[Choice], form: Form) -> Response:
         arrived = time.perf_counter()

@@ -335,6 +335,10 @@ def test_a_full_queue_and_a_key(runtime):
                 late.result()
         with pytest.raises(openai.BadRequestError, match="max_tokens=601: must be at most 600"):
             client.completions.create(**body(max_tokens=601))
+        with pytest.raises(openai.BadRequestError, match="n=3: must be at most 2 with max_waiting=1"):
+            client.completions.create(**body(n=3, **SAMPLED))
+        with pytest.raises(openai.BadRequestError, match="2 prompts x n=2: must be at most 2 with max_waiting=1"):
+            client.completions.create(**body(prompt=["a", "b"], n=2, **SAMPLED))
 
 
 def test_the_command(demo_model_dir, tmp_path):
