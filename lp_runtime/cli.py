@@ -90,7 +90,8 @@ def _run(
             if work is not None:
                 work(runtime)  # the other ranks serve as they leave the block
     except LookaheadError as error:
-        print(f"error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)
+        line = " ".join(str(error).splitlines())  # what it quotes may have several
+        print(f"error: {f'rank {rank}: ' if rank else ''}{line}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT if isinstance(error, BAD_INPUT) else EXIT_FAILED)
     except BrokenPipeError:  # whoever read our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain once more at exit

@@ -173,6 +173,8 @@ class LauncherConfig:
         require_int("launcher.port", self.port, 0)
         if self.port > 65535:
             raise ConfigError(f"launcher.port={self.port}: must be 0 to 65535")
+        if self.address == "":
+            raise ConfigError("launcher.address: is empty; must be HOST:PORT")
         require_seconds("launcher.timeout", self.timeout)
         require_seconds("launcher.start_timeout", self.start_timeout)
 

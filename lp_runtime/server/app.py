@@ -67,7 +67,7 @@ class Server:
 
     def app(self) -> FastAPI:
         """The application."""
-        app = FastAPI(title="lp_runtime", docs_url=None, redoc_url=None, openapi_url=None)
+        app = FastAPI(title="lp_runtime", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         app.add_exception_handler(ApiError, lambda _, error: error.response())
         app.add_exception_handler(LookaheadError, lambda _, error: ApiError.of(error).response())
         app.add_exception_handler(RequestValidationError, invalid)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lp_runtime.api import LookaheadRuntime
 from lp_runtime.command_config import ServeConfig
-from lp_runtime.errors import ConfigError, LaunchError
+from lp_runtime.errors import ConfigError, LaunchError, first_line
 from lp_runtime.model.loading import load_tokenizer
 from lp_runtime.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    import uvicorn
+    from fastapi import FastAPI
 
 GRACE_SECONDS = 5  # that answers may take to end once the server is told to
 
@@ -33,8 +38,6 @@ def check_serve(config: ServeConfig) -> None:
 
 def serve(runtime: LookaheadRuntime, config: ServeConfig) -> None:
     """Serve until SIGINT or SIGTERM."""
-    import uvicorn
-
     from lp_runtime.server.app import Server, ServerSettings
 
     settings = ServerSettings(
@@ -47,17 +50,31 @@ def serve(runtime: LookaheadRuntime, config: ServeConfig) -> None:
     listener = _listen(config)
     with Scheduler(runtime, config.max_waiting, config.policy) as scheduler:
         app = Server(runtime, scheduler, settings, load_tokenizer(config.model)).app()
-        options = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_SECONDS, lifespan="off"
-        )
         host, port = listener.getsockname()[:2]
         print(f"serving {settings.name} on http://{host}:{port}/v1", flush=True)
-        uvicorn.Server(options).run(sockets=[listener])
+        http_server(app).run(sockets=[listener])
+
+
+def http_server(app: FastAPI) -> uvicorn.Server:
+    """What speaks HTTP for an application; `run` serves until it is told to end."""
+    import uvicorn
+
+    options = uvicorn.Config(
+        app,
+        http="h11",  # whatever else is installed: the strictest
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+    )
+    return uvicorn.Server(options)
 
 
 def _listen(config: ServeConfig) -> socket.socket:
     try:
         family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((config.host, config.port), family=family, backlog=2048)
-    except OSError as error:
-        raise ConfigError(f"host={config.host} port={config.port}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # the latter for what cannot be a host's name
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise ConfigError(f"host={config.host} port={config.port}: {reason}") from error

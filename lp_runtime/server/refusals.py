@@ -13,12 +13,19 @@ from starlette.exceptions import HTTPException
 from lp_runtime.errors import BusyError, ConfigError, DeadlineError, LookaheadError, RequestError
 
 STATUS = {RequestError: 400, ConfigError: 400, BusyError: 429, DeadlineError: 503}  # of ours; all others are 503
+MAX_MESSAGE = 500  # characters: what it quotes may be as long as a request
 
 
 class ApiError(Exception):
     """An answer in OpenAI's form of an error."""
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None):
+        message = " ".join(message.encode(errors="backslashreplace").decode().split())
+        message = (
+            message
+            if len(message) <= MAX_MESSAGE
+            else f"{message[: MAX_MESSAGE // 2]} ... {message[-MAX_MESSAGE // 2 :]}"
+        )
         super().__init__(message)
         self.status = status
         self.body = {"error": {"message": message, "type": kind, "param": None, "code": code}}

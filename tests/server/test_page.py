@@ -10,14 +10,15 @@ import urllib.request
 import pytest
 import reference
 from processes import wait_until
-from test_server import FIXED, served
+from serving import served
 
-from lp_runtime import LookaheadRuntime
+from lp_runtime import LookaheadConfig, LookaheadRuntime
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
 FLAGS += " --disable-component-update --disable-sync --window-size=1000,900"
 DRIVER = shutil.which("chromedriver")
+FIXED = LookaheadConfig(7, 5, 7, prior="none")
 SHOWN = ("output", "count", "steps", "model", "legend", "error")
 PNG = b"\x89PNG\r\n\x1a\n"
 
