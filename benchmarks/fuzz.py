@@ -27,7 +27,8 @@ from unittest import mock
 from urllib.parse import urlsplit
 
 from common import machine, markdown
-from fuzz_cases import COMPLETIONS, GOOD, LIMITS, HttpCase, http_cases, override_cases, request
+from fuzz_cases import COMPLETIONS, GOOD, LIMITS, HttpCase, http_cases, request
+from fuzz_command_lines import override_cases
 from serving import demo_model_that_chats, served
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, cli

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import fuzz
 import pytest
-from fuzz_cases import COMPLETIONS, GOOD, LIMITS, HttpCase, http_cases, override_cases, request
+from fuzz_cases import COMPLETIONS, GOOD, LIMITS, HttpCase, http_cases, request
+from fuzz_command_lines import override_cases
 from serving import demo_model_that_chats, served
 
 from lp_runtime import LookaheadRuntime
