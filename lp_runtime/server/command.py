@@ -33,25 +33,36 @@ def check_serve(config: ServeConfig) -> None:
     except ImportError as error:
         raise LaunchError(f"lp-serve: {error.name} is not installed (pip install 'lp-runtime[serve]')") from error
     load_tokenizer(config.model)
-    _listen(config).close()
+    if config.server == "uvicorn":
+        listen(config).close()
 
 
-def serve(runtime: LookaheadRuntime, config: ServeConfig) -> None:
-    """Serve until SIGINT or SIGTERM."""
+def application(runtime: LookaheadRuntime, scheduler: Scheduler, config: ServeConfig) -> FastAPI:
+    """The HTTP side of a server."""
     from lp_runtime.server.app import Server, ServerSettings
 
     settings = ServerSettings(
-        name=config.served_name or Path(config.model.location).name,
+        name=served_name(config),
         api_key=config.api_key,
         max_body_bytes=config.max_body_bytes,
         max_new_tokens=config.max_new_tokens,
         queue_timeout=config.queue_timeout,
     )
-    listener = _listen(config)
+    return Server(runtime, scheduler, settings, load_tokenizer(config.model)).app()
+
+
+def served_name(config: ServeConfig) -> str:
+    """The model's name for clients."""
+    return config.served_name or Path(config.model.location).name
+
+
+def serve(runtime: LookaheadRuntime, config: ServeConfig) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    listener = listen(config)
     with Scheduler(runtime, config.max_waiting, config.policy) as scheduler:
-        app = Server(runtime, scheduler, settings, load_tokenizer(config.model)).app()
+        app = application(runtime, scheduler, config)
         host, port = listener.getsockname()[:2]
-        print(f"serving {settings.name} on http://{host}:{port}/v1", flush=True)
+        print(f"serving {served_name(config)} on http://{host}:{port}/v1", flush=True)
         http_server(app).run(sockets=[listener])
 
 
@@ -71,7 +82,12 @@ def http_server(app: FastAPI) -> uvicorn.Server:
     return uvicorn.Server(options)
 
 
-def _listen(config: ServeConfig) -> socket.socket:
+def listen(config: ServeConfig) -> socket.socket:
+    """A socket that listens as the settings say.
+
+    Raises:
+        ConfigError: if it cannot.
+    """
     try:
         family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((config.host, config.port), family=family, backlog=2048)
