@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lp_runtime.api import LookaheadRuntime
 from lp_runtime.command_config import ServeConfig
 from lp_runtime.errors import LaunchError, ReplicaError, first_line
-from lp_runtime.launchers.ray_actors import connect
+from lp_runtime.launchers.ray_actors import CPU_SHARE, connect
 from lp_runtime.overrides import load_config
 from lp_runtime.scheduler import Scheduler
 from lp_runtime.server.command import GRACE_SECONDS, application, listen, served_name
@@ -89,7 +89,7 @@ def build_from_config(config: ServeConfig) -> Any:
         max_constructor_retry_count=1,
         graceful_shutdown_timeout_s=GRACE_SECONDS + END_SECONDS,
         graceful_shutdown_wait_loop_s=0.1,
-        ray_actor_options={"num_cpus": 1},
+        ray_actor_options={"num_cpus": CPU_SHARE},
     )
     return deployment.bind(replace(config, launcher=replace(config.launcher, name="ray")))
 
