@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import openai
 import pytest
@@ -203,7 +204,7 @@ def test_a_client_that_goes_frees_the_replicas(server):
         connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
         wait_until(lambda: scheduler.num_running)
         connection.sock.close()
-        wait_until(lambda: not scheduler.num_running)
+        wait_until(lambda: "lp_requests_running 0.0" in urllib.request.urlopen(f"{url}/metrics").read().decode())
         assert scheduler.totals.requests["cancelled"] == before + 1
 
 
@@ -233,20 +234,14 @@ def test_a_full_queue_and_a_key(runtime):
             client.completions.create(**body(prompt=["a", "b"], n=2, **SAMPLED))
 
 
-def test_the_command(demo_model_dir, tmp_path):
-    """Two replicas; one is killed while it decodes; Ctrl-C ends everything."""
-    command = [
-        sys.executable,
-        "-c",
-        "from lp_runtime.cli import serve_main; serve_main()",
-        "port=0",
-        "gpus=2",
-        "device=cpu",
-    ]
-    command += ["dtype=float32", "lookahead.W=7", "lookahead.N=5", "lookahead.G=7", "lookahead.prior=none"]
+@contextmanager
+def command(tmp_path, *overrides: str):
+    """(mark, process, client) of an lp-serve."""
+    code = "from lp_runtime.cli import serve_main; serve_main()"
+    settings = ["device=cpu", "dtype=float32", "lookahead.W=7", "lookahead.N=5", "lookahead.G=7"]
     with marked() as mark:
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-c", code, *settings, "lookahead.prior=none", *overrides],
             cwd=tmp_path,
             env=mark.environment,
             stdout=subprocess.PIPE,
@@ -254,13 +249,17 @@ def test_the_command(demo_model_dir, tmp_path):
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         url = process.stdout.readline().split()[-1]
-        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        yield mark, process, openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+
+
+def test_the_command(tmp_path):
+    """Two replicas; one is killed while it decodes; Ctrl-C ends everything."""
+    with command(tmp_path, "port=0", "gpus=2") as (mark, process, client):
         assert [model.id for model in client.models.list()] == ["demo_model"]
-        whole = client.completions.create(**body(model="demo_model", max_tokens=200, temperature=0)).choices[0].text
+        asked = body(model="demo_model", max_tokens=200, temperature=0)
+        whole = client.completions.create(**asked).choices[0].text
         text = ""
-        for number, chunk in enumerate(
-            client.completions.create(**body(model="demo_model", max_tokens=200, temperature=0, stream=True))
-        ):
+        for number, chunk in enumerate(client.completions.create(**asked, stream=True)):
             text += chunk.choices[0].text
             if number == 3:
                 subprocess.run(["kill", "-9", str(mark.workers()[0])], check=True)
@@ -268,6 +267,20 @@ def test_the_command(demo_model_dir, tmp_path):
         process.send_signal(signal.SIGINT)
         process.wait(PATIENCE)
         mark.assert_gone()
+
+
+def test_a_server_that_is_killed_and_started_again(tmp_path):
+    """Its replicas end by themselves, in the middle of a request; the next one takes the port."""
+    asked = body(model="demo_model", temperature=0)
+    with command(tmp_path, "port=0", "gpus=2") as (mark, process, client):
+        text, port = client.completions.create(**asked).choices[0].text, client.base_url.port
+        stream = client.completions.create(**asked | {"max_tokens": 2000}, stream=True)
+        assert next(iter(stream)).choices[0].text and len(mark.workers()) == 2
+        process.kill()
+        mark.assert_gone()
+        stream.close()
+    with command(tmp_path, f"port={port}", "gpus=1") as (_, _, client):
+        assert client.base_url.port == port and client.completions.create(**asked).choices[0].text == text
 
 
 @pytest.mark.parametrize(
