@@ -89,6 +89,7 @@ GENERATE = {
     "port": ("80",),
 }
 SERVE = {
+    "server": BAD_CHOICE,
     "port": (*BAD_INT, "65536"),
     "max_waiting": BAD_INT,
     "max_body_bytes": (*BAD_INT, "0"),
