@@ -105,6 +105,12 @@ def test_lookahead_settings_change_nothing_but_the_steps(client, expected):
         assert done.choices[0].text == expected[PROMPT, False].text
 
 
+def test_null_is_not_given(client, expected):
+    nulls = dict.fromkeys(("n", "stream", "echo", "stop", "suffix", "logit_bias", "presence_penalty", "lookahead"))
+    done = client.completions.create(**body(temperature=0, extra_body={"ignore_eos": True} | nulls))
+    assert done.choices[0].text == expected[PROMPT, False].text
+
+
 def test_chat(client, server):
     messages = [
         {"role": "system", "content": "Be brief."},
