@@ -88,7 +88,8 @@ def _run(
         # What can be refused without a model is refused before replicas start; by rank 0, whose end ends the others.
         work = None if rank else prepare(config)
         if isinstance(config, ServeConfig) and config.server == "ray_serve":
-            serve_on_ray(config)  # the runtime is there
+            if work is not None:
+                serve_on_ray(config)  # the runtime is there
             return
         with LookaheadRuntime.from_config(config) as runtime:
             if work is not None:

@@ -10,6 +10,7 @@ from lp_runtime.api import LookaheadRuntime
 from lp_runtime.command_config import ServeConfig
 from lp_runtime.errors import ConfigError, LaunchError, first_line
 from lp_runtime.model.loading import load_tokenizer
+from lp_runtime.parallel.group import started_by_torchrun
 from lp_runtime.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ def check_serve(config: ServeConfig) -> None:
     """Refuse, before a model is loaded, what cannot be served.
 
     Raises:
-        LaunchError: if the server's packages are not installed, or the port is taken.
+        ConfigError: if the port is taken, or torchrun is to start what Ray starts.
+        LaunchError: if the server's packages are not installed.
         ModelError: if the model has no tokenizer.
     """
     try:
@@ -35,6 +37,8 @@ def check_serve(config: ServeConfig) -> None:
     load_tokenizer(config.model)
     if config.server == "uvicorn":
         listen(config).close()
+    elif started_by_torchrun():
+        raise ConfigError("server=ray_serve: torchrun started this process; start without torchrun")
 
 
 def application(runtime: LookaheadRuntime, scheduler: Scheduler, config: ServeConfig) -> FastAPI:

@@ -296,6 +296,7 @@ def test_a_server_that_is_killed_and_started_again(tmp_path):
         ("max_waiting=-1", "max_waiting=-1"),
         ("host=300.0.0.1", "host=300.0.0.1 port=8000"),
         ("api_key=''", "api_key: is empty"),
+        ("server=apache", "server=apache: must be one of uvicorn, ray_serve"),
     ],
 )
 def test_bad_settings(override, message, capsys):
