@@ -5,49 +5,32 @@
 For each number of clients and each policy (latency: LP at its maximum; throughput: LP 1; fair: elastic) a server of
 spawned replicas is asked by clients that each send one request after another, streamed and whole, greedy and sampled,
 in turns. Every answer is compared with that of the same prompt alone on one replica. Prints tokens/s, percentiles of
-the latency and of the time to the first token, errors, and the memory of driver and replicas at the end over that after
-a tenth of the time. The exit status is 1 if an answer is wrong or a request fails.
+the latency and of the time to the first token, errors, the memory of driver and replicas at the end over that after
+a tenth of the time, and how soon after a client of a stream has gone nothing runs any more. The exit status is 1 if an
+answer is wrong or a request fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import socket
 import statistics
 import sys
 import threading
 import time
-from contextlib import contextmanager
+import urllib.request
 from pathlib import Path
 
 import openai
-import uvicorn
 from common import add_arguments, load_prompts, machine, markdown
+from serving import served
 
-from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig, Scheduler
+from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.config import ModelConfig, RuntimeConfig
-from lp_runtime.model.loading import load_tokenizer
-from lp_runtime.server.app import Server, ServerSettings
 
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
 SAMPLED = {"temperature": 0.8, "seed": 7}
 GREEDY = {"temperature": 0.0}
-
-
-@contextmanager
-def served(runtime: LookaheadRuntime, policy: str):
-    """The base URL of a server in this process."""
-    with Scheduler(runtime, max_waiting=10_000, policy=policy) as scheduler:
-        app = Server(runtime, scheduler, ServerSettings("m"), load_tokenizer(runtime.config.model)).app()
-        listener = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        finally:
-            server.should_exit = True
-            thread.join()
+GONE = 11  # streams whose clients go
 
 
 def resident(runtime: LookaheadRuntime) -> int:
@@ -85,13 +68,26 @@ class Client(threading.Thread):
     def _ask(self, prompt: str, options: dict, is_streamed: bool, started: float) -> str:
         more = {"max_tokens": self._length, "extra_body": {"ignore_eos": True}, **options}
         if not is_streamed:
-            return self._client.completions.create(model="m", prompt=prompt, **more).choices[0].text
+            return self._client.completions.create(model="demo", prompt=prompt, **more).choices[0].text
         text = ""
-        for chunk in self._client.completions.create(model="m", prompt=prompt, stream=True, **more):
+        for chunk in self._client.completions.create(model="demo", prompt=prompt, stream=True, **more):
             if not text:
                 self.firsts.append(time.perf_counter() - started)
             text += chunk.choices[0].text
         return text
+
+
+def freed(url: str, prompt: str) -> float:
+    """Seconds from when a client of a stream goes until /metrics says that nothing runs."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    options = {"max_tokens": 900, "extra_body": {"ignore_eos": True, "lookahead": {"W": 0, "N": 2, "G": 0}}}
+    stream = client.completions.create(model="demo", prompt=prompt, stream=True, **options)
+    next(iter(stream))
+    started = time.perf_counter()
+    stream.close()
+    while "lp_requests_running 0.0" not in urllib.request.urlopen(f"{url}/metrics").read().decode():
+        time.sleep(0.002)
+    return time.perf_counter() - started
 
 
 def percentiles(values: list[float]) -> str:
@@ -125,11 +121,11 @@ def main() -> None:
         config.gpus = gpus
         for num_clients in args.clients:
             for policy in args.policies:
-                with LookaheadRuntime.from_config(config) as runtime, served(runtime, policy) as url:
+                with LookaheadRuntime.from_config(config) as runtime, served(runtime, 10_000, policy) as (url, _):
                     started = time.perf_counter()
                     until = started + args.seconds
                     clients = [
-                        Client(number, url, cases, expected, args.max_new_tokens, until)
+                        Client(number, f"{url}/v1", cases, expected, args.max_new_tokens, until)
                         for number in range(num_clients)
                     ]
                     for client in clients:
@@ -140,6 +136,7 @@ def main() -> None:
                         client.join()
                     seconds = time.perf_counter() - started
                     growth = resident(runtime) / before
+                    waits = sorted(freed(url, prompts[0]) for _ in range(GONE))
                 latencies = [each for client in clients for each in client.latencies]
                 wrong = [each for client in clients for each in client.wrong]
                 num_wrong += len(wrong)
@@ -150,11 +147,11 @@ def main() -> None:
                 rows.append(
                     [gpus, num_clients, policy, len(latencies), len(wrong), speed, percentiles(latencies), firsts]
                 )
-                rows[-1].append(f"{growth:.3f}")
+                rows[-1] += [f"{growth:.3f}", f"{waits[GONE // 2]:.3f} / {waits[-1]:.3f}"]
                 print(*rows[-1], file=sys.stderr, flush=True)
     print(f"{machine()}; {args.max_new_tokens} tokens a request, {args.seconds:g} s each\n")
     header = ["replicas", "clients", "policy", "requests", "wrong or failed", "tokens/s", "latency s, 50/90/99%"]
-    print(markdown([*header, "first token s, 50/90/99%", "memory, end over start"], rows))
+    print(markdown([*header, "first token s, 50/90/99%", "memory, end over start", "freed s, 50/100%"], rows))
     sys.exit(1 if num_wrong else 0)
 
 

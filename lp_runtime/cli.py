@@ -21,6 +21,7 @@ from lp_runtime.model.loading import check_location
 from lp_runtime.overrides import as_yaml, help_keys, load_config
 from lp_runtime.parallel.group import ReplicaContext, started_by_torchrun
 from lp_runtime.server.command import check_serve, serve
+from lp_runtime.server.ray_serve import serve_on_ray
 from lp_runtime.single import generate_one, parse_ids
 
 BAD_INPUT = (ConfigError, RequestError, ModelError, LaunchError)
@@ -86,11 +87,16 @@ def _run(
             return
         # What can be refused without a model is refused before replicas start; by rank 0, whose end ends the others.
         work = None if rank else prepare(config)
+        if isinstance(config, ServeConfig) and config.server == "ray_serve":
+            if work is not None:
+                serve_on_ray(config)  # the runtime is there
+            return
         with LookaheadRuntime.from_config(config) as runtime:
             if work is not None:
                 work(runtime)  # the other ranks serve as they leave the block
     except LookaheadError as error:
-        print(f"error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)
+        line = " ".join(str(error).splitlines())  # what it quotes may have several
+        print(f"error: {f'rank {rank}: ' if rank else ''}{line}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT if isinstance(error, BAD_INPUT) else EXIT_FAILED)
     except BrokenPipeError:  # whoever read our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain once more at exit

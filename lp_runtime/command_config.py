@@ -11,6 +11,7 @@ from lp_runtime.errors import ConfigError
 
 SCHEDULES = ("fair", "latency", "throughput")
 MAX_BATCH = 8  # requests that a replica decodes in one forward pass at most, by default
+SERVERS = ("uvicorn", "ray_serve")
 
 
 @dataclass
@@ -101,10 +102,12 @@ class ChatConfig(RuntimeConfig):
 class ServeConfig(RuntimeConfig):
     """What lp-serve takes: a runtime, and how it is served."""
 
+    server: str = "uvicorn"
+    """What speaks HTTP: uvicorn, in this process, or ray_serve: an application of Ray Serve, with launcher=ray."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every one."""
     port: int = 8000
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 takes a free one (uvicorn only)."""
     api_key: Optional[str] = None  # noqa: UP045
     """What clients must send as their API key; none is asked for if not given."""
     served_name: Optional[str] = None  # noqa: UP045
@@ -130,6 +133,12 @@ class ServeConfig(RuntimeConfig):
         if self.port > 65535:
             raise ConfigError(f"port={self.port}: must be 0 to 65535")
         require_int("max_batch", self.max_batch, 1)
+        require_choice("server", self.server, SERVERS)
+        if self.server == "ray_serve":
+            if self.port == 0:
+                raise ConfigError("port=0: must be 1 to 65535 with server=ray_serve")
+            if self.launcher.name not in ("auto", "ray"):
+                raise ConfigError(f"launcher={self.launcher.name}: must be ray with server=ray_serve")
         require_int("max_waiting", self.max_waiting, 0)
         require_int("max_body_bytes", self.max_body_bytes, 1)
         check_limits(self.max_new_tokens, None, None)

@@ -181,6 +181,8 @@ class LauncherConfig:
             raise ConfigError(f"launcher.port={self.port}: must be 0 to 65535")
         if self.interface == "":
             raise ConfigError("launcher.interface: is empty; must be the name of a network interface")
+        if self.address == "":
+            raise ConfigError("launcher.address: is empty; must be HOST:PORT")
         require_seconds("launcher.timeout", self.timeout)
         require_seconds("launcher.start_timeout", self.start_timeout)
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -21,6 +22,7 @@ from lp_runtime.errors import ConfigError, first_line
 
 # Free text and paths: taken to the letter, where Hydra's grammar would want most of Python quoted.
 LITERAL_KEYS = ("prompt", "prompts", "output", "prompt_field", "model.path", "system")
+MAX_SHOWN = 200  # characters of an override that cannot be read
 
 Config = TypeVar("Config", bound=RuntimeConfig)
 
@@ -80,14 +82,17 @@ def load_config(schema: type[Config], overrides: list[str], config_dir: str | No
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not re.match(r"[\w.]+$", key):
-            raise ConfigError(f"{override}: settings are written KEY=VALUE, all keys are there (no + or ~)")
+            raise ConfigError(f"{_cut(override)}: settings are written KEY=VALUE, all keys are there (no + or ~)")
         if key in LITERAL_KEYS and key in _keys(schema):
             literal[key] = value
         elif key == "stop":
             literal[key] = _strings(key, value)
         elif key == "sampling.logit_bias":
             literal[key] = _biases(key, value)
+        elif key.partition(".")[0] == "hydra":
+            raise ConfigError(f"unknown setting {_cut(override)}: see --help")
         else:
+            _check_group(key, value, config_dir)
             rest.append(override)
     ConfigStore.instance().store(name="schema", node=schema)
     search = [f"hydra.searchpath=[{Path(config_dir).resolve()}]"] if config_dir else []
@@ -100,7 +105,38 @@ def load_config(schema: type[Config], overrides: list[str], config_dir: str | No
         raise ConfigError(f"{_culprit(str(error.missing_cfg_file), rest)}: must be one of {options}") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(schema, error, rest)) from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets in brackets
+        raise ConfigError(f"{_unreadable(rest)}: cannot be read ({first_line(error)})") from error
     return _build(schema, values, literal)
+
+
+def _check_group(key: str, value: str, config_dir: str | None) -> None:
+    """Refuse what is no name of a group's; Hydra takes lists, too, and looks for files of any name.
+
+    Raises:
+        ConfigError: names those that are there.
+    """
+    names = _groups().get(key)
+    if names is None:
+        return
+    further = [file.stem for file in Path(config_dir).glob(f"{key}/*.yaml")] if config_dir else []
+    if value not in (*names, *further):
+        raise ConfigError(f"{key}={_cut(value)}: must be one of {', '.join(sorted({*names, *further}))}")
+
+
+def _unreadable(overrides: list[str]) -> str:
+    """The first override that Hydra's parser breaks at."""
+    parser = OverridesParser.create()
+    for override in overrides:
+        try:
+            parser.parse_override(override)
+        except (ValueError, RecursionError):
+            return _cut(override)
+    return "settings"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def _build(schema: type, values: dict, literal: dict[str, Any], prefix: str = ""):
@@ -120,8 +156,8 @@ def _strings(key: str, value: str) -> list[str]:
         return [value]
     try:
         return json.loads(value)
-    except ValueError as error:
-        raise ConfigError(f"{key}={value}: must be a string or a JSON list of strings ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{key}={_cut(value)}: must be a string or a JSON list of strings ({error})") from error
 
 
 def _biases(key: str, value: str) -> dict[int, float]:

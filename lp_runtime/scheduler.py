@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from typing import Unpack
 
 from lp_runtime.api import LookaheadRuntime
@@ -88,6 +88,10 @@ class Scheduler:
     def is_healthy(self) -> bool:
         """Whether any replica is there."""
         return self._launcher.num_ready > 0
+
+    @property
+    def max_waiting(self) -> int:
+        return self._max_waiting
 
     @property
     def num_waiting(self) -> int:
@@ -250,8 +254,17 @@ class Scheduler:
 
     def _most_running(self) -> int:
         """Requests that may run at once."""
-        ready = self._launcher.ready
-        return 1 if ready is None or self._policy == "latency" else max(1, len(ready)) * self._batch
+        return self._most_on(self._launcher.ready)
+
+    def _most_on(self, replicas: Collection[int] | None) -> int:
+        return 1 if replicas is None or self._policy == "latency" else max(1, len(replicas)) * self._batch
+
+    @property
+    def most_at_once(self) -> int:
+        """Requests that can be here at once, running and waiting, when all replicas are there."""
+        launcher = self._launcher
+        everything = None if launcher.ready is None else range(launcher.num_replicas)
+        return self._max_waiting + self._most_on(everything)
 
     def _work(self) -> None:
         with self._changed:

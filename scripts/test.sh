@@ -8,6 +8,7 @@ set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 "$root/scripts/setup.sh" ray,test
+"$root/scripts/browser.sh"
 cd "$root"
 # Threads of two processes on two cores would wait for one another most of the time.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

@@ -152,6 +152,38 @@ class Booking:
         self._ray.util.remove_placement_group(self._group)
 
 
+def connect(address: str | None) -> None:
+    """Connect this process to a Ray cluster.
+
+    Args:
+        address: HOST:PORT; None for the one that this machine or job belongs to, else a local one that starts here.
+
+    Raises:
+        LaunchError: if it cannot be reached or started.
+    """
+    import ray
+
+    _probe(address)
+    options = {} if address else {"include_dashboard": False}  # the latter is for a cluster that starts here
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+    except Exception as error:  # Ray raises ConnectionError, RuntimeError, ValueError and more
+        where = f" at launcher.address={address}" if address else ""
+        raise LaunchError(f"launcher=ray: cannot reach or start a Ray cluster{where}: {first_line(error)}") from error
+
+
+def _probe(address: str | None) -> None:
+    """Knock at the cluster's door. Ray itself knocks for minutes at a dead one, and logs many lines."""
+    match = re.fullmatch(r"(?:ray://)?(.+):(\d+)", address or "")
+    if not match:
+        return
+    try:
+        socket.create_connection((match[1].strip("[]"), int(match[2])), CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise LaunchError(f"launcher=ray: no Ray cluster at launcher.address={address}: {reason}") from error
+
+
 class RayLauncher(TeamLauncher):
     """launcher=ray: a placement group, one actor a GPU, the process group formed among the actors."""
 
@@ -167,7 +199,7 @@ class RayLauncher(TeamLauncher):
         self._booking: Booking | None = None
         self._connected_here = not ray.is_initialized()
         if self._connected_here:
-            self._connect(config.launcher.address)
+            connect(config.launcher.address)
         try:
             self._booking = Booking(ray, config)
             # Decided here for all: a node may have GPUs that this runtime has not booked.
@@ -177,29 +209,6 @@ class RayLauncher(TeamLauncher):
             if isinstance(error, ray.exceptions.RayError):
                 raise LaunchError(f"launcher=ray: {first_line(error)}") from error
             raise
-
-    def _connect(self, address: str | None) -> None:
-        self._probe(address)
-        options = {} if address else {"include_dashboard": False}  # the latter is for a cluster that starts here
-        try:
-            self._ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
-        except Exception as error:  # Ray raises ConnectionError, RuntimeError, ValueError and more
-            where = f" at launcher.address={address}" if address else ""
-            raise LaunchError(
-                f"launcher=ray: cannot reach or start a Ray cluster{where}: {first_line(error)}"
-            ) from error
-
-    @staticmethod
-    def _probe(address: str | None) -> None:
-        """Knock at the cluster's door. Ray itself knocks for minutes at a dead one, and logs many lines."""
-        match = re.fullmatch(r"(?:ray://)?(.+):(\d+)", address or "")
-        if not match:
-            return
-        try:
-            socket.create_connection((match[1].strip("[]"), int(match[2])), CONNECT_SECONDS).close()
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise LaunchError(f"launcher=ray: no Ray cluster at launcher.address={address}: {reason}") from error
 
     def _launch(self, index: int) -> None:
         actor_class = self._ray.remote(concurrency_groups=LANES)(ReplicaActor)

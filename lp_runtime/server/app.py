@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import json
 import time
-import uuid
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +16,17 @@ from starlette.exceptions import HTTPException
 
 from lp_runtime.api import LookaheadRuntime
 from lp_runtime.decoding import Request as DecodingRequest
-from lp_runtime.errors import BusyError, ConfigError, DeadlineError, LookaheadError, RequestError
-from lp_runtime.generation import Piece
+from lp_runtime.errors import LookaheadError, RequestError
 from lp_runtime.request import RequestMaker, RequestOptions
-from lp_runtime.scheduler import Job, Scheduler
+from lp_runtime.scheduler import Scheduler
+from lp_runtime.server.forms import LAST_EVENT, ChatForm, Choice, CompletionForm, Form, event
 from lp_runtime.server.metrics import Metrics
 from lp_runtime.server.protocol import Chat, Common, Completion
+from lp_runtime.server.refusals import ApiError, Gate, invalid
 from lp_runtime.server.trimming import StopTrimmer
 
 PAGE = Path(__file__).with_name("page.html")
 POLL_SECONDS = 0.1  # between looks whether a client is still there
-REASONS = {"eos": "stop", "stop": "stop"}  # of ours, in OpenAI's terms; all others are "length"
-STATUS = {RequestError: 400, ConfigError: 400, BusyError: 429, DeadlineError: 503}  # of ours; all others are 503
 
 
 @dataclass(frozen=True)
@@ -53,52 +48,6 @@ class ServerSettings:
     queue_timeout: float | None = None
 
 
-class ApiError(Exception):
-    """An answer in OpenAI's form of an error."""
-
-    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None):
-        super().__init__(message)
-        self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
-
-    @classmethod
-    def of(cls, error: LookaheadError) -> ApiError:
-        status = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 503)
-        kind = "invalid_request_error" if status == 400 else "server_error"
-        return cls(status, str(error), kind, type(error).__name__)
-
-    def response(self) -> JSONResponse:
-        headers = {"Retry-After": "1"} if self.status in (429, 503) else None
-        return JSONResponse(self.body, self.status, headers)
-
-
-@dataclass
-class Choice:
-    """One of the texts of an answer, as it grows."""
-
-    index: int
-    job: Job
-    trimmer: StopTrimmer
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    found_by: list[int] = field(default_factory=list)
-    reason: str | None = None
-
-    def add(self, piece: Piece) -> str:
-        """Take a piece; returns what of its text may be shown."""
-        self.tokens += piece.token_ids
-        self.logprobs += piece.logprobs or ()
-        self.found_by += piece.found_by or ()
-        return self.trimmer.add(piece.text)
-
-    def finish(self) -> str:
-        """The job has ended; returns what of the text may still be shown."""
-        finish_reason = self.job.generation.finish_reason
-        self.reason = REASONS.get(finish_reason, "length")
-        return self.trimmer.finish(finish_reason == "stop")
-
-
 class Server:
     """Turns HTTP requests into jobs and their pieces into answers.
 
@@ -112,17 +61,18 @@ class Server:
     def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler, settings: ServerSettings, tokenizer: Any):
         self._runtime, self._scheduler, self._settings = runtime, scheduler, settings
         self._tokenizer = tokenizer
+        self._hidden = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._started = int(time.time())
         self.metrics = Metrics(runtime, scheduler)
 
     def app(self) -> FastAPI:
         """The application."""
-        app = FastAPI(title="lp_runtime", docs_url=None, redoc_url=None, openapi_url=None)
+        app = FastAPI(title="lp_runtime", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         app.add_exception_handler(ApiError, lambda _, error: error.response())
         app.add_exception_handler(LookaheadError, lambda _, error: ApiError.of(error).response())
-        app.add_exception_handler(RequestValidationError, _invalid)
+        app.add_exception_handler(RequestValidationError, invalid)
         app.add_exception_handler(HTTPException, lambda _, e: ApiError(e.status_code, str(e.detail)).response())
-        app.add_middleware(_Gate, settings=self._settings)
+        app.add_middleware(Gate, api_key=self._settings.api_key, max_body_bytes=self._settings.max_body_bytes)
         app.get("/")(self.page)
         app.get("/health")(self.health)
         app.get("/metrics")(self.show_metrics)
@@ -169,14 +119,17 @@ class Server:
         options = body.options(self._runtime.config.sampling)
         options["logprobs"] = body.logprobs is not None
         choices = self._submit(body, prompts, body.max_tokens, options)
-        return await self._answer(body, request, choices, CompletionForm(self, bool(options["logprobs"])))
+        return await self._answer(body, request, choices, self._form(CompletionForm, body.logprobs is not None))
 
     async def chat(self, body: Chat, request: Request) -> Response:
         options = body.options(self._runtime.config.sampling)
         options["messages"] = [message.plain() for message in body.messages]
         options["logprobs"] = body.logprobs
         choices = self._submit(body, [None], body.length(), options)
-        return await self._answer(body, request, choices, ChatForm(self, body.logprobs))
+        return await self._answer(body, request, choices, self._form(ChatForm, body.logprobs))
+
+    def _form(self, kind: type[Form], with_logprobs: bool) -> Form:
+        return kind(self._settings.name, lambda token: self._tokenizer.decode([token]), with_logprobs)
 
     def _submit(
         self, body: Common, prompts: Sequence[Any], max_new_tokens: int | None, options: RequestOptions
@@ -185,6 +138,10 @@ class Server:
         limit = self._settings.max_new_tokens
         if limit is not None and max_new_tokens is not None and max_new_tokens > limit:
             raise RequestError(f"max_tokens={max_new_tokens}: must be at most {limit}")
+        num_texts, most = len(prompts) * body.n, self._scheduler.most_at_once
+        if num_texts > most:
+            asked = f"n={body.n}" if len(prompts) == 1 else f"{len(prompts)} prompts x n={body.n}"
+            raise RequestError(f"{asked}: must be at most {most} with max_waiting={self._scheduler.max_waiting}")
         maker = RequestMaker(self._runtime.config, self._runtime.info, lambda: self._tokenizer)
         requests: list[DecodingRequest] = []
         for prompt in prompts:
@@ -195,7 +152,7 @@ class Server:
                 raise RequestError(f"n={body.n}: decoding is greedy; give temperature > 0")
             requests += [replace(first, sample=sample) for sample in range(body.n)]
         jobs = self._scheduler.submit_all(requests, self._settings.queue_timeout)
-        return [Choice(index, job, StopTrimmer(job.request.stop)) for index, job in enumerate(jobs)]
+        return [Choice(index, job, StopTrimmer(job.request.stop, self._hidden)) for index, job in enumerate(jobs)]
 
     async def _answer(self, body: Common, request: Request, choices: list[Choice], form: Form) -> Response:
         arrived = time.perf_counter()
@@ -241,175 +198,16 @@ class Server:
         """The answer as server-sent events."""
         try:
             for chunk in form.opening(choices):
-                yield _event(chunk)
+                yield event(chunk)
             shown = dict.fromkeys(range(len(choices)), 0)
             async for choice, text in events:
                 new = slice(shown[choice.index], len(choice.tokens))
                 shown[choice.index] = len(choice.tokens)
                 is_told = form.with_logprobs or choice.job.request.trace
                 if text or choice.reason or (is_told and new.start < new.stop):
-                    yield _event(form.chunk(choice, text, new))
+                    yield event(form.chunk(choice, text, new))
             if with_usage:
-                yield _event(form.usage_chunk(choices))
+                yield event(form.usage_chunk(choices))
         except LookaheadError as error:  # too late for a status
-            yield _event(ApiError.of(error).body)
-        yield "data: [DONE]\n\n"
-
-    def token_text(self, token: int) -> str:
-        """A token as text, for log-probabilities."""
-        return self._tokenizer.decode([token])
-
-    @property
-    def name(self) -> str:
-        return self._settings.name
-
-
-def _event(body: dict) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
-
-
-class Form(ABC):
-    """The shape of an answer: a completion's or a chat's."""
-
-    prefix: str
-    kind: str
-
-    def __init__(self, server: Server, with_logprobs: bool):
-        self._server = server
-        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": server.name}
-        self.with_logprobs = with_logprobs
-
-    def usage(self, choices: list[Choice]) -> dict[str, int]:
-        prompts = {id(choice.job.request.prompt_ids): len(choice.job.request.prompt_ids) for choice in choices}
-        num_new = sum(len(choice.tokens) for choice in choices)
-        num_prompt = sum(prompts.values())
-        return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
-
-    def opening(self, choices: list[Choice]) -> list[dict]:
-        """Chunks before any text."""
-        return []
-
-    def chunk_kind(self) -> str:
-        return self.kind
-
-    def usage_chunk(self, choices: list[Choice]) -> dict:
-        return {**self._head, "object": self.chunk_kind(), "choices": [], "usage": self.usage(choices)}
-
-    def whole(self, choices: list[Choice]) -> dict:
-        """The answer in one piece."""
-        bodies = [self.choice(choice) for choice in choices]
-        return {**self._head, "object": self.kind, "choices": bodies, "usage": self.usage(choices)}
-
-    def chunk(self, choice: Choice, text: str, new: slice) -> dict:
-        """A piece of a streamed answer; `new` are the tokens that it brings."""
-        delta = self.delta(choice, text, new)
-        if choice.job.request.trace:  # beyond OpenAI's: what this step has brought
-            delta["lookahead"] = {"tokens": len(choice.tokens[new]), "found_by": choice.found_by[new]}
-        return {**self._head, "object": self.chunk_kind(), "choices": [delta]}
-
-    @abstractmethod
-    def choice(self, choice: Choice) -> dict:
-        """One of the texts of a whole answer."""
-
-    @abstractmethod
-    def delta(self, choice: Choice, text: str, new: slice) -> dict:
-        """The same of a piece."""
-
-
-class CompletionForm(Form):
-    """Of /v1/completions."""
-
-    prefix, kind = "cmpl", "text_completion"
-
-    def choice(self, choice: Choice) -> dict:
-        return self.delta(choice, choice.text, slice(None))
-
-    def delta(self, choice: Choice, text: str, new: slice) -> dict:
-        logprobs = None
-        if self.with_logprobs:
-            texts = [self._server.token_text(token) for token in choice.tokens[new]]
-            logprobs = {
-                "tokens": texts,
-                "token_logprobs": choice.logprobs[new],
-                "top_logprobs": None,
-                "text_offset": None,
-            }
-        return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": choice.reason}
-
-
-class ChatForm(Form):
-    """Of /v1/chat/completions."""
-
-    prefix, kind = "chatcmpl", "chat.completion"
-
-    def chunk_kind(self) -> str:
-        return "chat.completion.chunk"
-
-    def opening(self, choices: list[Choice]) -> list[dict]:
-        deltas = [
-            {"index": c.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None} for c in choices
-        ]
-        return [{**self._head, "object": self.chunk_kind(), "choices": [delta]} for delta in deltas]
-
-    def choice(self, choice: Choice) -> dict:
-        message = {"role": "assistant", "content": choice.text}
-        logprobs = self._logprobs(choice, slice(None))
-        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.reason}
-
-    def delta(self, choice: Choice, text: str, new: slice) -> dict:
-        delta = {"content": text} if text else {}
-        logprobs = self._logprobs(choice, new)
-        return {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": choice.reason}
-
-    def _logprobs(self, choice: Choice, new: slice) -> dict | None:
-        if not self.with_logprobs:
-            return None
-        pairs = zip(choice.tokens[new], choice.logprobs[new], strict=True)
-        texts = [(self._server.token_text(token), value) for token, value in pairs]
-        content = [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []} for text, value in texts
-        ]
-        return {"content": content}
-
-
-async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-    """What pydantic has found, in one line."""
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
-    return ApiError(400, f"{where}: {first['msg']}").response()
-
-
-class _Gate:
-    """Before anything is read: the key, and the size of the body."""
-
-    def __init__(self, app: Callable, settings: ServerSettings):
-        self._app, self._settings = app, settings
-
-    async def __call__(self, scope, receive, send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        key = self._settings.api_key
-        if key is not None and scope["path"].startswith("/v1/"):
-            given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, b"Bearer " + key.encode()):
-                error = ApiError(401, "the API key is missing or wrong", "authentication_error", "invalid_api_key")
-                await error.response()(scope, receive, send)
-                return
-        limit, size = self._settings.max_body_bytes, 0
-        too_large = ApiError(413, f"the request is too large: must be at most {limit} bytes")
-        declared = headers.get(b"content-length", b"0")
-        if not declared.isdigit() or int(declared[:20]) > limit:
-            await too_large.response()(scope, receive, send)
-            return
-
-        async def counted() -> dict:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > limit:
-                raise HTTPException(413, f"the request is too large: must be at most {limit} bytes")
-            return message
-
-        await self._app(scope, counted, send)
+            yield event(ApiError.of(error).body)
+        yield LAST_EVENT

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lp_runtime.config import LookaheadConfig, SamplingConfig
 from lp_runtime.errors import RequestError
@@ -71,17 +71,26 @@ class Common(_Body):
     lookahead: Lookahead | None = None
     trace: bool = False
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        """In OpenAI's API a field that is null is not given."""
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
     def stops(self) -> list[str] | None:
         """The stop strings that are given.
 
         Raises:
-            RequestError: if there are too many.
+            RequestError: if there are too many, or one is no Unicode.
         """
         if self.stop is None:
             return None
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         if len(stops) > MAX_STOPS:
             raise RequestError(f"stop: {len(stops)} strings are given; must be at most {MAX_STOPS}")
+        for stop in stops:
+            if any("\ud800" <= character <= "\udfff" for character in stop):
+                raise RequestError(f"stop={stop!r}: is not valid Unicode")
         return stops
 
     def options(self, sampling: SamplingConfig) -> RequestOptions:
@@ -99,6 +108,7 @@ class Common(_Body):
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: only with stream=true")
         given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
+        replace(sampling, **given | {"temperature": None})  # its checks
         if self.temperature == 0:  # clients send their defaults along, which greedy decoding has no use for
             given = {name: given[name] for name in ("temperature", "repetition_penalty") if name in given}
             warpers = dict.fromkeys(("top_k", "top_p", "min_p", "typical_p", "seed"))
@@ -154,7 +164,7 @@ class Completion(Common):
 class ContentPart(_Body):
     """A part of a message; text only."""
 
-    type: str
+    type: Literal["text"]
     text: str
 
 

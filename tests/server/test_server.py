@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
-import random
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
-import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,41 +15,20 @@ from contextlib import contextmanager
 import openai
 import pytest
 import reference
-import uvicorn
 from processes import PATIENCE, marked, wait_until
+from serving import demo_model_that_chats, served
 
-from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig, Scheduler
+from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.model.loading import load_tokenizer
-from lp_runtime.server.app import Server, ServerSettings
 
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
-TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"
 PROMPT = reference.PROMPTS[1]
 SAMPLED = {"temperature": 0.8, "seed": 7}
 
 
-@contextmanager
-def served(runtime: LookaheadRuntime, max_waiting: int = 64, **settings):
-    """(base URL, scheduler) of a server in this process."""
-    with Scheduler(runtime, max_waiting) as scheduler:
-        settings = ServerSettings("demo", **settings)
-        app = Server(runtime, scheduler, settings, load_tokenizer(runtime.config.model)).app()
-        listener = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        wait_until(lambda: server.started)
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}", scheduler
-        finally:
-            server.should_exit = True
-            thread.join(PATIENCE)
-
-
 @pytest.fixture(scope="module")
-def runtime(demo_model_dir, tmp_path_factory):
-    folder = shutil.copytree(demo_model_dir, tmp_path_factory.mktemp("chat") / "model")
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+def runtime(tmp_path_factory):
+    folder = demo_model_that_chats(tmp_path_factory.mktemp("chat") / "model")
     with LookaheadRuntime(folder, device="cpu", dtype="float32", lookahead=FIXED) as runtime:
         yield runtime
 
@@ -72,7 +46,7 @@ def expected(runtime):
 
 @pytest.fixture(scope="module")
 def server(runtime, expected):
-    with served(runtime, max_body_bytes=100_000) as (url, scheduler):
+    with served(runtime) as (url, scheduler):
         yield url, scheduler
 
 
@@ -129,6 +103,12 @@ def test_lookahead_settings_change_nothing_but_the_steps(client, expected):
     for lookahead in ({"W": 0, "N": 2, "G": 0}, {"policy": "prompt_lookup"}, {"budget": 4}):
         done = client.completions.create(**body(temperature=0, extra_body={"ignore_eos": True, "lookahead": lookahead}))
         assert done.choices[0].text == expected[PROMPT, False].text
+
+
+def test_null_is_not_given(client, expected):
+    nulls = dict.fromkeys(("n", "stream", "echo", "stop", "suffix", "logit_bias", "presence_penalty", "lookahead"))
+    done = client.completions.create(**body(temperature=0, extra_body={"ignore_eos": True} | nulls))
+    assert done.choices[0].text == expected[PROMPT, False].text
 
 
 def test_chat(client, server):
@@ -215,87 +195,6 @@ def test_bad_requests_are_one_clear_line(client, more, message):
     assert message in caught.value.body["message"] and "\n" not in caught.value.body["message"]
 
 
-def raw(url: str, path: str, data: bytes | None, method: str = "POST", **headers) -> int:
-    """The status of any request."""
-    request = urllib.request.Request(f"{url}{path}", data, headers, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-            answer.read()
-            return answer.status
-    except urllib.error.HTTPError as error:
-        error.read()
-        return error.code
-
-
-def test_malformed_requests(server, client):
-    """Whatever comes, the answer is a 4xx (or the thing itself), never a 500, and the server goes on."""
-    rng = random.Random(0)
-    values = [
-        None,
-        True,
-        -1,
-        0,
-        1,
-        2**70,
-        1e308,
-        "",
-        "x",
-        "\ud800",
-        [],
-        [None],
-        {},
-        {"a": 1},
-        [[1], [2]],
-        -0.5,
-        "9" * 50,
-    ]
-    keys = [
-        "prompt",
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "n",
-        "stop",
-        "seed",
-        "logit_bias",
-        "logprobs",
-    ]
-    keys += [
-        "stream",
-        "stream_options",
-        "lookahead",
-        "max_time",
-        "repetition_penalty",
-        "model",
-        "messages",
-        "ignore_eos",
-    ]
-    seen = set()
-    for number in range(300):
-        path = rng.choice(["/v1/completions", "/v1/chat/completions"])
-        asked = (
-            {"prompt": "x", "max_tokens": 2}
-            if "chat" not in path
-            else {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
-        )
-        for key in rng.sample(keys, rng.randrange(1, 4)):
-            asked[key] = rng.choice(values)
-        data = json.dumps(asked).encode()
-        if number % 5 == 0:
-            data = data[: rng.randrange(len(data))]
-        if number % 7 == 0:
-            data = bytes(rng.randrange(256) for _ in range(40))
-        seen.add(raw(server[0], path, data, **{"Content-Type": "application/json"}))
-    assert seen <= {200, 400, 404}, seen
-    assert raw(server[0], "/v1/completions", b"x" * 200_000) == 413
-    assert raw(server[0], "/v1/completions", None, "GET") == 405
-    assert raw(server[0], "/nothing", None, "GET") == 404
-    assert raw(server[0], "/v1/completions", b"{}", **{"Content-Type": "text/plain"}) == 400
-    assert client.completions.create(**body(temperature=0)).choices[0].finish_reason == "length"
-
-
 def test_a_client_that_goes_frees_the_replicas(server):
     url, scheduler = server
     for stream in (True, False):
@@ -311,7 +210,7 @@ def test_a_client_that_goes_frees_the_replicas(server):
         connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
         wait_until(lambda: scheduler.num_running)
         connection.sock.close()
-        wait_until(lambda: not scheduler.num_running)
+        wait_until(lambda: "lp_requests_running 0.0" in urllib.request.urlopen(f"{url}/metrics").read().decode())
         assert scheduler.totals.requests["cancelled"] == before + 1
 
 
@@ -320,7 +219,7 @@ def test_a_full_queue_and_a_key(runtime):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=f"{url}/v1", api_key="guess", max_retries=0).models.list()
-        assert raw(url, "/health", None, "GET") == 200
+        assert urllib.request.urlopen(f"{url}/health").status == 200
         slow = {"ignore_eos": True, "lookahead": {"W": 0, "N": 2, "G": 0}}
         stream = client.completions.create(**body(max_tokens=600, stream=True, extra_body=slow))
         next(iter(stream))
@@ -335,22 +234,20 @@ def test_a_full_queue_and_a_key(runtime):
                 late.result()
         with pytest.raises(openai.BadRequestError, match="max_tokens=601: must be at most 600"):
             client.completions.create(**body(max_tokens=601))
+        with pytest.raises(openai.BadRequestError, match="n=3: must be at most 2 with max_waiting=1"):
+            client.completions.create(**body(n=3, **SAMPLED))
+        with pytest.raises(openai.BadRequestError, match="2 prompts x n=2: must be at most 2 with max_waiting=1"):
+            client.completions.create(**body(prompt=["a", "b"], n=2, **SAMPLED))
 
 
-def test_the_command(demo_model_dir, tmp_path):
-    """Two replicas; one is killed while it decodes; Ctrl-C ends everything."""
-    command = [
-        sys.executable,
-        "-c",
-        "from lp_runtime.cli import serve_main; serve_main()",
-        "port=0",
-        "gpus=2",
-        "device=cpu",
-    ]
-    command += ["dtype=float32", "lookahead.W=7", "lookahead.N=5", "lookahead.G=7", "lookahead.prior=none"]
+@contextmanager
+def command(tmp_path, *overrides: str):
+    """(mark, process, client) of an lp-serve."""
+    code = "from lp_runtime.cli import serve_main; serve_main()"
+    settings = ["device=cpu", "dtype=float32", "lookahead.W=7", "lookahead.N=5", "lookahead.G=7"]
     with marked() as mark:
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-c", code, *settings, "lookahead.prior=none", *overrides],
             cwd=tmp_path,
             env=mark.environment,
             stdout=subprocess.PIPE,
@@ -358,13 +255,17 @@ def test_the_command(demo_model_dir, tmp_path):
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         url = process.stdout.readline().split()[-1]
-        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        yield mark, process, openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+
+
+def test_the_command(tmp_path):
+    """Two replicas; one is killed while it decodes; Ctrl-C ends everything."""
+    with command(tmp_path, "port=0", "gpus=2") as (mark, process, client):
         assert [model.id for model in client.models.list()] == ["demo_model"]
-        whole = client.completions.create(**body(model="demo_model", max_tokens=200, temperature=0)).choices[0].text
+        asked = body(model="demo_model", max_tokens=200, temperature=0)
+        whole = client.completions.create(**asked).choices[0].text
         text = ""
-        for number, chunk in enumerate(
-            client.completions.create(**body(model="demo_model", max_tokens=200, temperature=0, stream=True))
-        ):
+        for number, chunk in enumerate(client.completions.create(**asked, stream=True)):
             text += chunk.choices[0].text
             if number == 3:
                 subprocess.run(["kill", "-9", str(mark.workers()[0])], check=True)
@@ -374,6 +275,20 @@ def test_the_command(demo_model_dir, tmp_path):
         mark.assert_gone()
 
 
+def test_a_server_that_is_killed_and_started_again(tmp_path):
+    """Its replicas end by themselves, in the middle of a request; the next one takes the port."""
+    asked = body(model="demo_model", temperature=0)
+    with command(tmp_path, "port=0", "gpus=2") as (mark, process, client):
+        text, port = client.completions.create(**asked).choices[0].text, client.base_url.port
+        stream = client.completions.create(**asked | {"max_tokens": 2000}, stream=True)
+        assert next(iter(stream)).choices[0].text and len(mark.workers()) == 2
+        process.kill()
+        mark.assert_gone()
+        stream.close()
+    with command(tmp_path, f"port={port}", "gpus=1") as (_, _, client):
+        assert client.base_url.port == port and client.completions.create(**asked).choices[0].text == text
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -381,6 +296,7 @@ def test_the_command(demo_model_dir, tmp_path):
         ("max_waiting=-1", "max_waiting=-1"),
         ("host=300.0.0.1", "host=300.0.0.1 port=8000"),
         ("api_key=''", "api_key: is empty"),
+        ("server=apache", "server=apache: must be one of uvicorn, ray_serve"),
     ],
 )
 def test_bad_settings(override, message, capsys):

@@ -1,0 +1,52 @@
+"""A few hundred of the malformed requests and command lines of benchmarks/fuzz.py."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import fuzz
+import pytest
+from fuzz_cases import COMPLETIONS, GOOD, LIMITS, HttpCase, http_cases, request
+from fuzz_command_lines import override_cases
+from serving import demo_model_that_chats, served
+
+from lp_runtime import LookaheadRuntime
+
+
+@pytest.fixture(scope="module")
+def site():
+    """(base URL, scheduler) of a server."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = demo_model_that_chats(Path(folder) / "model")
+        with (
+            LookaheadRuntime(model, device="cpu", dtype="float32", lookahead=fuzz.FIXED) as runtime,
+            served(runtime, **LIMITS) as site,
+        ):
+            yield site
+
+
+def test_every_malformed_request_is_refused_and_the_server_goes_on(site):
+    url, scheduler = site
+    before = fuzz.tokens(url)
+    seen, faults = fuzz.fuzz_requests(url, http_cases(400, seed=1))
+    assert not faults, "\n".join(faults)
+    assert sum(seen.values()) == 400 and len({status for _, status in seen}) > 4
+    assert fuzz.answer(url, request("/health", b"", "GET"))[0] == 200
+    assert fuzz.tokens(url) == before and not scheduler.num_running
+
+
+def test_the_fuzzer_sees_what_is_not_refused(site):
+    good = HttpCase("good", request(COMPLETIONS, json.dumps(GOOD[COMPLETIONS]).encode()))
+    assert fuzz.fuzz_requests(site[0], [good])[1][0].startswith("good: 200")
+    assert fuzz.fault(good, 500, b"") and fuzz.fault(good, "hang", b"") and fuzz.fault(good, 307, b"")
+    seen, faults = fuzz.fuzz_overrides([("lp-generate", ["prompt=x"])])
+    assert seen == Counter({("lp-generate", "Accepted"): 1}) and len(faults) == 1
+
+
+def test_every_malformed_command_line_is_refused_in_one_line():
+    seen, faults = fuzz.fuzz_overrides(override_cases(150, seed=1))
+    assert not faults, "\n".join(faults)
+    assert sum(seen.values()) == 150

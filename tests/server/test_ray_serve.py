@@ -1,0 +1,85 @@
+"""lp-serve server=ray_serve: the same routes through Ray Serve, on a cluster that it starts and ends."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.request
+
+import openai
+import pytest
+import reference
+from processes import marked, wait_until
+
+from lp_runtime import LookaheadConfig, LookaheadRuntime
+from lp_runtime.command_config import ServeConfig
+from lp_runtime.errors import ConfigError
+from lp_runtime.server.ray_serve import build
+
+pytest.importorskip("ray.serve", reason="needs Ray Serve: pip install 'lp-runtime[ray-serve]'")
+
+COMMAND = [sys.executable, "-c", "from lp_runtime.cli import serve_main; serve_main()", "server=ray_serve"]
+SETTINGS = ["device=cpu", "dtype=float32", "lookahead.W=7", "lookahead.N=5", "lookahead.G=7", "lookahead.prior=none"]
+PROMPT = reference.PROMPTS[1]
+
+
+def test_answers_streams_and_clients_that_go(tmp_path):
+    with LookaheadRuntime(device="cpu", dtype="float32", lookahead=LookaheadConfig(7, 5, 7, prior="none")) as runtime:
+        expected = runtime.generate(PROMPT, 48, eos=False).text
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    folder = tempfile.mkdtemp(prefix="lpr", dir="/tmp")  # short: Ray puts sockets in it
+    with marked(RAY_TMPDIR=folder, RAY_AUTH_MODE="disabled") as mark:
+        mark.environment.pop("RAY_ADDRESS", None)
+        process = subprocess.Popen(
+            [*COMMAND, *SETTINGS, f"port={port}", "api_key=secret"],
+            cwd=tmp_path,
+            env=mark.environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        assert process.stdout.readline() == f"serving demo_model on http://127.0.0.1:{port}/v1\n"
+
+        def figures() -> dict[str, str]:
+            text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+            return dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+
+        assert urllib.request.urlopen(f"http://127.0.0.1:{port}/health").read() == b'{"status":"ok","replicas":1}'
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="secret", max_retries=0)
+        asked = {"model": "demo_model", "prompt": PROMPT, "temperature": 0, "extra_body": {"ignore_eos": True}}
+        assert client.completions.create(max_tokens=48, **asked).choices[0].text == expected
+        chunks = list(client.completions.create(max_tokens=48, stream=True, **asked))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == expected and len(chunks) > 3
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="guess").models.list()
+        with pytest.raises(openai.BadRequestError, match="the prompt is empty"):
+            client.completions.create(**asked | {"prompt": ""})
+        asked["extra_body"]["lookahead"] = {"W": 0, "N": 2, "G": 0}
+        stream = client.completions.create(max_tokens=2000, stream=True, **asked)
+        assert next(iter(stream)).choices[0].text  # it comes while the rest is still decoded
+        assert figures()["lp_requests_running"] == "1.0"
+        stream.close()
+        wait_until(lambda: figures()["lp_requests_running"] == "0.0")
+        assert figures()['lp_requests_total{outcome="cancelled"}'] == "1.0"
+        process.send_signal(signal.SIGINT)
+        process.wait()
+        mark.assert_gone()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_settings_of_an_application():
+    application = build({"gpus": 2, "model.path": "/m", "lookahead.pool_from_prompt": False, "max_new_tokens": None})
+    (config,) = application._bound_deployment.init_args
+    assert isinstance(config, ServeConfig) and (config.gpus, config.model.path) == (2, "/m")
+    assert config.launcher.name == "ray" and not config.lookahead.pool_from_prompt and config.max_new_tokens is None
+    with pytest.raises(ConfigError, match="unknown setting nonsense=1"):
+        build({"nonsense": 1})
+    with pytest.raises(ConfigError, match="launcher=local: must be ray with server=ray_serve"):
+        build({"launcher": "local"})
+    with pytest.raises(ConfigError, match="port=0: must be 1 to 65535 with server=ray_serve"):
+        build({"port": 0})
