@@ -145,7 +145,7 @@ class Bench:
     @staticmethod
     def _found(drawing, packed: torch.Tensor, root: int) -> Found:
         successors, _, runners_up = drawing.unpack(packed.numpy())
-        return Found([-1] * root + successors, runners_up)
+        return Found.below(root, successors, runners_up)
 
     @torch.inference_mode()
     def _show_prompt(self, policy: SamPolicy, drawing, prompt: list[int]) -> None:

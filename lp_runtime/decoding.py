@@ -287,9 +287,8 @@ class Decoding:
             self._shares, len(tree), self._values, digest, control, self.clock.packed()
         )
         successors, logprobs, runners_up = self._drawing.unpack(self._outcome.values[tree.root :], not self._is_resting)
-        unknown = [-1] * tree.root
-        self._found = Found(unknown + successors, runners_up)
-        self._logprobs = None if logprobs is None else unknown + logprobs
+        self._found = Found.below(tree.root, successors, runners_up)
+        self._logprobs = None if logprobs is None else [-1.0] * tree.root + logprobs
 
     def advance(self) -> Run:
         """Commit what was accepted."""

@@ -115,7 +115,7 @@ class CriticalPathRunner:
                 times.append(time.perf_counter() - started)
             started = time.perf_counter()
             successors, _, runners_up = drawing.unpack(values[tree.root :], not is_resting)
-            run, _ = state.advance(proposal, Found([-1] * tree.root + successors, runners_up))
+            run, _ = state.advance(proposal, Found.below(tree.root, successors, runners_up))
             budget.observe(shares, [int(1e9 * each) for each in times], [int(1e9 * other)] * len(shares), len(run) - 1)
             other = proposing + time.perf_counter() - started
             num_fed += max(len(share.nodes) for share in shares)

@@ -35,6 +35,13 @@ class Found:
     successors: Sequence[int] | np.ndarray
     runners_up: np.ndarray | None = None
 
+    @classmethod
+    def below(cls, root: int, successors: np.ndarray, runners_up: np.ndarray | None = None) -> Found:
+        """What was found of the nodes from the root on, [n]; of the pending tokens before it nothing is known."""
+        if root:
+            successors = np.concatenate([np.full(root, -1, np.int64), successors])
+        return cls(successors, runners_up)
+
     @cached_property
     def drawn(self) -> np.ndarray:
         """[T] int64, the successors."""

@@ -93,7 +93,7 @@ class Drawing:
 
     def unpack(
         self, packed: np.ndarray, with_runners_up: bool = True
-    ) -> tuple[list[int], list[float] | None, np.ndarray | None]:
+    ) -> tuple[np.ndarray, list[float] | None, np.ndarray | None]:
         """What was found, of each of n nodes: successors, log-probabilities and runners-up, where they travelled.
 
         The log-probability is the model's own: of the token under softmax(logits), before processors and noise.
@@ -103,7 +103,7 @@ class Drawing:
             with_runners_up: as when it was drawn.
 
         Returns:
-            (successors, logprobs, entries): the last is [n, ENTRY] int32, as lp_runtime/lookahead/tables.py has it.
+            (successors, logprobs, entries): the first is [n] int64, the last [n, ENTRY] int32, as lp_runtime/lookahead/tables.py has it.
         """
         first = packed[:, 0]
         logprobs = (first >> HALF).astype(np.int32).view(np.float32).tolist() if self._with_logprobs else None
@@ -117,7 +117,7 @@ class Drawing:
             if self.num_runners_up == K:
                 gaps = np.ascontiguousarray((words & 0xFF).astype(np.uint8))
                 entries[:, GAPS : GAPS + K // 4] = gaps.view(np.int32)
-        return (first & 0xFFFFFFFF).tolist(), logprobs, entries
+        return first & 0xFFFFFFFF, logprobs, entries
 
 
 def runners_up(scores: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,7 +29,7 @@ def test_what_is_packed_is_unpacked(with_logprobs, num, size):
     logits = torch.randn(3, size, generator=torch.Generator().manual_seed(size))
     logits[0, size - 1] = 30  # the largest id
     successors, logprobs, entries = drawn(make_drawing(with_logprobs=with_logprobs, num_runners_up=num), logits)
-    assert successors == logits.argmax(-1).tolist()
+    assert successors.tolist() == logits.argmax(-1).tolist()
     if with_logprobs:
         assert logprobs == pytest.approx(logits.log_softmax(-1).max(-1).values.tolist(), abs=1e-5)
     else:
@@ -51,7 +51,7 @@ def test_what_is_packed_is_unpacked(with_logprobs, num, size):
 def test_runners_up_that_nobody_looks_at_are_not_found():
     drawing = make_drawing(num_runners_up=K)
     successors, _, entries = drawn(drawing, torch.eye(4), with_runners_up=False)
-    assert successors == [0, 1, 2, 3] and entries is None
+    assert successors.tolist() == [0, 1, 2, 3] and entries is None
 
 
 def test_what_may_not_be_drawn_lies_far_below():
