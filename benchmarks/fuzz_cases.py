@@ -65,6 +65,7 @@ COMMON = {
     "ignore_eos": NO_BOOL,
     "trace": (*NO_BOOL, True),
     "max_time": (*NO_NUMBER, 0, -1, 1e9),
+    "gpus": (*NO_INT, 0, -1, 10_000, HUGE),
     "lookahead": (
         *NO_STRING[:-1],
         "x",
@@ -145,6 +146,7 @@ EXTREME = {
     "user": ("x" * 50_000, SURROGATE, "\x00"),
     "metadata": ({SURROGATE: SURROGATE}, {"x": [[[[]]]]}),
     "max_time": (1e-300, 1e6),
+    "gpus": (1,),
     "lookahead": (
         *({}, {"W": 256, "N": 32, "G": 256}, {"W": 0, "N": 2, "G": 0}, {"budget": 1}, {"budget": 4096}),
         *({"policy": policy} for policy in ("full", "paper", "prompt_lookup", "recycling")),

@@ -103,7 +103,7 @@ class Drawing:
             with_runners_up: as when it was drawn.
 
         Returns:
-            (successors, logprobs, entries): the first is [n] int64, the last [n, ENTRY] int32, as lp_runtime/lookahead/tables.py has it.
+            (successors, logprobs, entries): [n] int64; a list; [n, ENTRY] int32, as tables.py has it.
         """
         first = packed[:, 0]
         logprobs = (first >> HALF).astype(np.int32).view(np.float32).tolist() if self._with_logprobs else None

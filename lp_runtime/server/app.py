@@ -151,7 +151,7 @@ class Server:
             if body.n > 1 and first.sampling.seed is None:
                 raise RequestError(f"n={body.n}: decoding is greedy; give temperature > 0")
             requests += [replace(first, sample=sample) for sample in range(body.n)]
-        jobs = self._scheduler.submit_all(requests, self._settings.queue_timeout)
+        jobs = self._scheduler.submit_all(requests, self._settings.queue_timeout, body.gpus)
         return [Choice(index, job, StopTrimmer(job.request.stop, self._hidden)) for index, job in enumerate(jobs)]
 
     async def _answer(self, body: Common, request: Request, choices: list[Choice], form: Form) -> Response:

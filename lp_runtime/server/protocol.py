@@ -46,7 +46,7 @@ class Lookahead(_Body):
 
 class Common(_Body):
     """What completions and chats have in common; beyond OpenAI's: top_k, min_p, repetition_penalty, ignore_eos,
-    max_time, lookahead and trace. What is not given is as the model's own defaults say."""
+    max_time, lookahead, gpus and trace. What is not given is as the model's own defaults say."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -69,6 +69,7 @@ class Common(_Body):
     ignore_eos: bool = False
     max_time: float | None = None
     lookahead: Lookahead | None = None
+    gpus: int | None = None
     trace: bool = False
 
     @model_validator(mode="before")
