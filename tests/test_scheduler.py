@@ -237,7 +237,7 @@ def test_a_replica_lost_under_load(alone, runtime, num_jobs):
         jobs = [scheduler.submit(make(runtime, case, lookahead=SLOW)) for case in cases]
         pieces = iter(jobs[0])
         tokens = list(next(pieces).token_ids)
-        wait_until(lambda: len(scheduler.degrees) == GPUS)
+        wait_until(lambda: len(scheduler.degrees) == num_jobs)
         victims = sorted(scheduler._running[0].wanted)  # all that the first one has
         for index in victims:
             os.kill(runtime.launcher._processes[index].pid, signal.SIGKILL)
