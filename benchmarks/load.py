@@ -106,10 +106,13 @@ def main() -> None:
     parser.add_argument("--clients", nargs="+", type=int, default=[64, 1])
     parser.add_argument("--policies", nargs="+", default=["latency", "throughput", "fair"])
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--auto", action="store_true", help="steps as large as pay, not 56 guesses a request")
     args = parser.parse_args()
     prompts = [prompt.value for prompt in load_prompts(args)]
     cases = [(prompt, is_sampled) for prompt in prompts for is_sampled in (False, True)]
     config = RuntimeConfig(model=ModelConfig(path=args.model), gpus=1, device="cpu", dtype="float32", lookahead=FIXED)
+    if args.auto:
+        config.lookahead = LookaheadConfig()
     expected = {}
     with LookaheadRuntime.from_config(config) as runtime:
         for prompt, is_sampled in cases:
@@ -130,12 +133,14 @@ def main() -> None:
                     ]
                     for client in clients:
                         client.start()
-                    time.sleep(args.seconds / 10)
-                    before = resident(runtime)
+                    sizes = []
+                    for _ in range(4):  # the last quarter ends with the last answer
+                        sizes.append(resident(runtime) / 2**20)
+                        time.sleep(args.seconds / 4)
                     for client in clients:
                         client.join()
                     seconds = time.perf_counter() - started
-                    growth = resident(runtime) / before
+                    sizes.append(resident(runtime) / 2**20)
                     waits = sorted(freed(url, prompts[0]) for _ in range(GONE))
                 latencies = [each for client in clients for each in client.latencies]
                 wrong = [each for client in clients for each in client.wrong]
@@ -147,11 +152,11 @@ def main() -> None:
                 rows.append(
                     [gpus, num_clients, policy, len(latencies), len(wrong), speed, percentiles(latencies), firsts]
                 )
-                rows[-1] += [f"{growth:.3f}", f"{waits[GONE // 2]:.3f} / {waits[-1]:.3f}"]
+                rows[-1] += [" ".join(f"{size:.0f}" for size in sizes), f"{waits[GONE // 2]:.3f} / {waits[-1]:.3f}"]
                 print(*rows[-1], file=sys.stderr, flush=True)
     print(f"{machine()}; {args.max_new_tokens} tokens a request, {args.seconds:g} s each\n")
     header = ["replicas", "clients", "policy", "requests", "wrong or failed", "tokens/s", "latency s, 50/90/99%"]
-    print(markdown([*header, "first token s, 50/90/99%", "memory, end over start", "freed s, 50/100%"], rows))
+    print(markdown([*header, "first token s, 50/90/99%", "MiB at each quarter", "freed s, 50/100%"], rows))
     sys.exit(1 if num_wrong else 0)
 
 

@@ -22,10 +22,13 @@ class TogetherCache(Cache):
         caches: [P] theirs.
         sizes: [P] tokens fed of each, T_p; they stand one text after another in the input.
         masks: [P] as MaskBuilder makes them.
+        num_filling: tokens behind all texts that are of none, and whose logits nobody reads.
     """
 
-    def __init__(self, caches: Sequence[TreeCache], sizes: Sequence[int], masks: Sequence[LayerMasks]):
-        self.sizes = list(sizes)
+    def __init__(
+        self, caches: Sequence[TreeCache], sizes: Sequence[int], masks: Sequence[LayerMasks], num_filling: int = 0
+    ):
+        self.sizes = [*sizes, num_filling]
         self.states: list[tuple[torch.Tensor, torch.Tensor]] = []  # [P] keys and values, of the last layer that wrote
         self._masks: dict[int, list[torch.Tensor]] = {}
         self.mask = self._stand_in(masks)
@@ -68,9 +71,8 @@ class _TogetherLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write each text's new states into its own cache; returns what it was given, [1, H, T, D] each."""
-        parts = zip(
-            self._layers, *(each.split(self._owner.sizes, 2) for each in (key_states, value_states)), strict=True
-        )
+        states = (each.split(self._owner.sizes, 2)[:-1] for each in (key_states, value_states))
+        parts = zip(self._layers, *states, strict=True)
         self._owner.states = [layer.update(keys, values) for layer, keys, values in parts]
         return key_states, value_states
 

@@ -70,8 +70,10 @@ def tree_attention(
         ([1, T, g H, D], None)
     """
     if together is not None:
-        parts = zip(query.split(together.sizes, 2), together.states, together.masks_of(attention_mask), strict=True)
+        *queries, filling = query.split(together.sizes, 2)
+        parts = zip(queries, together.states, together.masks_of(attention_mask), strict=True)
         outputs = [tree_attention(module, part, *states, mask, scaling, **kwargs)[0] for part, states, mask in parts]
+        outputs.append(query.new_zeros((1, filling.shape[2], query.shape[1], value.shape[3])))
         return torch.cat(outputs, 1), None
     num_tokens, num_keys, num_heads, size = query.shape[2], key.shape[2], key.shape[1], query.shape[3]
     groups = query.shape[1] // num_heads

@@ -271,10 +271,15 @@ class TreeModel:
             places += new_places
             positions = torch.tensor(new_places, dtype=torch.int64).to(self.device)
             masks.append(self.masks.build(parents, positions, text.cache.length))
+        num_filling = -len(tokens) % _grain(len(tokens)) if self.device.type == "cpu" else 0
+        tokens += [0] * num_filling
+        places += [0] * num_filling
         ids, positions, keep = (
             torch.tensor(each, dtype=torch.int64).to(self.device) for each in (tokens, places, keep)
         )
-        several = TogetherCache([part.text.cache for part in parts], [len(part.nodes) for part in parts], masks)
+        several = TogetherCache(
+            [part.text.cache for part in parts], [len(part.nodes) for part in parts], masks, num_filling
+        )
         logits = self._forward(ids, positions, several.mask, keep, several)
         for part in parts:
             _commit(part.text, part.tree, True)
@@ -332,6 +337,12 @@ class TreeModel:
         )
         logits = output.logits[0] if self.keeps_logits else output.logits[0, keep]
         return logits.float()
+
+
+def _grain(num_tokens: int) -> int:
+    """What the number of tokens of several texts is rounded up to a multiple of on CPUs, by an eighth at most: oneDNN
+    compiles its products anew for each size that it meets, and keeps what it has compiled."""
+    return 1 << max(0, num_tokens.bit_length() - 4)
 
 
 def _lay_out(

@@ -6,8 +6,10 @@ import pytest
 import torch
 from test_tree_model import ARCHITECTURES, assert_close, draw, path_text, plain_logits, random_tree
 
+from lp_runtime.config import RuntimeConfig
 from lp_runtime.model.texts import CachedText
 from lp_runtime.model.tree_model import Fed, TreeModel
+from lp_runtime.worker import ready_model
 
 
 @pytest.fixture(params=ARCHITECTURES)
@@ -65,3 +67,8 @@ def test_where_it_cannot_they_are_fed_one_by_one(settings, random_model):
     for (_, tokens), tree, rows in zip(texts, trees, tree_model.forward_together(parts), strict=True):
         assert_close(rows[0], plain_logits(model, tokens + path_text(tree, tree.root)))
         assert torch.isfinite(rows).all()
+
+
+def test_the_demo_model_passes_the_check_of_several_texts():
+    model, _ = ready_model(RuntimeConfig(dtype="float32"), torch.device("cpu"))
+    assert model.takes_several
