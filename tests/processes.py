@@ -62,6 +62,18 @@ class Marked:
 
 
 @contextmanager
+def one_core() -> Iterator[None]:
+    """Processes that are started here have one core, so that a lone replica has one thread: beside another test's, its
+    threads would wait for one another most of the time."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores) if os.getpid() % 2 else max(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+@contextmanager
 def marked(**variables: str) -> Iterator[Marked]:
     """A Marked environment; nothing of it is left afterwards, whatever happens."""
     mark = Marked(**variables)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import openai
 import pytest
 import reference
-from processes import PATIENCE, marked, wait_until
+from processes import PATIENCE, marked, one_core, wait_until
 from serving import demo_model_that_chats, served
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
@@ -245,7 +245,7 @@ def command(tmp_path, *overrides: str):
     """(mark, process, client) of an lp-serve."""
     code = "from lp_runtime.cli import serve_main; serve_main()"
     settings = ["device=cpu", "dtype=float32", "lookahead.W=7", "lookahead.N=5", "lookahead.G=7"]
-    with marked() as mark:
+    with marked() as mark, one_core():
         process = subprocess.Popen(
             [sys.executable, "-c", code, *settings, "lookahead.prior=none", *overrides],
             cwd=tmp_path,
