@@ -28,7 +28,8 @@ from lp_runtime.decoding import Request
 from lp_runtime.decoding_loop import DecodingLoop
 from lp_runtime.lookahead.sampling import GumbelNoise
 from lp_runtime.model.tree_model import TreeModel
-from lp_runtime.parallel.group import ReplicaContext, host_store, process_group
+from lp_runtime.parallel.context import ReplicaContext
+from lp_runtime.parallel.group import host_store, process_group
 
 CPU = torch.device("cpu")
 TIMEOUT = 600.0

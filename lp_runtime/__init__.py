@@ -6,23 +6,54 @@ with LookaheadRuntime(model="path/or/id", gpus=2, lookahead=LookaheadConfig(W=15
     print(runtime.generate("def fib(n):", max_new_tokens=128).text)
 """
 
-from lp_runtime.api import LookaheadRuntime
-from lp_runtime.config import LauncherConfig, LookaheadConfig, ModelConfig, SamplingConfig
-from lp_runtime.drop_in import lookahead_generate
-from lp_runtime.errors import (
-    BusyError,
-    ConfigError,
-    DeadlineError,
-    LaunchError,
-    LookaheadError,
-    ModelError,
-    ReplicaError,
-    RequestError,
-    StateMismatchError,
-)
-from lp_runtime.generation import Generation, GenerationStream, Piece
-from lp_runtime.request import RequestOptions
-from lp_runtime.scheduler import Job, Scheduler
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lp_runtime.api import LookaheadRuntime
+    from lp_runtime.config import LauncherConfig, LookaheadConfig, ModelConfig, SamplingConfig
+    from lp_runtime.drop_in import lookahead_generate
+    from lp_runtime.errors import (
+        BusyError,
+        ConfigError,
+        DeadlineError,
+        LaunchError,
+        LookaheadError,
+        ModelError,
+        ReplicaError,
+        RequestError,
+        StateMismatchError,
+    )
+    from lp_runtime.generation import Generation, GenerationStream, Piece
+    from lp_runtime.jobs import Job
+    from lp_runtime.request import RequestOptions
+    from lp_runtime.scheduler import Scheduler
+
+# Where the public names live. They are imported when first used: torch and transformers take seconds, which a
+# command that only refuses its settings, or a replica that needs half of this, should not wait for.
+_HOMES = {
+    "api": ("LookaheadRuntime",),
+    "config": ("LauncherConfig", "LookaheadConfig", "ModelConfig", "SamplingConfig"),
+    "drop_in": ("lookahead_generate",),
+    "errors": (
+        "BusyError",
+        "ConfigError",
+        "DeadlineError",
+        "LaunchError",
+        "LookaheadError",
+        "ModelError",
+        "ReplicaError",
+        "RequestError",
+        "StateMismatchError",
+    ),
+    "generation": ("Generation", "GenerationStream", "Piece"),
+    "jobs": ("Job",),
+    "request": ("RequestOptions",),
+    "scheduler": ("Scheduler",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "BusyError",
@@ -47,3 +78,14 @@ __all__ = [
     "StateMismatchError",
     "lookahead_generate",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -13,7 +13,8 @@ from lp_runtime.generation import Generation, GenerationStream
 from lp_runtime.launchers import launch
 from lp_runtime.launchers.allotment import Allotment
 from lp_runtime.launchers.base import Launcher
-from lp_runtime.model.loading import check_location, load_tokenizer
+from lp_runtime.model.loading import load_tokenizer
+from lp_runtime.model.location import check_location
 from lp_runtime.model.text import StopStrings, TextStream
 from lp_runtime.request import RequestMaker, RequestOptions
 

@@ -21,7 +21,7 @@ from lp_runtime.config import MAX_SEED
 from lp_runtime.decoding import Request
 from lp_runtime.errors import ConfigError, LookaheadError, RequestError
 from lp_runtime.generation import Generation
-from lp_runtime.parallel.group import restarted_by_torchrun
+from lp_runtime.parallel.context import restarted_by_torchrun
 from lp_runtime.scheduler import Job, Scheduler
 from lp_runtime.single import check_num_samples, parse_ids, request_options
 

@@ -6,28 +6,16 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 
-from lp_runtime.api import LookaheadRuntime
-from lp_runtime.batch import check_output, generate_file, read_prompts
-from lp_runtime.bench.command import bench, check_bench
-from lp_runtime.chat import chat, check_chat
 from lp_runtime.command_config import BenchConfig, ChatConfig, GenerateConfig, ServeConfig
 from lp_runtime.config import RuntimeConfig
 from lp_runtime.errors import ConfigError, LaunchError, LookaheadError, ModelError, RequestError
-from lp_runtime.model.loading import check_location
+from lp_runtime.model.location import check_location
 from lp_runtime.overrides import as_yaml, help_keys, load_config
-from lp_runtime.parallel.group import ReplicaContext, started_by_torchrun
-from lp_runtime.server.command import check_serve, serve
-from lp_runtime.server.ray_serve import serve_on_ray
-from lp_runtime.single import generate_one, parse_ids
+from lp_runtime.parallel.context import ReplicaContext, started_by_torchrun
 
 BAD_INPUT = (ConfigError, RequestError, ModelError, LaunchError)
 EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
-
-Work = Callable[[LookaheadRuntime], None]
 
 GENERATE_USAGE = """\
 lp-generate prompt="def fib(n):" [gpus=2] [lookahead.W=15 lookahead.N=5 lookahead.G=15] [KEY=VALUE ...]
@@ -43,28 +31,27 @@ lp-bench [prompts=FILE.jsonl:FIELD] [gpus=2] [degrees=[1,2,4,8]] [output=FOLDER]
 
 def main(arguments: list[str] | None = None) -> None:
     """lp-generate: text or a file of results. Exits the process as `_run` says."""
-    _run(_parser("lp-generate", GENERATE_USAGE, GenerateConfig), GenerateConfig, _prepare_generate, arguments)
+    _run(_parser("lp-generate", GENERATE_USAGE, GenerateConfig), GenerateConfig, arguments)
 
 
 def chat_main(arguments: list[str] | None = None) -> None:
     """lp-chat: a conversation on the terminal. Exits the process as `_run` says."""
-    _run(_parser("lp-chat", CHAT_USAGE, ChatConfig), ChatConfig, _prepare_chat, arguments)
+    _run(_parser("lp-chat", CHAT_USAGE, ChatConfig), ChatConfig, arguments)
 
 
 def serve_main(arguments: list[str] | None = None) -> None:
     """lp-serve: an HTTP server that speaks the OpenAI API. Exits the process as `_run` says."""
-    _run(_parser("lp-serve", SERVE_USAGE, ServeConfig), ServeConfig, _prepare_serve, arguments)
+    _run(_parser("lp-serve", SERVE_USAGE, ServeConfig), ServeConfig, arguments)
 
 
 def bench_main(arguments: list[str] | None = None) -> None:
     """lp-bench: this runtime beside transformers' own decoding. Exits the process as `_run` says."""
-    _run(_parser("lp-bench", BENCH_USAGE, BenchConfig), BenchConfig, _prepare_bench, arguments)
+    _run(_parser("lp-bench", BENCH_USAGE, BenchConfig), BenchConfig, arguments)
 
 
 def _run(
     parser: argparse.ArgumentParser,
     schema: type[RuntimeConfig],
-    prepare: Callable[[RuntimeConfig], Work],
     arguments: list[str] | None,
 ) -> None:
     """Run a command; exits the process with 0, 2 (bad input), 1 (failed while working) or 130 (Ctrl-C)."""
@@ -85,15 +72,9 @@ def _run(
         if options.cfg:
             print(as_yaml(config), end="")
             return
-        # What can be refused without a model is refused before replicas start; by rank 0, whose end ends the others.
-        work = None if rank else prepare(config)
-        if isinstance(config, ServeConfig) and config.server == "ray_serve":
-            if work is not None:
-                serve_on_ray(config)  # the runtime is there
-            return
-        with LookaheadRuntime.from_config(config) as runtime:
-            if work is not None:
-                work(runtime)  # the other ranks serve as they leave the block
+        from lp_runtime.commands import run_command  # here, where seconds of imports are not spent on bad settings
+
+        run_command(config, is_leader=rank == 0)
     except LookaheadError as error:
         line = " ".join(str(error).splitlines())  # what it quotes may have several
         print(f"error: {f'rank {rank}: ' if rank else ''}{line}", file=sys.stderr)
@@ -104,29 +85,6 @@ def _run(
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
-
-
-def _prepare_generate(config: GenerateConfig) -> Work:
-    if config.prompts is not None:
-        check_output(Path(config.output))
-        return partial(generate_file, config=config, prompts=read_prompts(config))
-    prompt = parse_ids(config.prompt, "prompt") if config.ids else config.prompt
-    return partial(generate_one, config=config, prompt=prompt)
-
-
-def _prepare_chat(config: ChatConfig) -> Work:
-    check_chat(config)
-    return partial(chat, config=config)
-
-
-def _prepare_serve(config: ServeConfig) -> Work:
-    check_serve(config)
-    return partial(serve, config=config)
-
-
-def _prepare_bench(config: BenchConfig) -> Work:
-    check_bench(config)
-    return partial(bench, config=config)
 
 
 def _parser(name: str, usage: str, schema: type[RuntimeConfig]) -> argparse.ArgumentParser:

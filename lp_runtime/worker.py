@@ -27,8 +27,9 @@ from lp_runtime.model.room import tokens_that_fit
 from lp_runtime.model.self_check import check_model
 from lp_runtime.model.text import StopStrings
 from lp_runtime.model.tree_model import TreeModel
+from lp_runtime.parallel.context import ReplicaContext
 from lp_runtime.parallel.exchange import gather_rows
-from lp_runtime.parallel.group import ReplicaContext, address_of, process_group
+from lp_runtime.parallel.group import address_of, process_group
 from lp_runtime.profiling import check_folder, profiled
 from lp_runtime.tuning import Tuning
 

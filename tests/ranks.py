@@ -11,7 +11,8 @@ import psutil
 import torch
 
 from lp_runtime.errors import LookaheadError
-from lp_runtime.parallel.group import ReplicaContext, address_of, host_store, process_group
+from lp_runtime.parallel.context import ReplicaContext
+from lp_runtime.parallel.group import address_of, host_store, process_group
 
 CPU = torch.device("cpu")
 TIMEOUT = 60.0

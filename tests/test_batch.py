@@ -281,7 +281,7 @@ def test_a_full_disk_loses_nothing_that_was_there(tmp_path):
 
 
 def test_an_output_that_will_not_do_is_refused_before_replicas_start(job, refusal, monkeypatch):
-    monkeypatch.setattr("lp_runtime.cli.LookaheadRuntime", None)
+    monkeypatch.setattr("lp_runtime.commands.LookaheadRuntime", None)
     job.output.mkdir()
     assert "cannot be written: is a directory" in refusal(job, "ids=true")
 

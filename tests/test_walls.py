@@ -37,6 +37,7 @@ LAYERS = [
     {"batch"},
     {"overrides"},
     {"bench", "chat", "server"},
+    {"commands"},
     {"cli"},
     {"__main__"},
 ]
@@ -164,7 +165,7 @@ def test_the_environment_is_read_in_one_place():
         if chains & {"os.environ", "os.getenv", "os.environb", "os.putenv"}:
             readers.add(name)
         assert not any(under(module, "os.environ", "os.getenv") for module, _ in IMPORTS[name]), name
-    assert readers == {"parallel/group.py"}
+    assert readers == {"parallel/context.py", "parallel/group.py"}
 
 
 def test_no_global_statements():
@@ -175,7 +176,8 @@ def test_no_global_statements():
 IMPORT_WITHOUT_RAY = """
 import sys
 sys.modules["ray"] = None  # importing it would raise
-import lp_runtime, lp_runtime.cli, lp_runtime.single, lp_runtime.batch, lp_runtime.launchers
+import lp_runtime, lp_runtime.cli, lp_runtime.commands, lp_runtime.launchers
+from lp_runtime import *
 import lp_runtime.launchers.torchrun, lp_runtime.launchers.in_process, lp_runtime.launchers.spawned
 """
 
@@ -206,7 +208,32 @@ def run_python(code: str, *arguments: str, **environment: str) -> None:
 
 
 def test_importing_the_package_does_not_import_ray():
-    run_python("import lp_runtime, sys; assert 'ray' not in sys.modules")
+    run_python("from lp_runtime import *; import sys; assert 'ray' not in sys.modules")
+
+
+# A mistyped override is refused at once, on every rank, before seconds of imports.
+REFUSE = """
+import sys
+from lp_runtime.cli import main
+try:
+    main(["gqus=2"])
+except SystemExit as error:
+    assert error.code == 2
+heavy = {"torch", "transformers", "numba", "ray"} & sys.modules.keys()
+assert not heavy, heavy
+"""
+
+
+def test_bad_settings_are_refused_before_torch_is_imported():
+    run_python(REFUSE)
+
+
+def test_every_public_name_is_there():
+    assert set(lp_runtime.__all__) == {name for names in lp_runtime._HOMES.values() for name in names}
+    for name in lp_runtime.__all__:
+        assert getattr(lp_runtime, name).__module__.startswith("lp_runtime."), name
+    with pytest.raises(AttributeError, match="no attribute 'LookaheadRuntme'"):
+        lp_runtime.LookaheadRuntme  # noqa: B018
 
 
 def test_everything_but_ray_is_imported_without_ray():

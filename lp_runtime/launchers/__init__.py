@@ -5,7 +5,7 @@ from __future__ import annotations
 from lp_runtime.config import RuntimeConfig
 from lp_runtime.errors import ConfigError
 from lp_runtime.launchers.base import Launcher
-from lp_runtime.parallel.group import started_by_torchrun
+from lp_runtime.parallel.context import started_by_torchrun
 
 
 def launch(config: RuntimeConfig) -> Launcher:

@@ -9,7 +9,7 @@ from lp_runtime.config import RuntimeConfig
 from lp_runtime.decoding import Event, Request
 from lp_runtime.errors import LaunchError, unforeseen_as
 from lp_runtime.launchers.base import Launcher
-from lp_runtime.parallel.group import ReplicaContext
+from lp_runtime.parallel.context import ReplicaContext
 from lp_runtime.worker import start_replica
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from lp_runtime.decoding import Report, Request, Run
 from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, first_line
-from lp_runtime.parallel.group import ReplicaContext
+from lp_runtime.parallel.context import ReplicaContext
 from lp_runtime.worker import ReplicaInfo
 
 PING, PONG = "ping", "pong"  # answered whatever else the replica is doing

@@ -38,7 +38,7 @@ from lp_runtime.launchers.messages import (
     first_cause,
 )
 from lp_runtime.launchers.orders import Group, Inbox, Lost
-from lp_runtime.parallel.group import ReplicaContext
+from lp_runtime.parallel.context import ReplicaContext
 
 log = logging.getLogger(__name__)
 

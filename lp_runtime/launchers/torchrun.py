@@ -10,8 +10,8 @@ from lp_runtime.config import RuntimeConfig
 from lp_runtime.decoding import Event, Request
 from lp_runtime.errors import LaunchError, ReplicaError, unforeseen_as
 from lp_runtime.launchers.base import Launcher
+from lp_runtime.parallel.context import ReplicaContext
 from lp_runtime.parallel.exchange import broadcast_object
-from lp_runtime.parallel.group import ReplicaContext
 from lp_runtime.worker import start_replica
 
 logger = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from lp_runtime.config import ModelConfig
 from lp_runtime.errors import ModelError, first_line
+from lp_runtime.model.location import check_location
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,20 +41,6 @@ def quiet() -> Iterator[None]:
             library.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
-
-
-def check_location(config: ModelConfig) -> None:
-    """Refuse a model directory that is not there, before any process is started.
-
-    Raises:
-        ModelError: if `config.path` is written as a path and is no directory with a config.json.
-    """
-    path = Path(config.location)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(f"model.path={config.location}: the directory has no config.json")
-    elif path.exists() or config.location.startswith(("/", ".", "~")) or config.location.count("/") > 1:
-        raise ModelError(f"model.path={config.location}: no such directory")
 
 
 def load_model(config: ModelConfig, device: torch.device, dtype: str):

@@ -10,7 +10,7 @@ from lp_runtime.api import LookaheadRuntime
 from lp_runtime.command_config import ServeConfig
 from lp_runtime.errors import ConfigError, LaunchError, first_line
 from lp_runtime.model.loading import load_tokenizer
-from lp_runtime.parallel.group import started_by_torchrun
+from lp_runtime.parallel.context import started_by_torchrun
 from lp_runtime.scheduler import Scheduler
 
 if TYPE_CHECKING:

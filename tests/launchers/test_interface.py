@@ -12,8 +12,9 @@ from ranks import CPU, TIMEOUT, interfaces
 
 from lp_runtime.cli import main
 from lp_runtime.errors import ConfigError
+from lp_runtime.parallel.context import ReplicaContext
 from lp_runtime.parallel.exchange import gather_rows
-from lp_runtime.parallel.group import ReplicaContext, address_of, host_store, process_group
+from lp_runtime.parallel.group import address_of, host_store, process_group
 
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 

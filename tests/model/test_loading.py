@@ -12,7 +12,8 @@ from lp_runtime.config import LookaheadConfig, ModelConfig
 from lp_runtime.decoding import Request
 from lp_runtime.decoding_loop import DecodingLoop
 from lp_runtime.errors import ModelError
-from lp_runtime.model.loading import check_location, eos_token_ids, load_model, load_tokenizer
+from lp_runtime.model.loading import eos_token_ids, load_model, load_tokenizer
+from lp_runtime.model.location import check_location
 from lp_runtime.model.self_check import TOLERANCES, check_model
 from lp_runtime.model.tree_model import TreeModel
 

@@ -10,8 +10,9 @@ from ranks import CPU, TIMEOUT, run_ranks, running_ranks
 
 from lp_runtime.errors import LaunchError, ReplicaError, StateMismatchError
 from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.parallel.context import ReplicaContext
 from lp_runtime.parallel.exchange import HEADER, Exchange, broadcast_object
-from lp_runtime.parallel.group import ReplicaContext, host_store, process_group
+from lp_runtime.parallel.group import host_store, process_group
 from lp_runtime.parallel.partition import partition
 
 

@@ -1,0 +1,22 @@
+"""Whether there is a model where the settings say. Imports nothing that takes time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lp_runtime.config import ModelConfig
+from lp_runtime.errors import ModelError
+
+
+def check_location(config: ModelConfig) -> None:
+    """Refuse a model directory that is not there, before any process is started.
+
+    Raises:
+        ModelError: if `config.path` is written as a path and is no directory with a config.json.
+    """
+    path = Path(config.location)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"model.path={config.location}: the directory has no config.json")
+    elif path.exists() or config.location.startswith(("/", ".", "~")) or config.location.count("/") > 1:
+        raise ModelError(f"model.path={config.location}: no such directory")
