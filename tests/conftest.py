@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import small_models
 import torch
+from forked import ForkedReplica
 
 from lp_runtime.config import DEMO_MODEL
+from lp_runtime.launchers import spawned
+
+START_PROCESS = spawned.start_process
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_replicas() -> Iterator[None]:
+    """Replicas of this process are forked from one that has imported everything; but see `started_replicas`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():  # a driver of CUDA does not survive a fork
+            patch.setattr(spawned, "start_process", ForkedReplica)
+        yield
+
+
+@pytest.fixture
+def started_replicas(monkeypatch) -> None:
+    """Replicas of this test are started as they are for users."""
+    monkeypatch.setattr(spawned, "start_process", START_PROCESS)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from forked import living_replicas
+
 MARK = "LP_RUNTIME_TEST"
 PATIENCE = 120.0  # seconds before a test gives up waiting; not a measure of anything
 
@@ -92,11 +94,12 @@ def command_line(pid: int) -> str:
 
 
 def own_replicas() -> list[int]:
-    """Ids of the spawned replicas that this process has started and that are alive, by age."""
-    found = []
+    """Ids of the spawned replicas, or forked ones, that this process has started and that are alive, by age."""
+    children = []
     for file in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
-        found += [int(pid) for pid in file.read_text().split()]
-    return sorted(pid for pid in found if "lp_runtime.launchers.worker_process" in command_line(pid))
+        children += [int(pid) for pid in file.read_text().split()]
+    started = [pid for pid in children if "lp_runtime.launchers.worker_process" in command_line(pid)]
+    return sorted(started + living_replicas())
 
 
 def wait_until(condition: Callable[[], object], complaint: Callable[[], str] = lambda: "waited in vain") -> None:

@@ -1,7 +1,6 @@
 """Real processes that meet over gloo, for the tests that need more than one replica."""
 
 import contextlib
-import multiprocessing
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -9,6 +8,7 @@ from contextlib import contextmanager
 
 import psutil
 import torch
+from forked import context
 
 from lp_runtime.errors import LookaheadError
 from lp_runtime.parallel.context import ReplicaContext
@@ -43,11 +43,11 @@ def _enter(task: Callable, arguments: tuple, rank: int, num_replicas: int, port:
 @contextmanager
 def running_ranks(task: Callable, num_replicas: int, *arguments) -> Iterator[tuple[list, object]]:
     """Start `task(rank, num_replicas, *arguments)` in a process a rank; yields them and the queue of (rank, result)."""
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.Queue()
+    forking = context()
+    results = forking.Queue()
     store = host_store("127.0.0.1", 0, TIMEOUT)
     processes = [
-        spawn.Process(target=_enter, args=(task, arguments, rank, num_replicas, store.port, results), daemon=True)
+        forking.Process(target=_enter, args=(task, arguments, rank, num_replicas, store.port, results), daemon=True)
         for rank in range(num_replicas)
     ]
     try:

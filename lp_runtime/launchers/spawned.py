@@ -54,6 +54,13 @@ class _Line:
             self.pipe.close()
 
 
+def start_process(pipe: Connection) -> subprocess.Popen:
+    """Start a replica that listens at an end of a pipe."""
+    command = [sys.executable, "-m", "lp_runtime.launchers.worker_process", str(pipe.fileno())]
+    # A session of its own: Ctrl-C reaches the driver alone, which then ends the replicas.
+    return subprocess.Popen(command, pass_fds=[pipe.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+
+
 class SpawnedLauncher(TeamLauncher):
     """launcher=local with several replicas, or one that is to be apart."""
 
@@ -79,11 +86,7 @@ class SpawnedLauncher(TeamLauncher):
     def _launch(self, index: int) -> None:
         ours, theirs = Pipe()
         with theirs:
-            command = [sys.executable, "-m", "lp_runtime.launchers.worker_process", str(theirs.fileno())]
-            # A session of its own: Ctrl-C reaches the driver alone, which then ends the replicas.
-            self._processes[index] = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-            )
+            self._processes[index] = start_process(theirs)
         line = self._lines[index] = _Line(ours)
         line.say((self._config, *vars(self._place(index)).values()))
 

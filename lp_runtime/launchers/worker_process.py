@@ -12,8 +12,8 @@ from lp_runtime.launchers.messages import Failed
 from lp_runtime.launchers.replica_server import ReplicaServer
 
 
-def main() -> None:
-    pipe = Connection(int(sys.argv[1]))
+def be_replica(pipe: Connection) -> None:
+    """Serve the driver at the other end of a pipe; ends the process with it."""
     lock = threading.Lock()
 
     def send(message: object) -> None:
@@ -41,4 +41,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    be_replica(Connection(int(sys.argv[1])))

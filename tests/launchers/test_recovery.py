@@ -88,7 +88,7 @@ def test_a_replica_killed_while_decoding(undisturbed, runtime, victim, at, name)
     assert runtime.launcher._joined == dict.fromkeys((0, 1, 2), (0, 1, 2))
 
 
-def test_one_of_two_killed(undisturbed):
+def test_one_of_two_killed(undisturbed, started_replicas):
     before = own_replicas()
     with start(2, restarts=0) as runtime:
         out = decode(runtime, when(4, lambda: os.kill(replicas_of(runtime)[0], signal.SIGKILL)))
@@ -226,7 +226,9 @@ if "worker_process" in " ".join(sys.orig_argv):
         ("digest ^= 1", 1, 3, "its state has parted from the others'"),
     ],
 )
-def test_a_replica_whose_step_goes_wrong(undisturbed, harm, rank, gpus, reason, tmp_path, monkeypatch):
+def test_a_replica_whose_step_goes_wrong(
+    undisturbed, harm, rank, gpus, reason, tmp_path, monkeypatch, started_replicas
+):
     (tmp_path / "sitecustomize.py").write_text(HARM.format(step=6, rank=rank, gpus=gpus, harm=harm))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with start(gpus) as runtime:

@@ -1,0 +1,8 @@
+"""Imported by the process that replicas of the tests are forked from: all that a replica imports, and its kernels."""
+
+import lp_runtime.launchers.worker_process  # noqa: F401
+from lp_runtime.lookahead.best_first import compile_kernels
+from lp_runtime.parallel.partition import compile_partition
+
+compile_kernels()
+compile_partition()
