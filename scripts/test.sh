@@ -12,4 +12,5 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 # Threads of two processes on two cores would wait for one another most of the time.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+unset PYTHONDONTWRITEBYTECODE  # a hundred processes would compile the package anew
 exec "$root/.venv/bin/python" -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@"  # the slowest files are the first

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import reference
-from processes import MARK, marked, wait_until
+from processes import MARK, PATIENCE, marked, wait_until
 from ranks import interfaces
 
 from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
@@ -55,8 +55,8 @@ def cluster():
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def book(placement: str, gpus: int) -> Booking:
-    launcher = LauncherConfig(name="ray", placement=placement, start_timeout=1.0)
+def book(placement: str, gpus: int, start_timeout: float = PATIENCE) -> Booking:
+    launcher = LauncherConfig(name="ray", placement=placement, start_timeout=start_timeout)
     return Booking(ray, RuntimeConfig(gpus=gpus, device="cuda", launcher=launcher))
 
 
@@ -76,7 +76,7 @@ def test_nodes_that_replicas_are_put_on(cluster, placement, gpus, counts):
 def test_no_room(cluster):
     first = book("pack", 3)
     with pytest.raises(LaunchError, match=r"no room for 2 x .*GPU.* within launcher.start_timeout=1 seconds"):
-        book("pack", 2)
+        book("pack", 2, start_timeout=1.0)
     first.release()
     book("pack", 4).release()  # what was refused books nothing
 
