@@ -10,10 +10,11 @@ run      = state.advance(proposal, outcome)             equal on every replica
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from lp_runtime.config import LookaheadConfig, SamplingConfig
@@ -22,9 +23,9 @@ from lp_runtime.lookahead.policy import Counts, Found
 from lp_runtime.lookahead.pool import PoolStatistics
 from lp_runtime.lookahead.state import DecodingState, Proposal
 from lp_runtime.model.drawing import Drawing
-from lp_runtime.model.tree_model import Fed, TreeModel
+from lp_runtime.model.tree_model import Fed, TreeModel, result_of
 from lp_runtime.parallel.budget import StepBudget
-from lp_runtime.parallel.exchange import Exchange
+from lp_runtime.parallel.exchange import Exchange, gather_rows
 from lp_runtime.parallel.partition import digest_of_shares, step_tokens
 
 CANCEL, TIME_IS_UP = 1, 2  # bits of the exchange's control word
@@ -227,22 +228,57 @@ class Decoding:
     def is_over(self) -> bool:
         return self._state.finish_reason is not None or self._ended_by != 0
 
-    def prefill(self) -> Run | None:
-        """Feed the prompt, and what is committed already; returns the first run, None if there was one before."""
-        request = self._request
-        with self._model.feeding(self.text):
-            if request.committed:
-                self._model.take_up(request.prompt_ids, request.committed, self._most_tokens)
-                run = None
-            else:
-                self._model.begin(self._most_tokens)
-                self._set(self._state.propose_prefill())
-                self.draw(self._model.prefill(request.prompt_ids))
-                self.exchange()
-                run = self._committed(self._state.advance_prefill(self._proposal, self._found), [0])
+    def prefill(self) -> Generator[int, None, Run | None]:
+        """Feed the prompt, and what is committed already; returns the first run, None if there was one before, or if
+        the request was cancelled meanwhile.
+
+        Yields:
+            after each chunk, how many tokens it had; the model may be fed other texts before the next one.
+        """
+        chunks = self._prefill()
+        while True:
+            with self._model.feeding(self.text):
+                try:
+                    num_tokens = next(chunks)
+                except StopIteration as end:
+                    run = end.value
+                    break
+            yield num_tokens
         self._prefill_seconds = time.perf_counter() - self._started
         self.clock = Clock()
         return run
+
+    def _prefill(self) -> Generator[int, None, Run | None]:
+        model, request = self._model, self._request
+        if request.committed:
+            for num_tokens in model.take_up(request.prompt_ids, request.committed, self._most_tokens):
+                yield num_tokens
+                # Replicas may hold different parts of it already: they could not agree here.
+                if self._member.num_replicas == 1 and self._should_cancel():
+                    self._ended_by = CANCEL
+                    break
+            return None
+        model.begin(self._most_tokens)
+        self._set(self._state.propose_prefill())
+        chunks = model.prefill_in_chunks(request.prompt_ids)
+        num_left = len(request.prompt_ids)
+        while num_left:
+            num_tokens = next(chunks)
+            num_left -= num_tokens
+            yield num_tokens
+            if num_left and self._agree_to_cancel():
+                self._ended_by = CANCEL
+                return None
+        self.draw(result_of(chunks))
+        self.exchange()
+        return self._committed(self._state.advance_prefill(self._proposal, self._found), [0])
+
+    def _agree_to_cancel(self) -> bool:
+        """Whether any replica is to cancel; alike on all."""
+        mine, member = self._should_cancel(), self._member
+        if member.num_replicas == 1:
+            return mine
+        return bool(gather_rows(np.array([int(mine)]), member.num_replicas, member.exchange_device).any())
 
     def propose(self, num_together: int = 1) -> None:
         """Make this step's tree.
@@ -314,7 +350,7 @@ class Decoding:
     def report(self) -> Report:
         """What it took; after its end."""
         state, exchange, policy = self._state, self._exchange, self._state.policy
-        num_tree_steps = state.num_steps - 1
+        num_tree_steps = max(0, state.num_steps - 1)
         return Report(
             num_steps=state.num_steps + self._extra_passes,
             finish_reason=state.finish_reason or ("cancelled" if self._ended_by & CANCEL else "time"),
@@ -322,7 +358,7 @@ class Decoding:
             seconds=time.perf_counter() - self._started,
             prefill_seconds=self._prefill_seconds,
             times=StepTimes(**self.clock.seconds),
-            exchange_bytes=exchange.bytes_sent / state.num_steps if self._member.num_replicas > 1 else 0.0,
+            exchange_bytes=exchange.bytes_sent / max(1, state.num_steps) if self._member.num_replicas > 1 else 0.0,
             counts=policy.counts,
             pool=policy.pool.statistics() if isinstance(policy, PaperPolicy) else None,
             seed=self._request.sampling.seed,

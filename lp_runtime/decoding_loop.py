@@ -3,7 +3,7 @@ in one forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from lp_runtime.lookahead.state import DecodingRules, DecodingState, Stop
 from lp_runtime.model.drawing import Drawing
 from lp_runtime.model.generation import build_processors, defaults_of
 from lp_runtime.model.processors import TreeProcessors
-from lp_runtime.model.tree_model import TreeModel
+from lp_runtime.model.tree_model import TreeModel, result_of
 from lp_runtime.parallel.budget import Learned, StepBudget, assumed_times
 from lp_runtime.parallel.partition import compile_partition
 from lp_runtime.policies import make_policy
@@ -165,7 +165,7 @@ class DecodingLoop:
         """
         one = _Running(self, request, drawing, stop, should_cancel, observe)
         try:
-            run = one.decoding.prefill()
+            run = result_of(one.decoding.prefill())
             if run:
                 yield run
             while not one.decoding.is_over:
@@ -181,6 +181,7 @@ class DecodingLoop:
         self, arrivals: Callable[[], Iterable[Arrival]]
     ) -> Iterator[tuple[Hashable, Event | LookaheadError]]:
         """Decode requests as they arrive, several in one forward pass; on a replica without peers. Ends with the last.
+        Between two steps, about a chunk is fed of the prompts that have arrived: nobody waits for all of a long one.
 
         Args:
             arrivals: asked between two steps for those that have arrived.
@@ -189,6 +190,7 @@ class DecodingLoop:
             (key, event): of every request the runs that steps committed, then the report, or what went wrong with it.
         """
         assert self._member.num_replicas == 1
+        coming: dict[Hashable, tuple[_Running, Generator[int, None, Run | None]]] = {}  # their prompts are being fed
         running: dict[Hashable, _Running] = {}
 
         def tell(key: Hashable, what: Run | LookaheadError | None) -> Iterator[tuple[Hashable, Event | LookaheadError]]:
@@ -206,19 +208,27 @@ class DecodingLoop:
                 for arrival in arrivals():
                     try:
                         one = _Running(self, arrival.request, None, arrival.stop, arrival.should_cancel, None)
-                        running[arrival.key] = one
-                        yield from tell(arrival.key, one.decoding.prefill())
                     except LookaheadError as error:
-                        if arrival.key in running:
-                            running.pop(arrival.key).end()
                         yield arrival.key, error
-                if not running:
+                    else:
+                        coming[arrival.key] = one, one.decoding.prefill()
+                num_fed = 0
+                while coming and num_fed < self._model.prefill_chunk:
+                    key, (one, chunks) = next(iter(coming.items()))
+                    try:
+                        num_fed += next(chunks)
+                    except (StopIteration, LookaheadError) as end:
+                        del coming[key]
+                        running[key] = one
+                        yield from tell(key, end.value if isinstance(end, StopIteration) else end)
+                if running:
+                    keys = list(running)
+                    for key, run in zip(keys, self._step([running[key].decoding for key in keys]), strict=True):
+                        yield from tell(key, run)
+                elif not coming:
                     return
-                keys = list(running)
-                for key, run in zip(keys, self._step([running[key].decoding for key in keys]), strict=True):
-                    yield from tell(key, run)
         finally:
-            for one in running.values():
+            for one in (*running.values(), *(one for one, _ in coming.values())):
                 one.end()
 
     def _step(self, together: Sequence[Decoding]) -> list[Run | LookaheadError]:

@@ -19,8 +19,9 @@ from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.drawing import Drawing
 from lp_runtime.model.generate_call import GenerateCall, fit_for_trees
 from lp_runtime.model.processors import TreeProcessors
+from lp_runtime.model.properties import attention_settings
 from lp_runtime.model.self_check import check_model
-from lp_runtime.model.tree_model import TreeModel, attention_settings
+from lp_runtime.model.tree_model import TreeModel
 from lp_runtime.parallel.context import ReplicaContext, started_by_torchrun
 from lp_runtime.parallel.exchange import broadcast_object, gather_rows, merge_rows
 from lp_runtime.parallel.group import existing_or_new_group

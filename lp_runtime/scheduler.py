@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Unpack
 
 from lp_runtime.api import LookaheadRuntime
@@ -19,6 +19,7 @@ from lp_runtime.checks import require_choice, require_int
 from lp_runtime.command_config import MAX_BATCH, SCHEDULES
 from lp_runtime.decoding import Request
 from lp_runtime.degrees import STEPS_SKIPPED, Speeds
+from lp_runtime.dividing import Division
 from lp_runtime.errors import (
     BusyError,
     ConfigError,
@@ -34,8 +35,6 @@ from lp_runtime.request import RequestOptions
 
 log = logging.getLogger(__name__)
 
-WORTH_MOVING = 32  # tokens that a request must have left to be given other replicas: new ones must prefill
-STEP_ROOM = 2560  # tokens of a step, which need room in a cache, too, and what its size is rounded up by
 BUSY_SECONDS = 0.05  # between attempts to submit where too many wait
 
 
@@ -72,12 +71,10 @@ class Scheduler:
         self._runtime = runtime
         self._launcher = runtime.launcher
         self._max_waiting = max_waiting
-        self._policy = policy
-        self._max_batch = max_batch if policy != "latency" else 1
         self._patience = runtime.config.launcher.start_timeout
-        self._speeds = Speeds()
+        self._division = Division(self._launcher, policy, max_batch)
         self._waiting: deque[Job] = deque()
-        self._running: list[Share] = []
+        self._running = self._division.running
         self._changed = threading.Condition(threading.RLock())
         self._is_closed = False
         self._threads: set[threading.Thread] = set()
@@ -144,7 +141,7 @@ class Scheduler:
         with self._changed:
             if self._is_closed:
                 raise ReplicaError("the scheduler is closed")
-            num_free = max(0, self._most_running() - len(self._running))
+            num_free = max(0, self._division.most_on(self._launcher.ready) - len(self._running))
             if len(self._waiting) + len(jobs) > self._max_waiting + num_free:
                 raise BusyError(
                     f"busy: {len(self._waiting)} requests are waiting, and at most {self._max_waiting} may; try later"
@@ -241,7 +238,7 @@ class Scheduler:
     def __exit__(self, *exc_info) -> None:
         self.close()
 
-    # Dividing.
+    # Running.
 
     def _any_may_come(self) -> bool:
         """Whether a replica is there, or is being started."""
@@ -249,22 +246,11 @@ class Scheduler:
         return launcher.num_ready > 0 or launcher.num_loading > 0 or launcher.num_ready > 0
 
     @property
-    def _batch(self) -> int:
-        return self._max_batch if self._launcher.info.takes_several else 1
-
-    def _most_running(self) -> int:
-        """Requests that may run at once."""
-        return self._most_on(self._launcher.ready)
-
-    def _most_on(self, replicas: Collection[int] | None) -> int:
-        return 1 if replicas is None or self._policy == "latency" else max(1, len(replicas)) * self._batch
-
-    @property
     def most_at_once(self) -> int:
         """Requests that can be here at once, running and waiting, when all replicas are there."""
         launcher = self._launcher
         everything = None if launcher.ready is None else range(launcher.num_replicas)
-        return self._max_waiting + self._most_on(everything)
+        return self._max_waiting + self._division.most_on(everything)
 
     def _work(self) -> None:
         with self._changed:
@@ -303,78 +289,10 @@ class Scheduler:
                 self._waiting.popleft().put(ReplicaError("no replica is left"))
         if not ready:
             return
-        num_new = min(len(self._waiting), self._most_running() - len(self._running))
-        starting = list(self._waiting)[: max(0, num_new)]
-        jobs = [share.job for share in self._running] + starting
-        for job in jobs:
-            if job.limit is None:
-                job.limit = self._limit(job, len(ready), len(jobs))
-        goals = divide(len(ready), [job.limit for job in jobs])
-        free = sorted(ready - {index for share in self._running for index in share.held})
-        for share, goal in zip(self._running, goals, strict=False):
-            if len(share.wanted & ready) > goal:
-                share.shrink(goal)
-            elif (
-                not share.wanted
-                and (place := free.pop(0) if free else self._place_beside(share.job, ready)) is not None
-            ):
-                share.take([place])  # it has lost all it had
-                self._changed.notify_all()
-        for job, goal in zip(starting, goals[len(self._running) :], strict=True):
-            members = free[:goal]
-            if not members and len(jobs) > len(ready):
-                place = self._place_beside(job, ready)
-                members = [] if place is None else [place]
-            if not members:
-                return
-            self._begin(self._waiting.popleft(), members)
-            free = [index for index in free if index not in members]
-        if not self._waiting:
-            self._spread(goals, free)
-
-    def _limit(self, job: Job, num_ready: int, num_jobs: int) -> int:
-        """Replicas that are of use to a job at most."""
-        if job.gpus is not None:
-            return job.gpus
-        if self._policy == "throughput":
-            return 1
-        most = self._launcher.num_replicas
-        if self._policy == "latency":
-            return most
-        degree = self._speeds.choose(num_ready) if num_jobs == 1 else self._speeds.best(num_ready)
-        return most if degree == num_ready else degree
-
-    def _place_beside(self, job: Job, ready: frozenset[int]) -> int | None:
-        """A replica that has requests and takes one more: of those, the one with the fewest."""
-        shared: dict[int, list[Share]] = {}
-        for share in self._running:
-            for index in share.held:
-                shared.setdefault(index, []).append(share)
-        room = self._launcher.info.room
-        found = []
-        for index, shares in shared.items():
-            if index not in ready:
-                continue
-            is_open = all(len(share.current) == 1 and share.is_settled for share in shares)
-            needed = sum(map(_tokens, (job, *(share.job for share in shares))))
-            if is_open and len(shares) < self._batch and (room is None or needed <= room + STEP_ROOM):
-                found.append((len(shares), index))
-        return min(found)[1] if found else None
-
-    def _spread(self, goals: list[int], free: list[int]) -> None:
-        """Nobody waits: give free replicas to those that should have more, and to those that share one."""
-        for share, goal in zip(self._running, goals, strict=False):
-            if not free:
-                return
-            if not share.num_told or share.num_left < WORTH_MOVING or not share.is_settled or not share.wanted:
-                continue
-            others = [other for other in self._running if other is not share]
-            if any(other.wanted & share.wanted for other in others):
-                share.move_to([free.pop(0)])
-            elif not any(other.held & share.wanted for other in others):  # they have left
-                more = free[: max(0, goal - len(share.wanted))]
-                share.take(more)
-                del free[: len(more)]
+        for job, members in self._division.divide(ready, self._waiting):
+            self._waiting.remove(job)
+            self._begin(job, members)
+        self._changed.notify_all()  # who had lost all replicas may have others
 
     def _begin(self, job: Job, members: list[int] | None) -> None:
         share = Share(job, members or (), self._changed, self._patience, self._any_may_come)
@@ -389,7 +307,7 @@ class Scheduler:
     def _decode(self, share: Share, is_shared: bool) -> None:
         job = share.job
         item: Generation | LookaheadError
-        stopwatch = _Stopwatch(self._speeds)
+        stopwatch = _Stopwatch(self._division.speeds)
         try:
             with unforeseen_as(ReplicaError, "the request failed"):
                 stream = self._runtime.stream_request(job.request, allotment=share if is_shared else None)
@@ -436,26 +354,6 @@ class _Stopwatch:
         if self._num_steps > STEPS_SKIPPED:
             self._speeds.note(len(members), num_tokens, now - self._last)
         self._members, self._last = members, now
-
-
-def divide(num_replicas: int, limits: Sequence[int]) -> list[int]:
-    """How many replicas each of some requests should have: one each, however many there are, then one more to each in
-    turn that has not its limit."""
-    goals = [1] * len(limits)
-    left = num_replicas - len(limits)
-    while left > 0:
-        growing = [number for number, limit in enumerate(limits) if goals[number] < limit][:left]
-        if not growing:
-            break
-        for number in growing:
-            goals[number] += 1
-        left -= len(growing)
-    return goals
-
-
-def _tokens(job: Job) -> int:
-    """Room in a cache that a job needs."""
-    return len(job.request.prompt_ids) + job.request.max_new_tokens + STEP_ROOM
 
 
 def _cancel(jobs: Iterable[Job]) -> None:

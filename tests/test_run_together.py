@@ -9,8 +9,10 @@ from lp_runtime.config import PLAIN, LookaheadConfig, ModelConfig, SamplingConfi
 from lp_runtime.decoding import Report, Request
 from lp_runtime.decoding_loop import Arrival, DecodingLoop
 from lp_runtime.errors import LookaheadError, RequestError
+from lp_runtime.model.cache import TreeCache
 from lp_runtime.model.loading import load_model, load_tokenizer
 from lp_runtime.model.text import StopStrings
+from lp_runtime.model.texts import CachedText, IdleTexts
 from lp_runtime.model.tree_model import TreeModel
 
 CPU = torch.device("cpu")
@@ -95,6 +97,30 @@ def test_outputs_are_those_of_requests_alone(model, requests, monkeypatch):
     assert {name: each[0] for name, each in again.items()} == {name: each[0] for name, each in found.items()}
 
 
+def forget_texts(model, monkeypatch) -> None:
+    """What the model holds of an earlier request would not be fed again."""
+    monkeypatch.setattr(model, "texts", IdleTexts(CachedText()))
+
+
+def test_a_long_prompt_keeps_nobody_waiting(model, requests, monkeypatch):
+    """One chunk of 16 is fed between two steps of the others; what is taken up is fed so, too."""
+    running = replace(requests["plain"], max_new_tokens=40)
+    prompt = requests["sampled"].prompt_ids * 40
+    long = replace(requests["sampled"], prompt_ids=prompt)
+    alone = {"running": decode_alone(model, running)[0], "long": decode_alone(model, long)[0]}
+    rest = replace(long, committed=tuple(alone["long"][:5]))
+    for newcomer, expected in ((long, alone["long"]), (rest, alone["long"][5:])):
+        forget_texts(model, monkeypatch)
+        order, tokens = [], {"running": [], "long": []}
+        arriving = iter([[Arrival("running", running)], [], [Arrival("long", newcomer)]])
+        for key, event in DecodingLoop(model, 0, 1, CPU).run_together(lambda arriving=arriving: next(arriving, [])):
+            if not isinstance(event, Report):
+                order.append(key)
+                tokens[key] += event.token_ids
+        assert tokens == {"running": alone["running"], "long": expected}
+        assert order.index("long") >= 2 + len(prompt) // 16
+
+
 def test_one_that_is_taken_up_and_one_that_stops_and_one_that_is_cancelled(model, tokenizer, requests):
     whole, _, _ = decode_alone(model, requests["sampled"])
     request = requests["full"]
@@ -115,6 +141,24 @@ def test_one_that_is_taken_up_and_one_that_stops_and_one_that_is_cancelled(model
     tokens, _, report = found["stops"]
     assert report.finish_reason == "stop" and text[8:12] in tokenizer.decode(tokens)
     assert found["cancelled"][2].finish_reason == "cancelled" and len(found["cancelled"][0]) == 1
+
+
+@pytest.mark.parametrize("num_committed", [0, 5])
+def test_one_that_is_cancelled_while_its_prompt_is_fed(model, requests, monkeypatch, num_committed):
+    """No more of it is fed, and the next request is none the worse."""
+    prompt = requests["full"].prompt_ids * 20
+    long = replace(requests["full"], prompt_ids=prompt)
+    expected = decode_alone(model, long)[0]
+    fed = []
+    commit = TreeCache.commit
+    monkeypatch.setattr(TreeCache, "commit", lambda self, count: fed.append(count) or commit(self, count))
+    loop = DecodingLoop(model, 0, 1, CPU)
+    rest = replace(long, committed=tuple(expected[:num_committed]))
+    forget_texts(model, monkeypatch)
+    *runs, report = loop.run(rest, should_cancel=lambda: len(fed) > 2)
+    assert runs == [] and report.finish_reason == "cancelled"
+    assert fed == [16] * 3
+    assert [token for run in list(loop.run(rest))[:-1] for token in run.token_ids] == expected[num_committed:]
 
 
 class Refuses:

@@ -24,8 +24,8 @@ from lp_runtime import (
 )
 from lp_runtime.config import FailureConfig, LauncherConfig, RuntimeConfig
 from lp_runtime.degrees import FIRST_RETRY, Speeds, candidates
+from lp_runtime.dividing import goals_of
 from lp_runtime.jobs import Job, Share
-from lp_runtime.scheduler import divide
 
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
 SLOW = LookaheadConfig(0, 2, 0)
@@ -344,9 +344,9 @@ def test_where_a_job_is_and_is_to_be():
 
 
 def test_how_replicas_are_divided():
-    assert [divide(4, [4] * jobs) for jobs in (1, 2, 3, 4, 5)] == [[4], [2, 2], [2, 1, 1], [1, 1, 1, 1], [1] * 5]
-    assert divide(3, [1, 1]) == [1, 1] and divide(3, [8]) == [3] and divide(1, []) == []
-    assert divide(8, [1, 3, 8]) == [1, 3, 4] and divide(8, [2, 2]) == [2, 2]
+    assert [goals_of(4, [4] * jobs) for jobs in (1, 2, 3, 4, 5)] == [[4], [2, 2], [2, 1, 1], [1, 1, 1, 1], [1] * 5]
+    assert goals_of(3, [1, 1]) == [1, 1] and goals_of(3, [8]) == [3] and goals_of(1, []) == []
+    assert goals_of(8, [1, 3, 8]) == [1, 3, 4] and goals_of(8, [2, 2]) == [2, 2]
     with pytest.raises(ConfigError, match="policy=quick: must be one of fair, latency, throughput"):
         Scheduler(None, policy="quick")
 

@@ -65,7 +65,7 @@ def test_what_comes_after(model, prompt_ids, case, keeps_cache, monkeypatch):
     expected, expected_logprobs, report = decode(model, request)
     assert len(expected) == 40
     fed = []
-    prefill = TreeModel.prefill
+    prefill = TreeModel.prefill_in_chunks
     for num_runs in (1, 3, report.num_steps - 1):
         committed, logprobs, _ = decode(model, request, num_runs)
         assert 0 < len(committed) < 40
@@ -74,8 +74,8 @@ def test_what_comes_after(model, prompt_ids, case, keeps_cache, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(
                 TreeModel,
-                "prefill",
-                lambda self, tokens, *stop: fed.append(len(tokens)) or prefill(self, tokens, *stop),
+                "prefill_in_chunks",
+                lambda self, tokens: fed.append(len(tokens)) or prefill(self, tokens),
             )
             rest, more, report = decode(model, replace(request, committed=tuple(committed)))
         assert committed + rest == expected
@@ -128,9 +128,9 @@ def test_a_text_whose_reading_is_broken_off(prompt_ids, strict_tokens):
     expected, _, _ = decode(model, request)
     for num_asked in range(1, 6):
         text = CachedText()
-        answers = iter([False] * num_asked)
         with model.feeding(text):
-            model.take_up(prompt, expected[:20], 100, lambda answers=answers: next(answers, True))
+            for _ in zip(range(num_asked), model.take_up(prompt, expected[:20], 100), strict=False):
+                pass
         assert text.tokens == [*prompt, *expected[:20]][: len(text.tokens)] and text.cache.length == len(text.tokens)
         model.texts.give(text)
         assert expected[:20] + decode(model, replace(request, committed=tuple(expected[:20])))[0] == expected

@@ -32,6 +32,7 @@ LAYERS = [
     {"generation", "request", "drop_in"},
     {"api"},
     {"jobs", "degrees"},
+    {"dividing"},
     {"scheduler"},
     {"single"},
     {"batch"},

@@ -103,9 +103,9 @@ class ReplicaServer:
         capacity = len(request.prompt_ids) + request.max_new_tokens + STEP_TOKENS
         text = model.texts.take(model.capacity_for(capacity), (*request.prompt_ids, *request.committed))
         with model.feeding(text):
-            model.take_up(
-                request.prompt_ids, request.committed, capacity, lambda: self._orders.is_cancelled(order.order)
-            )
+            for _ in model.take_up(request.prompt_ids, request.committed, capacity):
+                if self._orders.is_cancelled(order.order):
+                    break
         model.texts.give(text)
         self._send(Warmed(order.order))
         self._orders.end(order.order)

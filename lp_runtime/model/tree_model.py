@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.cache import TreeCache
 from lp_runtime.model.fixed_forward import SIZES, FixedForward
 from lp_runtime.model.mask import CHUNKED, MaskBuilder
+from lp_runtime.model.properties import attention_settings, context_length, of_text_model, takes_attention
 from lp_runtime.model.strict import BLOCK, KEYS, POSITION, WINDOW, tail_table
 from lp_runtime.model.strict import NAME as STRICT
 from lp_runtime.model.texts import CachedText, IdleTexts
@@ -53,6 +54,7 @@ class TreeModel:
     Attributes:
         text: the text that it is fed: see `feeding`.
         texts: those that nobody is decoding.
+        prefill_chunk: tokens fed at once during the prefill.
         fixed_sizes: how trees are fed in passes of fixed sizes; None if they are not.
         takes_several: whether it can be fed several texts in one pass.
 
@@ -72,12 +74,12 @@ class TreeModel:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.vocabulary_size: int = config.vocab_size
-        self.context_length = _context_length(config)
+        self.context_length = context_length(config)
         self.masks = MaskBuilder(config, attention, self.dtype, self.device)
         if strict_tokens is not None and CHUNKED in self.masks.windows_by_kind:
             raise ModelError(f"{config.model_type}: chunked attention cannot be computed with exactness=strict")
         self.strict_tokens = strict_tokens
-        self._prefill_chunk = prefill_chunk
+        self.prefill_chunk = prefill_chunk
         self._num_layers = config.num_hidden_layers
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._forget()
@@ -145,20 +147,16 @@ class TreeModel:
         return capacity
 
     @torch.inference_mode()
-    def take_up(
-        self,
-        prompt: Sequence[int],
-        committed: Sequence[int],
-        capacity: int,
-        should_stop: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def take_up(self, prompt: Sequence[int], committed: Sequence[int], capacity: int) -> Generator[int]:
         """Have the cache hold a prompt and all that was committed after it but the last token: what it holds of it
         already stays, the rest is fed as `prefill` and `forward` would have fed it.
 
         Args:
             prompt, committed: token ids, at least one each.
             capacity: see `begin`.
-            should_stop: asked now and then; what was fed until then stays.
+
+        Yields:
+            after each chunk, how many tokens it had; what was fed until then stays, whether the rest is fed or not.
         """
         tokens = [*prompt, *committed[:-1]]
         text = self.text
@@ -167,10 +165,8 @@ class TreeModel:
         is_alike = self.strict_tokens is None or text.num_prefilled == len(prompt)
         if not is_alike or num_known < len(prompt):
             self.begin(capacity)
-            self.prefill(prompt, should_stop)
+            yield from self.prefill_in_chunks(prompt)
             num_known = len(prompt)
-            if should_stop():
-                return
         text.cache.cut_back(num_known)
         if text.capacity < (needed := self.capacity_for(capacity)):
             text.fixed = None
@@ -179,35 +175,39 @@ class TreeModel:
         rest = tokens[num_known:]
         if self.strict_tokens is None:
             if rest:
-                self.prefill(rest, should_stop)
+                yield from self.prefill_in_chunks(rest)
             return
         for start in range(0, len(rest), self.strict_tokens):
-            if should_stop():
-                return
             chain = TokenTree(rest[start : start + self.strict_tokens], max_depth=0)
             self.forward(chain, list(range(len(chain))), [chain.root])
+            yield len(chain)
+
+    def prefill(self, prompt: Sequence[int]) -> torch.Tensor:
+        """Feed and commit a prompt behind what is committed; the last token's logits, [1, V] float32."""
+        return result_of(self.prefill_in_chunks(prompt))
 
     @torch.inference_mode()
-    def prefill(self, prompt: Sequence[int], should_stop: Callable[[], bool] = lambda: False) -> torch.Tensor:
-        """Feed and commit a prompt, in chunks, behind what is committed; the last one's logits, [1, V] float32.
+    def prefill_in_chunks(self, prompt: Sequence[int]) -> Generator[int, None, torch.Tensor]:
+        """The same, a chunk at a time.
 
         Args:
             prompt: token ids, at least one.
-            should_stop: asked between chunks.
+
+        Yields:
+            after each chunk, how many tokens it had; the same text must be fed the next one.
         """
         ids = torch.tensor(prompt, dtype=torch.int64, device=self.device)
         text = self.text
         before = text.cache.length
-        for start in range(0, len(prompt), self._prefill_chunk):
-            chunk = ids[start : start + self._prefill_chunk]
+        for start in range(0, len(prompt), self.prefill_chunk):
+            chunk = ids[start : start + self.prefill_chunk]
             positions = torch.arange(before + start, before + start + len(chunk), device=self.device)
             # The mask is the model's own causal one: nothing of a prompt is a tree.
             logits = self._forward(chunk, positions, None, torch.tensor([len(chunk) - 1], device=self.device))
             text.cache.commit(len(chunk))
             text.tokens += prompt[start : start + len(chunk)]
             text.num_prefilled = len(text.tokens)
-            if should_stop():
-                break
+            yield len(chunk)
         return logits
 
     @torch.inference_mode()
@@ -339,6 +339,18 @@ class TreeModel:
         return logits.float()
 
 
+Result = TypeVar("Result")
+
+
+def result_of(steps: Generator[object, None, Result]) -> Result:
+    """What a generator returns, once it has come to its end."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
 def _grain(num_tokens: int) -> int:
     """What the number of tokens of several texts is rounded up to a multiple of on CPUs, by an eighth at most: oneDNN
     compiles its products anew for each size that it meets, and keeps what it has compiled."""
@@ -359,43 +371,3 @@ def _commit(text: CachedText, tree: TokenTree, commit: bool) -> None:
     text.cache.commit(tree.root + 1 if commit else 0)
     if commit:
         text.tokens += tree.tokens[: tree.root + 1]
-
-
-def _context_length(config) -> int | None:
-    """Positions that a text may have; None if the model sets no limit.
-
-    Long RoPE takes other rotary factors for a whole pass as soon as one position in it is beyond the original context,
-    so what a token gives would depend on what else is fed; such a model is used within its original context.
-    """
-    length = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if "longrope" in (parameters.get("rope_type"), parameters.get("type")):
-            original = parameters.get("original_max_position_embeddings")
-            original = original or getattr(config, "original_max_position_embeddings", None)
-            length = min(filter(None, (length, original)), default=None)
-    return length
-
-
-def takes_attention(model) -> bool:
-    """Whether a model takes any attention function, and not only those that its own code names."""
-    return bool(getattr(model, "_supports_attention_backend", False))
-
-
-def attention_settings(model) -> str | dict[str, str]:
-    """The attention of a model and of its sub-models, in the form that `set_attn_implementation` takes."""
-    config = model.config
-    parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
-    if not parts:
-        return config._attn_implementation
-    return {"": config._attn_implementation} | {name: part._attn_implementation for name, part in parts.items()}
-
-
-def of_text_model(model, attention: str) -> str | dict[str, str]:
-    """The same with another attention for the model of text, which may be one of several sub-models."""
-    settings = attention_settings(model)
-    if isinstance(settings, str):
-        return attention
-    text = model.config.get_text_config()
-    name = next((name for name in settings if name and getattr(model.config, name) is text), "")
-    return settings | {name: attention}

@@ -25,7 +25,7 @@ def test_a_caller_is_compiled_again_when_what_it_calls_has_changed(tmp_path: Pat
     def run(number: int) -> str:
         (tmp_path / "callee.py").write_text(CALLEE.format(number))
         return subprocess.run(
-            [sys.executable, "caller.py"], cwd=tmp_path, capture_output=True, text=True, check=True
+            [sys.executable, "-B", "caller.py"], cwd=tmp_path, capture_output=True, text=True, check=True
         ).stdout.strip()
 
     assert run(1) == "1 0"

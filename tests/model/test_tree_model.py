@@ -9,8 +9,9 @@ import torch
 
 from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.properties import attention_settings, of_text_model
 from lp_runtime.model.tree_attention import NAME as TREE
-from lp_runtime.model.tree_model import TreeModel, attention_settings, of_text_model
+from lp_runtime.model.tree_model import TreeModel
 from lp_runtime.parallel.partition import partition
 
 WINDOW = 8  # shorter than every text below
