@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import reference
-from processes import PATIENCE, command_line, marked, run_cli, wait_until
+from processes import PATIENCE, RAY_SETTINGS, command_line, marked, run_cli, wait_until
 
 from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
 from lp_runtime.config import FailureConfig, ModelConfig, RuntimeConfig
@@ -41,7 +41,7 @@ def cluster():
     """A head node of our own, on ports and in a folder of its own; all of it is ended by its mark."""
     folder = tempfile.mkdtemp(prefix="lpr", dir="/tmp")  # short: Ray puts sockets in it
     port, dashboard, client, agent = free_ports(4)  # Ray's own choices may be another cluster's
-    with marked(RAY_TMPDIR=folder, RAY_AUTH_MODE="disabled") as mark:
+    with marked(RAY_TMPDIR=folder, **RAY_SETTINGS) as mark:
         command = [RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}"]
         command += [f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}", f"--temp-dir={folder}"]
         command += [f"--dashboard-agent-listen-port={agent}", "--num-cpus=2", "--num-gpus=0"]
@@ -191,7 +191,7 @@ def test_a_submitted_job(cluster, demo_model_dir, greedy, tmp_path):
 
 def test_a_local_cluster_that_it_starts_and_ends(demo_model_dir, tmp_path):
     folder = tempfile.mkdtemp(prefix="lpr", dir="/tmp")
-    with marked(RAY_TMPDIR=folder, RAY_AUTH_MODE="disabled") as mark:
+    with marked(RAY_TMPDIR=folder, **RAY_SETTINGS) as mark:
         mark.environment.pop("RAY_ADDRESS", None)
         overrides = ["prompt=def f():", "launcher=ray", "gpus=2", "device=cpu", "max_new_tokens=8", "eos=false"]
         result = run_cli(f"model.path={demo_model_dir}", *overrides, cwd=tmp_path, environment=mark.environment)

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import reference
-from processes import MARK, PATIENCE, marked, wait_until
+from processes import MARK, PATIENCE, RAY_SETTINGS, marked, wait_until
 from ranks import interfaces
 
 from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
@@ -34,8 +34,8 @@ def cluster():
     from ray.cluster_utils import Cluster
 
     folder = tempfile.mkdtemp(prefix="lpr", dir="/tmp")  # short: Ray puts sockets in it
-    with marked(RAY_TMPDIR=folder, RAY_AUTH_MODE="disabled") as mark, pytest.MonkeyPatch.context() as patch:
-        for name in (MARK, "RAY_TMPDIR", "RAY_AUTH_MODE"):
+    with marked(RAY_TMPDIR=folder, **RAY_SETTINGS) as mark, pytest.MonkeyPatch.context() as patch:
+        for name in (MARK, "RAY_TMPDIR", *RAY_SETTINGS):
             patch.setenv(name, mark.environment[name])
         patch.delenv("RAY_ADDRESS", raising=False)
         # None: any free port, where the default one may be another cluster's.

@@ -13,7 +13,7 @@ import urllib.request
 import openai
 import pytest
 import reference
-from processes import marked, wait_until
+from processes import RAY_SETTINGS, marked, wait_until
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime
 from lp_runtime.command_config import ServeConfig
@@ -33,7 +33,7 @@ def test_answers_streams_and_clients_that_go(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     folder = tempfile.mkdtemp(prefix="lpr", dir="/tmp")  # short: Ray puts sockets in it
-    with marked(RAY_TMPDIR=folder, RAY_AUTH_MODE="disabled") as mark:
+    with marked(RAY_TMPDIR=folder, **RAY_SETTINGS) as mark:
         mark.environment.pop("RAY_ADDRESS", None)
         process = subprocess.Popen(
             [*COMMAND, *SETTINGS, f"port={port}", "api_key=secret"],
