@@ -81,6 +81,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from lp_runtime.config import LookaheadConfig, SamplingConfig
@@ -25,7 +24,7 @@ from lp_runtime.lookahead.state import DecodingState, Proposal
 from lp_runtime.model.drawing import Drawing
 from lp_runtime.model.tree_model import Fed, TreeModel, result_of
 from lp_runtime.parallel.budget import StepBudget
-from lp_runtime.parallel.exchange import Exchange, gather_rows
+from lp_runtime.parallel.exchange import Exchange
 from lp_runtime.parallel.partition import digest_of_shares, step_tokens
 
 CANCEL, TIME_IS_UP = 1, 2  # bits of the exchange's control word
@@ -186,7 +185,7 @@ class Decoding:
         state: before its prefill, or taken up.
         budget: decides the size of steps.
         member: this replica.
-        should_cancel: asked once a step.
+        should_cancel: asked once a step, and between chunks of the prompt.
         observe: told of every step.
 
     Attributes:
@@ -228,31 +227,34 @@ class Decoding:
     def is_over(self) -> bool:
         return self._state.finish_reason is not None or self._ended_by != 0
 
-    def prefill(self) -> Generator[int, None, Run | None]:
+    def prefill(self) -> Generator[None, None, Run | None]:
         """Feed the prompt, and what is committed already; returns the first run, None if there was one before, or if
         the request was cancelled meanwhile.
 
         Yields:
-            after each chunk, how many tokens it had; the model may be fed other texts before the next one.
+            between chunks; the model may be fed other texts before the next one.
         """
         chunks = self._prefill()
         while True:
+            started = time.perf_counter()
             with self._model.feeding(self.text):
                 try:
-                    num_tokens = next(chunks)
+                    next(chunks)
                 except StopIteration as end:
                     run = end.value
                     break
-            yield num_tokens
-        self._prefill_seconds = time.perf_counter() - self._started
+                finally:
+                    self._model.synchronize()  # what others are fed next is not to be charged for it
+                    self._prefill_seconds += time.perf_counter() - started
+            yield
         self.clock = Clock()
         return run
 
-    def _prefill(self) -> Generator[int, None, Run | None]:
+    def _prefill(self) -> Generator[None, None, Run | None]:
         model, request = self._model, self._request
         if request.committed:
-            for num_tokens in model.take_up(request.prompt_ids, request.committed, self._most_tokens):
-                yield num_tokens
+            for _ in model.take_up(request.prompt_ids, request.committed, self._most_tokens):
+                yield
                 # Replicas may hold different parts of it already: they could not agree here.
                 if self._member.num_replicas == 1 and self._should_cancel():
                     self._ended_by = CANCEL
@@ -261,24 +263,25 @@ class Decoding:
         model.begin(self._most_tokens)
         self._set(self._state.propose_prefill())
         chunks = model.prefill_in_chunks(request.prompt_ids)
-        num_left = len(request.prompt_ids)
-        while num_left:
-            num_tokens = next(chunks)
-            num_left -= num_tokens
-            yield num_tokens
-            if num_left and self._agree_to_cancel():
+        for num_left in range(len(request.prompt_ids) - model.prefill_chunk, 0, -model.prefill_chunk):
+            next(chunks)
+            yield
+            if self._agree_to_cancel(num_left):
                 self._ended_by = CANCEL
                 return None
         self.draw(result_of(chunks))
         self.exchange()
         return self._committed(self._state.advance_prefill(self._proposal, self._found), [0])
 
-    def _agree_to_cancel(self) -> bool:
-        """Whether any replica is to cancel; alike on all."""
-        mine, member = self._should_cancel(), self._member
-        if member.num_replicas == 1:
-            return mine
-        return bool(gather_rows(np.array([int(mine)]), member.num_replicas, member.exchange_device).any())
+    def _agree_to_cancel(self, num_left: int) -> bool:
+        """Whether any replica is to cancel, with so much of the prompt left; alike on all."""
+        if self._member.num_replicas == 1:
+            return self._should_cancel()
+        # An exchange like the prefill's own, so that replicas at different places see that their digests differ.
+        nothing = torch.zeros(len(self.fed.wanted), self._drawing.width, dtype=torch.int64, device=self._model.device)
+        digest = self._proposal.digest ^ digest_of_shares(self._shares) ^ num_left
+        outcome = self._exchange.all_gather(self._shares, 1, nothing, digest, CANCEL * self._should_cancel())
+        return bool(outcome.control & CANCEL)
 
     def propose(self, num_together: int = 1) -> None:
         """Make this step's tree.

@@ -41,7 +41,7 @@ class Arrival:
         key: tells it from the others.
         request: what to decode.
         stop: see DecodingState.
-        should_cancel: asked once a step.
+        should_cancel: asked once a step, and between chunks of the prompt.
     """
 
     key: Hashable
@@ -157,7 +157,7 @@ class DecodingLoop:
             request: what to decode.
             drawing: how successors are drawn; by default as the request and the model's own defaults say.
             stop: see DecodingState.
-            should_cancel: asked once a step; when any replica's says yes, all stop after that step.
+            should_cancel: asked once a step, and between chunks of the prompt; when any replica's says yes, all stop.
             observe: told of every step.
 
         Yields:
@@ -181,7 +181,8 @@ class DecodingLoop:
         self, arrivals: Callable[[], Iterable[Arrival]]
     ) -> Iterator[tuple[Hashable, Event | LookaheadError]]:
         """Decode requests as they arrive, several in one forward pass; on a replica without peers. Ends with the last.
-        Between two steps, about a chunk is fed of the prompts that have arrived: nobody waits for all of a long one.
+        Between two steps, about a chunk is fed of the prompts that have arrived, in turns: nobody waits for all of a
+        long one.
 
         Args:
             arrivals: asked between two steps for those that have arrived.
@@ -190,7 +191,7 @@ class DecodingLoop:
             (key, event): of every request the runs that steps committed, then the report, or what went wrong with it.
         """
         assert self._member.num_replicas == 1
-        coming: dict[Hashable, tuple[_Running, Generator[int, None, Run | None]]] = {}  # their prompts are being fed
+        coming: dict[Hashable, tuple[_Running, Generator[None, None, Run | None]]] = {}  # their prompts are being fed
         running: dict[Hashable, _Running] = {}
 
         def tell(key: Hashable, what: Run | LookaheadError | None) -> Iterator[tuple[Hashable, Event | LookaheadError]]:
@@ -212,11 +213,12 @@ class DecodingLoop:
                         yield arrival.key, error
                     else:
                         coming[arrival.key] = one, one.decoding.prefill()
-                num_fed = 0
-                while coming and num_fed < self._model.prefill_chunk:
-                    key, (one, chunks) = next(iter(coming.items()))
+                num_read = self._model.num_read
+                while coming and self._model.num_read - num_read < self._model.prefill_chunk:
+                    key = next(iter(coming))
+                    one, chunks = coming[key] = coming.pop(key)  # the others are next
                     try:
-                        num_fed += next(chunks)
+                        next(chunks)
                     except (StopIteration, LookaheadError) as end:
                         del coming[key]
                         running[key] = one
@@ -246,8 +248,7 @@ class DecodingLoop:
                 one.draw(rows)
             except LookaheadError as error:
                 errors[number] = error
-        if self._model.device.type == "cuda":
-            torch.cuda.current_stream(self._model.device).synchronize()
+        self._model.synchronize()
         _lap(together, "forward")
         fine = [number for number in range(num) if number not in errors]
         for number in fine:

@@ -17,17 +17,17 @@ class Division:
 
     Args:
         launcher: of the replicas.
+        running: what runs, and where; whoever starts and ends requests keeps it.
         policy: one of SCHEDULES; see Scheduler.
         max_batch: requests that a replica decodes in one forward pass at most.
 
     Attributes:
-        running: what runs, and where; the scheduler's.
         speeds: how fast each LP degree has turned out to be.
     """
 
-    def __init__(self, launcher: Launcher, policy: str, max_batch: int):
-        self.running: list[Share] = []
+    def __init__(self, launcher: Launcher, running: list[Share], policy: str, max_batch: int):
         self.speeds = Speeds()
+        self._running = running
         self._launcher = launcher
         self._policy = policy
         self._max_batch = max_batch if policy != "latency" else 1
@@ -48,19 +48,19 @@ class Division:
             waiting: requests that have not begun, in their order.
 
         Yields:
-            (job, replicas) of each that is to be started now, in their order; it must be among `running` then.
+            (job, replicas) of each that is to be started now, in their order; it is among the running ones then.
         """
-        num_new = min(len(waiting), self.most_on(ready) - len(self.running))
+        num_new = min(len(waiting), self.most_on(ready) - len(self._running))
         starting = list(waiting)[: max(0, num_new)]
         num_left = len(waiting)
-        jobs = [share.job for share in self.running] + starting
+        jobs = [share.job for share in self._running] + starting
         for job in jobs:
             if job.limit is None:
                 job.limit = self._limit(job, len(ready), len(jobs))
         goals = goals_of(len(ready), [job.limit for job in jobs])
-        free = sorted(ready - {index for share in self.running for index in share.held})
-        num_before = len(self.running)
-        for share, goal in zip(self.running, goals, strict=False):
+        free = sorted(ready - {index for share in self._running for index in share.held})
+        num_before = len(self._running)
+        for share, goal in zip(self._running, goals, strict=False):
             if len(share.wanted & ready) > goal:
                 share.shrink(goal)
             elif not share.wanted:  # it has lost all it had
@@ -95,7 +95,7 @@ class Division:
     def _place_beside(self, job: Job, ready: frozenset[int]) -> int | None:
         """A replica that has requests and takes one more: of those, the one with the fewest."""
         shared: dict[int, list[Share]] = {}
-        for share in self.running:
+        for share in self._running:
             for index in share.held:
                 shared.setdefault(index, []).append(share)
         room = self._launcher.info.room
@@ -111,12 +111,12 @@ class Division:
 
     def _spread(self, goals: list[int], free: list[int]) -> None:
         """Nobody waits: give free replicas to those that should have more, and to those that share one."""
-        for share, goal in zip(self.running, goals, strict=False):
+        for share, goal in zip(self._running, goals, strict=False):
             if not free:
                 return
             if not share.num_told or share.num_left < WORTH_MOVING or not share.is_settled or not share.wanted:
                 continue
-            others = [other for other in self.running if other is not share]
+            others = [other for other in self._running if other is not share]
             if any(other.wanted & share.wanted for other in others):
                 share.move_to([free.pop(0)])
             elif not any(other.held & share.wanted for other in others):  # they have left

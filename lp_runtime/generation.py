@@ -48,8 +48,8 @@ class Generation:
 
     @property
     def compression_ratio(self) -> float:
-        """S: new tokens / steps."""
-        return self.num_tokens / self.steps
+        """S: new tokens / steps; 0 if it was cancelled before the first."""
+        return self.num_tokens / self.steps if self.steps else 0.0
 
     @property
     def tokens_per_second(self) -> float:

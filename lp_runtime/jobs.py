@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lp_runtime.decoding import Request
@@ -34,12 +35,16 @@ class Job:
         self.generation: Generation | None = None
         self.deadline = deadline  # on time.monotonic's clock
         self.is_cancelled = False
+        self.on_cancel: Callable[[], None] | None = None  # tells replicas that are decoding it
         self._items: queue.SimpleQueue[Piece | Generation | LookaheadError] = queue.SimpleQueue()
         self._listener = None
 
     def cancel(self) -> None:
-        """Give it up: it ends before its next step, or before it begins. Safe to call at any time, from any thread."""
+        """Give it up: it ends before its next step or chunk of its prompt, or before it begins. Safe to call at any
+        time, from any thread."""
         self.is_cancelled = True
+        if (tell := self.on_cancel) is not None:
+            tell()
 
     def __iter__(self) -> Iterator[Piece]:
         """The pieces as they come.
@@ -189,6 +194,16 @@ class Share(Allotment):
     def move_to(self, members: Iterable[int]) -> None:
         """The job is to use these."""
         self.wanted = frozenset(members)
+
+    @contextmanager
+    def cancelling(self, cancel: Callable[[], None]) -> Iterator[None]:
+        self.job.on_cancel = cancel
+        if self.job.is_cancelled:  # before it could be told
+            cancel()
+        try:
+            yield
+        finally:
+            self.job.on_cancel = None
 
     def lose(self, lost: Iterable[int]) -> None:
         with self._changed:

@@ -72,9 +72,9 @@ class Scheduler:
         self._launcher = runtime.launcher
         self._max_waiting = max_waiting
         self._patience = runtime.config.launcher.start_timeout
-        self._division = Division(self._launcher, policy, max_batch)
         self._waiting: deque[Job] = deque()
-        self._running = self._division.running
+        self._running: list[Share] = []
+        self._division = Division(self._launcher, self._running, policy, max_batch)
         self._changed = threading.Condition(threading.RLock())
         self._is_closed = False
         self._threads: set[threading.Thread] = set()
@@ -318,11 +318,12 @@ class Scheduler:
                     job.put(piece)
                     if job.is_cancelled:
                         break
-                if stream.generation is None:
+                done = stream.generation
+                if done is None or (job.is_cancelled and done.finish_reason == "cancelled"):
                     stream.close()
                     item, outcome = ReplicaError("the request was cancelled"), "cancelled"
                 else:
-                    item, outcome = stream.generation, stream.generation.finish_reason
+                    item, outcome = done, done.finish_reason
         except LookaheadError as error:
             item, outcome = error, "failed"
         self._end(share, threading.current_thread(), item, outcome)

@@ -5,6 +5,7 @@ Replicas of the command line's processes are started as they are for users.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -21,14 +22,15 @@ REPLICA = "replica"
 _lock = threading.Lock()  # who reads of a process's end first is the only one to learn of it
 
 
-def context() -> BaseContext:
-    """To start processes in; they are forked from one that has imported template.py."""
-    forking = multiprocessing.get_context("forkserver")
-    forking.set_forkserver_preload(["template"])
+@functools.cache
+def forking() -> BaseContext:
+    """To start processes in; they are forked from one that has imported template.py, and has the environment of now."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(["template"])
     with pytest.MonkeyPatch.context() as patch:  # Python 3.11 does not tell that process where modules are
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         multiprocessing.forkserver.ensure_running()
-    return forking
+    return found
 
 
 class ForkedReplica:
@@ -36,8 +38,8 @@ class ForkedReplica:
 
     def __init__(self, pipe: Connection):
         arguments = (pipe, os.sched_getaffinity(0))
-        self._process = context().Process(target=_be_replica, args=arguments, name=REPLICA, daemon=True)
         with _lock:
+            self._process = forking().Process(target=_be_replica, args=arguments, name=REPLICA, daemon=True)
             self._process.start()
         self.pid = self._process.pid
 

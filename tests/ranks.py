@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import psutil
 import torch
-from forked import context
+from forked import forking
 
 from lp_runtime.errors import LookaheadError
 from lp_runtime.parallel.context import ReplicaContext
@@ -43,11 +43,10 @@ def _enter(task: Callable, arguments: tuple, rank: int, num_replicas: int, port:
 @contextmanager
 def running_ranks(task: Callable, num_replicas: int, *arguments) -> Iterator[tuple[list, object]]:
     """Start `task(rank, num_replicas, *arguments)` in a process a rank; yields them and the queue of (rank, result)."""
-    forking = context()
-    results = forking.Queue()
+    results = forking().Queue()
     store = host_store("127.0.0.1", 0, TIMEOUT)
     processes = [
-        forking.Process(target=_enter, args=(task, arguments, rank, num_replicas, store.port, results), daemon=True)
+        forking().Process(target=_enter, args=(task, arguments, rank, num_replicas, store.port, results), daemon=True)
         for rank in range(num_replicas)
     ]
     try:

@@ -178,7 +178,12 @@ class RankResult:
     reports: list
     cancelled: list
     cancel_report: Report
+    unread: tuple[list[int], str, int]
+    read: list[int]
     error: Exception | None
+
+
+LONG = Request(tuple(range(1, 22)), LookaheadConfig(3, 4, 3, prior="none"), 12)
 
 
 def decode_on_a_rank(rank: int, num_replicas: int, path: str) -> RankResult:
@@ -188,13 +193,20 @@ def decode_on_a_rank(rank: int, num_replicas: int, path: str) -> RankResult:
     # only the last rank is asked to stop, in the third step
     asked = iter([False, False, rank == num_replicas - 1])
     cancelled, _, cancel_report = decode(loop, RANKS_REQUESTS[0], should_cancel=lambda: next(asked))
-    # rank 1 is given another prompt than its peers
+    # a long prompt, in chunks of 4: given up by the last rank after the second, and read to its end
+    model.prefill_chunk = 4
+    num_read = model.num_read
+    asked = iter([False, rank == num_replicas - 1])
+    given_up, _, report = decode(loop, LONG, should_cancel=lambda: next(asked))
+    unread = (given_up, report.finish_reason, model.num_read - num_read)
+    read = decode(loop, LONG)[0]
+    # rank 1 is given another prompt than its peers, of another length
     error = None
     try:
-        decode(loop, Request((1, 2, 3 + (rank == 1)), LookaheadConfig(), 20))
+        decode(loop, Request((1, 2, 3, 4, 5, 6, 7)[: 3 + 3 * (rank == 1)], LookaheadConfig(), 20))
     except StateMismatchError as caught:
         error = caught
-    return RankResult([f[0] for f in found], [f[2] for f in found], cancelled, cancel_report, error)
+    return RankResult([f[0] for f in found], [f[2] for f in found], cancelled, cancel_report, unread, read, error)
 
 
 @pytest.fixture(scope="module", params=[3])
@@ -230,6 +242,14 @@ def test_a_wish_of_one_rank_to_cancel_stops_all_in_the_same_step(ranks):
         assert result.cancel_report.finish_reason == "cancelled"
         assert result.cancel_report.num_steps == 3
         assert result.cancelled == results[0].cancelled == result.outputs[0][: len(result.cancelled)]
+
+
+def test_a_prompt_is_given_up_by_all_after_the_same_chunk(ranks):
+    path, results = ranks
+    expected = greedy_text(load_model(ModelConfig(path=str(path)), CPU, "float32"), LONG)
+    for result in results:
+        assert result.unread == ([], "cancelled", 8)
+        assert result.read == expected
 
 
 def test_ranks_with_different_requests_notice_at_once(ranks):

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+import time
 
 import pytest
 import reference
@@ -22,7 +23,7 @@ from lp_runtime import (
     SamplingConfig,
     Scheduler,
 )
-from lp_runtime.config import FailureConfig, LauncherConfig, RuntimeConfig
+from lp_runtime.config import FailureConfig, LauncherConfig, ModelConfig, RuntimeConfig
 from lp_runtime.degrees import FIRST_RETRY, Speeds, candidates
 from lp_runtime.dividing import goals_of
 from lp_runtime.jobs import Job, Share
@@ -38,7 +39,9 @@ CASES = [(prompt, length, sampling) for prompt in range(3) for length in LENGTHS
 def start(gpus: int) -> LookaheadRuntime:
     failure = FailureConfig(timeout=5.0, restarts=100)
     return LookaheadRuntime.from_config(
-        RuntimeConfig(gpus=gpus, device="cpu", dtype="float32", lookahead=FIXED, failure=failure)
+        RuntimeConfig(
+            ModelConfig(prefill_chunk=4), gpus=gpus, device="cpu", dtype="float32", lookahead=FIXED, failure=failure
+        )
     )
 
 
@@ -69,6 +72,21 @@ def runtime(team):
     """Three replicas, all of them there."""
     wait_until(lambda: not team.launcher.num_loading)
     return team
+
+
+@pytest.mark.parametrize("gpus", [1, 3])
+def test_cancelled_while_its_prompt_is_fed(runtime, alone, gpus):
+    """No token comes of it any more: a prompt of 1,500 tokens takes longer than to say so."""
+    with Scheduler(runtime, policy="fair") as scheduler:
+        long = runtime.request([5 + number % 1000 for number in range(1500)], 8, eos=False)
+        job = scheduler.submit(long, gpus=gpus)
+        wait_until(lambda: scheduler.num_running == 1)
+        time.sleep(0.2)
+        job.cancel()
+        with pytest.raises(ReplicaError, match="the request was cancelled"):
+            assert not list(job)
+        assert scheduler.submit(make(runtime, CASES[0])).result().token_ids == alone[CASES[0]]
+        assert scheduler.totals.requests == {"cancelled": 1, "length": 1}
 
 
 @pytest.fixture(scope="module")

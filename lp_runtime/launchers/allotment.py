@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 
 class Allotment:
@@ -22,6 +23,10 @@ class Allotment:
     def settle(self) -> frozenset[int]:
         """The request is on no replica at this moment: returns those that it is to go on with; others are free now."""
         return self.wanted
+
+    def cancelling(self, cancel: Callable[[], None]) -> AbstractContextManager[None]:
+        """Meanwhile, `cancel` is called as soon as the request is not wanted any more, by whoever says so."""
+        return nullcontext()
 
     def refill(self) -> frozenset[int]:
         """None is left: waits for others, if there may be any; none if not."""

@@ -114,20 +114,23 @@ class Lead:
             for index in group:
                 team.order_one(inbox, index, Decode(inbox.order, request))
             try:
-                for index, message in team.answers(inbox, waiting):
-                    if isinstance(message, Streamed):
-                        self._told += message.run.token_ids
-                        yield message.run
-                        wanted = self._allotment.wanted
-                        if not is_paused and wanted != set(group) and joiners.are_warm(wanted - set(group), self._rest):
-                            is_paused = True
-                            team.tell(group[0], Cancel(inbox.order))
-                    elif isinstance(message, Finished):
-                        done[index] = message
-                    elif isinstance(message, Broken):
-                        broken[index] = message
-                    elif isinstance(message, Refused):
-                        refusal = message
+                with self._allotment.cancelling(lambda: self._tell_to_cancel(inbox, group)):
+                    for index, message in team.answers(inbox, waiting):
+                        if isinstance(message, Streamed):
+                            self._told += message.run.token_ids
+                            yield message.run
+                            wanted = self._allotment.wanted
+                            if is_paused or wanted == set(group):
+                                continue
+                            if joiners.are_warm(wanted - set(group), self._rest):
+                                is_paused = True
+                                self._tell_to_cancel(inbox, group[:1])
+                        elif isinstance(message, Finished):
+                            done[index] = message
+                        elif isinstance(message, Broken):
+                            broken[index] = message
+                        elif isinstance(message, Refused):
+                            refusal = message
             except (GeneratorExit, KeyboardInterrupt):  # the caller stopped early
                 self._cancel(inbox, waiting)
                 raise
@@ -142,13 +145,16 @@ class Lead:
         report = next((done[index].report for index in group if index in done), None)
         return Attempt(progress, report, is_paused)
 
+    def _tell_to_cancel(self, inbox: Inbox, members: Iterable[int]) -> None:
+        for index in members:
+            self._team.tell(index, Cancel(inbox.order))
+
     def _cancel(self, inbox: Inbox, waiting: set[int]) -> None:
         """End what members are decoding, and wait until they have."""
         team = self._team
         if team.is_closed:
             return
-        for index in waiting:
-            team.tell(index, Cancel(inbox.order))
+        self._tell_to_cancel(inbox, waiting)
         for _, message in team.answers(inbox, waiting):
             if not isinstance(message, Streamed | Finished) and len(inbox.members) > 1:
                 team.disband(inbox.members)

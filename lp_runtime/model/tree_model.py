@@ -47,6 +47,7 @@ class TreeModel:
     Args:
         model: the loaded model, in eval mode, on one device.
         prefill_chunk: tokens fed at once during the prefill.
+        num_read: tokens of prompts, and of what is taken up, that it was fed so far.
         strict_tokens: tokens of every forward pass of a tree, a larger tree takes several; with it a token's logits,
             keys and values do not depend on what else is fed, bit for bit (strict.py). None for one pass of any size.
         own_attention: whether to give the model the attention of tree_attention.py in place of sdpa, for good.
@@ -55,6 +56,7 @@ class TreeModel:
         text: the text that it is fed: see `feeding`.
         texts: those that nobody is decoding.
         prefill_chunk: tokens fed at once during the prefill.
+        num_read: tokens of prompts, and of what is taken up, that it was fed so far.
         fixed_sizes: how trees are fed in passes of fixed sizes; None if they are not.
         takes_several: whether it can be fed several texts in one pass.
 
@@ -82,6 +84,7 @@ class TreeModel:
         self.prefill_chunk = prefill_chunk
         self._num_layers = config.num_hidden_layers
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.num_read = 0
         self._forget()
         self.fixed_sizes: dict[str, bool] | None = None
         self.takes_several = self.masks.is_own and strict_tokens is None
@@ -124,6 +127,11 @@ class TreeModel:
         """Forward passes that it takes to feed this many tokens of a tree."""
         return 1 if self.strict_tokens is None else -(-num_tokens // self.strict_tokens)
 
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given; nothing on CPUs."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     @property
     def cache_bytes_per_token(self) -> int:
         """What a token of the text takes in the cache; 0 before anything was fed."""
@@ -147,7 +155,7 @@ class TreeModel:
         return capacity
 
     @torch.inference_mode()
-    def take_up(self, prompt: Sequence[int], committed: Sequence[int], capacity: int) -> Generator[int]:
+    def take_up(self, prompt: Sequence[int], committed: Sequence[int], capacity: int) -> Iterator[None]:
         """Have the cache hold a prompt and all that was committed after it but the last token: what it holds of it
         already stays, the rest is fed as `prefill` and `forward` would have fed it.
 
@@ -156,7 +164,7 @@ class TreeModel:
             capacity: see `begin`.
 
         Yields:
-            after each chunk, how many tokens it had; what was fed until then stays, whether the rest is fed or not.
+            between chunks; what was fed until then stays, whether the rest is fed or not.
         """
         tokens = [*prompt, *committed[:-1]]
         text = self.text
@@ -166,6 +174,7 @@ class TreeModel:
         if not is_alike or num_known < len(prompt):
             self.begin(capacity)
             yield from self.prefill_in_chunks(prompt)
+            yield
             num_known = len(prompt)
         text.cache.cut_back(num_known)
         if text.capacity < (needed := self.capacity_for(capacity)):
@@ -180,26 +189,29 @@ class TreeModel:
         for start in range(0, len(rest), self.strict_tokens):
             chain = TokenTree(rest[start : start + self.strict_tokens], max_depth=0)
             self.forward(chain, list(range(len(chain))), [chain.root])
-            yield len(chain)
+            self.num_read += len(chain)
+            yield
 
     def prefill(self, prompt: Sequence[int]) -> torch.Tensor:
         """Feed and commit a prompt behind what is committed; the last token's logits, [1, V] float32."""
         return result_of(self.prefill_in_chunks(prompt))
 
     @torch.inference_mode()
-    def prefill_in_chunks(self, prompt: Sequence[int]) -> Generator[int, None, torch.Tensor]:
+    def prefill_in_chunks(self, prompt: Sequence[int]) -> Generator[None, None, torch.Tensor]:
         """The same, a chunk at a time.
 
         Args:
             prompt: token ids, at least one.
 
         Yields:
-            after each chunk, how many tokens it had; the same text must be fed the next one.
+            between chunks; the same text must be fed the next one.
         """
         ids = torch.tensor(prompt, dtype=torch.int64, device=self.device)
         text = self.text
         before = text.cache.length
         for start in range(0, len(prompt), self.prefill_chunk):
+            if start:
+                yield
             chunk = ids[start : start + self.prefill_chunk]
             positions = torch.arange(before + start, before + start + len(chunk), device=self.device)
             # The mask is the model's own causal one: nothing of a prompt is a tree.
@@ -207,7 +219,7 @@ class TreeModel:
             text.cache.commit(len(chunk))
             text.tokens += prompt[start : start + len(chunk)]
             text.num_prefilled = len(text.tokens)
-            yield len(chunk)
+            self.num_read += len(chunk)
         return logits
 
     @torch.inference_mode()

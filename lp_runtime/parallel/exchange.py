@@ -165,8 +165,7 @@ def merge_rows(rows: torch.Tensor, num_replicas: int, device: torch.device) -> t
 
 
 def gather_rows(row: np.ndarray, num_replicas: int, device: torch.device) -> np.ndarray:
-    """Every replica's row, [R, n], on all of them. When a runtime starts, and between the chunks of a
-    prompt, never inside a step.
+    """Every replica's row, [R, n], on all of them. When a runtime starts, never inside a step.
 
     Args:
         row: [n] int64, of the same n everywhere.
