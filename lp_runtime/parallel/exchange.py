@@ -60,8 +60,8 @@ class Exchange:
         self._device = device
         self.bytes_sent = 0  # by this replica so far
         size = HEADER + capacity * width
-        pinned = device.type == "cuda"
-        self._header = torch.empty(HEADER, dtype=torch.int64, pin_memory=pinned)
+        self._header = torch.empty(HEADER, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._header_values = self._header.numpy()
         self._sent = torch.zeros(size, dtype=torch.int64, device=device)
         self._received = torch.empty(num_replicas * size, dtype=torch.int64, device=device)
 
@@ -92,7 +92,7 @@ class Exchange:
         assert len(values) == len(shares[self.rank].owned)
         assert num_sent == len(values) * self.width
         size = self._size(shares)
-        self._header[0], self._header[1], self._header[2] = digest, control, clock
+        self._header_values[:] = digest, control, clock
         self._sent[:HEADER].copy_(self._header, non_blocking=True)
         self._sent[HEADER : HEADER + num_sent].copy_(values.reshape(-1))
         if self.num_replicas == 1:
