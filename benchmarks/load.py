@@ -5,8 +5,8 @@
 For each number of clients and each policy (latency: LP at its maximum; throughput: LP 1; fair: elastic) a server of
 spawned replicas is asked by clients that each send one request after another, streamed and whole, greedy and sampled,
 in turns. Every answer is compared with that of the same prompt alone on one replica. Prints tokens/s, percentiles of
-the latency and of the time to the first token, errors, the memory of driver and replicas at the end over that after
-a tenth of the time, and how soon after a client of a stream has gone nothing runs any more. The exit status is 1 if an
+the latency and of the time to the first token, errors, the memory of driver and replicas at the start and at the
+end of each quarter, and how soon after a client of a stream has gone nothing runs any more. The exit status is 1 if an
 answer is wrong or a request fails.
 """
 
