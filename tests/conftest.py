@@ -27,6 +27,13 @@ def forked_replicas() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A rank of torchrun's that a test is takes all cores: the next tests would share them with the other process's."""
+    yield
+    torch.set_num_threads(1)
+
+
 @pytest.fixture
 def started_replicas(monkeypatch) -> None:
     """Replicas of this test are started as they are for users."""
