@@ -130,6 +130,9 @@ class ModelConfig:
     quantized already needs none."""
     prefill_chunk: int = 2048
     """Tokens of the prompt fed at once."""
+    fusing: str = "auto"
+    """auto has known blocks (attention, MLPs and norms like Llama's) compute the same in fewer operations; off leaves
+    them."""
     packing: str = "auto"
     """auto packs linear layers on a CPU, so that several tokens cost hardly more than one; off leaves them."""
 
@@ -138,6 +141,7 @@ class ModelConfig:
             raise ConfigError("model.path: is empty; must be a directory or a hub id")
         require_choice("model.attn_implementation", self.attn_implementation, ATTENTIONS)
         require_int("model.prefill_chunk", self.prefill_chunk, 1)
+        require_choice("model.fusing", self.fusing, SWITCHES)
         require_choice("model.packing", self.packing, SWITCHES)
 
     @property

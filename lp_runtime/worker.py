@@ -20,6 +20,7 @@ from lp_runtime.decoding_loop import Arrival, DecodingLoop, make_drawing, never
 from lp_runtime.errors import ConfigError, LookaheadError, ModelError
 from lp_runtime.memory_file import MemoryFile
 from lp_runtime.model.fixed_forward import can_capture
+from lp_runtime.model.fusing import fuse_blocks
 from lp_runtime.model.generation import defaults_of
 from lp_runtime.model.loading import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.packing import pack_linears
@@ -238,7 +239,11 @@ def ready_model(config: RuntimeConfig, device: torch.device) -> tuple[TreeModel,
     """
     strict_tokens = config.strict_tokens if config.exactness == "strict" else None
     loaded = load_model(config.model, device, config.dtype)
-    num_packed = pack_linears(loaded) if config.model.packing == "auto" else 0
+    num_fused = num_packed = 0
+    if config.model.fusing == "auto" and config.model.device_map is None:
+        num_fused = fuse_blocks(loaded)
+    if config.model.packing == "auto":
+        num_packed = pack_linears(loaded)
     model = TreeModel(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True)
     if config.compile != "off" and strict_tokens is None and can_capture(loaded):
         model.fix_sizes(capture=True, compiled=config.compile == "full")
@@ -250,7 +255,9 @@ def ready_model(config: RuntimeConfig, device: torch.device) -> tuple[TreeModel,
     try:
         return model, check_model(model)
     except ModelError as error:
-        raise ModelError(f"{error}{' (with packed layers: try model.packing=off)' if num_packed else ''}") from error
+        changed = {"model.fusing=off": num_fused, "model.packing=off": num_packed}
+        without = " ".join(setting for setting, count in changed.items() if count)
+        raise ModelError(f"{error}{f' (with layers of our own: try {without})' if without else ''}") from error
 
 
 def choose_device(device: str, index: int) -> torch.device:

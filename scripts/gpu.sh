@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that a machine with one GPU can tell, stage by stage; each prints a table, and writes it under OUT.
 #
-#   scripts/gpu.sh OUT check   the tests of what only a GPU has, and equality on it
+#   scripts/gpu.sh OUT check   the tests of what only a GPU has, and Triton's kernels on it
 #   scripts/gpu.sh OUT floor   step times over the time to read the weights, 7B shape, kernels launched, captured, compiled
 #   scripts/gpu.sh OUT bench   lp-bench at a 7B model's cost: transformers, plain, default, critical paths of 1 to 8 replicas
 #   scripts/gpu.sh OUT shared  several ranks share the GPU over gloo: the outputs must be those of one
@@ -29,7 +29,7 @@ for stage in "$@"; do
     echo "== $stage"
     case $stage in
     check)
-        "$python" -m pytest -q -p no:cacheprovider tests/gpu 2>&1 | tee "$out/check.txt"
+        "$python" -m pytest -q -p no:cacheprovider tests/gpu tests/model/test_triton_kernels.py 2>&1 | tee "$out/check.txt"
         ;;
     floor)
         inflate 7b

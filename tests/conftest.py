@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import interpreted  # noqa: F401
+
+# isort: split
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -104,6 +104,10 @@ class TreeCache(Cache):
         tensors = [each for layer in self.layers if layer.is_initialized for each in (layer.keys, layer.values)]
         return sum(each.numel() * each.element_size() for each in tensors) // self.capacity
 
+    def memory(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values, [1, H, capacity, D] each; it must have been used."""
+        return self.layers[layer].keys, self.layers[layer].values
+
     @contextmanager
     def writing_at(self, slots: torch.Tensor) -> Iterator[None]:
         """Write the tokens of a forward pass to slots, [T] int64, that are known on the device only."""

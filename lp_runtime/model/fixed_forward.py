@@ -17,16 +17,16 @@ import torch
 
 from lp_runtime.model.cache import TreeCache
 from lp_runtime.model.mask import ancestor_mask
-from lp_runtime.model.tree_attention import NAME, Committed, has_flash
+from lp_runtime.model.tree_attention import NAME, Committed, triton_kernels
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 NUM_WARM_UPS = 3  # passes before one is captured: libraries set themselves up in the first ones
 
 
 def can_capture(model) -> bool:
-    """Whether a model's passes can be captured: it attends as tree_attention.py does, in a type that flash takes."""
+    """Whether a model's passes can be captured: it attends as tree_attention.py does, with Triton's kernels."""
     attention = model.config.get_text_config()._attn_implementation
-    return attention == NAME and model.device.type == "cuda" and has_flash(model.device, model.dtype)
+    return attention == NAME and model.device.type == "cuda" and triton_kernels() is not None
 
 
 @dataclass
@@ -78,11 +78,11 @@ class FixedForward:
             one = self._passes[size] = self._allocate(size)
         if self._copied is not None:
             self._copied.synchronize()  # the last copy has read the host's block
-        ids, places, lengths, ancestors = _split(one.host, size)
+        ids, places, length, ancestors = _split(one.host, size)
         num_filling = size - num_tokens
         ids[:] = torch.tensor([*tokens, *[0] * num_filling])
         places[:] = torch.tensor([*positions, *[positions[0]] * num_filling])
-        lengths[:] = torch.tensor([0, self._cache.length, 0, size], dtype=torch.int32)
+        length[:] = self._cache.length
         ancestors[:] = torch.eye(size, dtype=torch.bool)
         ancestors[:num_tokens, :num_tokens] = torch.from_numpy(ancestor_mask(parents))
         one.inputs.copy_(one.host, non_blocking=True)
@@ -97,15 +97,15 @@ class FixedForward:
         return one.logits[:num_tokens]
 
     def _allocate(self, size: int) -> _Pass:
-        num_bytes = 16 * size + 16 + size * size
+        num_bytes = 16 * size + 8 + size * size
         host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         return _Pass(size, host, torch.zeros(num_bytes, dtype=torch.uint8, device=self._device))
 
     def _run(self, one: _Pass) -> torch.Tensor:
-        ids, places, lengths, ancestors = _split(one.inputs, one.size)
+        ids, places, length, ancestors = _split(one.inputs, one.size)
         lowest = torch.finfo(self._dtype).min
         mask = torch.zeros(ancestors.shape, dtype=self._dtype, device=self._device).masked_fill_(~ancestors, lowest)
-        slots = lengths[1] + torch.arange(one.size, device=self._device)
+        slots = length + torch.arange(one.size, device=self._device)
         with self._cache.writing_at(slots):
             output = self._model(
                 input_ids=ids[None],
@@ -113,7 +113,7 @@ class FixedForward:
                 attention_mask=mask[None, None],
                 past_key_values=self._cache,
                 use_cache=True,
-                committed=Committed(slots, lengths[2:], lengths[:2]),
+                committed=Committed(slots, length),
             )
         return output.logits[0]
 
@@ -133,7 +133,7 @@ class FixedForward:
 
 
 def _split(block: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The parts of a pass's block: ids [B], positions [B] int64; 0, L, 0, B, int32; ancestors [B, B] bool."""
-    numbers, lengths, ancestors = block.split([16 * size, 16, size * size])
-    ids, places = numbers.view(torch.int64).split(size)
-    return ids, places, lengths.view(torch.int32), ancestors.view(torch.bool).view(size, size)
+    """The parts of a pass's block: ids [B], positions [B], L [1], int64; ancestors [B, B] bool."""
+    numbers, ancestors = block.split([16 * size + 8, size * size])
+    ids, places, length = numbers.view(torch.int64).split([size, size, 1])
+    return ids, places, length, ancestors.view(torch.bool).view(size, size)

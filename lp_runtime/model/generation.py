@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from lp_runtime.config import SamplingConfig
 from lp_runtime.errors import ConfigError, first_line
-from lp_runtime.model.loading import quiet
+from lp_runtime.model.loading import without_warnings
 
 # Defaults of a model's generation_config.json that are applied unless overridden. The others are about beams, caches
 # and outputs, which are not ours to set, or are read elsewhere (end-of-sequence ids).
@@ -75,7 +75,7 @@ def build_processors(
         captured.extend(logits_processor)
 
     try:
-        with quiet(), _without_stop_strings(model.generation_config):
+        with without_warnings(), _without_stop_strings(model.generation_config):
             ids = torch.tensor([list(prompt_ids)], dtype=torch.int64, device=model.device)
             model.generate(
                 ids,

@@ -7,6 +7,7 @@ cost hardly more than one. The products are the same but for the order of their 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -65,27 +66,37 @@ def pack_linears(model: nn.Module) -> int:
     if not torch.backends.mkldnn.is_available():
         return 0
     count = 0
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is not nn.Linear or not _can_pack(child):
-                continue
-            try:
-                packed = PackedLinear(child)
-                if count == 0 and not _agree(child, packed):
-                    return 0
-            except (RuntimeError, AttributeError):  # not with this CPU, or not with this version of torch
-                return count
-            setattr(module, name, packed)
-            count += 1
+    for parent, name in places_of(model, _can_pack):
+        linear = getattr(parent, name)
+        try:
+            packed = PackedLinear(linear)
+            if count == 0 and not _agree(linear, packed):
+                return 0
+        except (RuntimeError, AttributeError):  # not with this CPU, or not with this version of torch
+            return count
+        setattr(parent, name, packed)
+        count += 1
     return count
 
 
-def _can_pack(linear: nn.Linear) -> bool:
-    weight = linear.weight
-    has_hooks = linear._forward_hooks or linear._forward_pre_hooks
-    return (
-        type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype in PACKED_DTYPES and not has_hooks
-    )
+def places_of(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> list[tuple[nn.Module, str]]:
+    """Where a model has modules that are wanted: the module above, and the name there. They are not held on to, so each
+    one's weights are freed as soon as it is replaced."""
+    return [(parent, name) for parent in model.modules() for name, child in parent.named_children() if is_wanted(child)]
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module is a linear layer of torch's with weights of its own, which nothing looks into."""
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not is_hooked(module)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a module runs more than its class says."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def _can_pack(module: nn.Module) -> bool:
+    return is_plain(module) and module.weight.device.type == "cpu" and module.weight.dtype in PACKED_DTYPES
 
 
 @torch.inference_mode()

@@ -11,6 +11,8 @@ Letters: T tokens of the tree, L committed tokens, H key/value heads, g query he
 from __future__ import annotations
 
 import functools
+import importlib
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,12 +31,25 @@ class Committed(NamedTuple):
 
     Attributes:
         slots: [T] int64, where the tree's own keys and values stand in the cache.
-        queries, keys: [2] int32, 0 and T; 0 and L.
+        length: [1] int64, L.
     """
 
     slots: torch.Tensor
-    queries: torch.Tensor
-    keys: torch.Tensor
+    length: torch.Tensor
+
+
+@functools.cache
+def triton_kernels() -> ModuleType | None:
+    """lp_runtime.model.triton_kernels; None where Triton is not installed."""
+    try:
+        return importlib.import_module("lp_runtime.model.triton_kernels")
+    except ImportError:
+        return None
+
+
+def kernels_for(tensor: torch.Tensor) -> ModuleType | None:
+    """The kernels that can compute with a tensor, if any."""
+    return triton_kernels() if tensor.is_cuda else None
 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
@@ -82,11 +97,12 @@ def tree_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scale = size**-0.5 if scaling is None else scaling
     folded = query.reshape(1, num_heads, groups * num_tokens, size)
+    if committed is not None and size == value.shape[3] and (kernels := kernels_for(query)):
+        return kernels.attend(query, key, value, attention_mask[0, 0], committed.length, scale), None
     if committed is not None:
         tree_key, tree_value = (each.index_select(2, committed.slots) for each in (key, value))
-        tree, tree_sum = attend_masked(folded, tree_key, tree_value, attention_mask[0, 0], scale)
-        tree, tree_sum = tree.view(*query.shape[:3], -1), tree_sum.view(query.shape[:3])
-        output = merge(*attend_committed(query, key, value, committed, scale), tree, tree_sum).to(query.dtype)
+        tree = attend_masked(folded, tree_key, tree_value, attention_mask[0, 0], scale)
+        output = merge(*attend_committed(folded, key, value, committed, scale), *tree).to(query.dtype)
     elif num_columns == num_keys:
         output = torch.nn.functional.scaled_dot_product_attention(
             folded, key, value, attn_mask=_fold(attention_mask, groups), scale=scaling
@@ -134,27 +150,18 @@ def attend_committed(
     """Attention without a mask over the committed tokens, whose number is known on the device only.
 
     Args:
-        query: [1, g H, T, D].
+        query: [1, H, n, D].
         key, value: [1, H, capacity, D]; what lies behind the committed tokens may be anything.
 
     Returns:
-        (output, log-sum-exp): [1, g H, T, D], and [1, g H, T] float32.
+        (output, log-sum-exp): [1, H, n, D], and [1, H, n], float32.
     """
-    _, num_heads, num_tokens, _ = query.shape
-    if query.device.type == "cuda":
-        rows = (each[0].transpose(0, 1) for each in (query, key, value))  # [tokens, heads, D]
-        output, total, *_ = torch.ops.aten._flash_attention_forward(
-            *rows, committed.queries, committed.keys, num_tokens, key.shape[2], 0.0, False, False, scale=scale
-        )
-        return output.transpose(0, 1)[None], total.reshape(1, num_heads, num_tokens)
-    hidden = torch.arange(key.shape[2], device=key.device) >= committed.keys[1]
-    folded = query.reshape(1, key.shape[1], -1, query.shape[3]).float()
-    scores = torch.matmul(folded, key.transpose(2, 3).float()) * scale
+    hidden = torch.arange(key.shape[2], device=key.device) >= committed.length
+    scores = torch.matmul(query.float(), key.transpose(2, 3).float()) * scale
     scores = scores.masked_fill(hidden, -torch.inf)
     total = scores.logsumexp(-1)
     values = value.float().masked_fill(hidden[:, None], 0)
-    output = torch.matmul(torch.exp(scores - total[..., None]), values)
-    return output.view(*query.shape[:3], -1), total.view(query.shape[:3])
+    return torch.matmul(torch.exp(scores - total[..., None]), values), total
 
 
 def attend(

@@ -1,4 +1,5 @@
-"""What only a GPU has: captured passes, flash attention with lengths on the device. Skipped elsewhere."""
+"""What only a GPU has: captured passes, flash attention. Skipped elsewhere. (Triton's kernels:
+tests/model/test_triton_kernels.py, which runs on either.)"""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from lp_runtime import LookaheadConfig, LookaheadRuntime
 from lp_runtime.config import LauncherConfig, ModelConfig
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.fixed_forward import SIZES, can_capture
+from lp_runtime.model.fusing import fuse_blocks
 from lp_runtime.model.loading import load_model, load_tokenizer
 from lp_runtime.model.self_check import check_model
-from lp_runtime.model.tree_attention import Committed, attend, attend_committed, attend_masked
+from lp_runtime.model.tree_attention import attend, attend_masked
 from lp_runtime.model.tree_model import TreeModel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -45,22 +47,13 @@ def test_attention_without_a_mask(groups, dtype):
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-3}
     torch.testing.assert_close(actual.float(), expected, **tolerance)
     torch.testing.assert_close(actual_total, total, **tolerance)
-    if dtype != torch.bfloat16:
-        return
-    committed = Committed(
-        torch.arange(130, 147, device="cuda"),
-        torch.tensor([0, 17], dtype=torch.int32, device="cuda"),
-        torch.tensor([0, 130], dtype=torch.int32, device="cuda"),
-    )
-    actual, actual_total = attend_committed(query, key, value, committed, 0.2)
-    torch.testing.assert_close(actual.reshape(expected.shape).float(), expected, **tolerance)
-    torch.testing.assert_close(actual_total.reshape(total.shape), total, **tolerance)
 
 
 @torch.inference_mode()
 def test_captured_passes_equal_the_others():
     free, captured = demo("bfloat16"), demo("bfloat16")
     assert can_capture(captured.model)
+    assert fuse_blocks(captured.model) == 25  # of six layers
     captured.fix_sizes(capture=True)
     assert check_model(captured) < 0.1
     rng = random.Random(0)

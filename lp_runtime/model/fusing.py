@@ -1,0 +1,252 @@
+"""Blocks of a decoder layer that compute the same in fewer, larger operations.
+
+For the few tokens of a step an operation costs more to launch than to compute: a layer of transformers' Llama launches
+some forty, most of them for norms and rotary embeddings. A block is replaced, instance by instance, where its class
+runs the very code of one of the library's blocks that are known here, and where the replacement computes the same from
+random input. What is left of a model stays as it is; no class is touched.
+
+Letters: T tokens, E hidden size, H key/value heads, g query heads for each, D head size, F the MLP's inner size.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+from lp_runtime.model.packing import is_hooked, is_plain, places_of
+from lp_runtime.model.tree_attention import Committed, kernels_for
+
+ATTENTIONS = (llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, qwen3.Qwen3Attention)
+PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+NUM_TOKENS = 3  # that blocks are compared with
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+class FusedNorm(nn.Module):
+    """Root-mean-square normalization over the last dimension, of a norm like LlamaRMSNorm; computed in float32."""
+
+    def __init__(self, norm: nn.Module):
+        super().__init__()
+        self.weight = norm.weight
+        self.variance_epsilon: float = norm.variance_epsilon
+        self._shape = tuple(norm.weight.shape)
+        # x w / sqrt(|x|^2 / E + epsilon) = x (w sqrt(E)) / hypot(|x|, sqrt(E epsilon)): four operations.
+        scale = torch.tensor(float(norm.weight.numel())).sqrt()
+        self._scaled = norm.weight.detach().float() * scale
+        self._least = (scale * self.variance_epsilon**0.5).to(norm.weight.device)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if hidden_states.is_cuda:  # where this is one kernel
+            return nn.functional.rms_norm(hidden_states, self._shape, self.weight, self.variance_epsilon)
+        length = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True, dtype=torch.float32)
+        normed = (hidden_states * self._scaled).div_(torch.hypot(length, self._least))
+        return normed.to(hidden_states.dtype)
+
+
+class FusedMLP(nn.Module):
+    """A gated MLP like LlamaMLP, [..., E] to [..., E]: one product gives gate and up, [..., 2 F]."""
+
+    def __init__(self, mlp: nn.Module):
+        super().__init__()
+        self.gate_up_proj = _merge(mlp.gate_proj, mlp.up_proj)
+        self.down_proj = mlp.down_proj
+        self.act_fn = mlp.act_fn
+        self._is_silu = isinstance(mlp.act_fn, nn.SiLU | type(ACT2FN["silu"]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate_up = self.gate_up_proj(x)
+        if self._is_silu and (kernels := kernels_for(x)):
+            return self.down_proj(kernels.gate(gate_up))
+        gate, up = gate_up.chunk(2, -1)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+class FusedAttention(nn.Module):
+    """Attention like that of Llama, Mistral or Qwen: one product gives queries, keys and values, [..., (g + 2) H D];
+    queries and keys are rotated together, on a GPU also written into the cache."""
+
+    def __init__(self, attention: nn.Module):
+        super().__init__()
+        self.config, self.layer_idx = attention.config, attention.layer_idx
+        self.head_dim, self.scaling = attention.head_dim, attention.scaling
+        self.num_key_value_groups, self.is_causal = attention.num_key_value_groups, attention.is_causal
+        self.qkv_proj = _merge(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.o_proj = attention.o_proj
+        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        num_heads = attention.k_proj.out_features // self.head_dim
+        self._sizes = (attention.q_proj.out_features // self.head_dim, num_heads, num_heads)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values=None,
+        committed: Committed | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As the block that it replaces; `position_embeddings` are cosines and sines, [1, T, D] each."""
+        shape = hidden_states.shape[:-1]
+        states = self.qkv_proj(hidden_states).view(*shape, -1, self.head_dim)
+        if committed is not None and (kernels := kernels_for(states)):
+            query, key, value = self._norm(*states.split(self._sizes, 2))
+            memory = past_key_values.memory(self.layer_idx)
+            query = kernels.rotate_and_write(query, key, value, *position_embeddings, committed.length, *memory)
+            query, (key, value) = query.transpose(1, 2), memory
+        else:
+            query, key, value = (each.transpose(1, 2) for each in self._rotated(states, *position_embeddings))
+            if past_key_values is not None:
+                key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        options = {"dropout": 0.0, "scaling": self.scaling, "committed": committed, **kwargs}
+        output, weights = attend(self, query, key, value, attention_mask, **options)
+        return self.o_proj(output.reshape(*shape, -1)), weights
+
+    def _norm(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return (query, key, value) if self.q_norm is None else (self.q_norm(query), self.k_norm(key), value)
+
+    def _rotated(
+        self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, [1, T, heads, D] each, of [1, T, (g + 2) H, D]."""
+        num_queries, num_keys, _ = self._sizes
+        if self.q_norm is not None:
+            query, key, value = self._norm(*states.split(self._sizes, 2))
+            return rotate(query, cos, sin), rotate(key, cos, sin), value
+        rotated = rotate(states[:, :, : num_queries + num_keys], cos, sin)
+        return *rotated.split((num_queries, num_keys), 2), states[:, :, num_queries + num_keys :]
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding, [1, T, heads, D], by cosines and sines, [1, T, D]: x cos + (-x2, x1) sin, x1 and x2 the halves
+    of x."""
+    half = states.shape[-1] // 2
+    return torch.addcmul(states * cos.unsqueeze(2), states.roll(half, -1), _signed(sin))
+
+
+@functools.lru_cache(maxsize=4)  # by identity: all layers of a pass are given the same sines
+def _signed(sin: torch.Tensor) -> torch.Tensor:
+    """[1, T, 1, D]: sines, the first half of them negated."""
+    first, second = sin.chunk(2, -1)
+    return torch.cat((-first, second), -1).unsqueeze(2)
+
+
+def fuse_blocks(model: nn.Module) -> int:
+    """Replace the blocks of a model that are known here, one by one; the weights of each are freed.
+
+    Returns:
+        how many were replaced.
+    """
+    kinds = (
+        (_is_attention, FusedAttention, _attention_input),
+        (_is_mlp, FusedMLP, _mlp_input),
+        (_is_norm, FusedNorm, _norm_input),
+    )
+    count = 0
+    for is_kind, fused, make_input in kinds:
+        for parent, name in places_of(model, is_kind):
+            block = getattr(parent, name)
+            replacement = fused(block)
+            if _agree(block, replacement, make_input(block)):
+                setattr(parent, name, replacement)
+                count += 1
+    return count
+
+
+def _merge(*linears: nn.Linear) -> nn.Linear:
+    """One linear layer that gives what several give, one behind the other."""
+    first, num_outputs = linears[0], sum(each.out_features for each in linears)
+    merged = nn.Linear(first.in_features, num_outputs, first.bias is not None, device="meta", dtype=first.weight.dtype)
+    merged.weight = nn.Parameter(torch.cat([each.weight.detach() for each in linears]), requires_grad=False)
+    if first.bias is not None:
+        merged.bias = nn.Parameter(torch.cat([each.bias.detach() for each in linears]), requires_grad=False)
+    return merged
+
+
+def _is_attention(module: nn.Module) -> bool:
+    names = {name for name, _ in module.named_children()}
+    return (
+        names
+        in ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"})
+        and any(_runs_code_of(module, known) for known in ATTENTIONS)
+        and _same_code(_global(module, "apply_rotary_pos_emb"), llama.apply_rotary_pos_emb)
+        and _same_code(_global(module, "rotate_half"), llama.rotate_half)
+        and module.config._attn_implementation in ALL_ATTENTION_FUNCTIONS
+        and _can_merge(module.q_proj, module.k_proj, module.v_proj)
+    )
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    return _runs_code_of(module, llama.LlamaMLP) and _can_merge(module.gate_proj, module.up_proj)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return _runs_code_of(module, llama.LlamaRMSNorm) and type(module.weight) is nn.Parameter
+
+
+def _can_merge(*linears: nn.Module) -> bool:
+    """Whether they are plain linear layers of one kind."""
+    return (
+        all(map(is_plain, linears)) and len({(x.weight.dtype, x.weight.device, x.bias is None) for x in linears}) == 1
+    )
+
+
+def _runs_code_of(module: nn.Module, known: type[nn.Module]) -> bool:
+    return not is_hooked(module) and _same_code(type(module).forward, known.forward)
+
+
+def _same_code(left: Callable | None, right: Callable) -> bool:
+    """Whether two functions are the same but for their annotations and their names."""
+    if left is None:
+        return False
+    left, right = inspect.unwrap(left).__code__, inspect.unwrap(right).__code__
+    return all(getattr(left, name) == getattr(right, name) for name in ("co_code", "co_names", "co_varnames"))
+
+
+def _global(module: nn.Module, name: str) -> Callable | None:
+    """What a name means to a module's forward."""
+    return inspect.unwrap(type(module).forward).__globals__.get(name)
+
+
+def _attention_input(attention: nn.Module) -> dict[str, object]:
+    cos, sin = (_random(attention.q_proj.weight, attention.head_dim) for _ in range(2))
+    return {
+        "hidden_states": _random(attention.q_proj.weight, attention.q_proj.in_features),
+        "position_embeddings": (cos, sin),
+        "attention_mask": None,
+    }
+
+
+def _mlp_input(mlp: nn.Module) -> dict[str, object]:
+    return {"x": _random(mlp.gate_proj.weight, mlp.gate_proj.in_features)}
+
+
+def _norm_input(norm: nn.Module) -> dict[str, object]:
+    return {"hidden_states": _random(norm.weight, len(norm.weight))}
+
+
+def _random(like: torch.Tensor, size: int) -> torch.Tensor:
+    """[1, NUM_TOKENS, size]"""
+    generator = torch.Generator().manual_seed(size)
+    return torch.randn(1, NUM_TOKENS, size, generator=generator).to(like)
+
+
+@torch.inference_mode()
+def _agree(block: nn.Module, replacement: nn.Module, arguments: dict[str, object]) -> bool:
+    outputs = (each(**arguments) for each in (block, replacement))
+    expected, actual = (each[0] if isinstance(each, tuple) else each for each in outputs)
+    tolerance = TOLERANCES.get(expected.dtype, 0.0)
+    difference = (actual.float() - expected.float()).norm()
+    return actual.dtype == expected.dtype and bool(difference <= tolerance * expected.float().norm())

@@ -1,0 +1,204 @@
+"""Blocks in fewer operations: the same results, where the block is one that is known; everything else stays."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+from small_models import FAMILIES, random_model
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
+
+from lp_runtime import worker
+from lp_runtime.config import ModelConfig, RuntimeConfig
+from lp_runtime.errors import ModelError
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.fusing import TOLERANCES, FusedAttention, FusedMLP, FusedNorm, fuse_blocks, rotate
+from lp_runtime.model.packing import pack_linears
+from lp_runtime.model.self_check import check_model
+from lp_runtime.model.tree_model import Fed, TreeModel
+
+ATTENTION, MLP, NORM = FusedAttention, FusedMLP, FusedNorm
+FUSED = {  # of two layers; norms: two a layer and the last, and one each of queries and keys
+    "llama": {ATTENTION: 2, MLP: 2, NORM: 5},
+    "mistral": {ATTENTION: 2, MLP: 2, NORM: 5},
+    "mixtral": {ATTENTION: 2, NORM: 5},
+    "qwen2": {ATTENTION: 2, MLP: 2, NORM: 5},
+    "qwen3": {ATTENTION: 2, MLP: 2, NORM: 9},
+    "qwen3_moe": {ATTENTION: 2, NORM: 9},
+    "gemma": {ATTENTION: 2, MLP: 2},
+    "granite": {ATTENTION: 2, MLP: 2, NORM: 5},
+    "phi3": {NORM: 5},
+    "smollm3": {MLP: 2, NORM: 5},
+    "gpt2": {},
+    "gpt_neox": {},
+    "gpt_oss": {},
+}
+
+
+def fused_blocks(model: nn.Module) -> dict[type, int]:
+    return dict(Counter(type(each) for each in model.modules() if type(each) in (ATTENTION, MLP, NORM)))
+
+
+def logits_of(model: nn.Module, strict_tokens: int | None = None, own_attention: bool = True) -> list[torch.Tensor]:
+    """Of a prompt in chunks, of a tree, and of two texts at once."""
+    tree_model = TreeModel(model, 5, strict_tokens, own_attention)
+    rng = random.Random(0)
+    tree = TokenTree([3, 4], max_depth=8)
+    while len(tree) < 20:
+        tree.add(rng.randrange(tree.root, len(tree)), rng.randrange(60))
+    nodes = list(range(len(tree)))
+    parts, logits = [], []
+    for length in (12, 3):
+        text = tree_model.texts.take(0)
+        with tree_model.feeding(text):
+            tree_model.begin(100)
+            logits.append(tree_model.prefill(list(range(length))))
+        parts.append(Fed(text, tree, nodes, nodes[tree.root :]))
+    with tree_model.feeding(parts[0].text):
+        logits.append(tree_model.forward(tree, nodes, nodes, commit=False))
+    return logits + tree_model.forward_together(parts)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fused_model_computes_the_same(family):
+    name, settings = FAMILIES[family]
+    model = random_model(name, seed=1, initializer_range=0.3, **settings)
+    before = logits_of(model)
+    assert fuse_blocks(model) == sum(fused_blocks(model).values())
+    if family in FUSED:
+        assert fused_blocks(model) == FUSED[family]
+    for actual, expected in zip(logits_of(model), before, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
+    check_model(TreeModel(model, 2048, own_attention=True))
+
+
+@pytest.mark.parametrize("strict_tokens", [None, 8])
+@pytest.mark.parametrize("packed", [True, False])
+def test_with_other_attention_and_packed(strict_tokens, packed):
+    model = random_model("Qwen3", head_dim=8)
+    before = logits_of(model, strict_tokens, own_attention=False)
+    fuse_blocks(model)
+    if packed:
+        pack_linears(model)
+    for actual, expected in zip(logits_of(model, strict_tokens, own_attention=False), before, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_norms(dtype):
+    norm = LlamaRMSNorm(96, eps=1e-5).to(dtype)
+    norm.weight.data.uniform_(-2, 2)
+    fused = FusedNorm(norm)
+    for scale in (1e-3, 1.0, 1e3):
+        x = scale * torch.randn(2, 7, 96).to(dtype)
+        assert fused(x).dtype == dtype
+        torch.testing.assert_close(fused(x), norm(x), rtol=2 * TOLERANCES[dtype], atol=2 * TOLERANCES[dtype])
+    assert torch.equal(fused(torch.zeros(1, 96, dtype=dtype)), torch.zeros(1, 96, dtype=dtype))
+
+
+def test_rotary_embedding():
+    states, (cos, sin) = torch.randn(1, 5, 3, 16), torch.randn(2, 1, 5, 16)
+    expected, _ = apply_rotary_pos_emb(states, states, cos, sin, unsqueeze_dim=2)
+    torch.testing.assert_close(rotate(states, cos, sin), expected)
+    other = torch.randn(1, 5, 16)
+    expected, _ = apply_rotary_pos_emb(states, states, cos, other, unsqueeze_dim=2)
+    torch.testing.assert_close(rotate(states, cos, other), expected)  # not with the sines of another pass
+
+
+def test_weights_are_freed_block_by_block():
+    model = random_model("Llama", num_hidden_layers=3)
+    weights = [weakref.ref(layer.mlp.gate_proj.weight) for layer in model.model.layers]
+    num_alive = []
+
+    class Watched(FusedMLP):
+        def __init__(self, mlp):
+            num_alive.append(sum(weight() is not None for weight in weights))
+            super().__init__(mlp)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lp_runtime.model.fusing.FusedMLP", Watched)
+        fuse_blocks(model)
+    assert num_alive == [3, 2, 1]
+    assert all(weight() is None for weight in weights)
+
+
+class OtherMLP(LlamaMLP):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) + self.up_proj(x))
+
+
+def hooked(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: None)
+    model.model.norm.forward = model.model.norm.forward
+
+
+def adapted(model):
+    for block, name in ((model.model.layers[0].mlp, "up_proj"), (model.model.layers[0].self_attn, "v_proj")):
+        setattr(block, name, nn.Sequential(getattr(block, name)))
+    model.model.norm = nn.Identity()
+
+
+def of_another_class(model):
+    layer = model.model.layers[0]
+    layer.mlp = OtherMLP(model.config)
+    layer.self_attn.more = nn.Identity()
+    model.model.norm = nn.LayerNorm(model.config.hidden_size)
+
+
+@pytest.mark.parametrize("change", [hooked, adapted, of_another_class])
+def test_what_is_not_known_stays(change):
+    model = random_model("Llama")
+    change(model)
+    before = logits_of(model)
+    fuse_blocks(model)
+    assert fused_blocks(model) == {ATTENTION: 1, MLP: 1, NORM: 4}
+    for actual, expected in zip(logits_of(model), before, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_eager_attention_stays():
+    model = random_model("Llama", attention="eager")
+    fuse_blocks(model)
+    assert fused_blocks(model) == {MLP: 2, NORM: 5}
+
+
+@pytest.mark.parametrize("wrong", [ATTENTION, MLP, NORM])
+def test_blocks_stay_where_the_fused_ones_are_wrong(wrong, monkeypatch):
+    right = wrong.forward
+
+    def forward(self, *args, **kwargs):
+        output = right(self, *args, **kwargs)
+        return (1.01 * output[0], None) if wrong is ATTENTION else 1.01 * output
+
+    monkeypatch.setattr(wrong, "forward", forward)
+    model = random_model("Llama")
+    fuse_blocks(model)
+    assert wrong not in fused_blocks(model)
+    assert len(fused_blocks(model)) == 2
+
+
+def test_it_can_be_turned_off(tiny_model_dir):
+    for fusing in ("auto", "off"):
+        config = RuntimeConfig(model=ModelConfig(path=str(tiny_model_dir), fusing=fusing))
+        model, _ = worker.ready_model(config, torch.device("cpu"))
+        assert bool(fused_blocks(model.model)) == (fusing == "auto")
+
+
+def test_a_model_that_fails_says_what_may_be_turned_off(tiny_model_dir, monkeypatch):
+    def fail(model):
+        raise ModelError("wrong")
+
+    monkeypatch.setattr(worker, "check_model", fail)
+    for settings, hint in (
+        ({}, "try model.fusing=off model.packing=off"),
+        ({"packing": "off"}, "try model.fusing=off"),
+        ({"packing": "off", "fusing": "off"}, "wrong"),
+    ):
+        config = RuntimeConfig(model=ModelConfig(path=str(tiny_model_dir), **settings))
+        with pytest.raises(ModelError, match=hint):
+            worker.ready_model(config, torch.device("cpu"))

@@ -1,0 +1,154 @@
+"""Triton's kernels: interpreted where there is no GPU, and compiled for some that need not be there."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model import fusing, tree_attention
+from lp_runtime.model.fusing import fuse_blocks, rotate
+from lp_runtime.model.mask import ancestor_mask
+from lp_runtime.model.self_check import check_model
+from lp_runtime.model.tree_model import TreeModel
+
+kernels = pytest.importorskip("lp_runtime.model.triton_kernels", reason="needs Triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter has no products in bfloat16
+if DEVICE == "cuda":
+    TOLERANCES[torch.bfloat16] = 3e-2
+MOST_SHARED = 99 << 10  # bytes that a program has on every GPU from compute capability 8.0 on
+MOST_STACK = 64  # bytes; a few registers more or less
+
+
+def random_seen(num_tokens: int) -> torch.Tensor:
+    """[T, T] bool, of a random tree."""
+    rng = random.Random(num_tokens)
+    return torch.from_numpy(ancestor_mask([-1, *(rng.randrange(node) for node in range(1, num_tokens))]))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("num_processors", [1, 8])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_cached", "groups", "size"),
+    [
+        (1, 1, 1, 16),
+        (1, 300, 2, 64),
+        (5, 63, 4, 20),
+        (33, 70, 1, 80),
+        (2, 64, 2, 128),
+        (40, 1, 2, 16),
+        (3, 200, 1, 256),
+    ],
+)
+def test_attention(num_tokens, num_cached, groups, size, num_processors, dtype, monkeypatch):
+    monkeypatch.setattr(kernels, "_num_processors", lambda device: num_processors)
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def draw(heads: int, tokens: int) -> torch.Tensor:
+        return (2 * torch.randn(1, tokens, heads, size, generator=generator)).to(DEVICE, dtype).transpose(1, 2)
+
+    num_keys = num_cached + num_tokens
+    query = draw(2 * groups, num_tokens)
+    keys, values = (draw(2, num_keys + 70).contiguous() for _ in range(2))
+    keys[:, :, num_keys:] = values[:, :, num_keys:] = torch.nan  # anything may be there
+    seen = random_seen(num_tokens).to(DEVICE)
+    mask = torch.zeros(seen.shape, dtype=dtype, device=DEVICE).masked_fill_(~seen, torch.finfo(dtype).min)
+    length = torch.tensor([num_cached], device=DEVICE)
+    actual = kernels.attend(query, keys, values, mask, length, 0.3)
+
+    expanded = (each[:, :, :num_keys].double().repeat_interleave(groups, dim=1) for each in (keys, values))
+    key, value = expanded
+    scores = query.double() @ key.transpose(2, 3) * 0.3
+    scores[..., num_cached:].masked_fill_(~seen, -torch.inf)
+    expected = (scores.softmax(-1) @ value).transpose(1, 2)
+    assert actual.dtype == dtype and actual.is_contiguous()
+    torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("is_apart", [True, False])
+@pytest.mark.parametrize(("num_tokens", "num_cached", "groups", "size"), [(1, 9, 1, 16), (7, 3, 3, 20), (3, 5, 2, 64)])
+def test_rotating_and_writing(num_tokens, num_cached, groups, size, is_apart, dtype):
+    """Queries, keys and values may lie apart, or in one row for each token."""
+    sizes = (2 * groups, 2, 2)
+    states = torch.randn(1, num_tokens, sum(sizes), size, device=DEVICE).to(dtype)
+    query, key, value = ((each.contiguous() if is_apart else each) for each in states.split(sizes, 2))
+    cos, sin = torch.randn(2, 1, num_tokens, size, device=DEVICE).to(dtype)
+    keys, values = torch.zeros(2, 1, 2, num_cached + num_tokens + 4, size, device=DEVICE, dtype=dtype)
+    length = torch.tensor([num_cached], device=DEVICE)
+    rotated = kernels.rotate_and_write(query, key, value, cos, sin, length, keys, values)
+    tolerance = {"rtol": TOLERANCES[dtype], "atol": 2 * TOLERANCES[dtype]}
+    torch.testing.assert_close(rotated, rotate(query, cos, sin), **tolerance)
+    new = slice(num_cached, num_cached + num_tokens)
+    torch.testing.assert_close(keys[:, :, new].transpose(1, 2), rotate(key, cos, sin), **tolerance)
+    assert torch.equal(values[:, :, new].transpose(1, 2), value)
+    for memory in (keys, values):
+        memory[:, :, new] = 0
+        assert not memory.any()  # nothing else was written
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 8), (3, 1500), (5, kernels.GATE_BLOCK)])
+def test_gating(num_tokens, size, dtype):
+    gate_up = torch.randn(1, num_tokens, 2 * size, device=DEVICE).to(dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    expected = torch.nn.functional.silu(gate) * up
+    actual = kernels.gate(gate_up)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("Llama", {}), ("Qwen3", {"head_dim": 8}), ("Phi3", {}), ("Gemma", {"head_dim": 8})]
+)
+def test_steps_through_the_kernels(random_model, name, settings, monkeypatch):
+    """Passes of fixed sizes of fused blocks, as on a GPU, beside the unchanged model."""
+    used = []
+
+    def interpreted(tensor):
+        used.append(tensor)
+        return kernels
+
+    free, fixed = (
+        TreeModel(random_model(name, seed=3, **settings).to(DEVICE), 512, own_attention=True) for _ in range(2)
+    )
+    fuse_blocks(fixed.model)
+    fixed.fix_sizes(capture=False)
+    rng = random.Random(0)
+    for model in (free, fixed):
+        model.begin(300)
+        model.prefill(list(range(40)))
+    for module in (fusing, tree_attention):
+        monkeypatch.setattr(module, "kernels_for", interpreted)
+    for num_pending, num_guesses in ((1, 0), (3, 4), (2, 20), (1, 9)):
+        tree = TokenTree([rng.randrange(60) for _ in range(num_pending)], max_depth=16)
+        while len(tree) < num_pending + num_guesses:
+            tree.add(rng.randrange(tree.root, len(tree)), rng.randrange(60))
+        nodes = list(range(len(tree)))
+        logits = [model.forward(tree, nodes, nodes) for model in (free, fixed)]
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    assert used
+    assert check_model(fixed) < 1e-4
+
+
+def test_they_compile_for_gpus_that_are_not_there():
+    """For compute capability 8.0 (A100) and 9.0 (H100, H200), within what a program may have there."""
+    root = Path(__file__).parents[2]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(root)
+    command = [sys.executable, "-W", "ignore", str(root / "tests" / "compile_kernels.py"), "80", "90"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 * 9
+    for line in lines:
+        used = dict(part.split("=") for part in line.split("}")[1].split())
+        assert int(used["shared"]) <= MOST_SHARED, line
+        assert int(used["stack"]) <= MOST_STACK or " fp32 " in line, line
