@@ -20,7 +20,7 @@ from lp_runtime.model.drawing import Drawing
 from lp_runtime.model.generation import build_processors, defaults_of
 from lp_runtime.model.processors import TreeProcessors
 from lp_runtime.model.tree_model import TreeModel, result_of
-from lp_runtime.parallel.budget import Learned, StepBudget, assumed_times
+from lp_runtime.parallel.budget import Learned, StepBudget, assumed_times, compile_budget
 from lp_runtime.parallel.partition import compile_partition
 from lp_runtime.policies import make_policy
 from lp_runtime.tuning import Tuning
@@ -88,6 +88,7 @@ class DecodingLoop:
 
     def prepare(self, settings: LookaheadConfig) -> None:
         """Measure now what a request with these settings would have measured."""
+        compile_budget()
         if self._member.num_replicas > 1:
             compile_partition()
         if settings.policy == "full":

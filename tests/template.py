@@ -2,7 +2,9 @@
 
 import lp_runtime.launchers.worker_process  # noqa: F401
 from lp_runtime.lookahead.best_first import compile_kernels
+from lp_runtime.parallel.budget import compile_budget
 from lp_runtime.parallel.partition import compile_partition
 
 compile_kernels()
+compile_budget()
 compile_partition()

@@ -106,6 +106,11 @@ def draw(scores: torch.Tensor, positions: Sequence[int], noise: GumbelNoise | No
     Returns:
         [n] int64 token ids.
     """
-    if noise is None or not positions:
-        return scores.argmax(dim=-1)
-    return (scores + noise.at(positions)).argmax(dim=-1)
+    return largest(scores if noise is None or not positions else scores + noise.at(positions))
+
+
+def largest(scores: torch.Tensor) -> torch.Tensor:
+    """[n] int64: the first of the largest of each row, [n, V] float32. On a CPU by numpy, several times faster."""
+    if scores.device.type == "cpu":
+        return torch.from_numpy(scores.numpy().argmax(axis=-1))
+    return scores.argmax(dim=-1)

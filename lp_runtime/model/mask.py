@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from lp_runtime.errors import ModelError
+from lp_runtime.lookahead.compiled import compiled
 from lp_runtime.model.tree_attention import NAME as TREE
 
 FULL, SLIDING, CHUNKED = KINDS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -22,13 +23,18 @@ LayerMasks = torch.Tensor | dict[str, torch.Tensor]
 
 def ancestor_mask(parents: Sequence[int]) -> np.ndarray:
     """[T, T] bool: row i is True at i and at its ancestors. `parents` [T]: parents before children, -1 for none."""
-    num_tokens = len(parents)
-    mask = np.zeros((num_tokens, num_tokens), dtype=bool)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            mask[node] = mask[parent]
-        mask[node, node] = True
+    mask = np.zeros((len(parents), len(parents)), dtype=np.bool_)
+    _mark_ancestors(np.array(parents, dtype=np.int64), mask)
     return mask
+
+
+@compiled
+def _mark_ancestors(parents, mask):
+    for node in range(len(parents)):
+        if parents[node] >= 0:
+            for other in range(node):
+                mask[node, other] = mask[parents[node], other]
+        mask[node, node] = True
 
 
 class MaskBuilder:
@@ -86,14 +92,15 @@ class MaskBuilder:
         """
         num_keys = num_cached + len(parents)
         ancestors = torch.from_numpy(ancestor_mask(parents)).to(self._device)
-        full = torch.ones((len(parents), num_keys), dtype=torch.bool, device=self._device)
-        full[:, num_cached:] = ancestors
         masks = {}
         for kind in self._kinds:
-            if self._only_tree and not self._hides(kind, num_keys):
+            hides = self._hides(kind, num_keys)
+            if self._only_tree and not hides:
                 masks[kind] = self._add(ancestors)
+            elif self._additive and not hides:
+                masks[kind] = torch.nn.functional.pad(self._add(ancestors), (num_cached, 0))
             else:
-                masks[kind] = self._finish(full, positions, num_cached, kind)
+                masks[kind] = self._finish(ancestors, positions, num_cached, kind)
         return masks if self.by_kind else next(iter(masks.values()))
 
     def hides(self, num_keys: int) -> bool:
@@ -104,7 +111,8 @@ class MaskBuilder:
         """Whether a kind of layer may hide committed tokens from some token, with so many keys."""
         return kind != FULL and num_keys > (self._sliding_window if kind == SLIDING else self._chunk)
 
-    def _finish(self, full: torch.Tensor, positions: torch.Tensor, num_cached: int, kind: str) -> torch.Tensor:
+    def _finish(self, ancestors: torch.Tensor, positions: torch.Tensor, num_cached: int, kind: str) -> torch.Tensor:
+        full = torch.cat([ancestors.new_ones((len(ancestors), num_cached)), ancestors], dim=1)
         if kind != FULL:
             keys = torch.cat([torch.arange(num_cached, device=positions.device), positions])[None, :]
             queries = positions[:, None]

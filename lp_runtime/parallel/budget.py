@@ -8,11 +8,13 @@ Letters: T nodes in the tree, R replicas, M tokens that a replica's time is know
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from lp_runtime.lookahead.compiled import compiled, with_fresh_cache
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.parallel.partition import Share, finishing_time, largest_fit, partition_by_times
 
@@ -70,7 +72,7 @@ def shared_times(times: np.ndarray, num_together: int) -> np.ndarray:
     places = np.arange(times.shape[1]) * num_together
     known = np.minimum(places, times.shape[1] - 1)
     slopes = times[:, -1:] - times[:, -2:-1] if times.shape[1] > 1 else 0
-    return (times[:, known] + (places - known) * slopes) // num_together
+    return np.ascontiguousarray((times[:, known] + (places - known) * slopes) // num_together)
 
 
 @dataclass
@@ -119,7 +121,8 @@ class StepBudget:
         self._is_auto = is_auto
         self.limit = budget
         self._learned = learned or Learned.nothing(len(times))
-        self._times = times
+        self._one = np.full(len(times), SCALE_ONE, dtype=np.int64)
+        self._times = np.empty_like(times)
         self._rescale()
         self._num_plain = 0  # steps in a row that were worth the root alone
         self._rest = 0
@@ -155,37 +158,30 @@ class StepBudget:
         if not self._is_auto:
             return most
         num_pending = tree.root + 1
-        # What the first n nodes promise besides the bonus token, and what of such promises was kept lately.
-        promised = np.cumsum(reach[num_pending:most] >> (REACH_BITS - EXPECTED_BITS))
-        promised = np.concatenate([np.zeros(1, np.int64), promised])
         kept, made = self._learned.kept >> 8, max(1, self._learned.promised >> 8)
-        expected = np.minimum((1 << EXPECTED_BITS) + promised * kept // made, MAX_EXPECTED)
         if num_replicas == 1:
-            times = self._times[0, num_pending : most + 1]
             sizes = np.arange(num_pending, most + 1)
+            times = self._times[0, num_pending : most + 1]
         else:
             sizes = np.array(sorted({min(most, tree.root + step * num_replicas) for step in GRID} | {num_pending}))
             sizes = sizes[sizes >= num_pending]
             times = np.array([finishing_time(tree, size, self._times, limit) for size in sizes])
-            expected = expected[sizes - num_pending]
         drafting, plain = self._learned.overheads
-        times = times + drafting
-        times[0] = plain + (self._times[:, num_pending] * self._learned.plain_scales // SCALE_ONE).max()
-        rates = (expected << RATE_BITS) // times
-        best = int(np.argmax(rates))
-        if rates[best] * 100 < rates[0] * LEAST_GAIN_PERCENT:
-            best = 0
+        plain += int((self._times[:, num_pending] * self._learned.plain_scales // SCALE_ONE).max())
+        best, rate, plain_rate, promised = _best_size(reach, sizes, times, kept, made, drafting, plain)
+        if rate * 100 < plain_rate * LEAST_GAIN_PERCENT:
+            best, promised = 0, 0
         self._num_plain = self._num_plain + 1 if best == 0 else 0
         if best == 0:  # what is not tried keeps no promise: believe it a little more each time
             self._learned.kept += max(0, self._learned.promised - self._learned.kept) // RECOVERY
-        is_little = best > 0 and rates[best] * 100 < rates[0] * LITTLE_GAIN_PERCENT
+        is_little = best > 0 and rate * 100 < plain_rate * LITTLE_GAIN_PERCENT
         self._since_plain = self._since_plain + 1 if is_little else 0
         if self._since_plain >= PROBE_AFTER:
             self._since_plain, self._rest = 0, PROBE_STEPS + 1
         if self._num_plain >= REST_AFTER:
             self._rest = min(1 << (self._num_plain - REST_AFTER + 1), LONGEST_REST)
         self._fitted = True
-        self._promise = int(promised[sizes[best] - num_pending])
+        self._promise = int(promised)
         self.num_wanted = max(FIRST_WANTED * num_replicas, 2 * int(sizes[best]))
         return int(sizes[best])
 
@@ -223,19 +219,87 @@ class StepBudget:
         elif len(shares) == 1:
             return
         if min(forward) > 0:
-            sizes = [min(len(share.nodes), self._curves.shape[1] - 1) for share in shares]
-            expected = np.maximum(self._curves[np.arange(len(sizes)), sizes], 1)
-            ratios = np.minimum(np.array(forward, dtype=np.int64) * SCALE_ONE // expected, SCALE_ONE << 20)
+            sizes = np.array([min(len(share.nodes), self._curves.shape[1] - 1) for share in shares])
+            nanoseconds = np.array(forward, dtype=np.int64)
             if not self._is_auto or drafted:
-                learned.scales += (ratios - learned.scales) // SMOOTHING
+                _follow(learned.scales, self._one, self._curves, sizes, nanoseconds, SMOOTHING)
                 self._rescale()
             elif follows_plain or learned.num_plain < NUM_TIMED:
                 learned.num_plain += 1
-                ratios = ratios * SCALE_ONE // np.maximum(learned.scales, 1)
-                learned.plain_scales += (ratios - learned.plain_scales) // min(learned.num_plain, SMOOTHING)
+                smoothing = min(learned.num_plain, SMOOTHING)
+                _follow(learned.plain_scales, learned.scales, self._curves, sizes, nanoseconds, smoothing)
 
     def _rescale(self) -> None:
-        scales = np.maximum(self._learned.scales, 1)
-        if scales.max() * SCALE_ONE <= scales.min() * (SCALE_ONE + EQUAL_WITHIN):
-            scales = np.full_like(scales, scales.mean().astype(np.int64))
-        self._times = self._curves * scales[:, None] // SCALE_ONE
+        _scale(self._curves, self._learned.scales, self._times)
+
+
+@functools.cache
+def compile_budget() -> None:
+    """Compile, or load from where it is kept, what is compiled here. Once a process."""
+
+    def use() -> None:
+        tree = TokenTree([0, 1], max_depth=3)
+        tree.add_branch([2])
+        budget = StepBudget(assumed_times(1, 8), True, None, Learned.nothing(1))
+        budget.fit(tree, np.full(3, 1 << REACH_BITS, dtype=np.int64))
+        shares = budget.shares(tree)
+        for _ in range(2):
+            budget.observe(shares, [1], [1], 1)
+
+    with_fresh_cache(use)
+
+
+@compiled
+def _best_size(reach, sizes, times, kept, made, drafting, plain):
+    """Of some sizes of a tree the one that commits the most tokens a nanosecond, the first of equals.
+
+    Args:
+        reach: [T] see `StepBudget.fit`.
+        sizes: [n] numbers of a tree's first nodes, rising; the first are the pending ones alone, at least one.
+        times: [n] how long a step of each takes without what else it takes,
+        drafting: which is so much; and
+        plain: how long one of the first takes with it.
+        kept, made: of what was promised lately so much was kept.
+
+    Returns:
+        (place in sizes, its rate, the first one's, what it promises besides the bonus token): rates in tokens a
+        nanosecond, fixed point of EXPECTED_BITS + RATE_BITS, promises of EXPECTED_BITS.
+    """
+    best, best_rate, plain_rate, best_promise = 0, np.int64(-1), np.int64(0), np.int64(0)
+    promise, node = np.int64(0), sizes[0]
+    for place in range(len(sizes)):
+        while node < sizes[place]:
+            promise += reach[node] >> (REACH_BITS - EXPECTED_BITS)
+            node += 1
+        expected = min((1 << EXPECTED_BITS) + promise * kept // made, MAX_EXPECTED)
+        rate = (expected << RATE_BITS) // (plain if place == 0 else times[place] + drafting)
+        if place == 0:
+            plain_rate = rate
+        if rate > best_rate:
+            best, best_rate, best_promise = place, rate, promise
+    return best, best_rate, plain_rate, best_promise
+
+
+@compiled
+def _follow(scales, others, curves, sizes, nanoseconds, smoothing):
+    """Move scales, [R], towards what a step of `sizes` tokens took, [R] nanoseconds, of curves, [R, M + 1], times other
+    scales, [R]."""
+    for rank in range(len(scales)):
+        expected = max(curves[rank, sizes[rank]], 1)
+        ratio = min(nanoseconds[rank] * SCALE_ONE // expected, SCALE_ONE << 20)
+        ratio = ratio * SCALE_ONE // max(others[rank], 1)
+        scales[rank] += (ratio - scales[rank]) // smoothing
+
+
+@compiled
+def _scale(curves, scales, times):
+    """Curves times scales, [R, M + 1], into `times`; scales that are about equal are taken for equal."""
+    total, least, most = np.int64(0), np.int64(1) << 62, np.int64(1)
+    for rank in range(len(scales)):
+        scale = max(scales[rank], 1)
+        total, least, most = total + scale, min(least, scale), max(most, scale)
+    is_equal = most * SCALE_ONE <= least * (SCALE_ONE + EQUAL_WITHIN)
+    for rank in range(len(scales)):
+        scale = total // len(scales) if is_equal else max(scales[rank], 1)
+        for place in range(curves.shape[1]):
+            times[rank, place] = curves[rank, place] * scale // SCALE_ONE

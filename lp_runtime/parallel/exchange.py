@@ -88,26 +88,24 @@ class Exchange:
             StateMismatchError: if the replicas' digests differ.
             ReplicaError: if a peer is gone or does not answer in time.
         """
-        num_sent = values.numel()
-        assert len(values) == len(shares[self.rank].owned)
-        assert num_sent == len(values) * self.width
-        size = self._size(shares)
+        assert values.shape == (len(shares[self.rank].owned), self.width)
+        merged = np.full((num_nodes, self.width), -1, dtype=np.int64)
+        if self.num_replicas == 1:
+            merged[num_nodes - len(values) :] = values.cpu().numpy()  # it owns all nodes from the root on
+            return Outcome(merged, control, [clock])
+        num_sent, size = values.numel(), self._size(shares)
         self._header_values[:] = digest, control, clock
         self._sent[:HEADER].copy_(self._header, non_blocking=True)
         self._sent[HEADER : HEADER + num_sent].copy_(values.reshape(-1))
-        if self.num_replicas == 1:
-            rows = self._sent[:size].cpu().numpy()[None]
-        else:
-            received = self._received[: self.num_replicas * size]
-            try:
-                _all_gather(received, self._sent[:size])
-                rows = received.cpu().numpy().reshape(self.num_replicas, -1)
-            except RuntimeError as error:
-                raise ReplicaError(f"rank {self.rank} lost a peer in the exchange: {first_line(error)}") from error
+        received = self._received[: self.num_replicas * size]
+        try:
+            _all_gather(received, self._sent[:size])
+            rows = received.cpu().numpy().reshape(self.num_replicas, -1)
+        except RuntimeError as error:
+            raise ReplicaError(f"rank {self.rank} lost a peer in the exchange: {first_line(error)}") from error
         self.bytes_sent += 8 * size
         if (rows[:, 0] != digest).any():
             raise StateMismatchError(rows[:, 0].tolist())
-        merged = np.full((num_nodes, self.width), -1, dtype=np.int64)
         for share, row in zip(shares, rows, strict=True):
             num_owned = len(share.owned)
             merged[share.owned] = row[HEADER : HEADER + num_owned * self.width].reshape(num_owned, self.width)

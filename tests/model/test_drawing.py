@@ -5,7 +5,7 @@ import torch
 
 from lp_runtime.lookahead.tables import ENTRY, K, gap_of
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model.drawing import Drawing, runners_up
+from lp_runtime.model.drawing import BLOCK, Drawing, runners_up
 from lp_runtime.model.processors import TreeProcessors
 
 CPU = torch.device("cpu")
@@ -57,3 +57,31 @@ def test_runners_up_that_nobody_looks_at_are_not_found():
 def test_what_may_not_be_drawn_lies_far_below():
     _, gaps = runners_up(torch.tensor([[3.0, float("-inf"), 2.0]]), 3)
     assert gaps.tolist() == [[0, 16, 255]]
+
+
+@pytest.mark.parametrize("num", [1, 3, K])
+@pytest.mark.parametrize("size", [1, K, BLOCK - 1, BLOCK, 5 * BLOCK, 5 * BLOCK + 7])
+@pytest.mark.parametrize("kind", ["drawn", "rising", "falling", "equal", "few", "none"])
+def test_runners_up_are_found_on_a_cpu_as_elsewhere(kind, size, num):
+    logits = {
+        "drawn": torch.randn(4, size, generator=torch.Generator().manual_seed(size)),
+        "rising": torch.arange(size).expand(4, size) / 8.0,
+        "falling": -torch.arange(size).expand(4, size) / 8.0,
+        "equal": torch.zeros(4, size),
+        "few": torch.full((4, size), -torch.inf).index_fill_(1, torch.tensor([size // 2]), 1.0),
+        "none": torch.full((4, size), -torch.inf),
+    }[kind].contiguous()
+    successors, _, entries = drawn(make_drawing(num_runners_up=num), logits)
+    assert successors.tolist() == logits.argmax(-1).tolist()
+    ids, gaps = runners_up(logits, num)
+    for row, entry in enumerate(entries):
+        for rank in range(num):
+            token = int(entry[rank])
+            if rank >= size or logits[row, ids[row, rank]] == -torch.inf:
+                assert token == -1
+                continue
+            assert logits[row, token] == logits[row, ids[row, rank]]  # of equals any
+            if num == K:
+                assert gap_of(entry[None], 0, rank) == gaps[row, rank]
+        found = [token for token in entry[:num].tolist() if token >= 0]
+        assert len(found) == len(set(found))
