@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from lp_runtime.model.cache import TreeCache
-from lp_runtime.model.mask import ancestor_mask
+from lp_runtime.model.mask import mark_ancestors
 from lp_runtime.model.tree_attention import NAME, Committed, triton_kernels
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -29,15 +29,52 @@ def can_capture(model) -> bool:
     return attention == NAME and model.device.type == "cuda" and triton_kernels() is not None
 
 
-@dataclass
 class _Pass:
-    """What one size reads and writes. `inputs` is one block, so that one copy brings everything."""
+    """What one size reads and writes. All inputs are one block, so that one copy brings everything.
 
-    size: int
-    host: torch.Tensor
-    inputs: torch.Tensor
-    replay: Callable[[], None] | None = None
-    logits: torch.Tensor | None = None  # [B, V]
+    Attributes:
+        host, inputs: [bytes] uint8, the block in pinned memory, and on the device.
+        numbers, ancestors: views of the host's: ids [B], positions [B], rows whose logits are wanted [B] and L, int64;
+            [B, B] bool.
+        replay: launches what was captured; None before.
+        logits: [B, V].
+    """
+
+    def __init__(self, size: int, device: torch.device):
+        self.size = size
+        num_bytes = 8 * (3 * size + 1) + size * size
+        self.host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.numbers = self.host.numpy()[: -size * size].view(np.int64)
+        self.ancestors = self.host.numpy()[-size * size :].view(np.bool_).reshape(size, size)
+        self.replay: Callable[[], None] | None = None
+        self.logits: torch.Tensor | None = None
+
+    def fill(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        parents: Sequence[int],
+        wanted: Sequence[int],
+        num_committed: int,
+    ) -> None:
+        """Write the host's block; what fills the tree up are texts of one token each."""
+        size, num_tokens = self.size, len(tokens)
+        self.numbers[: 2 * size] = 0
+        self.numbers[:num_tokens] = tokens
+        self.numbers[size : size + num_tokens] = positions
+        self.numbers[2 * size : 2 * size + len(wanted)] = wanted
+        self.numbers[-1] = num_committed
+        all_parents = np.full(size, -1, dtype=np.int64)
+        all_parents[:num_tokens] = parents
+        mark_ancestors(all_parents, self.ancestors)
+
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of the block on the device: ids [B], positions [B], wanted rows [B], L [1], int64; ancestors [B, B]."""
+        size = self.size
+        numbers, ancestors = self.inputs.split([8 * (3 * size + 1), size * size])
+        ids, positions, wanted, length = numbers.view(torch.int64).split([size, size, size, 1])
+        return ids, positions, wanted, length, ancestors.view(torch.bool).view(size, size)
 
 
 class FixedForward:
@@ -61,30 +98,26 @@ class FixedForward:
         self._copied = torch.cuda.Event() if self._device.type == "cuda" else None
         self._passes: dict[int, _Pass] = {}
 
-    def forward(self, tokens: Sequence[int], positions: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
+    def forward(
+        self, tokens: Sequence[int], positions: Sequence[int], parents: Sequence[int], wanted: Sequence[int]
+    ) -> torch.Tensor:
         """Feed a tree behind the committed tokens.
 
         Args:
             tokens, positions: [T], T at most SIZES[-1].
             parents: [T] index of each one's parent, -1 for the first.
+            wanted: [n] indices of those whose logits are wanted.
 
         Returns:
-            [T, V] logits, until the next pass.
+            [n, V] logits.
         """
-        num_tokens = len(tokens)
-        size = SIZES[bisect.bisect_left(SIZES, num_tokens)]
+        size = SIZES[bisect.bisect_left(SIZES, len(tokens))]
         one = self._passes.get(size)
         if one is None:
-            one = self._passes[size] = self._allocate(size)
+            one = self._passes[size] = _Pass(size, self._device)
         if self._copied is not None:
             self._copied.synchronize()  # the last copy has read the host's block
-        ids, places, length, ancestors = _split(one.host, size)
-        num_filling = size - num_tokens
-        ids[:] = torch.tensor([*tokens, *[0] * num_filling])
-        places[:] = torch.tensor([*positions, *[positions[0]] * num_filling])
-        length[:] = self._cache.length
-        ancestors[:] = torch.eye(size, dtype=torch.bool)
-        ancestors[:num_tokens, :num_tokens] = torch.from_numpy(ancestor_mask(parents))
+        one.fill(tokens, positions, parents, wanted, self._cache.length)
         one.inputs.copy_(one.host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -94,15 +127,10 @@ class FixedForward:
             self._capture_pass(one)
         else:
             one.logits = self._run(one)
-        return one.logits[:num_tokens]
-
-    def _allocate(self, size: int) -> _Pass:
-        num_bytes = 16 * size + 8 + size * size
-        host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        return _Pass(size, host, torch.zeros(num_bytes, dtype=torch.uint8, device=self._device))
+        return one.logits.index_select(0, one.parts()[2][: len(wanted)])
 
     def _run(self, one: _Pass) -> torch.Tensor:
-        ids, places, length, ancestors = _split(one.inputs, one.size)
+        ids, places, _, length, ancestors = one.parts()
         lowest = torch.finfo(self._dtype).min
         mask = torch.zeros(ancestors.shape, dtype=self._dtype, device=self._device).masked_fill_(~ancestors, lowest)
         slots = length + torch.arange(one.size, device=self._device)
@@ -130,10 +158,3 @@ class FixedForward:
             one.logits = self._run(one)
         one.replay = graph.replay
         graph.replay()
-
-
-def _split(block: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The parts of a pass's block: ids [B], positions [B], L [1], int64; ancestors [B, B] bool."""
-    numbers, ancestors = block.split([16 * size + 8, size * size])
-    ids, places, length = numbers.view(torch.int64).split([size, size, 1])
-    return ids, places, length, ancestors.view(torch.bool).view(size, size)

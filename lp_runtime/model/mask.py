@@ -23,18 +23,20 @@ LayerMasks = torch.Tensor | dict[str, torch.Tensor]
 
 def ancestor_mask(parents: Sequence[int]) -> np.ndarray:
     """[T, T] bool: row i is True at i and at its ancestors. `parents` [T]: parents before children, -1 for none."""
-    mask = np.zeros((len(parents), len(parents)), dtype=np.bool_)
-    _mark_ancestors(np.array(parents, dtype=np.int64), mask)
+    mask = np.empty((len(parents), len(parents)), dtype=np.bool_)
+    mark_ancestors(np.array(parents, dtype=np.int64), mask)
     return mask
 
 
 @compiled
-def _mark_ancestors(parents, mask):
+def mark_ancestors(parents, mask):
+    """The same, of [T] int64 into a given [T, T] bool."""
     for node in range(len(parents)):
-        if parents[node] >= 0:
-            for other in range(node):
-                mask[node, other] = mask[parents[node], other]
+        for other in range(node):
+            mask[node, other] = parents[node] >= 0 and mask[parents[node], other]
         mask[node, node] = True
+        for other in range(node + 1, len(parents)):
+            mask[node, other] = False
 
 
 class MaskBuilder:

@@ -249,10 +249,13 @@ class TreeModel:
         """
         text = self.text
         local, tokens, places, parents = _lay_out(tree, nodes, text.cache.length)
-        keep = torch.tensor([local[node] for node in wanted], dtype=torch.int64, device=self.device)
+        rows = [local[node] for node in wanted]
         if self._takes_fixed(len(nodes)):
-            logits = text.fixed.forward(tokens, places, parents)[keep].float()
-        elif self.strict_tokens is None:
+            logits = text.fixed.forward(tokens, places, parents, rows).float()
+            _commit(text, tree, commit)
+            return logits
+        keep = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        if self.strict_tokens is None:
             ids, positions = torch.tensor([tokens, places], dtype=torch.int64).to(self.device)
             mask = self.masks.build(parents, positions, text.cache.length)
             logits = self._forward(ids, positions, mask, keep)
