@@ -20,8 +20,8 @@ from triton.compiler import ASTSource
 from lp_runtime.model import triton_kernels as kernels
 
 TYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
-POINTERS = "query key value keys values mask output total outputs totals merged rotated cos sin gate_up length"
-WHOLE = "num_tokens num_rows token_stride head_stride query_stride key_stride value_stride capacity size"
+POINTERS = "query key value keys values mask output total outputs totals merged rotated cos sin gate_up scores"
+WHOLE = "num_tokens num_found num_rows token_stride head_stride query_stride key_stride value_stride capacity size"
 ALIGNED = "token_stride head_stride query_stride key_stride value_stride capacity size"  # multiples of 16, as they are
 
 
@@ -66,6 +66,12 @@ def main(capabilities: list[int]) -> None:
         print(compile_kernel(kernels._merge_parts, capability, "bf16", others, merged))
         heads = {"QUERY_HEADS": 32, "KEY_HEADS": 8, "HALF": 64, "BLOCK": 64}
         print(compile_kernel(kernels._rotate_and_write, capability, "bf16", {}, heads))
+        one = {"NUM": 8, "NO_TOKEN": (1 << 24) - 1}
+        others = {"values": "*fp32", "ids": "*i32", "size": "i32", "stride": "i32", "first": "*i64", "packed": "*i64"}
+        chunk = {**one, "BLOCK": kernels.CHUNK}
+        print(compile_kernel(kernels._top_of_chunks, capability, "fp32", others, chunk))
+        row = {**one, "WIDTH": 5, "GAP_UNIT": 16, "MAX_GAP": 255, "BLOCK": 512}
+        print(compile_kernel(kernels._pack_top, capability, "fp32", others, row))
         print(compile_kernel(kernels._gate, capability, "bf16", {}, {"BLOCK": kernels.GATE_BLOCK}))
 
 

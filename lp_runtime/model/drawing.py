@@ -21,6 +21,7 @@ from lp_runtime.lookahead.sampling import GumbelNoise, draw
 from lp_runtime.lookahead.tables import ENTRY, GAPS, K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.processors import TreeProcessors
+from lp_runtime.model.tree_attention import kernels_for
 
 ID_BITS = 24
 MAX_VOCABULARY = 1 << ID_BITS
@@ -91,6 +92,9 @@ class Drawing:
             packed[:, 0] = first.numpy()
             pack_runners_up(np.ascontiguousarray(scores.numpy()), self.num_runners_up, packed)
             return torch.from_numpy(packed), scores
+        if nodes and (kernels := kernels_for(scores)):
+            packed = kernels.pack_runners_up(scores, first, self.num_runners_up, NO_TOKEN, GAP_UNIT, MAX_GAP)
+            return packed, scores
         ids, gaps = runners_up(scores, self.num_runners_up)
         words = (ids << 8) | gaps
         if words.shape[1] % 2:

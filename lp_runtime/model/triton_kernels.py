@@ -1,11 +1,11 @@
-"""What a layer does between its matrix products with the tokens of a tree, as Triton kernels: rotate queries and keys
-and write keys and values into the cache; attend to the committed tokens and to the tree; gate the MLP.
+"""What is done with the tokens of a tree between matrix products, as Triton kernels: rotate queries and keys and write
+keys and values into the cache; attend to the committed tokens and to the tree; gate the MLP; find the likeliest tokens.
 
 The number of committed tokens is read on the device, so a CUDA graph of these can be replayed with a longer text.
 This module needs Triton, so it is imported where there is a GPU only (tests run it in Triton's interpreter).
 
 Letters: T tokens of the tree, L committed tokens, H key/value heads, g query heads for each, D head size, P parts that
-the keys are attended to in, F the MLP's inner size.
+the keys are attended to in, F the MLP's inner size; n nodes, V vocabulary, K runners-up of a node.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ KEY_BYTES = 1 << 14  # of the keys that a program holds at once
 MOST_PARTS = 16
 PROGRAMS_PER_PROCESSOR = 2  # multiprocessor; that the keys are parted for
 GATE_BLOCK = 1024
+CHUNK = 2048  # tokens of the vocabulary
 
 
 @triton.jit
@@ -256,3 +257,79 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
     output = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     _gate[(output.numel() // size, triton.cdiv(size, GATE_BLOCK))](gate_up, output, size, BLOCK=GATE_BLOCK)
     return output
+
+
+@triton.jit
+def _top_of_chunks(scores, values, ids, size, stride, NUM: tl.constexpr, NO_TOKEN: tl.constexpr, BLOCK: tl.constexpr):
+    """One program for each row and each chunk of the vocabulary: the NUM largest, the lowest id first of equals."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tokens = chunk * BLOCK + tl.arange(0, BLOCK)
+    left = tl.load(scores + row * stride + tokens, mask=tokens < size, other=float("-inf"))
+    places = (row * tl.num_programs(1) + chunk) * NUM
+    for rank in tl.static_range(NUM):
+        best = tl.max(left, 0)
+        token = tl.min(tl.where(left == best, tokens, NO_TOKEN), 0)
+        tl.store(values + places + rank, best)
+        tl.store(ids + places + rank, token)
+        left = tl.where(tokens == token, float("-inf"), left)
+
+
+@triton.jit
+def _pack_top(
+    values, ids, first, packed, num_found,
+    NUM: tl.constexpr, WIDTH: tl.constexpr, NO_TOKEN: tl.constexpr, GAP_UNIT: tl.constexpr, MAX_GAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program for each row: the NUM largest of what its chunks had, and how far each lies below the first."""
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.arange(0, BLOCK)
+    is_found = places < num_found
+    left = tl.load(values + row * num_found + places, mask=is_found, other=float("-inf"))
+    tokens = tl.load(ids + row * num_found + places, mask=is_found, other=NO_TOKEN)
+    tl.store(packed + row * WIDTH, tl.load(first + row))
+    top = tl.max(left, 0)
+    for pair in tl.static_range(WIDTH - 1):
+        word = tl.zeros([], tl.int64)
+        for half in tl.static_range(2):
+            token, gap = tl.full([], NO_TOKEN, tl.int64), tl.full([], MAX_GAP, tl.int64)
+            if 2 * pair + half < NUM:
+                best = tl.max(left, 0)
+                place = tl.min(tl.where(left == best, places, BLOCK), 0)
+                is_there = best > float("-inf")
+                token = tl.where(is_there, tl.min(tl.where(places == place, tokens, NO_TOKEN), 0).to(tl.int64), token)
+                below = tl.minimum(tl.floor((top - best) * GAP_UNIT + 0.5), MAX_GAP)
+                gap = tl.where(is_there, below, MAX_GAP).to(tl.int64)
+                left = tl.where(places == place, float("-inf"), left)
+            word |= ((token << 8) | gap) << (32 * half)
+        tl.store(packed + row * WIDTH + 1 + pair, word)
+
+
+def pack_runners_up(
+    scores: torch.Tensor, first: torch.Tensor, num: int, no_token: int, gap_unit: int, max_gap: int
+) -> torch.Tensor:
+    """What was drawn and the likeliest tokens of each row, packed as drawing.py says.
+
+    Args:
+        scores: [n, V] float32; the last dimension contiguous. What is -inf is not among the likeliest.
+        first: [n] int64, goes first.
+        num: how many of the likeliest, K.
+        no_token, gap_unit, max_gap: drawing.py's.
+
+    Returns:
+        [n, 1 + K / 2, rounded up] int64
+    """
+    num_rows, size = scores.shape
+    num_chunks = triton.cdiv(size, CHUNK)
+    found = (num_rows, num_chunks * num)
+    values = torch.empty(found, dtype=torch.float32, device=scores.device)
+    ids = torch.empty(found, dtype=torch.int32, device=scores.device)
+    packed = torch.empty((num_rows, 1 + triton.cdiv(num, 2)), dtype=torch.int64, device=scores.device)
+    _top_of_chunks[(num_rows, num_chunks)](
+        scores, values, ids, size, scores.stride(0), NUM=num, NO_TOKEN=no_token, BLOCK=CHUNK
+    )
+    _pack_top[(num_rows,)](
+        values, ids, first, packed, found[1],
+        NUM=num, WIDTH=packed.shape[1], NO_TOKEN=no_token, GAP_UNIT=gap_unit, MAX_GAP=max_gap,
+        BLOCK=triton.next_power_of_2(found[1]),
+    )  # fmt: skip
+    return packed

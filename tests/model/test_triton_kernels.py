@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from lp_runtime.lookahead.tables import K
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model import fusing, tree_attention
+from lp_runtime.model import drawing, fusing, tree_attention
 from lp_runtime.model.fusing import fuse_blocks, rotate
 from lp_runtime.model.mask import ancestor_mask
 from lp_runtime.model.self_check import check_model
@@ -105,6 +107,25 @@ def test_gating(num_tokens, size, dtype):
     torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("num", [1, 3, K])
+@pytest.mark.parametrize("kind", ["drawn", "equal", "few"])
+@pytest.mark.parametrize("size", [5, kernels.CHUNK, 2 * kernels.CHUNK + 100])
+def test_runners_up(num, kind, size):
+    """Beside those that are found on a CPU."""
+    scores = {
+        "drawn": torch.randn(3, size, generator=torch.Generator().manual_seed(size)),
+        "equal": torch.zeros(3, size),
+        "few": torch.full((3, size), -torch.inf).index_fill_(1, torch.tensor([1, size - 1]), 1.0),
+    }[kind]
+    first = torch.tensor([0, 1 << 31, (1 << 60) + 7])
+    expected = np.zeros((3, 1 + (num + 1) // 2), dtype=np.int64)
+    drawing.pack_runners_up(scores.numpy(), num, expected)
+    expected[:, 0] = first
+    constants = drawing.NO_TOKEN, drawing.GAP_UNIT, drawing.MAX_GAP
+    packed = kernels.pack_runners_up(scores.to(DEVICE), first.to(DEVICE), num, *constants)
+    assert packed.tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize(
     ("name", "settings"), [("Llama", {}), ("Qwen3", {"head_dim": 8}), ("Phi3", {}), ("Gemma", {"head_dim": 8})]
 )
@@ -147,7 +168,7 @@ def test_they_compile_for_gpus_that_are_not_there():
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 2 * 9
+    assert len(lines) == 2 * 11
     for line in lines:
         used = dict(part.split("=") for part in line.split("}")[1].split())
         assert int(used["shared"]) <= MOST_SHARED, line
