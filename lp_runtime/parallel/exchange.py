@@ -57,13 +57,16 @@ class Exchange:
         self.num_replicas = num_replicas
         self.capacity = capacity
         self.width = width
-        self._device = device
         self.bytes_sent = 0  # by this replica so far
-        size = HEADER + capacity * width
-        self._header = torch.empty(HEADER, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._header_values = self._header.numpy()
+        on_gpu = device.type == "cuda"
+        size = HEADER + capacity * width if num_replicas > 1 else HEADER
         self._sent = torch.zeros(size, dtype=torch.int64, device=device)
         self._received = torch.empty(num_replicas * size, dtype=torch.int64, device=device)
+        # On a CPU these are the buffers themselves: numpy's calls take a fraction of what torch's do.
+        self._header = torch.empty(HEADER, dtype=torch.int64, pin_memory=True) if on_gpu else self._sent[:HEADER]
+        self._header_values = self._header.numpy()
+        self._sent_values = None if on_gpu else self._sent.numpy()
+        self._received_values = None if on_gpu else self._received.numpy()
 
     def _size(self, shares: Sequence[Share]) -> int:
         """Integers that each replica sends in a step."""
@@ -93,16 +96,21 @@ class Exchange:
         if self.num_replicas == 1:
             merged[num_nodes - len(values) :] = values.cpu().numpy()  # it owns all nodes from the root on
             return Outcome(merged, control, [clock])
-        num_sent, size = values.numel(), self._size(shares)
+        size = self._size(shares)
         self._header_values[:] = digest, control, clock
-        self._sent[:HEADER].copy_(self._header, non_blocking=True)
-        self._sent[HEADER : HEADER + num_sent].copy_(values.reshape(-1))
+        end = HEADER + values.numel()
+        if self._sent_values is None:
+            self._sent[:HEADER].copy_(self._header, non_blocking=True)
+            self._sent[HEADER:end].copy_(values.reshape(-1))
+        else:
+            self._sent_values[HEADER:end] = values.cpu().numpy().reshape(-1)
         received = self._received[: self.num_replicas * size]
         try:
             _all_gather(received, self._sent[:size])
-            rows = received.cpu().numpy().reshape(self.num_replicas, -1)
+            rows = received.cpu().numpy() if self._received_values is None else self._received_values[: len(received)]
         except RuntimeError as error:
             raise ReplicaError(f"rank {self.rank} lost a peer in the exchange: {first_line(error)}") from error
+        rows = rows.reshape(self.num_replicas, -1)
         self.bytes_sent += 8 * size
         if (rows[:, 0] != digest).any():
             raise StateMismatchError(rows[:, 0].tolist())
