@@ -11,6 +11,8 @@ Letters: R replicas, T nodes in the tree.
 
 from __future__ import annotations
 
+import functools
+import operator
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -112,12 +114,13 @@ class Exchange:
             raise ReplicaError(f"rank {self.rank} lost a peer in the exchange: {first_line(error)}") from error
         rows = rows.reshape(self.num_replicas, -1)
         self.bytes_sent += 8 * size
-        if (rows[:, 0] != digest).any():
-            raise StateMismatchError(rows[:, 0].tolist())
+        digests, controls, clocks = zip(*rows[:, :HEADER].tolist(), strict=True)
+        if any(each != digest for each in digests):
+            raise StateMismatchError(list(digests))
         for share, row in zip(shares, rows, strict=True):
             num_owned = len(share.owned)
             merged[share.owned] = row[HEADER : HEADER + num_owned * self.width].reshape(num_owned, self.width)
-        return Outcome(merged, int(np.bitwise_or.reduce(rows[:, 1])), rows[:, 2].tolist())
+        return Outcome(merged, functools.reduce(operator.or_, controls), list(clocks))
 
 
 def _all_gather(output: torch.Tensor, value: torch.Tensor) -> None:
