@@ -26,7 +26,7 @@ NUM_WARM_UPS = 3  # passes before one is captured: libraries set themselves up i
 def can_capture(model) -> bool:
     """Whether a model's passes can be captured: it attends as tree_attention.py does, with Triton's kernels."""
     attention = model.config.get_text_config()._attn_implementation
-    return attention == NAME and model.device.type == "cuda" and triton_kernels() is not None
+    return attention == NAME and model.device.type == "cuda" and triton_kernels is not None
 
 
 class _Pass:
@@ -95,7 +95,9 @@ class FixedForward:
         self._cache = cache
         self._capture = capture
         self._pool = torch.cuda.graph_pool_handle() if capture else None
-        self._copied = torch.cuda.Event() if self._device.type == "cuda" else None
+        on_gpu = self._device.type == "cuda"
+        self._num_processors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 1
+        self._copied = torch.cuda.Event() if on_gpu else None
         self._passes: dict[int, _Pass] = {}
 
     def forward(
@@ -141,7 +143,7 @@ class FixedForward:
                 attention_mask=mask[None, None],
                 past_key_values=self._cache,
                 use_cache=True,
-                committed=Committed(slots, length),
+                committed=Committed(slots, length, self._num_processors),
             )
         return output.logits[0]
 

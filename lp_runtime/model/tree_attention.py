@@ -11,7 +11,6 @@ Letters: T tokens of the tree, L committed tokens, H key/value heads, g query he
 from __future__ import annotations
 
 import functools
-import importlib
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -19,6 +18,11 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+try:
+    from lp_runtime.model import triton_kernels
+except ImportError:  # without Triton
+    triton_kernels = None
 
 NAME = "lp_runtime_tree"
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
@@ -32,24 +36,17 @@ class Committed(NamedTuple):
     Attributes:
         slots: [T] int64, where the tree's own keys and values stand in the cache.
         length: [1] int64, L.
+        num_processors: multiprocessors of the device.
     """
 
     slots: torch.Tensor
     length: torch.Tensor
-
-
-@functools.cache
-def triton_kernels() -> ModuleType | None:
-    """lp_runtime.model.triton_kernels; None where Triton is not installed."""
-    try:
-        return importlib.import_module("lp_runtime.model.triton_kernels")
-    except ImportError:
-        return None
+    num_processors: int = 1
 
 
 def kernels_for(tensor: torch.Tensor) -> ModuleType | None:
     """The kernels that can compute with a tensor, if any."""
-    return triton_kernels() if tensor.is_cuda else None
+    return triton_kernels if tensor.is_cuda else None
 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
@@ -98,7 +95,8 @@ def tree_attention(
     scale = size**-0.5 if scaling is None else scaling
     folded = query.reshape(1, num_heads, groups * num_tokens, size)
     if committed is not None and size == value.shape[3] and (kernels := kernels_for(query)):
-        return kernels.attend(query, key, value, attention_mask[0, 0], committed.length, scale), None
+        mask, (_, length, num_processors) = attention_mask[0, 0], committed
+        return kernels.attend(query, key, value, mask, length, scale, num_processors), None
     if committed is not None:
         tree_key, tree_value = (each.index_select(2, committed.slots) for each in (key, value))
         tree = attend_masked(folded, tree_key, tree_value, attention_mask[0, 0], scale)

@@ -10,8 +10,6 @@ the keys are attended to in, F the MLP's inner size; n nodes, V vocabulary, K ru
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +20,7 @@ MOST_FLOAT_ROWS = 16
 MOST_KEYS = 64
 KEY_BYTES = 1 << 14  # of the keys that a program holds at once
 MOST_PARTS = 16
-PROGRAMS_PER_PROCESSOR = 2  # multiprocessor; that the keys are parted for
+PROGRAMS_PER_PROCESSOR = 2  # multiprocessor
 GATE_BLOCK = 1024
 CHUNK = 2048  # tokens of the vocabulary
 
@@ -177,6 +175,7 @@ def attend(
     mask: torch.Tensor,
     length: torch.Tensor,
     scale: float,
+    num_processors: int,
 ) -> torch.Tensor:
     """Attention to the committed tokens, without a mask, and to the tree's own, with one.
 
@@ -187,6 +186,7 @@ def attend(
         mask: [T, T], added to the scores of the tree's own part; contiguous.
         length: [1] int64, L.
         scale: of the scores.
+        num_processors: multiprocessors of the GPU, which the keys are parted for.
 
     Returns:
         [1, T, g H, D]
@@ -196,7 +196,7 @@ def attend(
     groups = num_queries // num_heads
     block = blocks(groups * num_tokens, size, keys.element_size())
     num_blocks = triton.cdiv(groups * num_tokens, block["BLOCK_ROWS"])
-    wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * _num_processors(query.device), num_heads * num_blocks)
+    wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * num_processors, num_heads * num_blocks)
     num_parts = max(1, min(wanted, MOST_PARTS, triton.cdiv(capacity, block["BLOCK_KEYS"])))
     result = torch.empty((1, num_tokens, num_queries, size), dtype=query.dtype, device=query.device)
     shape = (num_parts, num_tokens, num_queries)
@@ -233,11 +233,6 @@ def blocks(num_rows: int, size: int, num_bytes: int) -> dict[str, int]:
         "BLOCK_KEYS": min(MOST_KEYS, max(LEAST_BLOCK, KEY_BYTES // (block_size * num_bytes))),
         "BLOCK_SIZE": block_size,
     }
-
-
-@functools.lru_cache(maxsize=16)
-def _num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit

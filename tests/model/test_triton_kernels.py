@@ -6,11 +6,14 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lp_runtime.lookahead.tables import K
 from lp_runtime.lookahead.tree import TokenTree
@@ -49,8 +52,7 @@ def random_seen(num_tokens: int) -> torch.Tensor:
         (3, 200, 1, 256),
     ],
 )
-def test_attention(num_tokens, num_cached, groups, size, num_processors, dtype, monkeypatch):
-    monkeypatch.setattr(kernels, "_num_processors", lambda device: num_processors)
+def test_attention(num_tokens, num_cached, groups, size, num_processors, dtype):
     generator = torch.Generator().manual_seed(num_tokens)
 
     def draw(heads: int, tokens: int) -> torch.Tensor:
@@ -63,7 +65,7 @@ def test_attention(num_tokens, num_cached, groups, size, num_processors, dtype, 
     seen = random_seen(num_tokens).to(DEVICE)
     mask = torch.zeros(seen.shape, dtype=dtype, device=DEVICE).masked_fill_(~seen, torch.finfo(dtype).min)
     length = torch.tensor([num_cached], device=DEVICE)
-    actual = kernels.attend(query, keys, values, mask, length, 0.3)
+    actual = kernels.attend(query, keys, values, mask, length, 0.3, num_processors)
 
     expanded = (each[:, :, :num_keys].double().repeat_interleave(groups, dim=1) for each in (keys, values))
     key, value = expanded
@@ -157,6 +159,56 @@ def test_steps_through_the_kernels(random_model, name, settings, monkeypatch):
         torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
     assert used
     assert check_model(fixed) < 1e-4
+
+
+class Launches(TorchDispatchMode):
+    """Counts torch's operations that launch something: no views, empty tensors and conversions to the same type."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if not (function.is_view or "empty" in name or (name == "to" and output is args[0])):
+            self.counts[name] += 1
+        return output
+
+    def counted(self, name: str):
+        """A kernel that counts as one."""
+        kernel = getattr(kernels, name)
+
+        def call(*args):
+            before = self.counts.copy()
+            output = kernel(*args)
+            self.counts = before + Counter([name])  # without the interpreter's own
+            return output
+
+        return call
+
+
+def test_what_is_launched_for_a_layer(random_model, monkeypatch):
+    """Four products, two norms (four operations each on a CPU, one on a GPU), two additions, and the kernels."""
+    counts = []
+    for num_layers in (2, 3):
+        model = TreeModel(random_model("Llama", num_hidden_layers=num_layers), 512, own_attention=True)
+        fuse_blocks(model.model)
+        model.fix_sizes(capture=False)
+        model.begin(300)
+        model.prefill(list(range(20)))
+        tree = TokenTree([1], max_depth=4)
+        tree.add_branch([2, 3])
+        launches = Launches()
+        counted = SimpleNamespace(**{name: launches.counted(name) for name in ("rotate_and_write", "attend", "gate")})
+        with monkeypatch.context() as patch, launches:
+            patch.setattr(fusing, "kernels_for", lambda tensor, counted=counted: counted)
+            patch.setattr(tree_attention, "kernels_for", lambda tensor, counted=counted: counted)
+            model.forward(tree, [0, 1, 2], [0, 1, 2])
+        counts.append(launches.counts)
+    norms = {name: 2 for name in ("linalg_vector_norm", "hypot", "mul", "div_")}
+    ours = {"rotate_and_write": 1, "attend": 1, "gate": 1}
+    assert counts[1] - counts[0] == {"linear": 4, "add": 2, **norms, **ours}
 
 
 def test_they_compile_for_gpus_that_are_not_there():
