@@ -16,7 +16,7 @@ from lp_runtime.lookahead.best_first import compile_kernels
 from lp_runtime.lookahead.drafts import Memory
 from lp_runtime.lookahead.sampling import GumbelNoise
 from lp_runtime.lookahead.state import DecodingRules, DecodingState, Stop
-from lp_runtime.model.drawing import Drawing
+from lp_runtime.model.drawing import Drawing, compile_drawing
 from lp_runtime.model.generation import build_processors, defaults_of
 from lp_runtime.model.processors import TreeProcessors
 from lp_runtime.model.tree_model import TreeModel, result_of
@@ -89,6 +89,8 @@ class DecodingLoop:
     def prepare(self, settings: LookaheadConfig) -> None:
         """Measure now what a request with these settings would have measured."""
         compile_budget()
+        if self._model.device.type == "cpu":
+            compile_drawing()
         if self._member.num_replicas > 1:
             compile_partition()
         if settings.policy == "full":

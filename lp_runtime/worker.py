@@ -242,6 +242,8 @@ def ready_model(config: RuntimeConfig, device: torch.device) -> tuple[TreeModel,
     num_fused = num_packed = 0
     if config.model.fusing == "auto" and config.model.device_map is None:
         num_fused = fuse_blocks(loaded)
+        if num_fused and device.type == "cuda":
+            torch.cuda.empty_cache()  # what was freed, for others that share the GPU
     if config.model.packing == "auto":
         num_packed = pack_linears(loaded)
     model = TreeModel(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True)

@@ -58,9 +58,12 @@ def main(capabilities: list[int]) -> None:
             ("fp32", 128, 16, 4),
         ):
             blocks = kernels.blocks(tokens * groups, size, TYPES[dtype])
-            constants = {"GROUPS": groups, "SIZE": size, "NUM_PARTS": 8, **blocks}
-            others = {"output": "*fp32", "total": "*fp32"}
-            print(compile_kernel(kernels._attend_part, capability, dtype, others, constants, num_stages=2))
+            for num_parts in (8, 1) if tokens == 1 else (8,):
+                constants = {"GROUPS": groups, "SIZE": size, "NUM_PARTS": num_parts, **blocks}
+                others = {"output": "*fp32" if num_parts > 1 else f"*{dtype}", "total": "*fp32"}
+                if tokens == 1:  # which Triton takes for a constant, too
+                    constants["num_tokens"] = 1
+                print(compile_kernel(kernels._attend_part, capability, dtype, others, constants, num_stages=2))
         merged = {"SIZE": 128, "NUM_PARTS": 5, "BLOCK_PARTS": 8, "BLOCK_SIZE": 128}
         others = {"outputs": "*fp32", "totals": "*fp32"}
         print(compile_kernel(kernels._merge_parts, capability, "bf16", others, merged))

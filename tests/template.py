@@ -2,9 +2,13 @@
 
 import lp_runtime.launchers.worker_process  # noqa: F401
 from lp_runtime.lookahead.best_first import compile_kernels
+from lp_runtime.model.drawing import compile_drawing
+from lp_runtime.model.mask import compile_masks
 from lp_runtime.parallel.budget import compile_budget
 from lp_runtime.parallel.partition import compile_partition
 
 compile_kernels()
 compile_budget()
+compile_drawing()
+compile_masks()
 compile_partition()

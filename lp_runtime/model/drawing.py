@@ -11,17 +11,18 @@ Letters: n nodes, V vocabulary, K runners-up.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from lp_runtime.lookahead.compiled import compiled
+from lp_runtime.lookahead.compiled import compiled, with_fresh_cache
 from lp_runtime.lookahead.sampling import GumbelNoise, draw
 from lp_runtime.lookahead.tables import ENTRY, GAPS, K
 from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.kernels import kernels_for, on
 from lp_runtime.model.processors import TreeProcessors
-from lp_runtime.model.tree_attention import kernels_for
 
 ID_BITS = 24
 MAX_VOCABULARY = 1 << ID_BITS
@@ -59,6 +60,7 @@ class Drawing:
         """Integers of 64 bits that travel for a node."""
         return 1 + -(-self.num_runners_up // 2)
 
+    @torch.no_grad()
     def draw(
         self,
         logits: torch.Tensor,
@@ -92,8 +94,9 @@ class Drawing:
             packed[:, 0] = first.numpy()
             pack_runners_up(np.ascontiguousarray(scores.numpy()), self.num_runners_up, packed)
             return torch.from_numpy(packed), scores
-        if nodes and (kernels := kernels_for(scores)):
-            packed = kernels.pack_runners_up(scores, first, self.num_runners_up, NO_TOKEN, GAP_UNIT, MAX_GAP)
+        if nodes and (kernels := kernels_for(scores.device)):
+            with on(scores.device):
+                packed = kernels.pack_runners_up(scores, first, self.num_runners_up, NO_TOKEN, GAP_UNIT, MAX_GAP)
             return packed, scores
         ids, gaps = runners_up(scores, self.num_runners_up)
         words = (ids << 8) | gaps
@@ -150,6 +153,12 @@ def runners_up(scores: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tens
     return ids, gaps
 
 
+@functools.cache
+def compile_drawing() -> None:
+    """Compile, or load from where it is kept, what is compiled here. Once a process."""
+    with_fresh_cache(lambda: pack_runners_up(np.zeros((1, 3), np.float32), 2, np.zeros((1, 2), np.int64)))
+
+
 @compiled(makes_arrays=True)
 def pack_runners_up(scores: np.ndarray, num: int, packed: np.ndarray) -> None:
     """The same on a CPU, in one pass over the scores, and packed; what may not be drawn is not among them.
@@ -188,6 +197,8 @@ def pack_runners_up(scores: np.ndarray, num: int, packed: np.ndarray) -> None:
                 token, gap = np.int64(NO_TOKEN), np.int64(MAX_GAP)
                 if rank + half < num and values[rank + half] > -np.inf:
                     token = ids[rank + half]
-                    gap = np.int64(min(np.rint((values[0] - values[rank + half]) * GAP_UNIT), MAX_GAP))
+                    gap = np.int64(0)
+                    if values[rank + half] < values[0]:  # and not both infinite
+                        gap = np.int64(min(np.rint((values[0] - values[rank + half]) * GAP_UNIT), MAX_GAP))
                 word |= ((token << 8) | gap) << (HALF * half)
             packed[row, 1 + rank // 2] = word

@@ -16,17 +16,21 @@ import numpy as np
 import torch
 
 from lp_runtime.model.cache import TreeCache
+from lp_runtime.model.kernels import kernels_for, on
 from lp_runtime.model.mask import mark_ancestors
-from lp_runtime.model.tree_attention import NAME, Committed, triton_kernels
+from lp_runtime.model.tree_attention import NAME, Committed
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 NUM_WARM_UPS = 3  # passes before one is captured: libraries set themselves up in the first ones
 
 
 def can_capture(model) -> bool:
-    """Whether a model's passes can be captured: it attends as tree_attention.py does, with Triton's kernels."""
-    attention = model.config.get_text_config()._attn_implementation
-    return attention == NAME and model.device.type == "cuda" and triton_kernels is not None
+    """Whether a model's passes can be captured: it is on one GPU and attends as tree_attention.py does, with Triton's
+    kernels, which take keys and values of one size."""
+    config = model.config.get_text_config()
+    if config._attn_implementation != NAME or getattr(config, "v_head_dim", None) is not None:
+        return False
+    return kernels_for(model.device) is not None and len({each.device for each in model.parameters()}) == 1
 
 
 class _Pass:
@@ -95,6 +99,7 @@ class FixedForward:
         self._cache = cache
         self._capture = capture
         self._pool = torch.cuda.graph_pool_handle() if capture else None
+        self._kernels = kernels_for(self._device)
         on_gpu = self._device.type == "cuda"
         self._num_processors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 1
         self._copied = torch.cuda.Event() if on_gpu else None
@@ -123,12 +128,13 @@ class FixedForward:
         one.inputs.copy_(one.host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
-        if one.replay is not None:
-            one.replay()
-        elif self._capture:
-            self._capture_pass(one)
-        else:
-            one.logits = self._run(one)
+        with on(self._device):
+            if one.replay is not None:
+                one.replay()
+            elif self._capture:
+                self._capture_pass(one)
+            else:
+                one.logits = self._run(one)
         return one.logits.index_select(0, one.parts()[2][: len(wanted)])
 
     def _run(self, one: _Pass) -> torch.Tensor:
@@ -143,7 +149,7 @@ class FixedForward:
                 attention_mask=mask[None, None],
                 past_key_values=self._cache,
                 use_cache=True,
-                committed=Committed(slots, length, self._num_processors),
+                committed=Committed(slots, length, self._kernels, self._num_processors),
             )
         return output.logits[0]
 

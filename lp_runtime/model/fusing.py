@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 
 import torch
@@ -23,8 +24,12 @@ from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
+from lp_runtime.errors import first_line
+from lp_runtime.model.kernels import kernels_for, on, triton_kernels
 from lp_runtime.model.packing import is_hooked, is_plain, places_of
-from lp_runtime.model.tree_attention import Committed, kernels_for
+from lp_runtime.model.tree_attention import Committed
+
+log = logging.getLogger(__name__)
 
 ATTENTIONS = (llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, qwen3.Qwen3Attention)
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -61,12 +66,13 @@ class FusedMLP(nn.Module):
         self.gate_up_proj = _merge(mlp.gate_proj, mlp.up_proj)
         self.down_proj = mlp.down_proj
         self.act_fn = mlp.act_fn
-        self._is_silu = isinstance(mlp.act_fn, nn.SiLU | type(ACT2FN["silu"]))
+        is_silu = isinstance(mlp.act_fn, nn.SiLU | type(ACT2FN["silu"]))
+        self._has_kernel = is_silu and kernels_for(self.gate_up_proj.weight.device) is not None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate_up = self.gate_up_proj(x)
-        if self._is_silu and (kernels := kernels_for(x)):
-            return self.down_proj(kernels.gate(gate_up))
+        if self._has_kernel:
+            return self.down_proj(triton_kernels.gate(gate_up))
         gate, up = gate_up.chunk(2, -1)
         return self.down_proj(self.act_fn(gate) * up)
 
@@ -98,10 +104,11 @@ class FusedAttention(nn.Module):
         """As the block that it replaces; `position_embeddings` are cosines and sines, [1, T, D] each."""
         shape = hidden_states.shape[:-1]
         states = self.qkv_proj(hidden_states).view(*shape, -1, self.head_dim)
-        if committed is not None and (kernels := kernels_for(states)):
+        if committed is not None and committed.kernels:
             query, key, value = self._norm(*states.split(self._sizes, 2))
             memory = past_key_values.memory(self.layer_idx)
-            query = kernels.rotate_and_write(query, key, value, *position_embeddings, committed.length, *memory)
+            rotate_and_write = committed.kernels.rotate_and_write
+            query = rotate_and_write(query, key, value, *position_embeddings, committed.length, *memory)
             query, (key, value) = query.transpose(1, 2), memory
         else:
             query, key, value = (each.transpose(1, 2) for each in self._rotated(states, *position_embeddings))
@@ -158,10 +165,15 @@ def fuse_blocks(model: nn.Module) -> int:
     for is_kind, fused, make_input in kinds:
         for parent, name in places_of(model, is_kind):
             block = getattr(parent, name)
-            replacement = fused(block)
-            if _agree(block, replacement, make_input(block)):
-                setattr(parent, name, replacement)
-                count += 1
+            try:
+                replacement = fused(block)
+                if not _agree(block, replacement, make_input(block)):
+                    continue
+            except Exception as error:  # it looks like what is known here, and is not; or there is no room for both
+                log.info("%s stays as it is: %s", type(block).__name__, first_line(error))
+                continue
+            setattr(parent, name, replacement)
+            count += 1
     return count
 
 
@@ -212,7 +224,9 @@ def _same_code(left: Callable | None, right: Callable) -> bool:
     if left is None:
         return False
     left, right = inspect.unwrap(left).__code__, inspect.unwrap(right).__code__
-    return all(getattr(left, name) == getattr(right, name) for name in ("co_code", "co_names", "co_varnames"))
+    names = ("co_code", "co_names", "co_varnames", "co_freevars")
+    # The first constant is the docstring, if there is one.
+    return left.co_consts[1:] == right.co_consts[1:] and all(getattr(left, x) == getattr(right, x) for x in names)
 
 
 def _global(module: nn.Module, name: str) -> Callable | None:
@@ -245,7 +259,8 @@ def _random(like: torch.Tensor, size: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def _agree(block: nn.Module, replacement: nn.Module, arguments: dict[str, object]) -> bool:
-    outputs = (each(**arguments) for each in (block, replacement))
+    with on(next(block.parameters()).device):
+        outputs = [each(**arguments) for each in (block, replacement)]
     expected, actual = (each[0] if isinstance(each, tuple) else each for each in outputs)
     tolerance = TOLERANCES.get(expected.dtype, 0.0)
     difference = (actual.float() - expected.float()).norm()

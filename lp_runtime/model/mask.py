@@ -5,13 +5,14 @@ Letters: T tokens fed, L committed tokens in the cache.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from lp_runtime.errors import ModelError
-from lp_runtime.lookahead.compiled import compiled
+from lp_runtime.lookahead.compiled import compiled, with_fresh_cache
 from lp_runtime.model.tree_attention import NAME as TREE
 
 FULL, SLIDING, CHUNKED = KINDS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -26,6 +27,12 @@ def ancestor_mask(parents: Sequence[int]) -> np.ndarray:
     mask = np.empty((len(parents), len(parents)), dtype=np.bool_)
     mark_ancestors(np.array(parents, dtype=np.int64), mask)
     return mask
+
+
+@functools.cache
+def compile_masks() -> None:
+    """Compile, or load from where it is kept, what is compiled here. Once a process."""
+    with_fresh_cache(lambda: ancestor_mask([-1, 0]))
 
 
 @compiled
@@ -59,6 +66,7 @@ class MaskBuilder:
     """
 
     def __init__(self, config, attention: str, dtype: torch.dtype, device: torch.device):
+        compile_masks()
         on_cpu = device.type == "cpu"
         self.is_own = attention == TREE
         self._additive = attention == "eager" or (attention == TREE and on_cpu)

@@ -69,7 +69,7 @@ class TreeProcessors:
     def __init__(self, processors: Iterable, device: torch.device, reports: bool = False):
         self._processors = list(processors)
         self._reports = reports
-        self._device = device
+        self.device = device
         self._ids = torch.empty(0, dtype=torch.int64, device=device)  # the committed tokens
         check_processors(self._processors)
         # By exact type: a subclass may do anything.
@@ -93,7 +93,7 @@ class TreeProcessors:
             return logits
         scores = logits.clone()
         groups = self._groups(tree, nodes, tokens) if self._needs_prefixes else []
-        everything = torch.empty((len(nodes), 0), dtype=torch.int64, device=self._device)
+        everything = torch.empty((len(nodes), 0), dtype=torch.int64, device=self.device)
         for processor in self._processors:
             if type(processor) in CONTEXT_FREE:
                 scores = processor(everything, scores)
@@ -122,16 +122,16 @@ class TreeProcessors:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(rows [b], prefixes [b, L + depth]) of the nodes of each depth."""
         known = len(self._ids)
-        added = torch.tensor(tokens[known:], dtype=torch.int64, device=self._device)
+        added = torch.tensor(tokens[known:], dtype=torch.int64, device=self.device)
         self._ids = torch.cat([self._ids, added])
         by_depth: dict[int, list[int]] = {}
         for row, node in enumerate(nodes):
             by_depth.setdefault(tree.depths[node], []).append(row)
         groups = []
         for rows in by_depth.values():
-            tails = torch.tensor([tree.path(nodes[row]) for row in rows], dtype=torch.int64, device=self._device)
+            tails = torch.tensor([tree.path(nodes[row]) for row in rows], dtype=torch.int64, device=self.device)
             prefixes = torch.cat([self._ids.expand(len(rows), -1), tails], dim=1)
-            groups.append((torch.tensor(rows, device=self._device), prefixes))
+            groups.append((torch.tensor(rows, device=self.device), prefixes))
         return groups
 
 

@@ -19,11 +19,6 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-try:
-    from lp_runtime.model import triton_kernels
-except ImportError:  # without Triton
-    triton_kernels = None
-
 NAME = "lp_runtime_tree"
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 MAX_FLASH_HEAD = 256
@@ -36,17 +31,14 @@ class Committed(NamedTuple):
     Attributes:
         slots: [T] int64, where the tree's own keys and values stand in the cache.
         length: [1] int64, L.
+        kernels: triton_kernels.py where it can be used, else None.
         num_processors: multiprocessors of the device.
     """
 
     slots: torch.Tensor
     length: torch.Tensor
+    kernels: ModuleType | None = None
     num_processors: int = 1
-
-
-def kernels_for(tensor: torch.Tensor) -> ModuleType | None:
-    """The kernels that can compute with a tensor, if any."""
-    return triton_kernels if tensor.is_cuda else None
 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
@@ -93,10 +85,11 @@ def tree_attention(
     if committed is None and num_columns not in (num_tokens, num_keys):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scale = size**-0.5 if scaling is None else scaling
+    if committed is not None and committed.kernels and size == value.shape[3]:
+        mask = attention_mask[0, 0]
+        attend_to_all = committed.kernels.attend
+        return attend_to_all(query, key, value, mask, committed.length, scale, committed.num_processors), None
     folded = query.reshape(1, num_heads, groups * num_tokens, size)
-    if committed is not None and size == value.shape[3] and (kernels := kernels_for(query)):
-        mask, (_, length, num_processors) = attention_mask[0, 0], committed
-        return kernels.attend(query, key, value, mask, length, scale, num_processors), None
     if committed is not None:
         tree_key, tree_value = (each.index_select(2, committed.slots) for each in (key, value))
         tree = attend_masked(folded, tree_key, tree_value, attention_mask[0, 0], scale)

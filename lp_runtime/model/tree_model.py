@@ -18,6 +18,7 @@ from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.cache import TreeCache
 from lp_runtime.model.fixed_forward import SIZES, FixedForward
+from lp_runtime.model.kernels import on
 from lp_runtime.model.mask import CHUNKED, MaskBuilder
 from lp_runtime.model.properties import attention_settings, context_length, of_text_model, takes_attention
 from lp_runtime.model.strict import BLOCK, KEYS, POSITION, WINDOW, tail_table
@@ -342,14 +343,15 @@ class TreeModel:
         arguments = {"logits_to_keep": keep} if self.keeps_logits else {}
         if several is not None:
             arguments["together"] = several
-        output = self.model(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            attention_mask=mask,
-            past_key_values=self.text.cache if several is None else several,
-            use_cache=True,
-            **arguments,
-        )
+        with on(self.device):
+            output = self.model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                attention_mask=mask,
+                past_key_values=self.text.cache if several is None else several,
+                use_cache=True,
+                **arguments,
+            )
         logits = output.logits[0] if self.keeps_logits else output.logits[0, keep]
         return logits.float()
 

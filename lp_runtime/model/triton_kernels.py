@@ -86,6 +86,8 @@ def rotate_and_write(
     """
     _, num_tokens, num_queries, size = query.shape
     num_keys = key.shape[2]
+    assert all(each.stride()[2:] == (size, 1) for each in (query, key, value))
+    assert keys.is_contiguous() and values.is_contiguous() and num_tokens <= keys.shape[2]
     rotated = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     _rotate_and_write[(num_tokens, num_queries + 2 * num_keys)](
         query, key, value, cos.contiguous(), sin.contiguous(), length, rotated, keys, values,
@@ -191,6 +193,7 @@ def attend(
     Returns:
         [1, T, g H, D]
     """
+    assert query.stride(3) == 1 and keys.is_contiguous() and values.is_contiguous() and mask.is_contiguous()
     _, num_queries, num_tokens, size = query.shape
     _, num_heads, capacity, _ = keys.shape
     groups = num_queries // num_heads
@@ -293,6 +296,7 @@ def _pack_top(
                 is_there = best > float("-inf")
                 token = tl.where(is_there, tl.min(tl.where(places == place, tokens, NO_TOKEN), 0).to(tl.int64), token)
                 below = tl.minimum(tl.floor((top - best) * GAP_UNIT + 0.5), MAX_GAP)
+                below = tl.where(best == top, 0.0, below)  # both may be infinite
                 gap = tl.where(is_there, below, MAX_GAP).to(tl.int64)
                 left = tl.where(places == place, float("-inf"), left)
             word |= ((token << 8) | gap) << (32 * half)

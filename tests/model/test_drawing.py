@@ -61,7 +61,7 @@ def test_what_may_not_be_drawn_lies_far_below():
 
 @pytest.mark.parametrize("num", [1, 3, K])
 @pytest.mark.parametrize("size", [1, K, BLOCK - 1, BLOCK, 5 * BLOCK, 5 * BLOCK + 7])
-@pytest.mark.parametrize("kind", ["drawn", "rising", "falling", "equal", "few", "none"])
+@pytest.mark.parametrize("kind", ["drawn", "rising", "falling", "equal", "few", "none", "infinite", "no numbers"])
 def test_runners_up_are_found_on_a_cpu_as_elsewhere(kind, size, num):
     logits = {
         "drawn": torch.randn(4, size, generator=torch.Generator().manual_seed(size)),
@@ -70,6 +70,8 @@ def test_runners_up_are_found_on_a_cpu_as_elsewhere(kind, size, num):
         "equal": torch.zeros(4, size),
         "few": torch.full((4, size), -torch.inf).index_fill_(1, torch.tensor([size // 2]), 1.0),
         "none": torch.full((4, size), -torch.inf),
+        "infinite": torch.randn(4, size).index_fill_(1, torch.tensor([0, size // 2]), torch.inf),
+        "no numbers": torch.full((4, size), torch.nan),
     }[kind].contiguous()
     successors, _, entries = drawn(make_drawing(num_runners_up=num), logits)
     assert successors.tolist() == logits.argmax(-1).tolist()
@@ -77,11 +79,27 @@ def test_runners_up_are_found_on_a_cpu_as_elsewhere(kind, size, num):
     for row, entry in enumerate(entries):
         for rank in range(num):
             token = int(entry[rank])
-            if rank >= size or logits[row, ids[row, rank]] == -torch.inf:
+            if rank >= size or not logits[row, ids[row, rank]] > -torch.inf:
                 assert token == -1
                 continue
             assert logits[row, token] == logits[row, ids[row, rank]]  # of equals any
-            if num == K:
+            if num == K and kind != "infinite":
                 assert gap_of(entry[None], 0, rank) == gaps[row, rank]
         found = [token for token in entry[:num].tolist() if token >= 0]
         assert len(found) == len(set(found))
+
+
+def test_a_processor_may_have_parameters():
+    """Their gradients are nobody's business here."""
+
+    class Bias(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = torch.nn.Parameter(torch.tensor([0.0, 5.0, 0.0]))
+
+        def forward(self, input_ids, scores):
+            return scores + self.bias
+
+    drawing = Drawing(TreeProcessors([Bias()], CPU), None, num_runners_up=K)
+    successors, _, entries = drawn(drawing, torch.tensor([[1.0, 0.0, 3.0]]))
+    assert successors.tolist() == [1] and entries[0, :3].tolist() == [1, 2, 0]

@@ -161,6 +161,21 @@ def test_what_is_not_known_stays(change):
         torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
 
 
+class TableNorm(LlamaRMSNorm):
+    """Of the same code, but with a weight for each place."""
+
+    def __init__(self, norm):
+        super().__init__(norm.weight.shape[0])
+        self.weight = nn.Parameter(torch.ones(5, norm.weight.shape[0]))
+
+
+def test_a_block_that_cannot_be_compared_stays():
+    model = random_model("Llama")
+    model.model.norm = TableNorm(model.model.norm)
+    fuse_blocks(model)
+    assert fused_blocks(model) == {ATTENTION: 2, MLP: 2, NORM: 4}
+
+
 def test_eager_attention_stays():
     model = random_model("Llama", attention="eager")
     fuse_blocks(model)
