@@ -312,7 +312,7 @@ class Decoding:
         owned, tree = self.fed.wanted, self.fed.tree
         self._logits = logits[: len(owned)]
         self._values, self._scores = self._drawing.draw(
-            self._logits, tree, owned, self._state.tokens, not self._is_resting
+            self._logits, tree, owned, self._state.tokens, not self._is_resting, self.text.drawn
         )
 
     def exchange(self) -> None:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from types import ModuleType
 
 import numpy as np
 import torch
 
 from lp_runtime.lookahead.compiled import compiled, with_fresh_cache
-from lp_runtime.lookahead.sampling import GumbelNoise, draw
+from lp_runtime.lookahead.sampling import GumbelNoise, draw, largest
 from lp_runtime.lookahead.tables import ENTRY, GAPS, K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.kernels import kernels_for, on
@@ -68,6 +69,7 @@ class Drawing:
         nodes: Sequence[int],
         tokens: Sequence[int],
         with_runners_up: bool = True,
+        drawn: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw the successors of some nodes.
 
@@ -77,10 +79,14 @@ class Drawing:
             nodes: [n] indices into the tree, from the root on.
             tokens: committed tokens; the last of them is the root.
             with_runners_up: False where nobody will look at them, in this step.
+            drawn: [n, width] what `draw_greedily` has drawn from the same logits, if it has.
 
         Returns:
             (packed, scores): [n, width] int64 for `unpack`, and the [n, V] processed logits they were drawn from.
         """
+        is_greedy = self.noise is None and self._processors.is_empty and not self._with_logprobs
+        if drawn is not None and is_greedy and self.num_runners_up == K:
+            return drawn, logits
         scores = self._processors(logits, tree, nodes, tokens)
         # The root is token len(tokens) - 1, so what follows a node of depth d is token len(tokens) + d.
         first = draw(scores, [len(tokens) + tree.depths[node] for node in nodes], self.noise)
@@ -132,6 +138,16 @@ class Drawing:
                 gaps = np.ascontiguousarray((words & 0xFF).astype(np.uint8))
                 entries[:, GAPS : GAPS + K // 4] = gaps.view(np.int32)
         return first & 0xFFFFFFFF, logprobs, entries
+
+
+def draw_greedily(logits: torch.Tensor, kernels: ModuleType) -> torch.Tensor:
+    """[n, width] what a Drawing of K runners-up, without processors, noise and log-probabilities, packs.
+
+    Args:
+        logits: [n, V] float32, on a GPU; nothing waits for it.
+        kernels: triton_kernels.py.
+    """
+    return kernels.pack_runners_up(logits, largest(logits), K, NO_TOKEN, GAP_UNIT, MAX_GAP)
 
 
 def runners_up(scores: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:

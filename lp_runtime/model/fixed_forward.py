@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from lp_runtime.model.cache import TreeCache
+from lp_runtime.model.drawing import draw_greedily
 from lp_runtime.model.kernels import kernels_for, on
 from lp_runtime.model.mask import mark_ancestors
 from lp_runtime.model.tree_attention import NAME, Committed
@@ -42,17 +43,19 @@ class _Pass:
             [B, B] bool.
         replay: launches what was captured; None before.
         logits: [B, V].
+        drawn: [B, width] what greedy decoding draws from the wanted rows, as drawing.py packs it; None without kernels.
     """
 
     def __init__(self, size: int, device: torch.device):
         self.size = size
         num_bytes = 8 * (3 * size + 1) + size * size
-        self.host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.numbers = self.host.numpy()[: -size * size].view(np.int64)
         self.ancestors = self.host.numpy()[-size * size :].view(np.bool_).reshape(size, size)
         self.replay: Callable[[], None] | None = None
         self.logits: torch.Tensor | None = None
+        self.drawn: torch.Tensor | None = None
 
     def fill(
         self,
@@ -107,7 +110,7 @@ class FixedForward:
 
     def forward(
         self, tokens: Sequence[int], positions: Sequence[int], parents: Sequence[int], wanted: Sequence[int]
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Feed a tree behind the committed tokens.
 
         Args:
@@ -116,7 +119,7 @@ class FixedForward:
             wanted: [n] indices of those whose logits are wanted.
 
         Returns:
-            [n, V] logits.
+            ([n, V] logits, [n, width] what greedy decoding draws from them, until the next pass; None without kernels)
         """
         size = SIZES[bisect.bisect_left(SIZES, len(tokens))]
         one = self._passes.get(size)
@@ -134,11 +137,12 @@ class FixedForward:
             elif self._capture:
                 self._capture_pass(one)
             else:
-                one.logits = self._run(one)
-        return one.logits.index_select(0, one.parts()[2][: len(wanted)])
+                self._run(one)
+        logits = one.logits.index_select(0, one.parts()[2][: len(wanted)])
+        return logits, None if one.drawn is None else one.drawn[: len(wanted)]
 
-    def _run(self, one: _Pass) -> torch.Tensor:
-        ids, places, _, length, ancestors = one.parts()
+    def _run(self, one: _Pass) -> None:
+        ids, places, wanted, length, ancestors = one.parts()
         lowest = torch.finfo(self._dtype).min
         mask = torch.zeros(ancestors.shape, dtype=self._dtype, device=self._device).masked_fill_(~ancestors, lowest)
         slots = length + torch.arange(one.size, device=self._device)
@@ -151,7 +155,9 @@ class FixedForward:
                 use_cache=True,
                 committed=Committed(slots, length, self._kernels, self._num_processors),
             )
-        return output.logits[0]
+        one.logits = output.logits[0]
+        if self._kernels is not None:
+            one.drawn = draw_greedily(one.logits.index_select(0, wanted).float(), self._kernels)
 
     def _capture_pass(self, one: _Pass) -> None:
         """Run a pass, then capture it; writes what it would have written."""
@@ -163,6 +169,6 @@ class FixedForward:
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            one.logits = self._run(one)
+            self._run(one)
         one.replay = graph.replay
         graph.replay()

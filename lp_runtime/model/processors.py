@@ -75,6 +75,11 @@ class TreeProcessors:
         # By exact type: a subclass may do anything.
         self._needs_prefixes = any(type(processor) not in CONTEXT_FREE for processor in self._processors)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether logits come out as they are."""
+        return not self._processors
+
     def __call__(
         self, logits: torch.Tensor, tree: TokenTree, nodes: Sequence[int], tokens: Sequence[int]
     ) -> torch.Tensor:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from lp_runtime.model.cache import TreeCache
 from lp_runtime.model.fixed_forward import FixedForward
 
@@ -19,12 +21,14 @@ class CachedText:
         tokens: whose keys and values these are.
         num_prefilled: of them, fed as a prompt.
         fixed: passes of fixed sizes over this cache, where there are.
+        drawn: what the last pass drew on its own, see FixedForward.forward; None if it did not.
     """
 
     cache: TreeCache | None = None
     tokens: list[int] = field(default_factory=list)
     num_prefilled: int = 0
     fixed: FixedForward | None = None
+    drawn: torch.Tensor | None = None
 
     @property
     def capacity(self) -> int:

@@ -252,7 +252,8 @@ class TreeModel:
         local, tokens, places, parents = _lay_out(tree, nodes, text.cache.length)
         rows = [local[node] for node in wanted]
         if self._takes_fixed(len(nodes)):
-            logits = text.fixed.forward(tokens, places, parents, rows).float()
+            logits, text.drawn = text.fixed.forward(tokens, places, parents, rows)
+            logits = logits.float()
             _commit(text, tree, commit)
             return logits
         keep = torch.tensor(rows, dtype=torch.int64, device=self.device)
@@ -298,6 +299,7 @@ class TreeModel:
         )
         logits = self._forward(ids, positions, several.mask, keep, several)
         for part in parts:
+            part.text.drawn = None
             _commit(part.text, part.tree, True)
         return list(logits.split([len(part.wanted) for part in parts]))
 
@@ -340,6 +342,7 @@ class TreeModel:
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, mask, keep: torch.Tensor, several: TogetherCache | None = None
     ) -> torch.Tensor:
+        self.text.drawn = None
         arguments = {"logits_to_keep": keep} if self.keeps_logits else {}
         if several is not None:
             arguments["together"] = several

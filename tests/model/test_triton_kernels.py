@@ -15,11 +15,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lp_runtime.config import LookaheadConfig, SamplingConfig
+from lp_runtime.decoding import Request
+from lp_runtime.decoding_loop import DecodingLoop
 from lp_runtime.lookahead.tables import K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model import drawing, fixed_forward, fusing
 from lp_runtime.model.fusing import fuse_blocks, rotate
 from lp_runtime.model.mask import ancestor_mask
+from lp_runtime.model.processors import TreeProcessors
 from lp_runtime.model.self_check import check_model
 from lp_runtime.model.tree_model import TreeModel
 
@@ -162,7 +166,7 @@ def counted_kernels(launches: Launches) -> SimpleNamespace:
 
         return call
 
-    names = ("rotate_and_write", "attend", "gate")
+    names = ("rotate_and_write", "attend", "gate", "pack_runners_up")
     return SimpleNamespace(launches=launches, **{name: counted(name) for name in names})
 
 
@@ -196,10 +200,43 @@ def test_steps_through_the_kernels(random_model, name, settings, monkeypatch):
         nodes = list(range(len(tree)))
         logits = [model.forward(tree, nodes, nodes) for model in (free, fixed)]
         torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+        greedy = drawing.Drawing(TreeProcessors([], logits[1].device), None, num_runners_up=K)
+        expected, _ = greedy.draw(logits[1], tree, nodes, [0])
+        assert fixed.text.drawn.tolist() == expected.tolist() and free.text.drawn is None
     assert counted.launches.counts["attend"] == 4 * 2
     assert check_model(fixed) < 1e-4
 
 
+@pytest.mark.parametrize(("temperature", "logprobs"), [(0.0, False), (0.0, True), (0.8, False)])
+def test_decoding_through_the_kernels(random_model, temperature, logprobs, monkeypatch):
+    """What a pass drew on its own is taken where that is all that is asked for."""
+    use_kernels(monkeypatch, kernels)
+    taken, draw = [], drawing.Drawing.draw
+
+    def watched(*args):
+        packed, scores = draw(*args)
+        taken.append(packed is args[-1])
+        return packed, scores
+
+    monkeypatch.setattr(drawing.Drawing, "draw", watched)
+    sampling = SamplingConfig(temperature=temperature, seed=1)
+    lookahead = LookaheadConfig(W=2, N=3, G=2, prior="none")
+    request = Request((5, 6, 7, 5, 6), lookahead, 12, sampling=sampling, logprobs=logprobs)
+    texts = []
+    for fixed in (False, True):
+        taken.clear()
+        model = TreeModel(random_model("Llama", initializer_range=0.3).to(DEVICE), 512, own_attention=True)
+        if fixed:
+            fuse_blocks(model.model)
+            model.fix_sizes(capture=False)
+        *runs, _ = DecodingLoop(model, 0, 1, torch.device("cpu")).run(request)
+        texts.append([token for run in runs for token in run.token_ids])
+    assert texts[0] == texts[1] and len(texts[0]) == 12
+    is_greedy = temperature == 0 and not logprobs
+    assert taken == [False] + [is_greedy] * (len(taken) - 1)  # not of the prefill
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts a CPU's operations")
 def test_what_is_launched_for_a_layer(random_model, monkeypatch):
     """Four products, two norms (four operations each on a CPU, one on a GPU), two additions, and ours (attention is two
     launches)."""
