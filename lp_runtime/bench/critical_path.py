@@ -110,7 +110,9 @@ class CriticalPathRunner:
                 started = time.perf_counter()
                 is_last = rank == len(shares) - 1
                 logits = model.forward(tree, share.nodes, share.owned, commit=is_last)
-                packed, _ = drawing.draw(logits[: len(share.owned)], tree, share.owned, state.tokens, not is_resting)
+                packed, _ = drawing.draw(
+                    logits[: len(share.owned)], tree, share.owned, state.tokens, not is_resting, model.text.drawn
+                )
                 values[share.owned] = packed.cpu().numpy()
                 times.append(time.perf_counter() - started)
             started = time.perf_counter()

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from small_models import FAMILIES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lp_runtime.config import LookaheadConfig, SamplingConfig
@@ -205,6 +206,29 @@ def test_steps_through_the_kernels(random_model, name, settings, monkeypatch):
         assert fixed.text.drawn.tolist() == expected.tolist() and free.text.drawn is None
     assert counted.launches.counts["attend"] == 4 * 2
     assert check_model(fixed) < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_through_the_kernels(random_model, family, monkeypatch):
+    """A step of each, beside eager attention where the model has it."""
+    name, settings = FAMILIES[family]
+    use_kernels(monkeypatch, kernels)
+    eager = TreeModel(random_model(name, seed=1, attention="eager", **settings).to(DEVICE), 512)
+    fixed = TreeModel(random_model(name, seed=1, **settings).to(DEVICE), 512, own_attention=True)
+    if not fixed.masks.is_own:
+        pytest.skip("has an attention of its own: its passes are not captured")
+    fuse_blocks(fixed.model)
+    fixed.fix_sizes(capture=False)
+    tree = TokenTree([1, 2], max_depth=4)
+    for branch in ([3, 4], [3, 5], [6]):
+        tree.add_branch(branch)
+    nodes = list(range(len(tree)))
+    logits = []
+    for model in (eager, fixed):
+        model.begin(100)
+        model.prefill([7, 8, 9])
+        logits.append(model.forward(tree, nodes, nodes))
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("temperature", "logprobs"), [(0.0, False), (0.0, True), (0.8, False)])
