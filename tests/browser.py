@@ -80,7 +80,7 @@ def page(path: str, folder: Path) -> Iterator[Page]:
         text = log.read_text(errors="replace")
         assert LISTENS in text, text
         address = text.partition(LISTENS)[2].split()[0]
-        with connect(address, max_size=None) as connection:
+        with connect(address, max_size=None, open_timeout=PATIENCE, ping_interval=None) as connection:
             yield Page(connection)
     finally:
         process.kill()

@@ -1,6 +1,6 @@
 """The decoding loop: its tokens are those of transformers' greedy `generate`, on one replica and on several."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ranks import CPU, run_ranks
 
 from lp_runtime.config import PLAIN, LookaheadConfig, ModelConfig
-from lp_runtime.decoding import Report, Request
+from lp_runtime.decoding import Report, Request, Run
 from lp_runtime.decoding_loop import DecodingLoop
 from lp_runtime.errors import StateMismatchError
 from lp_runtime.model.loading import load_model
@@ -180,6 +180,8 @@ class RankResult:
     cancel_report: Report
     unread: tuple[list[int], str, int]
     read: list[int]
+    found_by: list[int]
+    found_here: list[bool]
     error: Exception | None
 
 
@@ -200,13 +202,21 @@ def decode_on_a_rank(rank: int, num_replicas: int, path: str) -> RankResult:
     given_up, _, report = decode(loop, LONG, should_cancel=lambda: next(asked))
     unread = (given_up, report.finish_reason, model.num_read - num_read)
     read = decode(loop, LONG)[0]
+    # which of the nodes that were committed this rank had
+    found_here = []
+    traced = loop.run(
+        replace(RANKS_REQUESTS[0], trace=True),
+        observe=lambda nodes, owned, *_: found_here.extend(node in owned for node in nodes),
+    )
+    found_by = [finder for run in traced if isinstance(run, Run) for finder in run.found_by]
     # rank 1 is given another prompt than its peers, of another length
     error = None
     try:
         decode(loop, Request((1, 2, 3, 4, 5, 6, 7)[: 3 + 3 * (rank == 1)], LookaheadConfig(), 20))
     except StateMismatchError as caught:
         error = caught
-    return RankResult([f[0] for f in found], [f[2] for f in found], cancelled, cancel_report, unread, read, error)
+    outputs, reports = [f[0] for f in found], [f[2] for f in found]
+    return RankResult(outputs, reports, cancelled, cancel_report, unread, read, found_by, found_here, error)
 
 
 @pytest.fixture(scope="module", params=[3])
@@ -250,6 +260,13 @@ def test_a_prompt_is_given_up_by_all_after_the_same_chunk(ranks):
     for result in results:
         assert result.unread == ([], "cancelled", 8)
         assert result.read == expected
+
+
+def test_every_token_is_said_to_be_found_by_the_rank_that_had_its_node(ranks):
+    _, results = ranks
+    for rank, result in enumerate(results):
+        assert len(result.found_by) == len(result.outputs[0])
+        assert [finder == rank for finder in result.found_by] == result.found_here
 
 
 def test_ranks_with_different_requests_notice_at_once(ranks):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import reference
@@ -55,30 +57,44 @@ def cluster():
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def book(placement: str, gpus: int, start_timeout: float = PATIENCE) -> Booking:
+@contextmanager
+def booked(placement: str, gpus: int, start_timeout: float = PATIENCE) -> Iterator[Booking]:
+    """A booking that is given back, whatever happens."""
     launcher = LauncherConfig(name="ray", placement=placement, start_timeout=start_timeout)
-    return Booking(ray, RuntimeConfig(gpus=gpus, device="cuda", launcher=launcher))
+    booking = Booking(ray, RuntimeConfig(gpus=gpus, device="cuda", launcher=launcher))
+    try:
+        yield booking
+    finally:
+        booking.release()
 
 
+@pytest.fixture
+def free_cluster(cluster) -> None:
+    """All four GPUs are free as far as the head knows: it hears a moment late of what a test before has given back, and
+    takes a node for full until then."""
+    wait_until(lambda: ray.available_resources().get("GPU") == 4)
+
+
+@pytest.mark.usefixtures("free_cluster")
 @pytest.mark.parametrize(
     ("placement", "gpus", "counts"),
     [("pack", 2, [2]), ("pack", 3, [2, 1]), ("spread", 2, [1, 1]), ("spread", 3, [2, 1]), ("spread", 4, [2, 2])],
 )
-def test_nodes_that_replicas_are_put_on(cluster, placement, gpus, counts):
-    booking = book(placement, gpus)
-    nodes = booking.nodes()
-    assert sorted(Counter(nodes).values(), reverse=True) == counts
-    for index, node in enumerate(nodes):
-        assert vars(booking.place(index)) == {"device_index": 0, "num_local": nodes.count(node)}
-    booking.release()
+def test_nodes_that_replicas_are_put_on(placement, gpus, counts):
+    with booked(placement, gpus) as booking:
+        nodes = booking.nodes()
+        assert sorted(Counter(nodes).values(), reverse=True) == counts
+        for index, node in enumerate(nodes):
+            assert vars(booking.place(index)) == {"device_index": 0, "num_local": nodes.count(node)}
 
 
-def test_no_room(cluster):
-    first = book("pack", 3)
-    with pytest.raises(LaunchError, match=r"no room for 2 x .*GPU.* within launcher.start_timeout=1 seconds"):
-        book("pack", 2, start_timeout=1.0)
-    first.release()
-    book("pack", 4).release()  # what was refused books nothing
+@pytest.mark.usefixtures("free_cluster")
+def test_no_room():
+    refusal = r"no room for 2 x .*GPU.* within launcher.start_timeout=1 seconds"
+    with booked("pack", 3), pytest.raises(LaunchError, match=refusal), booked("pack", 2, start_timeout=1.0):
+        pass
+    with booked("pack", 4):  # what was refused books nothing
+        pass
 
 
 def seen_by_actors(runtime: LookaheadRuntime) -> dict[int, tuple[str, int]]:

@@ -44,6 +44,7 @@ def test_a_generation_in_a_browser(site, tmp_path):
         wait_until(lambda: page.run("document.body?.dataset.done"))
         texts = {name: page.run(f"document.getElementById('{name}').textContent") for name in SHOWN}
         num_runs = page.run("document.querySelectorAll('#output .run.many').length")
+        titles = page.run("[...document.querySelectorAll('#output .run')].map(run => run.title)")
         image = page.screenshot()
         (tmp_path / "page.png").write_bytes(image)
         # A click on the button begins anew, one on the other ends it.
@@ -56,7 +57,10 @@ def test_a_generation_in_a_browser(site, tmp_path):
     assert texts["output"] == reference.PROMPTS[1] + done.text and texts["error"] == ""
     assert texts["count"] == str(done.num_tokens) and 1 < int(texts["steps"]) < done.num_tokens
     assert texts["model"] == "demo on 2 replicas"
-    assert "found by replica 0" in texts["legend"] and "found by replica 1" in texts["legend"]
+    # How fast the second replica is beside the first decides whether it finds any; the first has every root.
+    finders = {int(rank) for title in titles for rank in title.rpartition("replica ")[2].split(", ") if rank}
+    assert 0 in finders <= {0, 1}
+    assert texts["legend"] == "".join(f"found by replica {rank}" for rank in sorted(finders))
     assert num_runs > 3
     width, height = (int.from_bytes(image[at : at + 4], "big") for at in (16, 20))
     assert image.startswith(PNG) and width >= 900 and height >= 500 and len(image) > 20_000
