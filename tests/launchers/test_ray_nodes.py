@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,9 +71,14 @@ def booked(placement: str, gpus: int, start_timeout: float = PATIENCE) -> Iterat
 
 @pytest.fixture
 def free_cluster(cluster) -> None:
-    """All four GPUs are free as far as the head knows: it hears a moment late of what a test before has given back, and
-    takes a node for full until then."""
-    wait_until(lambda: ray.available_resources().get("GPU") == 4)
+    """All four GPUs are free as far as the head knows, and stay so: it hears late, and out of turn, of what was given
+    back, and takes a node for full until then."""
+
+    def is_free() -> bool:
+        time.sleep(0.1)  # nodes report as often
+        return ray.available_resources().get("GPU") == 4
+
+    wait_until(lambda: all(is_free() for _ in range(8)))
 
 
 @pytest.mark.usefixtures("free_cluster")
