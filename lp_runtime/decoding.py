@@ -2,20 +2,21 @@
 
 proposal = state.propose(budget.fit)                    equal on every replica
 shares   = budget.shares(proposal.tree)                 equal on every replica
-found    = model.forward(shares[rank])                  the only expensive thing
-outcome  = exchange.all_gather(draw(found))             the only communication
+found    = draw(model.forward(shares[rank]))            the only expensive thing
+outcome  = exchange(found)                              the only communication
 run      = state.advance(proposal, outcome)             equal on every replica
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from lp_runtime.clock import Clock, StepTimes
 from lp_runtime.config import LookaheadConfig, SamplingConfig
 from lp_runtime.lookahead.paper import PaperPolicy
 from lp_runtime.lookahead.policy import Counts, Found
@@ -75,21 +76,6 @@ class Run:
 
 
 @dataclass(frozen=True)
-class StepTimes:
-    """Where the time of a request's steps went on this replica, in seconds, the prefill's step excluded.
-
-    Attributes:
-        forward: making inputs, forward passes, drawing successors (on CUDA, until the device has finished them).
-        exchange: the collective, waiting for slower replicas included.
-        other: proposing, partitioning, advancing.
-    """
-
-    forward: float
-    exchange: float
-    other: float
-
-
-@dataclass(frozen=True)
 class Report:
     """What a finished request took.
 
@@ -127,41 +113,6 @@ Event = Run | Report  # a run a step, and a report at the end
 Observer = Callable[[list[int], list[int], torch.Tensor, torch.Tensor], None]
 
 
-MAX_MICROSECONDS = (1 << 31) - 1
-
-
-class Clock:
-    """Adds up the time between laps by what was done in it."""
-
-    def __init__(self) -> None:
-        self.seconds = {"forward": 0.0, "exchange": 0.0, "other": 0.0}
-        self._step = dict.fromkeys(self.seconds, 0.0)  # the last one's
-        self._last = 0.0
-        self._other = 0.0  # of the last whole step
-
-    def start(self) -> None:
-        self._last = time.perf_counter()
-        self._other, self._step = self._step["other"], dict.fromkeys(self.seconds, 0.0)
-
-    def lap(self, what: str, num_together: int = 1) -> None:
-        """What has been done since the last lap, for so many requests; a share of the time is this one's."""
-        now = time.perf_counter()
-        passed = (now - self._last) / num_together
-        self.seconds[what] += passed
-        self._step[what] += passed
-        self._last = now
-
-    def packed(self) -> int:
-        """Microseconds of this step's forward pass and of the last step's other work, for the exchange."""
-        forward, other = (min(int(1e6 * seconds), MAX_MICROSECONDS) for seconds in (self._step["forward"], self._other))
-        return forward << 31 | other
-
-    @staticmethod
-    def unpacked(clocks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Nanoseconds of forward passes and of other work, by replica."""
-        return [1000 * (clock >> 31) for clock in clocks], [1000 * (clock & MAX_MICROSECONDS) for clock in clocks]
-
-
 @dataclass(frozen=True)
 class Member:
     """A replica as a member of its group: its rank, how many there are, where the group's backend wants its tensors."""
@@ -174,7 +125,7 @@ class Member:
 class Decoding:
     """A request that is being decoded. Whoever leads it (decoding_loop.py) calls, for every step,
 
-        propose, draw, exchange, advance
+        propose, draw, start_exchange, finish_exchange, advance
 
     and feeds the model between the first two; the clock's laps are theirs, too.
 
@@ -218,6 +169,7 @@ class Decoding:
         text = (*request.prompt_ids, *request.committed) if request.committed else ()
         self.text = model.texts.take(model.capacity_for(self._most_tokens), text)
         self.clock = Clock()
+        self._is_asynchronous = model.timer is not None
         self._is_resting = False
         self._ended_by = 0  # bits of the control word
         self._num_fed, self._extra_passes = 0.0, 0
@@ -270,7 +222,8 @@ class Decoding:
                 self._ended_by = CANCEL
                 return None
         self.draw(result_of(chunks))
-        self.exchange()
+        self.start_exchange()
+        self.finish_exchange()
         return self._committed(self._state.advance_prefill(self._proposal, self._found), [0])
 
     def _agree_to_cancel(self, num_left: int) -> bool:
@@ -315,24 +268,29 @@ class Decoding:
             self._logits, tree, owned, self._state.tokens, not self._is_resting, self.text.drawn
         )
 
-    def exchange(self) -> None:
-        """Tell all replicas what each has drawn."""
+    def start_exchange(self) -> None:
+        """Begin to tell all replicas what each has drawn."""
         request, member = self._request, self._member
         # One replica's clock decides, the first one's.
         is_late = request.max_time is not None and time.perf_counter() - self._started > request.max_time
         control = CANCEL * self._should_cancel() | TIME_IS_UP * (is_late and member.rank == 0)
         tree, digest = self._proposal.tree, self._proposal.digest ^ digest_of_shares(self._shares)
-        self._outcome = self._exchange.all_gather(
-            self._shares, len(tree), self._values, digest, control, self.clock.packed()
-        )
-        successors, logprobs, runners_up = self._drawing.unpack(self._outcome.values[tree.root :], not self._is_resting)
-        self._found = Found.below(tree.root, successors, runners_up)
-        self._logprobs = None if logprobs is None else [-1.0] * tree.root + logprobs
+        clock = self.clock.packed(is_late=self._is_asynchronous)
+        self._exchange.start(self._shares, len(tree), self._values, digest, control, clock)
+
+    def finish_exchange(self) -> None:
+        """Wait for what all replicas have drawn."""
+        self._outcome = self._exchange.finish()
+        root = self._proposal.tree.root
+        successors, logprobs, runners_up = self._drawing.unpack(self._outcome.values[root:], not self._is_resting)
+        self._found = Found.below(root, successors, runners_up)
+        self._logprobs = None if logprobs is None else [-1.0] * root + logprobs
 
     def advance(self) -> Run:
         """Commit what was accepted."""
         run, nodes = self._state.advance(self._proposal, self._found)
-        self._budget.observe(self._shares, *Clock.unpacked(self._outcome.clocks), len(run) - 1)
+        clocks = Clock.unpacked(self._outcome.clocks)
+        self._budget.observe(self._shares, *clocks, len(run) - 1, is_late=self._is_asynchronous)
         self._num_fed += step_tokens(self._shares)
         self._extra_passes += max(self._model.num_passes(len(each.nodes)) for each in self._shares) - 1
         return self._committed(run, nodes)

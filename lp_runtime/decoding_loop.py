@@ -3,9 +3,10 @@ in one forward pass."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +27,7 @@ from lp_runtime.policies import make_policy
 from lp_runtime.tuning import Tuning
 
 MAX_NODES = 1 << 14  # of a tree, where nothing else limits it
+TELLING_TAKES = 2  # times what it took must go into a pass, to be told behind the next one's launch
 
 
 def never() -> bool:
@@ -89,8 +91,7 @@ class DecodingLoop:
     def prepare(self, settings: LookaheadConfig) -> None:
         """Measure now what a request with these settings would have measured."""
         compile_budget()
-        if self._model.device.type == "cpu":
-            compile_drawing()
+        compile_drawing()
         if self._member.num_replicas > 1:
             compile_partition()
         if settings.policy == "full":
@@ -167,15 +168,20 @@ class DecodingLoop:
             The run that each step committed, then the report.
         """
         one = _Running(self, request, drawing, stop, should_cancel, observe)
+        telling = _Telling()
         try:
             run = result_of(one.decoding.prefill())
             if run:
-                yield run
+                telling.events.append(run)
             while not one.decoding.is_over:
-                (run,) = self._step([one.decoding])
+                if not telling.is_behind:
+                    yield from telling.tell()
+                (run,) = yield from self._step([one.decoding], telling)
                 if isinstance(run, LookaheadError):
+                    yield from telling.tell()
                     raise run
-                yield run
+                telling.events.append(run)
+            yield from telling.tell()
             yield one.decoding.report()
         finally:
             one.end()
@@ -196,26 +202,31 @@ class DecodingLoop:
         assert self._member.num_replicas == 1
         coming: dict[Hashable, tuple[_Running, Generator[None, None, Run | None]]] = {}  # their prompts are being fed
         running: dict[Hashable, _Running] = {}
+        telling = _Telling()
 
-        def tell(key: Hashable, what: Run | LookaheadError | None) -> Iterator[tuple[Hashable, Event | LookaheadError]]:
+        def note(key: Hashable, what: Run | LookaheadError | None) -> None:
             if what is not None:
-                yield key, what
+                telling.events.append((key, what))
             if isinstance(what, LookaheadError):
                 running.pop(key).end()
             elif running[key].decoding.is_over:
                 one = running.pop(key)
                 one.end()
-                yield key, one.decoding.report()
+                telling.events.append((key, one.decoding.report()))
 
         try:
             while True:
+                if not (running and telling.is_behind):
+                    yield from telling.tell()
                 for arrival in arrivals():
                     try:
                         one = _Running(self, arrival.request, None, arrival.stop, arrival.should_cancel, None)
                     except LookaheadError as error:
-                        yield arrival.key, error
+                        telling.events.append((arrival.key, error))
                     else:
                         coming[arrival.key] = one, one.decoding.prefill()
+                if coming or not running:
+                    yield from telling.tell()
                 num_read = self._model.num_read
                 while coming and self._model.num_read - num_read < self._model.prefill_chunk:
                     key = next(iter(coming))
@@ -225,38 +236,48 @@ class DecodingLoop:
                     except (StopIteration, LookaheadError) as end:
                         del coming[key]
                         running[key] = one
-                        yield from tell(key, end.value if isinstance(end, StopIteration) else end)
+                        note(key, end.value if isinstance(end, StopIteration) else end)
+                        yield from telling.tell()
                 if running:
                     keys = list(running)
-                    for key, run in zip(keys, self._step([running[key].decoding for key in keys]), strict=True):
-                        yield from tell(key, run)
+                    runs = yield from self._step([running[key].decoding for key in keys], telling)
+                    for key, run in zip(keys, runs, strict=True):
+                        note(key, run)
                 elif not coming:
                     return
         finally:
             for one in (*running.values(), *(one for one, _ in coming.values())):
                 one.end()
 
-    def _step(self, together: Sequence[Decoding]) -> list[Run | LookaheadError]:
-        """A step of requests that share a forward pass: the run of each, or what went wrong with it alone."""
-        num = len(together)
-        for one in together:
-            one.clock.start()
-        for one in together:
-            one.propose(num)
-        _lap(together, "other")
-        logits = self._model.forward_together([one.fed for one in together])
-        errors: dict[int, LookaheadError] = {}
-        for number, (one, rows) in enumerate(zip(together, logits, strict=True)):
-            try:
-                one.draw(rows)
-            except LookaheadError as error:
-                errors[number] = error
-        self._model.synchronize()
-        _lap(together, "forward")
+    def _step(
+        self, together: Sequence[Decoding], telling: _Telling
+    ) -> Generator[Any, None, list[Run | LookaheadError]]:
+        """A step of requests that share a forward pass: the run of each, or what went wrong with it alone.
+
+        Yields:
+            what is to be told of earlier steps, while the device is at this one.
+        """
+        timer, num = self._model.timer, len(together)
+        try:
+            errors = self._launch(together)
+        except LookaheadError:
+            yield from telling.tell()
+            raise
         fine = [number for number in range(num) if number not in errors]
+        if timer is None:
+            for number in fine:
+                together[number].start_exchange()
+        else:
+            yield from telling.tell()
         for number in fine:
-            together[number].exchange()
-        _lap(together, "exchange")
+            together[number].finish_exchange()
+        if timer is None:
+            _lap(together, "exchange")
+        elif fine:
+            seconds = timer.seconds()
+            for one in together:
+                one.clock.lap_of_pass(seconds, num)
+            telling.choose(seconds)
         runs: list[Run | LookaheadError] = [errors.get(number) for number in range(num)]
         for number in fine:
             try:
@@ -265,6 +286,63 @@ class DecodingLoop:
                 runs[number] = error
         _lap(together, "other")
         return runs
+
+    def _launch(self, together: Sequence[Decoding]) -> dict[int, LookaheadError]:
+        """Propose, and have the device begin with what is to be found out; a CPU is done with it then.
+
+        Returns:
+            what went wrong with one alone, by its number.
+        """
+        timer, num = self._model.timer, len(together)
+        for one in together:
+            one.clock.start()
+        for one in together:
+            one.propose(num)
+        _lap(together, "other")
+        if timer is not None:
+            timer.start()
+        logits = self._model.forward_together([one.fed for one in together])
+        errors: dict[int, LookaheadError] = {}
+        for number, (one, rows) in enumerate(zip(together, logits, strict=True)):
+            try:
+                one.draw(rows)
+            except LookaheadError as error:
+                errors[number] = error
+        if timer is None:
+            _lap(together, "forward")
+            return errors
+        timer.stop()
+        for number, one in enumerate(together):
+            if number not in errors:
+                one.start_exchange()
+        return errors
+
+
+class _Telling:
+    """What steps have to tell, and when: where the device works on its own, once it is at the next step, unless whoever
+    is told takes long; then at once, as what the pass took could not be told from what they did.
+
+    Attributes:
+        events: to be told.
+        is_behind: whether to tell behind the next step's launch.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.is_behind = False
+        self._seconds = 0.0  # that they took lately
+
+    def tell(self) -> Iterator[Any]:
+        """Yield them."""
+        started = time.perf_counter()
+        events, self.events = self.events, []
+        yield from events
+        if events:
+            self._seconds = time.perf_counter() - started
+
+    def choose(self, seconds: float) -> None:
+        """The device was at a pass for so long."""
+        self.is_behind = TELLING_TAKES * self._seconds < seconds
 
 
 class _Running:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from lp_runtime.decoding import Event, Report, StepTimes
+from lp_runtime.clock import StepTimes
+from lp_runtime.decoding import Event, Report
 from lp_runtime.lookahead.policy import Counts
 from lp_runtime.lookahead.pool import PoolStatistics
 from lp_runtime.model.text import StopStrings, TextStream

@@ -54,7 +54,9 @@ def test_a_report_of_all_methods(tmp_path, capsys):
     # A second's exchange in every step: so many seconds a step more.
     free, dear = rows["critical path, 2", 0], rows["critical path, 2", 1e6]
     assert dear["step_ms"] - free["step_ms"] == pytest.approx(1000)
-    for row in rows.values():
+    for (name, _), row in rows.items():
+        assert (row["other_us"] is None) == name.startswith("hf")
+        assert row["other_us"] is None or 0 < row["other_us"] < 1000 * row["step_ms"]
         assert row["lower_quartile"] <= row["tokens_per_second"] <= row["upper_quartile"]
     printed = capsys.readouterr().out
     assert printed.count("\n| ") == 2 + len(rows)

@@ -24,6 +24,7 @@ LAYERS = [
     {"model", "parallel"},
     {"files"},
     {"policies", "tuning", "memory_file"},
+    {"clock"},
     {"decoding"},
     {"decoding_loop"},
     {"profiling"},

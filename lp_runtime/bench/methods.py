@@ -37,6 +37,7 @@ class Result:
         num_steps: forward passes.
         step_tokens: tokens fed a step by the busiest replica, the prefill excluded; None where it is not known.
         other_share: of the time, what was neither forward pass nor exchange; None where it is not known.
+        other_us: microseconds of that in a step, the prefill excluded; None where it is not known.
     """
 
     token_ids: list[int]
@@ -44,6 +45,7 @@ class Result:
     num_steps: int
     step_tokens: float | None
     other_share: float | None = None
+    other_us: float | None = None
 
 
 Decode = Callable[[list[int]], Result]
@@ -118,7 +120,8 @@ def runtime_methods(config: BenchConfig, runtime: LookaheadRuntime, names: list[
         seconds = time.perf_counter() - started
         times = done.times
         share = times.other / max(1e-9, times.forward + times.exchange + times.other)
-        return Result(done.token_ids, {None: seconds}, done.steps, done.step_tokens, share)
+        other_us = 1e6 * times.other / max(1, done.steps - 1)
+        return Result(done.token_ids, {None: seconds}, done.steps, done.step_tokens, share, other_us)
 
     return {name: lambda prompt, of=settings[name]: decode(prompt, of) for name in names if name in settings}
 
@@ -133,7 +136,8 @@ def critical_path_methods(config: BenchConfig, degrees: list[int]) -> dict[str, 
         path = runner.run(Request(tuple(prompt), config.lookahead, config.max_new_tokens, sampling=GREEDY))
         seconds = {each: path.seconds(1e-6 * each) for each in config.exchange_us}
         share = path.other_seconds / max(1e-9, path.other_seconds + path.forward_seconds)
-        return Result(path.token_ids, seconds, path.num_steps, path.step_tokens, share)
+        other_us = 1e6 * path.other_seconds / max(1, path.num_steps - 1)
+        return Result(path.token_ids, seconds, path.num_steps, path.step_tokens, share, other_us)
 
     runners = {degree: CriticalPathRunner(model, tuning, degree) for degree in degrees}
     return {

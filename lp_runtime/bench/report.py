@@ -94,6 +94,7 @@ class Report:
             "tokens_a_step": None if runs[0].step_tokens is None else statistics.mean(run.step_tokens for run in runs),
             "step_ms": 1000 * sum(run.seconds[microseconds] for run in runs) / num_steps,
             "other_share": statistics.median(shares) if shares else None,
+            "other_us": statistics.median(run.other_us for run in runs) if shares else None,
             "outputs_that_differ": sum(a.token_ids != b.token_ids for a, b in zip(runs, base, strict=True)),
         }
 
@@ -117,7 +118,7 @@ class Report:
         for row in self.rows:
             rate = f"{row['tokens_per_second']:.1f} ({row['lower_quartile']:.1f} to {row['upper_quartile']:.1f})"
             assumed = "" if row["exchange_us"] is None else f"{row['exchange_us']:g}, assumed"
-            host = "" if row["other_share"] is None else f"{100 * row['other_share']:.1f}%"
+            host = "" if row["other_share"] is None else f"{100 * row['other_share']:.1f}%, {row['other_us']:.0f} us"
             fed = "" if row["tokens_a_step"] is None else f"{row['tokens_a_step']:.1f}"
             lines.append(
                 [

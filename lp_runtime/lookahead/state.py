@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -44,12 +45,18 @@ class Proposal:
     """One step's tree.
 
     Attributes:
-        tree: the token tree, T nodes.
-        digest: digest of the state that proposed this tree; equal on all replicas, or they have parted.
+        tree: the token tree, T nodes; nothing is added to it any more.
+        before: what is digested with it: the request, or the step before's digest.
     """
 
     tree: TokenTree
-    digest: int
+    before: bytes
+
+    @cached_property
+    def digest(self) -> int:
+        """Digest of the state that proposed this tree, 56 bits; equal on all replicas, or they have parted. Made when
+        it is asked for: by then a GPU has been given the tree."""
+        return int.from_bytes(hashlib.blake2b(self.before + self.tree.content(), digest_size=7).digest(), "big")
 
 
 class DecodingState:
@@ -121,16 +128,13 @@ class DecodingState:
         return self._proposal(TokenTree(self.pending, max_depth=0))
 
     def _proposal(self, tree: TokenTree) -> Proposal:
-        content = b"%d %d " % (self._digest, self.num_cached) + tree.content()
-        digest = hashlib.blake2b(content, digest_size=7).digest()
-        return Proposal(tree, int.from_bytes(digest, "big"))
+        return Proposal(tree, b"%d %d " % (self._digest, self.num_cached))
 
     def propose_prefill(self) -> Proposal:
         """The prefill's step as a tree: its one node is the prompt's last token. The digest covers the request."""
         rules = replace(self.rules, eos_token_ids=frozenset())
-        content = repr((self.tokens, rules, sorted(self.rules.eos_token_ids))).encode()
-        digest = hashlib.blake2b(content, digest_size=7).digest()
-        return Proposal(TokenTree(self.tokens[-1:], max_depth=0), int.from_bytes(digest, "big"))
+        request = repr((self.tokens, rules, sorted(self.rules.eos_token_ids)))
+        return Proposal(TokenTree(self.tokens[-1:], max_depth=0), request.encode())
 
     def _take_up(self, committed: Sequence[int]) -> None:
         for token in committed:

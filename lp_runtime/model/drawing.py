@@ -129,14 +129,8 @@ class Drawing:
         logprobs = (first >> HALF).astype(np.int32).view(np.float32).tolist() if self._with_logprobs else None
         entries = None
         if self.num_runners_up and with_runners_up:
-            words = np.ascontiguousarray(packed[:, 1:]).view(np.uint32)[:, : self.num_runners_up]
-            ids = (words >> 8).view(np.int32)
-            ids[ids == NO_TOKEN] = -1
-            entries = np.full((len(packed), ENTRY), -1, dtype=np.int32)
-            entries[:, : self.num_runners_up] = ids
-            if self.num_runners_up == K:
-                gaps = np.ascontiguousarray((words & 0xFF).astype(np.uint8))
-                entries[:, GAPS : GAPS + K // 4] = gaps.view(np.int32)
+            entries = np.empty((len(packed), ENTRY), dtype=np.int32)
+            unpack_runners_up(packed, self.num_runners_up, entries)
         return first & 0xFFFFFFFF, logprobs, entries
 
 
@@ -172,7 +166,13 @@ def runners_up(scores: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tens
 @functools.cache
 def compile_drawing() -> None:
     """Compile, or load from where it is kept, what is compiled here. Once a process."""
-    with_fresh_cache(lambda: pack_runners_up(np.zeros((1, 3), np.float32), 2, np.zeros((1, 2), np.int64)))
+
+    def use() -> None:
+        packed = np.zeros((1, 2), np.int64)
+        pack_runners_up(np.zeros((1, 3), np.float32), 2, packed)
+        unpack_runners_up(packed, 2, np.empty((1, ENTRY), np.int32))
+
+    with_fresh_cache(use)
 
 
 @compiled(makes_arrays=True)
@@ -218,3 +218,28 @@ def pack_runners_up(scores: np.ndarray, num: int, packed: np.ndarray) -> None:
                         gap = np.int64(min(np.rint((values[0] - values[rank + half]) * GAP_UNIT), MAX_GAP))
                 word |= ((token << 8) | gap) << (HALF * half)
             packed[row, 1 + rank // 2] = word
+
+
+@compiled
+def unpack_runners_up(packed: np.ndarray, num: int, entries: np.ndarray) -> None:
+    """Runners-up and their gaps, as tables.py has them.
+
+    Args:
+        packed: [n, width] int64.
+        num: how many, K; with fewer than that file's K, the gaps are left out.
+        entries: [n, ENTRY] int32; all of it is filled in, with -1 where there is nothing.
+    """
+    for row in range(len(packed)):
+        for place in range(ENTRY):
+            entries[row, place] = -1
+        for rank in range(num):
+            word = (packed[row, 1 + (rank >> 1)] >> (HALF * (rank & 1))) & 0xFFFFFFFF
+            token = word >> 8
+            entries[row, rank] = -1 if token == NO_TOKEN else token
+        if num == K:
+            for place in range(K // 4):
+                gaps = np.int64(0)
+                for rank in range(4 * place, 4 * place + 4):
+                    word = packed[row, 1 + (rank >> 1)] >> (HALF * (rank & 1))
+                    gaps |= (word & 255) << (8 * (rank & 3))
+                entries[row, GAPS + place] = np.int32(gaps)

@@ -10,7 +10,7 @@ Letters: T tokens fed, B the size that they are filled up to, L committed tokens
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -59,10 +59,10 @@ class _Pass:
 
     def fill(
         self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        parents: Sequence[int],
-        wanted: Sequence[int],
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        parents: np.ndarray,
+        wanted: np.ndarray,
         num_committed: int,
     ) -> None:
         """Write the host's block; what fills the tree up are texts of one token each."""
@@ -109,14 +109,14 @@ class FixedForward:
         self._passes: dict[int, _Pass] = {}
 
     def forward(
-        self, tokens: Sequence[int], positions: Sequence[int], parents: Sequence[int], wanted: Sequence[int]
+        self, tokens: np.ndarray, positions: np.ndarray, parents: np.ndarray, wanted: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Feed a tree behind the committed tokens.
 
         Args:
-            tokens, positions: [T], T at most SIZES[-1].
-            parents: [T] index of each one's parent, -1 for the first.
-            wanted: [n] indices of those whose logits are wanted.
+            tokens, positions: [T] int64, T at most SIZES[-1].
+            parents: [T] int64 index of each one's parent, -1 for the first.
+            wanted: [n] int64 indices of those whose logits are wanted.
 
         Returns:
             ([n, V] logits, [n, width] what greedy decoding draws from them, until the next pass; None without kernels)

@@ -39,11 +39,12 @@ def compile_masks() -> None:
 def mark_ancestors(parents, mask):
     """The same, of [T] int64 into a given [T, T] bool."""
     for node in range(len(parents)):
-        for other in range(node):
-            mask[node, other] = parents[node] >= 0 and mask[parents[node], other]
-        mask[node, node] = True
-        for other in range(node + 1, len(parents)):
+        parent = parents[node]
+        for other in range(parent + 1):
+            mask[node, other] = mask[parent, other]
+        for other in range(parent + 1, len(parents)):
             mask[node, other] = False
+        mask[node, node] = True
 
 
 class MaskBuilder:

@@ -20,6 +20,7 @@ from lp_runtime.model.cache import TreeCache
 from lp_runtime.model.fixed_forward import SIZES, FixedForward
 from lp_runtime.model.kernels import on
 from lp_runtime.model.mask import CHUNKED, MaskBuilder
+from lp_runtime.model.pass_timer import PassTimer
 from lp_runtime.model.properties import attention_settings, context_length, of_text_model, takes_attention
 from lp_runtime.model.strict import BLOCK, KEYS, POSITION, WINDOW, tail_table
 from lp_runtime.model.strict import NAME as STRICT
@@ -60,6 +61,7 @@ class TreeModel:
         num_read: tokens of prompts, and of what is taken up, that it was fed so far.
         fixed_sizes: how trees are fed in passes of fixed sizes; None if they are not.
         takes_several: whether it can be fed several texts in one pass.
+        timer: times passes where the device works on its own, so that the host is free while it does; else None.
 
     Raises:
         ModelError: if its attention is not one that takes a tree's mask.
@@ -89,6 +91,7 @@ class TreeModel:
         self._forget()
         self.fixed_sizes: dict[str, bool] | None = None
         self.takes_several = self.masks.is_own and strict_tokens is None
+        self.timer = PassTimer(self.device) if self.device.type == "cuda" else None
 
     def fix_sizes(self, capture: bool, compiled: bool = False) -> None:
         """From now on feed trees in passes of fixed sizes: see FixedForward. Not with strict_tokens."""
@@ -249,20 +252,19 @@ class TreeModel:
             [n, V] float32 logits of the wanted nodes.
         """
         text = self.text
-        local, tokens, places, parents = _lay_out(tree, nodes, text.cache.length)
-        rows = [local[node] for node in wanted]
+        fed = _lay_out(tree, nodes, wanted, text.cache.length)
         if self._takes_fixed(len(nodes)):
-            logits, text.drawn = text.fixed.forward(tokens, places, parents, rows)
+            logits, text.drawn = text.fixed.forward(*fed)
             logits = logits.float()
             _commit(text, tree, commit)
             return logits
-        keep = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        keep = self._on_device(fed.rows)
         if self.strict_tokens is None:
-            ids, positions = torch.tensor([tokens, places], dtype=torch.int64).to(self.device)
-            mask = self.masks.build(parents, positions, text.cache.length)
+            ids, positions = self._on_device(np.stack([fed.tokens, fed.positions]))
+            mask = self.masks.build(fed.parents, positions, text.cache.length)
             logits = self._forward(ids, positions, mask, keep)
         else:
-            logits = self._strict_forward(tokens, places, parents)[keep]
+            logits = self._strict_forward(fed)[keep]
         _commit(text, tree, commit)
         return logits
 
@@ -280,20 +282,17 @@ class TreeModel:
                 with self.feeding(text):
                     logits.append(self.forward(*part))
             return logits
-        tokens, places, keep, masks = [], [], [], []
+        layouts, keep, masks, num_fed = [], [], [], 0
         for text, tree, nodes, wanted in parts:
-            local, new_tokens, new_places, parents = _lay_out(tree, nodes, text.cache.length)
-            keep += [len(tokens) + local[node] for node in wanted]
-            tokens += new_tokens
-            places += new_places
-            positions = torch.tensor(new_places, dtype=torch.int64).to(self.device)
-            masks.append(self.masks.build(parents, positions, text.cache.length))
-        num_filling = -len(tokens) % _grain(len(tokens)) if self.device.type == "cpu" else 0
-        tokens += [0] * num_filling
-        places += [0] * num_filling
-        ids, positions, keep = (
-            torch.tensor(each, dtype=torch.int64).to(self.device) for each in (tokens, places, keep)
-        )
+            layouts.append(fed := _lay_out(tree, nodes, wanted, text.cache.length))
+            keep.append(num_fed + fed.rows)
+            num_fed += len(fed.tokens)
+            masks.append(self.masks.build(fed.parents, self._on_device(fed.positions), text.cache.length))
+        num_filling = -num_fed % _grain(num_fed) if self.device.type == "cpu" else 0
+        filling = np.zeros(num_filling, np.int64)
+        ids = self._on_device(np.concatenate([*(fed.tokens for fed in layouts), filling]))
+        positions = self._on_device(np.concatenate([*(fed.positions for fed in layouts), filling]))
+        keep = self._on_device(np.concatenate(keep))
         several = TogetherCache(
             [part.text.cache for part in parts], [len(part.nodes) for part in parts], masks, num_filling
         )
@@ -311,19 +310,21 @@ class TreeModel:
             self.text.fixed = FixedForward(self.model, self.text.cache, **self.fixed_sizes)
         return True
 
-    def _strict_forward(self, tokens: list[int], places: list[int], parents: list[int]) -> torch.Tensor:
+    def _on_device(self, values: np.ndarray) -> torch.Tensor:
+        """A copy of an array."""
+        return torch.tensor(values, device=self.device)
+
+    def _strict_forward(self, fed: _Layout) -> torch.Tensor:
         """[T, V] float32 logits of all tokens, from passes of strict_tokens each, the last one filled up."""
         size, num_cached = self.strict_tokens, self.text.cache.length
         # What fills up stands at position 0 and sees the first committed token, so that it stays finite.
-        num_filling = -len(tokens) % size
-        tables = {window: tail_table(num_cached, parents, window) for window in self.masks.windows_by_kind.values()}
+        num_filling = -len(fed.tokens) % size
+        tables = {window: tail_table(num_cached, fed.parents, window) for window in self.masks.windows_by_kind.values()}
         for window, table in tables.items():
             filling = np.full((num_filling, table.shape[1]), -1, dtype=np.int64)
             filling[:, [POSITION, WINDOW, KEYS + BLOCK]] = 0
             tables[window] = torch.from_numpy(np.concatenate([table, filling])).to(self.device)
-        ids, positions = torch.tensor(
-            [tokens + [0] * num_filling, places + [0] * num_filling], dtype=torch.int64, device=self.device
-        )
+        ids, positions = self._on_device(np.pad(np.stack([fed.tokens, fed.positions]), ((0, 0), (0, num_filling))))
         before = attention_settings(self.model)
         self.model.set_attn_implementation(of_text_model(self.model, STRICT))
         try:
@@ -337,7 +338,7 @@ class TreeModel:
                 self.text.cache.keep_writing(size)
         finally:
             self.model.set_attn_implementation(before)
-        return torch.cat(logits)[: len(tokens)]
+        return torch.cat(logits)[: len(fed.tokens)]
 
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, mask, keep: torch.Tensor, several: TogetherCache | None = None
@@ -377,14 +378,25 @@ def _grain(num_tokens: int) -> int:
     return 1 << max(0, num_tokens.bit_length() - 4)
 
 
-def _lay_out(
-    tree: TokenTree, nodes: Sequence[int], num_cached: int
-) -> tuple[dict[int, int], list[int], list[int], list[int]]:
-    """What is fed of a tree: where each node stands, and the tokens, positions and parents, -1 for none."""
-    local = {node: i for i, node in enumerate(nodes)}
-    parents = [local.get(tree.parents[node], -1) for node in nodes]
-    root_position = num_cached + tree.root
-    return local, [tree.tokens[node] for node in nodes], [root_position + tree.depths[node] for node in nodes], parents
+class _Layout(NamedTuple):
+    """What is fed of a tree, [T] int64 each: tokens, positions, parents among what is fed, -1 for none; and where the
+    wanted nodes stand in it, [n]."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    parents: np.ndarray
+    rows: np.ndarray
+
+
+def _lay_out(tree: TokenTree, nodes: Sequence[int], wanted: Sequence[int], num_cached: int) -> _Layout:
+    tokens, parents, depths = tree.arrays()
+    rows = np.asarray(wanted, dtype=np.int64)
+    if len(nodes) < len(tree):
+        fed = np.asarray(nodes, dtype=np.int64)
+        places = np.full(len(tree) + 1, -1)  # the last is that of no node
+        places[fed] = np.arange(len(fed))
+        tokens, parents, depths, rows = tokens[fed], places[parents[fed]], depths[fed], places[rows]
+    return _Layout(tokens, depths + (num_cached + tree.root), parents, rows)
 
 
 def _commit(text: CachedText, tree: TokenTree, commit: bool) -> None:

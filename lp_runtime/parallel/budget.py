@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -101,6 +102,16 @@ class Learned:
         return cls(*(np.full(num_replicas, SCALE_ONE, dtype=np.int64) for _ in range(2)))
 
 
+class _Timed(NamedTuple):
+    """A step whose times are of use: the curves that it was expected to follow, [R] tokens that each replica fed,
+    whether it drafted, and whether the one before did not."""
+
+    curves: np.ndarray
+    sizes: np.ndarray
+    drafted: bool
+    follows_plain: bool
+
+
 class StepBudget:
     """Decides, before a step, how many nodes of a tree to feed, and who feeds which.
 
@@ -129,6 +140,7 @@ class StepBudget:
         self._promise = 0  # of the tree that is fed
         self._fitted = False  # whether the step that is under way drafts
         self._drafted = True  # whether the last step that was observed did
+        self._untimed: _Timed | None = None  # a step whose times are still to come
         self._since_plain = 0  # steps that drafted for little, since the last that did not
         self.num_wanted: int | None = FIRST_WANTED * len(times) if is_auto else None
 
@@ -190,7 +202,12 @@ class StepBudget:
         return partition_by_times(tree, self._times, self.limit)
 
     def observe(
-        self, shares: Sequence[Share], forward: Sequence[int], overhead: Sequence[int], num_accepted: int
+        self,
+        shares: Sequence[Share],
+        forward: Sequence[int],
+        overhead: Sequence[int],
+        num_accepted: int,
+        is_late: bool = False,
     ) -> None:
         """Learn from a step.
 
@@ -199,6 +216,7 @@ class StepBudget:
             forward: [R] nanoseconds that each replica's forward pass took; 0 where it is not known.
             overhead: [R] nanoseconds of what else the step before took; 0 where it is not known.
             num_accepted: tokens that the step committed besides the bonus token.
+            is_late: whether `forward` is of the step before, too.
         """
         learned = self._learned
         drafted, follows_plain = False, not self._drafted
@@ -218,16 +236,23 @@ class StepBudget:
             self._rest = max(0, self._rest - 1)
         elif len(shares) == 1:
             return
-        if min(forward) > 0:
-            sizes = np.array([min(len(share.nodes), self._curves.shape[1] - 1) for share in shares])
-            nanoseconds = np.array(forward, dtype=np.int64)
-            if not self._is_auto or drafted:
-                _follow(learned.scales, self._one, self._curves, sizes, nanoseconds, SMOOTHING)
-                self._rescale()
-            elif follows_plain or learned.num_plain < NUM_TIMED:
-                learned.num_plain += 1
-                smoothing = min(learned.num_plain, SMOOTHING)
-                _follow(learned.plain_scales, learned.scales, self._curves, sizes, nanoseconds, smoothing)
+        sizes = np.array([min(len(share.nodes), self._curves.shape[1] - 1) for share in shares])
+        timed: _Timed | None = _Timed(self._curves, sizes, drafted, follows_plain)
+        if is_late:
+            timed, self._untimed = self._untimed, timed
+        if timed is not None and min(forward) > 0:
+            self._learn_times(timed, np.array(forward, dtype=np.int64))
+
+    def _learn_times(self, step: _Timed, nanoseconds: np.ndarray) -> None:
+        """Learn from how long each replica's forward pass took, [R]."""
+        learned = self._learned
+        if not self._is_auto or step.drafted:
+            _follow(learned.scales, self._one, step.curves, step.sizes, nanoseconds, SMOOTHING)
+            self._rescale()
+        elif step.follows_plain or learned.num_plain < NUM_TIMED:
+            learned.num_plain += 1
+            smoothing = min(learned.num_plain, SMOOTHING)
+            _follow(learned.plain_scales, learned.scales, step.curves, step.sizes, nanoseconds, smoothing)
 
     def _rescale(self) -> None:
         _scale(self._curves, self._learned.scales, self._times)

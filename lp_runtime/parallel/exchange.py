@@ -14,9 +14,10 @@ from __future__ import annotations
 import functools
 import operator
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +48,9 @@ class Outcome:
 class Exchange:
     """The collective of a group of replicas; for one replica, a read-back.
 
+    An exchange is begun with `start`, which waits for nothing where the values are on a GPU: what they are made by may
+    still be running, and the collective is queued behind it. `finish` waits, once.
+
     Args:
         rank, num_replicas: as in the process group, which must have been formed for R > 1.
         capacity: largest number of nodes that a replica may own in a step.
@@ -60,15 +64,18 @@ class Exchange:
         self.capacity = capacity
         self.width = width
         self.bytes_sent = 0  # by this replica so far
-        on_gpu = device.type == "cuda"
-        size = HEADER + capacity * width if num_replicas > 1 else HEADER
+        self._on_gpu = device.type == "cuda"
+        size = HEADER + capacity * width if num_replicas > 1 else 0
         self._sent = torch.zeros(size, dtype=torch.int64, device=device)
         self._received = torch.empty(num_replicas * size, dtype=torch.int64, device=device)
-        # On a CPU these are the buffers themselves: numpy's calls take a fraction of what torch's do.
-        self._header = torch.empty(HEADER, dtype=torch.int64, pin_memory=True) if on_gpu else self._sent[:HEADER]
+        # On a CPU numpy's views are the buffers themselves: its calls take a fraction of what torch's do.
+        self._header = torch.empty(HEADER, dtype=torch.int64, pin_memory=True) if self._on_gpu else self._sent[:HEADER]
         self._header_values = self._header.numpy()
-        self._sent_values = None if on_gpu else self._sent.numpy()
-        self._received_values = None if on_gpu else self._received.numpy()
+        self._sent_values = None if self._on_gpu else self._sent.numpy()
+        self._received_values = None if self._on_gpu else self._received.numpy()
+        self._copied: torch.cuda.Event | None = None  # made, like the next one, when a GPU's values are met
+        self._pinned: torch.Tensor | None = None
+        self._under_way: _UnderWay | None = None
 
     def _size(self, shares: Sequence[Share]) -> int:
         """Integers that each replica sends in a step."""
@@ -76,51 +83,113 @@ class Exchange:
         assert most <= self.capacity
         return HEADER + min(-(-most // ROUNDED_TO) * ROUNDED_TO, self.capacity) * self.width
 
-    def all_gather(
+    def start(
         self, shares: Sequence[Share], num_nodes: int, values: torch.Tensor, digest: int, control: int, clock: int = 0
-    ) -> Outcome:
-        """Exchange one step's results.
+    ) -> None:
+        """Begin to exchange one step's results.
 
         Args:
             shares: [R] everyone's share.
             num_nodes: T.
-            values: [n, width] int64, a row for each node that this replica owns, on its device; read back here, once.
+            values: [n, width] int64, a row for each node that this replica owns, on its device.
             digest: digest of this replica's state, 56 bits.
             control: bits that this replica alone knows, and all must act on.
             clock: what this replica tells of its time.
 
         Raises:
+            ReplicaError: if a peer is gone.
+        """
+        assert values.shape == (len(shares[self.rank].owned), self.width)
+        size = 0
+        if self.num_replicas > 1:
+            size = self._size(shares)
+            self._header_values[:] = digest, control, clock
+        if self._on_gpu and size:
+            self._sent[:HEADER].copy_(self._header, non_blocking=True)
+            self._sent[HEADER : HEADER + values.numel()].copy_(values.reshape(-1))
+            received = self._received[: self.num_replicas * size]
+            with self._peers():
+                _all_gather(received, self._sent[:size])
+            values = self._read_back(received)
+        elif values.device.type != "cpu":
+            values = self._read_back(values)
+        self._under_way = _UnderWay(shares, num_nodes, size, values, digest, control, clock)
+
+    def _read_back(self, values: torch.Tensor) -> torch.Tensor:
+        """Queue a copy of values to the host, where they are once `_copied` has happened."""
+        if self._pinned is None or self._pinned.numel() < values.numel():
+            room = max(self._received.numel(), self.capacity * self.width, values.numel())
+            self._pinned = torch.empty(room, dtype=torch.int64, pin_memory=True)
+            self._copied = torch.cuda.Event()
+        here = self._pinned[: values.numel()].view(values.shape)
+        here.copy_(values, non_blocking=True)
+        self._copied.record(torch.cuda.current_stream(values.device))
+        return here
+
+    def finish(self) -> Outcome:
+        """Wait for what was begun.
+
+        Raises:
             StateMismatchError: if the replicas' digests differ.
             ReplicaError: if a peer is gone or does not answer in time.
         """
-        assert values.shape == (len(shares[self.rank].owned), self.width)
-        merged = np.full((num_nodes, self.width), -1, dtype=np.int64)
-        if self.num_replicas == 1:
-            merged[num_nodes - len(values) :] = values.cpu().numpy()  # it owns all nodes from the root on
-            return Outcome(merged, control, [clock])
-        size = self._size(shares)
-        self._header_values[:] = digest, control, clock
-        end = HEADER + values.numel()
-        if self._sent_values is None:
-            self._sent[:HEADER].copy_(self._header, non_blocking=True)
-            self._sent[HEADER:end].copy_(values.reshape(-1))
+        begun, self._under_way = self._under_way, None
+        if self._copied is not None:
+            with self._peers():
+                self._copied.synchronize()
+        values = begun.values.numpy()
+        if self.num_replicas == 1:  # it owns all nodes from the root on
+            num_before = begun.num_nodes - len(values)
+            merged = np.pad(values, ((num_before, 0), (0, 0)), constant_values=-1) if num_before else values.copy()
+            return Outcome(merged, begun.control, [begun.clock])
+        if self._on_gpu:
+            rows = values
         else:
-            self._sent_values[HEADER:end] = values.cpu().numpy().reshape(-1)
-        received = self._received[: self.num_replicas * size]
+            self._sent_values[HEADER : HEADER + values.size] = values.reshape(-1)
+            with self._peers():
+                _all_gather(self._received[: self.num_replicas * begun.size], self._sent[: begun.size])
+            rows = self._received_values[: self.num_replicas * begun.size]
+        return self._merge(begun, rows.reshape(self.num_replicas, -1))
+
+    @contextmanager
+    def _peers(self) -> Iterator[None]:
+        """Whatever goes wrong here does so because a peer is gone, if there is any."""
         try:
-            _all_gather(received, self._sent[:size])
-            rows = received.cpu().numpy() if self._received_values is None else self._received_values[: len(received)]
+            yield
         except RuntimeError as error:
+            if self.num_replicas == 1:
+                raise
             raise ReplicaError(f"rank {self.rank} lost a peer in the exchange: {first_line(error)}") from error
-        rows = rows.reshape(self.num_replicas, -1)
-        self.bytes_sent += 8 * size
+
+    def _merge(self, begun: _UnderWay, rows: np.ndarray) -> Outcome:
+        """What all replicas' rows say together."""
+        self.bytes_sent += 8 * begun.size
         digests, controls, clocks = zip(*rows[:, :HEADER].tolist(), strict=True)
-        if any(each != digest for each in digests):
+        if any(each != begun.digest for each in digests):
             raise StateMismatchError(list(digests))
-        for share, row in zip(shares, rows, strict=True):
+        merged = np.full((begun.num_nodes, self.width), -1, dtype=np.int64)
+        for share, row in zip(begun.shares, rows, strict=True):
             num_owned = len(share.owned)
             merged[share.owned] = row[HEADER : HEADER + num_owned * self.width].reshape(num_owned, self.width)
         return Outcome(merged, functools.reduce(operator.or_, controls), list(clocks))
+
+    def all_gather(self, *args, **options) -> Outcome:
+        """`start` and `finish` in one; the arguments are those of `start`."""
+        self.start(*args, **options)
+        return self.finish()
+
+
+class _UnderWay(NamedTuple):
+    """An exchange that has begun: what `start` was given, how many integers each replica sends, and the values that are
+    to be merged: this replica's own, or all that were received."""
+
+    shares: Sequence[Share]
+    num_nodes: int
+    size: int
+    values: torch.Tensor
+    digest: int
+    control: int
+    clock: int
 
 
 def _all_gather(output: torch.Tensor, value: torch.Tensor) -> None:

@@ -4,7 +4,9 @@ tests/model/test_triton_kernels.py, which runs on either.)"""
 from __future__ import annotations
 
 import random
+import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,9 +16,12 @@ from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.fixed_forward import SIZES, can_capture
 from lp_runtime.model.fusing import fuse_blocks
 from lp_runtime.model.loading import load_model, load_tokenizer
+from lp_runtime.model.pass_timer import PassTimer
 from lp_runtime.model.self_check import check_model
 from lp_runtime.model.tree_attention import attend, attend_masked
 from lp_runtime.model.tree_model import TreeModel
+from lp_runtime.parallel.exchange import Exchange
+from lp_runtime.parallel.partition import Share
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TEXT = "def fibonacci(n):\n"
@@ -125,3 +130,29 @@ def test_replicas_that_share_a_gpu(gpus):
     launcher = LauncherConfig(name="local", backend="gloo")
     with LookaheadRuntime(device="cuda", dtype="float32", gpus=gpus, launcher=launcher) as runtime:
         assert runtime.generate(TEXT, 64, eos=False).token_ids == expected
+
+
+def test_an_exchange_waits_once():
+    """It is begun while what it is to bring is still being made; the timer knows how long that took."""
+    timer = PassTimer(torch.device("cuda"))
+    exchange = Exchange(0, 1, 64, torch.device("cuda"), 5)
+    shares = [Share(list(range(40)), list(range(40)))]
+    for number in range(3):
+        timer.start()
+        torch.cuda._sleep(50_000_000)
+        values = torch.arange(200, device="cuda").view(40, 5) + number
+        timer.stop()
+        exchange.start(shares, 40, values, digest=1, control=0)
+        outcome = exchange.finish()
+        assert (outcome.values == np.arange(200).reshape(40, 5) + number).all()
+        assert timer.seconds() > 0.005
+
+
+def test_a_slow_reader_gets_the_same_text():
+    with LookaheadRuntime(device="cuda", dtype="float32") as runtime:
+        expected = runtime.generate(TEXT, 64, eos=False).token_ids
+        tokens = []
+        for piece in runtime.stream(TEXT, 64, eos=False):
+            tokens += piece.token_ids
+            time.sleep(0.02)
+        assert tokens == expected

@@ -207,15 +207,15 @@ if "worker_process" in " ".join(sys.orig_argv):
     import torch
     from lp_runtime.parallel.exchange import Exchange
 
-    gather, steps = Exchange.all_gather, [0]
+    start, steps = Exchange.start, [0]
 
     def harmed(self, shares, num_nodes, values, digest, control, clock=0):
         steps[0] += 1
         if steps[0] == {step} and self.rank == {rank} and self.num_replicas == {gpus}:
             {harm}
-        return gather(self, shares, num_nodes, values, digest, control, clock)
+        return start(self, shares, num_nodes, values, digest, control, clock)
 
-    Exchange.all_gather = harmed
+    Exchange.start = harmed
 """
 
 

@@ -13,6 +13,7 @@ from lp_runtime.parallel.budget import (
     PROBE_STEPS,
     REACH_BITS,
     REST_AFTER,
+    SCALE_ONE,
     Learned,
     StepBudget,
     assumed_times,
@@ -204,6 +205,24 @@ def test_a_step_of_the_root_alone_is_timed_before_the_first_that_drafts():
         budget.observe(shares, [MILLISECOND // 3], [0], 0)
     assert not budget.is_resting
     assert fitted(budget, tree) == 1
+
+
+@pytest.mark.parametrize("is_auto", [True, False])
+def test_times_that_come_a_step_late_teach_the_same(is_auto):
+    times = np.tile(flat(64, 8, 0.05), (2, 1))
+    late, prompt = (StepBudget(times, is_auto, None, timed(times)) for _ in range(2))
+    tree = make_tree(40)
+    nanoseconds = [[0, 0], *([MILLISECOND * (10 + step), MILLISECOND * (40 - step)] for step in range(12))]
+    fed = [tree, make_tree(12), make_tree(25)]
+    for step in range(12):
+        shares = [budget.shares(fed[step % 3]) for budget in (late, prompt)][0]
+        for budget in (late, prompt):
+            budget.fit(fed[step % 3], fed[step % 3].reach)
+        prompt.observe(shares, nanoseconds[step + 1], [0, 0], 2)
+        late.observe(shares, nanoseconds[step], [0, 0], 2, is_late=True)
+    assert late._learned.scales.tolist() != prompt._learned.scales.tolist()
+    late.observe(shares, nanoseconds[12], [0, 0], 2, is_late=True)
+    assert late._learned.scales.tolist() == prompt._learned.scales.tolist() != [SCALE_ONE] * 2
 
 
 @pytest.mark.parametrize(("slope", "is_probed"), [(0.36, True), (0.001, False)])

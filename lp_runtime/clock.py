@@ -1,0 +1,74 @@
+"""Where the time of a request's steps goes, on one replica."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_MICROSECONDS = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Where the time of a request's steps went on this replica, in seconds, the prefill's step excluded.
+
+    Attributes:
+        forward: making inputs, forward passes, drawing successors (on CUDA, until the device has finished them).
+        exchange: the collective, waiting for slower replicas included.
+        other: proposing, partitioning, advancing.
+    """
+
+    forward: float
+    exchange: float
+    other: float
+
+
+class Clock:
+    """Adds up the time between laps by what was done in it."""
+
+    def __init__(self) -> None:
+        self.seconds = {"forward": 0.0, "exchange": 0.0, "other": 0.0}
+        self._step = dict.fromkeys(self.seconds, 0.0)
+        self._before = self._step  # the step before
+        self._last = 0.0
+
+    def start(self) -> None:
+        """A step begins."""
+        self._last = time.perf_counter()
+        self._before, self._step = self._step, dict.fromkeys(self.seconds, 0.0)
+
+    def lap(self, what: str, num_together: int = 1) -> None:
+        """What has been done since the last lap, for so many requests; a share of the time is this one's."""
+        self._add(what, self._since_last() / num_together)
+
+    def lap_of_pass(self, seconds: float, num_together: int = 1) -> None:
+        """Since the last lap a device was at a forward pass for so long, and then at the exchange; shares as above."""
+        passed = self._since_last()
+        forward = min(seconds, passed)
+        self._add("forward", forward / num_together)
+        self._add("exchange", (passed - forward) / num_together)
+
+    def _since_last(self) -> float:
+        now = time.perf_counter()
+        passed, self._last = now - self._last, now
+        return passed
+
+    def _add(self, what: str, seconds: float) -> None:
+        self.seconds[what] += seconds
+        self._step[what] += seconds
+
+    def packed(self, is_late: bool = False) -> int:
+        """Microseconds of a forward pass and of the step before's other work, for the exchange.
+
+        Args:
+            is_late: whether this step's forward pass is not over yet; it is the one before's then.
+        """
+        step = self._before if is_late else self._step
+        forward, other = (min(int(1e6 * each), MAX_MICROSECONDS) for each in (step["forward"], self._before["other"]))
+        return forward << 31 | other
+
+    @staticmethod
+    def unpacked(clocks: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Nanoseconds of forward passes and of other work, by replica."""
+        return [1000 * (clock >> 31) for clock in clocks], [1000 * (clock & MAX_MICROSECONDS) for clock in clocks]
