@@ -14,9 +14,10 @@ class StepTimes:
     """Where the time of a request's steps went on this replica, in seconds, the prefill's step excluded.
 
     Attributes:
-        forward: making inputs, forward passes, drawing successors (on CUDA, until the device has finished them).
-        exchange: the collective, waiting for slower replicas included.
-        other: proposing, partitioning, advancing.
+        forward: making inputs, forward passes, drawing successors (on a GPU, until the device has finished them).
+        exchange: the collective, waiting for slower replicas included (on a GPU, what comes behind the pass until its
+            results are here).
+        other: unpacking what was found, advancing, proposing, partitioning.
     """
 
     forward: float
@@ -42,12 +43,22 @@ class Clock:
         """What has been done since the last lap, for so many requests; a share of the time is this one's."""
         self._add(what, self._since_last() / num_together)
 
-    def lap_of_pass(self, seconds: float, num_together: int = 1) -> None:
-        """Since the last lap a device was at a forward pass for so long, and then at the exchange; shares as above."""
+    def lap_of_pass(self, seconds: float, told: float, num_together: int = 1) -> None:
+        """Since the last lap a device was at a forward pass, and then at the exchange; shares as above.
+
+        Args:
+            seconds: that it was at the pass.
+            told: seconds after the last lap at which whoever is told of tokens had been told. What that took beyond the
+                pass is nobody's.
+        """
         passed = self._since_last()
         forward = min(seconds, passed)
         self._add("forward", forward / num_together)
-        self._add("exchange", (passed - forward) / num_together)
+        self._add("exchange", max(0.0, passed - max(forward, told)) / num_together)
+
+    def since_last_lap(self) -> float:
+        """Seconds."""
+        return time.perf_counter() - self._last
 
     def _since_last(self) -> float:
         now = time.perf_counter()

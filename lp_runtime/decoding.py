@@ -115,11 +115,19 @@ Observer = Callable[[list[int], list[int], torch.Tensor, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class Member:
-    """A replica as a member of its group: its rank, how many there are, where the group's backend wants its tensors."""
+    """A replica as a member of its group.
+
+    Attributes:
+        rank, num_replicas: its place.
+        exchange_device: where the group's backend wants its tensors.
+        tells_late: whether all members tell how long a forward pass took a step late, as any must whose device works
+            on its own.
+    """
 
     rank: int
     num_replicas: int
     exchange_device: torch.device
+    tells_late: bool
 
 
 class Decoding:
@@ -169,7 +177,6 @@ class Decoding:
         text = (*request.prompt_ids, *request.committed) if request.committed else ()
         self.text = model.texts.take(model.capacity_for(self._most_tokens), text)
         self.clock = Clock()
-        self._is_asynchronous = model.timer is not None
         self._is_resting = False
         self._ended_by = 0  # bits of the control word
         self._num_fed, self._extra_passes = 0.0, 0
@@ -224,7 +231,7 @@ class Decoding:
         self.draw(result_of(chunks))
         self.start_exchange()
         self.finish_exchange()
-        return self._committed(self._state.advance_prefill(self._proposal, self._found), [0])
+        return self._committed(self._state.advance_prefill(self._proposal, self._unpack()), [0])
 
     def _agree_to_cancel(self, num_left: int) -> bool:
         """Whether any replica is to cancel, with so much of the prompt left; alike on all."""
@@ -232,7 +239,7 @@ class Decoding:
             return self._should_cancel()
         # An exchange like the prefill's own, so that replicas at different places see that their digests differ.
         nothing = torch.zeros(len(self.fed.wanted), self._drawing.width, dtype=torch.int64, device=self._model.device)
-        digest = self._proposal.digest ^ digest_of_shares(self._shares) ^ num_left
+        digest = self._make_digest() ^ num_left
         outcome = self._exchange.all_gather(self._shares, 1, nothing, digest, CANCEL * self._should_cancel())
         return bool(outcome.control & CANCEL)
 
@@ -254,7 +261,13 @@ class Decoding:
         self._proposal = proposal
         self._shares = self._budget.shares(proposal.tree)
         share = self._shares[self._member.rank]
+        # Where the device works on its own there is time for it while it is at the pass.
+        self._digest = self._make_digest() if self._model.timer is None else None
         self.fed = Fed(self.text, proposal.tree, share.nodes, share.owned)
+
+    def _make_digest(self) -> int:
+        """What tells this step from any other, 56 bits."""
+        return self._proposal.digest ^ digest_of_shares(self._shares)
 
     def draw(self, logits: torch.Tensor) -> None:
         """Draw the successors of the nodes that this replica owns.
@@ -270,33 +283,44 @@ class Decoding:
 
     def start_exchange(self) -> None:
         """Begin to tell all replicas what each has drawn."""
-        request, member = self._request, self._member
-        # One replica's clock decides, the first one's.
-        is_late = request.max_time is not None and time.perf_counter() - self._started > request.max_time
-        control = CANCEL * self._should_cancel() | TIME_IS_UP * (is_late and member.rank == 0)
-        tree, digest = self._proposal.tree, self._proposal.digest ^ digest_of_shares(self._shares)
-        clock = self.clock.packed(is_late=self._is_asynchronous)
+        # A lone replica looks once the pass is done: until then more may become known.
+        control = self._control() if self._member.num_replicas > 1 else 0
+        tree = self._proposal.tree
+        digest = self._make_digest() if self._digest is None else self._digest
+        clock = self.clock.packed(self._member.tells_late)
         self._exchange.start(self._shares, len(tree), self._values, digest, control, clock)
+
+    def _control(self) -> int:
+        """Bits of what this replica alone knows."""
+        max_time, member = self._request.max_time, self._member
+        # One replica's clock decides, the first one's.
+        is_late = max_time is not None and time.perf_counter() - self._started > max_time
+        return CANCEL * self._should_cancel() | TIME_IS_UP * (is_late and member.rank == 0)
 
     def finish_exchange(self) -> None:
         """Wait for what all replicas have drawn."""
-        self._outcome = self._exchange.finish()
+        outcome = self._exchange.finish()
+        self._received, self._clocks = outcome.values, outcome.clocks
+        self._control_bits = outcome.control if self._member.num_replicas > 1 else self._control()
+
+    def _unpack(self) -> Found:
+        """What was found of the step's nodes."""
         root = self._proposal.tree.root
-        successors, logprobs, runners_up = self._drawing.unpack(self._outcome.values[root:], not self._is_resting)
-        self._found = Found.below(root, successors, runners_up)
+        successors, logprobs, runners_up = self._drawing.unpack(self._received[root:], not self._is_resting)
         self._logprobs = None if logprobs is None else [-1.0] * root + logprobs
+        return Found.below(root, successors, runners_up)
 
     def advance(self) -> Run:
         """Commit what was accepted."""
-        run, nodes = self._state.advance(self._proposal, self._found)
-        clocks = Clock.unpacked(self._outcome.clocks)
-        self._budget.observe(self._shares, *clocks, len(run) - 1, is_late=self._is_asynchronous)
+        run, nodes = self._state.advance(self._proposal, self._unpack())
+        clocks = Clock.unpacked(self._clocks)
+        self._budget.observe(self._shares, *clocks, len(run) - 1, is_late=self._member.tells_late)
         self._num_fed += step_tokens(self._shares)
         self._extra_passes += max(self._model.num_passes(len(each.nodes)) for each in self._shares) - 1
         return self._committed(run, nodes)
 
     def _committed(self, run: list[int], nodes: list[int]) -> Run:
-        self._ended_by = self._outcome.control
+        self._ended_by = self._control_bits
         if self._observe:
             self._observe(nodes, self.fed.wanted, self._logits, self._scores)
         owners = {}

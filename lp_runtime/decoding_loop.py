@@ -3,7 +3,6 @@ in one forward pass."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from lp_runtime.decoding import Decoding, Event, Member, Observer, Request, Run
 from lp_runtime.errors import LookaheadError
 from lp_runtime.lookahead.best_first import compile_kernels
 from lp_runtime.lookahead.drafts import Memory
+from lp_runtime.lookahead.memories import Memories
 from lp_runtime.lookahead.sampling import GumbelNoise
 from lp_runtime.lookahead.state import DecodingRules, DecodingState, Stop
 from lp_runtime.model.drawing import Drawing, compile_drawing
@@ -24,10 +24,10 @@ from lp_runtime.model.tree_model import TreeModel, result_of
 from lp_runtime.parallel.budget import Learned, StepBudget, assumed_times, compile_budget
 from lp_runtime.parallel.partition import compile_partition
 from lp_runtime.policies import make_policy
+from lp_runtime.telling import Telling
 from lp_runtime.tuning import Tuning
 
 MAX_NODES = 1 << 14  # of a tree, where nothing else limits it
-TELLING_TAKES = 2  # times what it took must go into a pass, to be told behind the next one's launch
 
 
 def never() -> bool:
@@ -69,6 +69,7 @@ class DecodingLoop:
         exchange_device: where the group's backend wants its tensors.
         tuning: what was measured of the model; by default measured when a request needs it, and not kept.
         memory: what is kept between requests that ask for it.
+        tells_late: see Member; by default as this replica alone would.
     """
 
     def __init__(
@@ -79,14 +80,14 @@ class DecodingLoop:
         exchange_device: torch.device,
         tuning: Tuning | None = None,
         memory: Memory | None = None,
+        tells_late: bool | None = None,
     ):
         self._model = model
-        self._member = Member(rank, num_replicas, exchange_device)
+        tells_late = model.timer is not None if tells_late is None else tells_late
+        self._member = Member(rank, num_replicas, exchange_device, tells_late)
         self._tuning = tuning or Tuning(model, rank, num_replicas, exchange_device, cache_dir=None)
-        self._kept = memory
+        self._memories = Memories(memory)
         self._learned: dict[tuple[bool, bool], Learned] = {}  # by whether steps are sized, and decoding is greedy
-        self._forgetful: list[Memory] = []  # of requests that forget; used again by the next ones
-        self._lent: list[Memory] = []
 
     def prepare(self, settings: LookaheadConfig) -> None:
         """Measure now what a request with these settings would have measured."""
@@ -101,21 +102,7 @@ class DecodingLoop:
                     self._tuning.most_tokens()
                 if settings.prior == "vocabulary":
                     self._tuning.vocabulary()
-            self._memory(settings)
-
-    def _memory(self, settings: LookaheadConfig) -> Memory:
-        """One that no request is using. What is kept is for one request at a time."""
-        if settings.memory != "request":
-            self._kept = self._kept or Memory(settings.memory_bytes)
-            if not _has(self._lent, self._kept):
-                return self._kept
-        free = [each for each in self._forgetful if not _has(self._lent, each)]
-        memory = next((each for each in free if each.num_bytes == settings.memory_bytes), None)
-        if memory is None:
-            memory = Memory(settings.memory_bytes)
-            self._forgetful = [each for each in self._forgetful if not _has(free, each)] + [memory]
-        memory.clear()
-        return memory
+            self._memories.find(settings.memory != "request", settings.memory_bytes)
 
     def begin(self, request: Request, drawing: Drawing, stop: Stop | None) -> Begun:
         """The state of a request before its prefill, and what decides the size of its steps."""
@@ -125,7 +112,7 @@ class DecodingLoop:
         memories = []
 
         def memory() -> Memory:
-            memories.append(self._memory(settings))
+            memories.append(self._memories.find(settings.memory != "request", settings.memory_bytes))
             return memories[0]
 
         with self._model.scratch():  # something may have to be measured
@@ -168,7 +155,7 @@ class DecodingLoop:
             The run that each step committed, then the report.
         """
         one = _Running(self, request, drawing, stop, should_cancel, observe)
-        telling = _Telling()
+        telling = Telling()
         try:
             run = result_of(one.decoding.prefill())
             if run:
@@ -202,7 +189,7 @@ class DecodingLoop:
         assert self._member.num_replicas == 1
         coming: dict[Hashable, tuple[_Running, Generator[None, None, Run | None]]] = {}  # their prompts are being fed
         running: dict[Hashable, _Running] = {}
-        telling = _Telling()
+        telling = Telling()
 
         def note(key: Hashable, what: Run | LookaheadError | None) -> None:
             if what is not None:
@@ -225,7 +212,7 @@ class DecodingLoop:
                         telling.events.append((arrival.key, error))
                     else:
                         coming[arrival.key] = one, one.decoding.prefill()
-                if coming or not running:
+                if coming or not (running and telling.is_behind):
                     yield from telling.tell()
                 num_read = self._model.num_read
                 while coming and self._model.num_read - num_read < self._model.prefill_chunk:
@@ -249,9 +236,7 @@ class DecodingLoop:
             for one in (*running.values(), *(one for one, _ in coming.values())):
                 one.end()
 
-    def _step(
-        self, together: Sequence[Decoding], telling: _Telling
-    ) -> Generator[Any, None, list[Run | LookaheadError]]:
+    def _step(self, together: Sequence[Decoding], telling: Telling) -> Generator[Any, None, list[Run | LookaheadError]]:
         """A step of requests that share a forward pass: the run of each, or what went wrong with it alone.
 
         Yields:
@@ -260,7 +245,7 @@ class DecodingLoop:
         timer, num = self._model.timer, len(together)
         try:
             errors = self._launch(together)
-        except LookaheadError:
+        except Exception:  # a device without memory, for one
             yield from telling.tell()
             raise
         fine = [number for number in range(num) if number not in errors]
@@ -268,7 +253,12 @@ class DecodingLoop:
             for number in fine:
                 together[number].start_exchange()
         else:
-            yield from telling.tell()
+            try:
+                yield from telling.tell()
+            except BaseException:  # whoever was told goes; what the pass reads and writes is for others then
+                self._model.synchronize()
+                raise
+        told = together[0].clock.since_last_lap()
         for number in fine:
             together[number].finish_exchange()
         if timer is None:
@@ -276,7 +266,7 @@ class DecodingLoop:
         elif fine:
             seconds = timer.seconds()
             for one in together:
-                one.clock.lap_of_pass(seconds, num)
+                one.clock.lap_of_pass(seconds, told, num)
             telling.choose(seconds)
         runs: list[Run | LookaheadError] = [errors.get(number) for number in range(num)]
         for number in fine:
@@ -318,33 +308,6 @@ class DecodingLoop:
         return errors
 
 
-class _Telling:
-    """What steps have to tell, and when: where the device works on its own, once it is at the next step, unless whoever
-    is told takes long; then at once, as what the pass took could not be told from what they did.
-
-    Attributes:
-        events: to be told.
-        is_behind: whether to tell behind the next step's launch.
-    """
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-        self.is_behind = False
-        self._seconds = 0.0  # that they took lately
-
-    def tell(self) -> Iterator[Any]:
-        """Yield them."""
-        started = time.perf_counter()
-        events, self.events = self.events, []
-        yield from events
-        if events:
-            self._seconds = time.perf_counter() - started
-
-    def choose(self, seconds: float) -> None:
-        """The device was at a pass for so long."""
-        self.is_behind = TELLING_TAKES * self._seconds < seconds
-
-
 class _Running:
     """A request on a loop, and what it has borrowed."""
 
@@ -365,17 +328,14 @@ class _Running:
             model, request, drawing, begun.state, begun.budget, loop._member, should_cancel, observe
         )
         if begun.memory is not None:
-            loop._lent.append(begun.memory)
+            loop._memories.lend(begun.memory)
 
     def end(self) -> None:
         """Give back what was borrowed."""
         loop = self._loop
-        loop._lent = [each for each in loop._lent if each is not self._memory]
+        if self._memory is not None:
+            loop._memories.give(self._memory)
         loop._model.texts.give(self.decoding.text)
-
-
-def _has(memories: Sequence[Memory], memory: Memory) -> bool:
-    return any(each is memory for each in memories)
 
 
 def _lap(together: Sequence[Decoding], what: str) -> None:

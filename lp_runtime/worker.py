@@ -75,6 +75,7 @@ class Replica:
         context: ReplicaContext,
         loaded: LoadedModel,
         exchange_device: torch.device,
+        tells_late: bool,
     ):
         model = loaded.model
         self.context = context
@@ -86,7 +87,7 @@ class Replica:
         self._memory_file = MemoryFile.of(config.lookahead, model.vocabulary_size)
         self._memory = self._memory_file.load(*place) if self._memory_file else None
         tuning = Tuning(model, *place, config.cache_dir, loaded.known)
-        self._loop = DecodingLoop(model, *place, tuning, self._memory)
+        self._loop = DecodingLoop(model, *place, tuning, self._memory, tells_late)
         self._loop.prepare(config.lookahead)
         self._device = model.device
         self._profile_dir = config.profile_dir if config.profile else None
@@ -217,10 +218,10 @@ def join_group(
         is_abandoned,
         launcher.interface,
     ) as exchange_device:
-        mine = np.array([MUCH_ROOM if info.room is None else min(info.room, MUCH_ROOM)])
-        least = int(gather_rows(mine, context.num_replicas, exchange_device).min())
-        info = replace(info, room=None if least == MUCH_ROOM else least)
-        yield Replica(config, context, replace(loaded, info=info), exchange_device)
+        mine = np.array([MUCH_ROOM if info.room is None else min(info.room, MUCH_ROOM), loaded.model.timer is not None])
+        rooms, late = gather_rows(mine, context.num_replicas, exchange_device).T
+        info = replace(info, room=None if rooms.min() == MUCH_ROOM else int(rooms.min()))
+        yield Replica(config, context, replace(loaded, info=info), exchange_device, bool(late.any()))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 from ranks import CPU, run_ranks
 from test_run_together import FIXED, KEEPING, decode_alone, decode_together
 
@@ -18,6 +19,7 @@ from lp_runtime.decoding_loop import Arrival, DecodingLoop
 from lp_runtime.errors import ModelError
 from lp_runtime.model.loading import load_model
 from lp_runtime.model.tree_model import TreeModel
+from lp_runtime.parallel.budget import StepBudget
 from lp_runtime.parallel.exchange import Exchange
 
 PROMPT = tuple(range(300, 312))
@@ -103,38 +105,60 @@ def test_a_run_is_told_behind_the_next_launch_if_whoever_is_told_is_quick(model,
     assert launched == (behind if quick else list(range(num_runs)))
 
 
-def test_together_nothing_waits_for_a_prompt(model):
+def test_together_nothing_waits_for_a_prompt(model, monkeypatch):
     """What is to be told is told before the next chunk of another's prompt is fed."""
     model.prefill_chunk = 16
     long = replace(REQUESTS["fixed"], prompt_ids=PROMPT * 20)
     first = replace(REQUESTS["fixed"], max_new_tokens=80)
     arriving = iter([[Arrival("first", first)], [], [], [Arrival("long", long)]])
-    told = []  # (key, tokens of prompts that had been read)
-    for key, event in DecodingLoop(model, 0, 1, CPU).run_together(lambda: next(arriving, [])):
+    order = []
+    loop = DecodingLoop(model, 0, 1, CPU)
+    step, feed = loop._step, model._forward
+
+    def noted_step(*args):
+        runs = yield from step(*args)
+        order.append("committed")
+        return runs
+
+    def noted_feed(ids, *args):
+        if len(ids) == model.prefill_chunk:
+            order.append("chunk")
+        return feed(ids, *args)
+
+    monkeypatch.setattr(loop, "_step", noted_step)
+    monkeypatch.setattr(model, "_forward", noted_feed)
+    for key, event in loop.run_together(lambda: next(arriving, [])):
         if not isinstance(event, Report):
-            told.append((key, model.num_read))
-    while_reading = {num_read for key, num_read in told if key == "first" and num_read > len(PROMPT)}
-    assert len(while_reading) >= 4
-    assert told[0] == ("first", len(first.prompt_ids))
+            order.append(f"told {key}")
+    begin, end = order.index("chunk"), len(order) - order[::-1].index("chunk")
+    assert order[begin:end].count("chunk") == len(long.prompt_ids) // 16
+    assert order[begin:end].count("committed") > 10
+    for what, after in zip(order[begin:end], order[begin + 1 : end], strict=False):
+        assert (what, after) != ("committed", "chunk")
 
 
-def test_what_is_committed_is_told_before_what_goes_wrong(model, monkeypatch):
+@pytest.mark.parametrize("kind", [ModelError, torch.OutOfMemoryError])
+def test_what_is_committed_is_told_before_what_goes_wrong(model, monkeypatch, kind):
     loop = DecodingLoop(model, 0, 1, CPU)
     *whole, _ = loop.run(REQUESTS["fixed"])
     forward = model.forward
 
     def fails(*args, **options):
         if model.timer.num_started == 6:
-            raise ModelError("no more")
+            raise kind("no more")
         return forward(*args, **options)
 
     model.timer.num_started = 0
     monkeypatch.setattr(model, "forward", fails)
     told = []
-    with pytest.raises(ModelError):
+    with pytest.raises(kind):
         told.extend(loop.run(REQUESTS["fixed"]))
     assert told == whole[:6]
-    assert not loop._lent
+    model.timer.num_started, told = 3, []
+    with pytest.raises(kind):
+        told.extend(loop.run_together(iter([[Arrival("one", REQUESTS["fixed"])], [], [], []]).__next__))
+    assert [run for _, run in told] == whole[:3]
+    assert not loop._memories.lent
 
 
 def test_one_that_is_left_while_a_pass_is_under_way(model, blocking):
@@ -144,14 +168,14 @@ def test_one_that_is_left_while_a_pass_is_under_way(model, blocking):
         next(events)
     events.close()
     assert decode_alone(model, REQUESTS["fixed"])[0] == decode_alone(blocking, REQUESTS["fixed"])[0]
-    assert not loop._lent
+    assert not loop._memories.lent
 
 
 def on_a_rank(rank: int, num_replicas: int):
-    """(tokens by request, clocks that were sent)."""
+    """(tokens by request, clocks that were sent, whether the budget took them for late ones)."""
     model = TreeModel(load_model(ModelConfig(), CPU, "float32"), 512, own_attention=True)
-    model.timer = Timer(0.001 * (1 + rank))
-    clocks = []
+    model.timer = Timer(0.0001 * (1 + rank))
+    clocks, lateness = [], []
     start = Exchange.start
 
     def noted(exchange, shares, num_nodes, values, digest, control, clock=0):
@@ -159,18 +183,21 @@ def on_a_rank(rank: int, num_replicas: int):
         start(exchange, shares, num_nodes, values, digest, control, clock)
 
     Exchange.start = noted
+    observe = StepBudget.observe
+    StepBudget.observe = lambda *args, is_late: lateness.append(is_late) or observe(*args, is_late=is_late)
     loop = DecodingLoop(model, rank, num_replicas, CPU)
     found = {}
     for name in ("fixed", "auto", "sampled"):
         *runs, _ = loop.run(REQUESTS[name])
         found[name] = [token for run in runs for token in run.token_ids]
-    return found, clocks
+    return found, clocks, lateness
 
 
 def test_replicas_tell_of_the_pass_before(blocking):
     results = run_ranks(on_a_rank, 2)
-    for rank, (found, clocks) in enumerate(results):
+    for rank, (found, clocks, lateness) in enumerate(results):
         for name, tokens in found.items():
             assert tokens == decode_alone(blocking, REQUESTS[name])[0], name
         # Of a prefill, and of what came before the first step, nothing is told.
-        assert clocks[:2] == [0, 0] and set(clocks[2:6]) == {1000 * (1 + rank)}
+        assert clocks[:2] == [0, 0] and set(clocks[2:6]) == {100 * (1 + rank)}
+        assert set(lateness) == {True}

@@ -180,7 +180,7 @@ def test_one_that_fails_does_not_harm_the_others(model, requests, length, kind):
     found = decode_together(loop, {1: [Arrival("good", requests["auto"])], 2: [Arrival("bad", bad)]})
     assert isinstance(found["bad"][2], LookaheadError) and len(found["bad"][0]) < 40
     assert found["good"][0] == decode_alone(model, requests["auto"])[0]
-    assert not loop._lent
+    assert not loop._memories.lent
 
 
 def test_a_loop_that_is_left_gives_back_what_it_borrowed(model, requests):
@@ -190,7 +190,7 @@ def test_a_loop_that_is_left_gives_back_what_it_borrowed(model, requests):
     )
     next(events)
     events.close()
-    assert not loop._lent
+    assert not loop._memories.lent
     assert (
         decode_together(loop, {1: [Arrival("one", requests["full"])]})["one"][0]
         == decode_alone(model, requests["full"])[0]

@@ -24,7 +24,7 @@ LAYERS = [
     {"model", "parallel"},
     {"files"},
     {"policies", "tuning", "memory_file"},
-    {"clock"},
+    {"clock", "telling"},
     {"decoding"},
     {"decoding_loop"},
     {"profiling"},

@@ -23,6 +23,13 @@ WORD = 0xFFFFFFFF
 MAX_SAMPLE = 2**32 - 1
 
 
+def tensor_on(device: torch.device, values: Sequence) -> torch.Tensor:
+    """Integers, int64, on a device; on a GPU nothing waits until it is done with what it was given before."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=torch.int64, device=device)
+    return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+
+
 def philox(counter: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
     """Philox4x32-10.
 
@@ -36,7 +43,7 @@ def philox(counter: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
     shape = (2, *[1] * (counter.dim() - 1))
 
     def column(words: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(words, dtype=torch.int64, device=counter.device).view(shape)
+        return tensor_on(counter.device, words).view(shape)
 
     multipliers, keys, weyl = column(MULTIPLIERS), column(key), column(WEYL)
     even, odd = counter[0::2], counter[1::2]  # words 0 and 2, words 1 and 3
@@ -62,7 +69,7 @@ def uniforms(seed: int, sample: int, positions: Sequence[int], vocabulary_size: 
     num_pairs = (vocabulary_size + 1) // 2  # one counter makes the bits of two neighbouring token ids
     counter = torch.zeros((4, len(positions), num_pairs), dtype=torch.int64, device=device)
     counter[0] = torch.arange(num_pairs, device=device)
-    counter[1] = torch.tensor(positions, dtype=torch.int64, device=device)[:, None]
+    counter[1] = tensor_on(device, positions)[:, None]
     counter[2] = sample
     words = philox(counter, (seed & WORD, seed >> 32))
     bits = ((words[0::2] >> 6) << 26) | (words[1::2] >> 6)  # [2, m, V / 2]
@@ -88,10 +95,10 @@ class GumbelNoise:
             made = -(-uniforms(self.seed, self.sample, missing, self._vocabulary_size, self._device).log()).log()
             # What stands before this step's positions will not be asked for again.
             kept = [position for position in self._slots if position >= min(positions)]
-            rows = self._rows[[self._slots[position] for position in kept]]
+            rows = self._rows.index_select(0, tensor_on(self._device, [self._slots[position] for position in kept]))
             self._rows = torch.cat([rows, made.float()])
             self._slots = {position: row for row, position in enumerate([*kept, *missing])}
-        return self._rows[[self._slots[position] for position in positions]]
+        return self._rows.index_select(0, tensor_on(self._device, [self._slots[position] for position in positions]))
 
 
 def draw(scores: torch.Tensor, positions: Sequence[int], noise: GumbelNoise | None) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 from transformers.generation import logits_process as library
 
 from lp_runtime.errors import ConfigError, RequestError, unforeseen_as
+from lp_runtime.lookahead.sampling import tensor_on
 from lp_runtime.lookahead.tree import TokenTree
 
 # What looks at the scores alone, row by row: all nodes in one call, whatever their prefixes.
@@ -127,16 +128,16 @@ class TreeProcessors:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(rows [b], prefixes [b, L + depth]) of the nodes of each depth."""
         known = len(self._ids)
-        added = torch.tensor(tokens[known:], dtype=torch.int64, device=self.device)
+        added = tensor_on(self.device, tokens[known:])
         self._ids = torch.cat([self._ids, added])
         by_depth: dict[int, list[int]] = {}
         for row, node in enumerate(nodes):
             by_depth.setdefault(tree.depths[node], []).append(row)
         groups = []
         for rows in by_depth.values():
-            tails = torch.tensor([tree.path(nodes[row]) for row in rows], dtype=torch.int64, device=self.device)
+            tails = tensor_on(self.device, [tree.path(nodes[row]) for row in rows])
             prefixes = torch.cat([self._ids.expand(len(rows), -1), tails], dim=1)
-            groups.append((torch.tensor(rows, device=self.device), prefixes))
+            groups.append((tensor_on(self.device, rows), prefixes))
         return groups
 
 

@@ -9,7 +9,7 @@ import inspect
 import os
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.cache import TreeCache
 from lp_runtime.model.fixed_forward import SIZES, FixedForward
 from lp_runtime.model.kernels import on
+from lp_runtime.model.layout import Fed, Layout, grain, lay_out
 from lp_runtime.model.mask import CHUNKED, MaskBuilder
 from lp_runtime.model.pass_timer import PassTimer
 from lp_runtime.model.properties import attention_settings, context_length, of_text_model, takes_attention
@@ -30,15 +31,6 @@ from lp_runtime.model.tree_attention import NAME as TREE
 
 ATTENTIONS = ("sdpa", "eager")
 GRANULE = 1024  # tokens; room for so many, or twice or three times as many, where sizes are fixed
-
-
-class Fed(NamedTuple):
-    """A text's part in a step: see TreeModel.forward."""
-
-    text: CachedText
-    tree: TokenTree
-    nodes: Sequence[int]
-    wanted: Sequence[int]
 
 
 class TreeModel:
@@ -252,7 +244,7 @@ class TreeModel:
             [n, V] float32 logits of the wanted nodes.
         """
         text = self.text
-        fed = _lay_out(tree, nodes, wanted, text.cache.length)
+        fed = lay_out(tree, nodes, wanted, text.cache.length)
         if self._takes_fixed(len(nodes)):
             logits, text.drawn = text.fixed.forward(*fed)
             logits = logits.float()
@@ -284,11 +276,11 @@ class TreeModel:
             return logits
         layouts, keep, masks, num_fed = [], [], [], 0
         for text, tree, nodes, wanted in parts:
-            layouts.append(fed := _lay_out(tree, nodes, wanted, text.cache.length))
+            layouts.append(fed := lay_out(tree, nodes, wanted, text.cache.length))
             keep.append(num_fed + fed.rows)
             num_fed += len(fed.tokens)
             masks.append(self.masks.build(fed.parents, self._on_device(fed.positions), text.cache.length))
-        num_filling = -num_fed % _grain(num_fed) if self.device.type == "cpu" else 0
+        num_filling = -num_fed % grain(num_fed) if self.device.type == "cpu" else 0
         filling = np.zeros(num_filling, np.int64)
         ids = self._on_device(np.concatenate([*(fed.tokens for fed in layouts), filling]))
         positions = self._on_device(np.concatenate([*(fed.positions for fed in layouts), filling]))
@@ -314,7 +306,7 @@ class TreeModel:
         """A copy of an array."""
         return torch.tensor(values, device=self.device)
 
-    def _strict_forward(self, fed: _Layout) -> torch.Tensor:
+    def _strict_forward(self, fed: Layout) -> torch.Tensor:
         """[T, V] float32 logits of all tokens, from passes of strict_tokens each, the last one filled up."""
         size, num_cached = self.strict_tokens, self.text.cache.length
         # What fills up stands at position 0 and sees the first committed token, so that it stays finite.
@@ -370,33 +362,6 @@ def result_of(steps: Generator[object, None, Result]) -> Result:
             next(steps)
         except StopIteration as end:
             return end.value
-
-
-def _grain(num_tokens: int) -> int:
-    """What the number of tokens of several texts is rounded up to a multiple of on CPUs, by an eighth at most: oneDNN
-    compiles its products anew for each size that it meets, and keeps what it has compiled."""
-    return 1 << max(0, num_tokens.bit_length() - 4)
-
-
-class _Layout(NamedTuple):
-    """What is fed of a tree, [T] int64 each: tokens, positions, parents among what is fed, -1 for none; and where the
-    wanted nodes stand in it, [n]."""
-
-    tokens: np.ndarray
-    positions: np.ndarray
-    parents: np.ndarray
-    rows: np.ndarray
-
-
-def _lay_out(tree: TokenTree, nodes: Sequence[int], wanted: Sequence[int], num_cached: int) -> _Layout:
-    tokens, parents, depths = tree.arrays()
-    rows = np.asarray(wanted, dtype=np.int64)
-    if len(nodes) < len(tree):
-        fed = np.asarray(nodes, dtype=np.int64)
-        places = np.full(len(tree) + 1, -1)  # the last is that of no node
-        places[fed] = np.arange(len(fed))
-        tokens, parents, depths, rows = tokens[fed], places[parents[fed]], depths[fed], places[rows]
-    return _Layout(tokens, depths + (num_cached + tree.root), parents, rows)
 
 
 def _commit(text: CachedText, tree: TokenTree, commit: bool) -> None:

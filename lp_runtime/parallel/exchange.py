@@ -111,15 +111,18 @@ class Exchange:
             with self._peers():
                 _all_gather(received, self._sent[:size])
             values = self._read_back(received)
-        elif values.device.type != "cpu":
+        elif values.device.type == "cuda":
             values = self._read_back(values)
+        else:
+            values = values.cpu()
         self._under_way = _UnderWay(shares, num_nodes, size, values, digest, control, clock)
 
     def _read_back(self, values: torch.Tensor) -> torch.Tensor:
         """Queue a copy of values to the host, where they are once `_copied` has happened."""
         if self._pinned is None or self._pinned.numel() < values.numel():
             room = max(self._received.numel(), self.capacity * self.width, values.numel())
-            self._pinned = torch.empty(room, dtype=torch.int64, pin_memory=True)
+            with torch.inference_mode(False):  # a caller may be in it now, and not later
+                self._pinned = torch.empty(room, dtype=torch.int64, pin_memory=True)
             self._copied = torch.cuda.Event()
         here = self._pinned[: values.numel()].view(values.shape)
         here.copy_(values, non_blocking=True)
@@ -135,12 +138,11 @@ class Exchange:
         """
         begun, self._under_way = self._under_way, None
         if self._copied is not None:
-            with self._peers():
-                self._copied.synchronize()
+            self._copied.synchronize()  # what goes wrong here went wrong on this replica's GPU
         values = begun.values.numpy()
         if self.num_replicas == 1:  # it owns all nodes from the root on
-            num_before = begun.num_nodes - len(values)
-            merged = np.pad(values, ((num_before, 0), (0, 0)), constant_values=-1) if num_before else values.copy()
+            merged = np.full((begun.num_nodes, self.width), -1, dtype=np.int64)
+            merged[begun.num_nodes - len(values) :] = values
             return Outcome(merged, begun.control, [begun.clock])
         if self._on_gpu:
             rows = values
@@ -153,12 +155,12 @@ class Exchange:
 
     @contextmanager
     def _peers(self) -> Iterator[None]:
-        """Whatever goes wrong here does so because a peer is gone, if there is any."""
+        """What goes wrong here does so because a peer is gone, unless it is this replica's own device."""
         try:
             yield
+        except (torch.AcceleratorError, torch.OutOfMemoryError):
+            raise
         except RuntimeError as error:
-            if self.num_replicas == 1:
-                raise
             raise ReplicaError(f"rank {self.rank} lost a peer in the exchange: {first_line(error)}") from error
 
     def _merge(self, begun: _UnderWay, rows: np.ndarray) -> Outcome:

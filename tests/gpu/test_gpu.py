@@ -143,6 +143,7 @@ def test_an_exchange_waits_once():
         values = torch.arange(200, device="cuda").view(40, 5) + number
         timer.stop()
         exchange.start(shares, 40, values, digest=1, control=0)
+        assert not exchange._copied.query()  # nothing has waited
         outcome = exchange.finish()
         assert (outcome.values == np.arange(200).reshape(40, 5) + number).all()
         assert timer.seconds() > 0.005

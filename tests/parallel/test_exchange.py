@@ -101,6 +101,16 @@ def test_the_peer_of_a_killed_replica_gets_an_error():
         assert len(str(error).splitlines()) == 1
 
 
+@pytest.mark.parametrize("error", [torch.AcceleratorError, torch.OutOfMemoryError, RuntimeError])
+def test_an_error_of_this_replicas_own_device_is_no_peers(monkeypatch, error):
+    def fails(*_):
+        raise error("illegal access")
+
+    monkeypatch.setattr("lp_runtime.parallel.exchange._all_gather", fails)
+    with pytest.raises(ReplicaError if error is RuntimeError else error):
+        gather(Exchange(0, 2, capacity=12, device=CPU), 0, 2)
+
+
 def test_a_single_replica_needs_no_group():
     exchange = Exchange(0, 1, capacity=10, device=CPU)
     with process_group(ReplicaContext(), CPU, TIMEOUT) as device:
