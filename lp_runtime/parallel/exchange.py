@@ -14,8 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 import pickle
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -108,8 +107,7 @@ class Exchange:
             self._sent[:HEADER].copy_(self._header, non_blocking=True)
             self._sent[HEADER : HEADER + values.numel()].copy_(values.reshape(-1))
             received = self._received[: self.num_replicas * size]
-            with self._peers():
-                _all_gather(received, self._sent[:size])
+            self._gather(received, self._sent[:size])
             values = self._read_back(received)
         elif values.device.type == "cuda":
             values = self._read_back(values)
@@ -148,16 +146,14 @@ class Exchange:
             rows = values
         else:
             self._sent_values[HEADER : HEADER + values.size] = values.reshape(-1)
-            with self._peers():
-                _all_gather(self._received[: self.num_replicas * begun.size], self._sent[: begun.size])
+            self._gather(self._received[: self.num_replicas * begun.size], self._sent[: begun.size])
             rows = self._received_values[: self.num_replicas * begun.size]
         return self._merge(begun, rows.reshape(self.num_replicas, -1))
 
-    @contextmanager
-    def _peers(self) -> Iterator[None]:
+    def _gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """What goes wrong here does so because a peer is gone, unless it is this replica's own device."""
         try:
-            yield
+            _all_gather(received, sent)
         except (torch.AcceleratorError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
