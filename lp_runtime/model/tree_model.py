@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from lp_runtime.errors import ModelError
+from lp_runtime.lookahead.sampling import tensor_on
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.cache import TreeCache
 from lp_runtime.model.fixed_forward import SIZES, FixedForward
@@ -250,9 +251,9 @@ class TreeModel:
             logits = logits.float()
             _commit(text, tree, commit)
             return logits
-        keep = self._on_device(fed.rows)
+        keep = tensor_on(self.device, fed.rows)
         if self.strict_tokens is None:
-            ids, positions = self._on_device(np.stack([fed.tokens, fed.positions]))
+            ids, positions = tensor_on(self.device, np.stack([fed.tokens, fed.positions]))
             mask = self.masks.build(fed.parents, positions, text.cache.length)
             logits = self._forward(ids, positions, mask, keep)
         else:
@@ -279,12 +280,12 @@ class TreeModel:
             layouts.append(fed := lay_out(tree, nodes, wanted, text.cache.length))
             keep.append(num_fed + fed.rows)
             num_fed += len(fed.tokens)
-            masks.append(self.masks.build(fed.parents, self._on_device(fed.positions), text.cache.length))
+            masks.append(self.masks.build(fed.parents, tensor_on(self.device, fed.positions), text.cache.length))
         num_filling = -num_fed % grain(num_fed) if self.device.type == "cpu" else 0
         filling = np.zeros(num_filling, np.int64)
-        ids = self._on_device(np.concatenate([*(fed.tokens for fed in layouts), filling]))
-        positions = self._on_device(np.concatenate([*(fed.positions for fed in layouts), filling]))
-        keep = self._on_device(np.concatenate(keep))
+        ids = tensor_on(self.device, np.concatenate([*(fed.tokens for fed in layouts), filling]))
+        positions = tensor_on(self.device, np.concatenate([*(fed.positions for fed in layouts), filling]))
+        keep = tensor_on(self.device, np.concatenate(keep))
         several = TogetherCache(
             [part.text.cache for part in parts], [len(part.nodes) for part in parts], masks, num_filling
         )
@@ -302,10 +303,6 @@ class TreeModel:
             self.text.fixed = FixedForward(self.model, self.text.cache, **self.fixed_sizes)
         return True
 
-    def _on_device(self, values: np.ndarray) -> torch.Tensor:
-        """A copy of an array."""
-        return torch.tensor(values, device=self.device)
-
     def _strict_forward(self, fed: Layout) -> torch.Tensor:
         """[T, V] float32 logits of all tokens, from passes of strict_tokens each, the last one filled up."""
         size, num_cached = self.strict_tokens, self.text.cache.length
@@ -316,7 +313,9 @@ class TreeModel:
             filling = np.full((num_filling, table.shape[1]), -1, dtype=np.int64)
             filling[:, [POSITION, WINDOW, KEYS + BLOCK]] = 0
             tables[window] = torch.from_numpy(np.concatenate([table, filling])).to(self.device)
-        ids, positions = self._on_device(np.pad(np.stack([fed.tokens, fed.positions]), ((0, 0), (0, num_filling))))
+        ids, positions = tensor_on(
+            self.device, np.pad(np.stack([fed.tokens, fed.positions]), ((0, 0), (0, num_filling)))
+        )
         before = attention_settings(self.model)
         self.model.set_attn_implementation(of_text_model(self.model, STRICT))
         try:
