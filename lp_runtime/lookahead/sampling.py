@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -23,8 +24,8 @@ WORD = 0xFFFFFFFF
 MAX_SAMPLE = 2**32 - 1
 
 
-def tensor_on(device: torch.device, values: Sequence) -> torch.Tensor:
-    """Integers, int64, on a device; on a GPU nothing waits until it is done with what it was given before."""
+def tensor_on(device: torch.device, values: Sequence | np.ndarray) -> torch.Tensor:
+    """Integers, copied, int64, on a device; on a GPU nothing waits until it is done with what it was given before."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=torch.int64, device=device)
     return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
