@@ -8,7 +8,7 @@
 #   scripts/gpu.sh OUT large   floor, 13B and 34B shapes
 #
 # Models are the demo model inflated, in MODELS (default /tmp/lp_models); DATA has humaneval.jsonl and gsm8k.jsonl. PYTHON
-# must have the package's dependencies. Every stage fits into 10 minutes on an H200.
+# must have the package's dependencies. Every stage should fit into 10 minutes on an H200.
 set -euo pipefail
 out=$1
 shift
@@ -43,7 +43,7 @@ for stage in "$@"; do
     bench)
         inflate 7b
         "$python" -c "from lp_runtime.cli import bench_main; bench_main()" model.path="$models/7b" dtype=bfloat16 limit=2 degrees='[1,2,4,8]' \
-            prompts="'${prompts[0]},${prompts[1]}'" output="$out" 2>&1 | tee "$out/bench.txt"
+            prompts="${prompts[0]},${prompts[1]}" output="$out" 2>&1 | tee "$out/bench.txt"
         ;;
     shared)
         "$python" benchmarks/equality.py --gpus 1 2 4 --device cuda --backend gloo --limit 4 --prompts "${prompts[@]}" | tee "$out/shared.txt"
