@@ -25,10 +25,11 @@ MAX_SAMPLE = 2**32 - 1
 
 
 def tensor_on(device: torch.device, values: Sequence | np.ndarray) -> torch.Tensor:
-    """Integers, copied, int64, on a device; on a GPU nothing waits until it is done with what it was given before."""
+    """Integers as int64, or an array as it is, copied to a device; on a GPU nothing waits for the copy."""
+    dtype = None if isinstance(values, np.ndarray) else torch.int64
     if device.type != "cuda":
-        return torch.tensor(values, dtype=torch.int64, device=device)
-    return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 def philox(counter: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:

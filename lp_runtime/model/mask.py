@@ -13,6 +13,7 @@ import torch
 
 from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.compiled import compiled, with_fresh_cache
+from lp_runtime.lookahead.sampling import tensor_on
 from lp_runtime.model.tree_attention import NAME as TREE
 
 FULL, SLIDING, CHUNKED = KINDS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -102,7 +103,7 @@ class MaskBuilder:
             num_cached: L; the cached tokens stand at positions 0 .. L - 1.
         """
         num_keys = num_cached + len(parents)
-        ancestors = torch.from_numpy(ancestor_mask(parents)).to(self._device)
+        ancestors = tensor_on(self._device, ancestor_mask(parents))
         masks = {}
         for kind in self._kinds:
             hides = self._hides(kind, num_keys)

@@ -104,11 +104,11 @@ class TreeProcessors:
             if type(processor) in CONTEXT_FREE:
                 scores = processor(everything, scores)
             elif type(processor) in ROW_BY_ROW:
-                for rows, prefixes in groups:
-                    scores[rows] = processor(prefixes, scores[rows])
+                for _, places, prefixes in groups:
+                    scores[places] = processor(prefixes, scores[places])
             else:
-                for rows, prefixes in groups:
-                    for row, prefix in zip(rows.tolist(), prefixes.split(1), strict=True):
+                for rows, _, prefixes in groups:
+                    for row, prefix in zip(rows, prefixes.split(1), strict=True):
                         with self._guarded(processor):
                             processed = processor(prefix, scores[row : row + 1].clone())
                         if processed.shape != (1, scores.shape[1]):
@@ -125,8 +125,8 @@ class TreeProcessors:
 
     def _groups(
         self, tree: TokenTree, nodes: Sequence[int], tokens: Sequence[int]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(rows [b], prefixes [b, L + depth]) of the nodes of each depth."""
+    ) -> list[tuple[list[int], torch.Tensor, torch.Tensor]]:
+        """(rows [b], the same on the device, prefixes [b, L + depth]) of the nodes of each depth."""
         known = len(self._ids)
         added = tensor_on(self.device, tokens[known:])
         self._ids = torch.cat([self._ids, added])
@@ -137,7 +137,7 @@ class TreeProcessors:
         for rows in by_depth.values():
             tails = tensor_on(self.device, [tree.path(nodes[row]) for row in rows])
             prefixes = torch.cat([self._ids.expand(len(rows), -1), tails], dim=1)
-            groups.append((tensor_on(self.device, rows), prefixes))
+            groups.append((rows, tensor_on(self.device, rows), prefixes))
         return groups
 
 

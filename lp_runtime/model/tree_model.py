@@ -203,7 +203,7 @@ class TreeModel:
         Yields:
             between chunks; the same text must be fed the next one.
         """
-        ids = torch.tensor(prompt, dtype=torch.int64, device=self.device)
+        ids = tensor_on(self.device, prompt)
         text = self.text
         before = text.cache.length
         for start in range(0, len(prompt), self.prefill_chunk):
@@ -212,7 +212,7 @@ class TreeModel:
             chunk = ids[start : start + self.prefill_chunk]
             positions = torch.arange(before + start, before + start + len(chunk), device=self.device)
             # The mask is the model's own causal one: nothing of a prompt is a tree.
-            logits = self._forward(chunk, positions, None, torch.tensor([len(chunk) - 1], device=self.device))
+            logits = self._forward(chunk, positions, None, tensor_on(self.device, [len(chunk) - 1]))
             text.cache.commit(len(chunk))
             text.tokens += prompt[start : start + len(chunk)]
             text.num_prefilled = len(text.tokens)
@@ -312,7 +312,7 @@ class TreeModel:
         for window, table in tables.items():
             filling = np.full((num_filling, table.shape[1]), -1, dtype=np.int64)
             filling[:, [POSITION, WINDOW, KEYS + BLOCK]] = 0
-            tables[window] = torch.from_numpy(np.concatenate([table, filling])).to(self.device)
+            tables[window] = tensor_on(self.device, np.concatenate([table, filling]))
         ids, positions = tensor_on(
             self.device, np.pad(np.stack([fed.tokens, fed.positions]), ((0, 0), (0, num_filling)))
         )
