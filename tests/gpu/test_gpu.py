@@ -41,9 +41,9 @@ def random_tree(rng: random.Random, size: int) -> TokenTree:
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_attention_without_a_mask(groups, dtype):
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     query, key, value = (
-        torch.randn(1, heads, tokens, 64, generator=generator, device="cuda").to(dtype)
+        torch.randn(1, heads, tokens, 64, generator=generator).to("cuda", dtype)
         for heads, tokens in ((2 * groups, 17), (2, 300), (2, 300))
     )
     folded = query.reshape(1, 2, groups * 17, 64)

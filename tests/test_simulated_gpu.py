@@ -1,0 +1,192 @@
+"""The runtime on a simulated GPU: the same tokens, one wait a step; and whether the simulation tells what is wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from ranks import CPU, run_ranks
+from simulated_gpu import Event, Gpu, Graph, Tensor, capturing, simulated_gpu
+from test_run_together import decode_alone, decode_together
+
+from lp_runtime.config import LookaheadConfig, ModelConfig, RuntimeConfig, SamplingConfig
+from lp_runtime.decoding import Request
+from lp_runtime.decoding_loop import Arrival, DecodingLoop
+from lp_runtime.model import self_check
+from lp_runtime.model.loading import load_model
+from lp_runtime.model.tree_model import TreeModel
+from lp_runtime.worker import ready_model
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+CUDA = torch.device("cuda", 0)
+PROMPT = tuple(range(300, 312))
+FIXED = LookaheadConfig(5, 4, 5)
+AUTO = LookaheadConfig(prior="none")
+REQUESTS = {
+    "greedy": Request(PROMPT, AUTO, 32),
+    "fixed": Request(PROMPT[1:], FIXED, 32),
+    "paper": Request(PROMPT[2:], LookaheadConfig(5, 4, 5, policy="paper"), 16),
+    "one token a step": Request(PROMPT[3:], LookaheadConfig(0, 2, 0), 8),
+    "sampled": Request(PROMPT[4:], AUTO, 12, sampling=SamplingConfig(temperature=0.8, top_p=0.9, seed=5)),
+    "penalized": Request(PROMPT[5:], FIXED, 12, sampling=SamplingConfig(repetition_penalty=1.2, seed=5)),
+    "logprobs": Request(PROMPT[6:], FIXED, 12, logprobs=True),
+}
+FEW = ("fixed", "sampled")
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[Gpu]:
+    with simulated_gpu() as gpu:
+        yield gpu
+
+
+@pytest.fixture(scope="module")
+def model(gpu) -> TreeModel:
+    """Its passes are captured."""
+    return ready_model(RuntimeConfig(dtype="float32"), CUDA)[0]
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[int]]:
+    """Tokens of each request, on the CPU."""
+    model = TreeModel(load_model(ModelConfig(), CPU, "float32"), 512, own_attention=True)
+    return {name: decode_alone(model, request)[0] for name, request in REQUESTS.items()}
+
+
+def steps_and_waits(gpu: Gpu, loop: DecodingLoop, name: str) -> tuple[list[int], int, Counter]:
+    """A request's tokens, its steps, and how often the host waited, and where, but for what happens once a request or
+    once for a size."""
+    request = REQUESTS[name]
+    loop.prepare(request.lookahead)
+    gpu.waits.clear()
+    *runs, report = loop.run(request)
+    waits = Counter(gpu.waits)
+    for once in ("generation.py: build_processors", "fixed_forward.py: _capture_pass"):
+        del waits[once]
+    return [token for run in runs for token in run.token_ids], report.num_steps, waits
+
+
+def check(found: tuple[list[int], int, Counter], expected: list[int]) -> None:
+    """What `steps_and_waits` has found of a request."""
+    tokens, num_steps, waits = found
+    assert tokens == expected
+    assert waits == {"exchange.py: finish": num_steps}  # for the token behind the prompt, too
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_one_wait_a_step(gpu, model, expected, name):
+    assert model.fixed_sizes["capture"]
+    check(steps_and_waits(gpu, DecodingLoop(model, 0, 1, CUDA), name), expected[name])
+
+
+@pytest.mark.parametrize("setting", [{"compile": "off"}, {"exactness": "strict"}])
+def test_one_wait_a_step_without_captured_passes(gpu, expected, setting, monkeypatch):
+    monkeypatch.setattr(self_check, "STRICT_LENGTHS", (20,))
+    monkeypatch.setattr(self_check, "LONG_STRICT_LENGTHS", ())
+    model, _ = ready_model(RuntimeConfig(dtype="float32", **setting), CUDA)
+    assert model.fixed_sizes is None
+    for name in FEW:
+        check(steps_and_waits(gpu, DecodingLoop(model, 0, 1, CUDA), name), expected[name])
+
+
+def test_requests_together(gpu, model, expected):
+    assert model.takes_several
+    arrivals = {number + 1: [Arrival(name, request)] for number, (name, request) in enumerate(REQUESTS.items())}
+    found = decode_together(DecodingLoop(model, 0, 1, CUDA), arrivals)
+    assert {name: tokens for name, (tokens, _, _) in found.items()} == expected
+
+
+def on_a_rank(rank: int, num_replicas: int) -> dict[str, tuple[list[int], int, Counter]]:
+    """`steps_and_waits` of a few requests. The collective is given what is on the GPU, as NCCL would be."""
+    with simulated_gpu() as gpu:
+        model, _ = ready_model(RuntimeConfig(dtype="float32", compile="off"), CUDA)
+        return {name: steps_and_waits(gpu, DecodingLoop(model, rank, num_replicas, CUDA), name) for name in FEW}
+
+
+def test_ranks_exchange_on_the_device(expected):
+    for found in run_ranks(on_a_rank, 2):
+        for name in FEW:
+            check(found[name], expected[name])
+
+
+def test_host_and_device_do_not_mix(gpu):
+    here, there = torch.ones(3), torch.ones(3, device=CUDA)
+    with pytest.raises(RuntimeError, match="same device"):
+        here + there
+    with pytest.raises(RuntimeError):
+        there.numpy()
+    assert (there + torch.tensor(2.0)).tolist() == [3.0] * 3  # but for numbers
+
+
+def test_what_is_copied_is_there_once_it_was_waited_for(gpu):
+    there, here = torch.arange(3, device=CUDA), torch.empty(3, dtype=torch.int64, pin_memory=True)
+    gpu.waits.clear()
+    here.copy_(there, non_blocking=True)
+    copied = Event()
+    copied.record()
+    assert not copied.query() and here.tolist() != [0, 1, 2] and not gpu.waits
+    copied.synchronize()
+    assert here.tolist() == [0, 1, 2] and gpu.waits == ["elsewhere"]
+    copied.synchronize()
+    assert len(gpu.waits) == 1
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_is_being_copied_must_not_change(gpu, waits):
+    here = torch.zeros(3, pin_memory=True)
+    there = here.to(CUDA, non_blocking=True)
+    if waits:
+        torch.cuda.synchronize()
+    here.fill_(1)
+    if waits:
+        assert there.tolist() == [0.0] * 3
+    else:
+        with pytest.raises(AssertionError, match="written to before"):
+            torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda there: there.sum().item(),
+        lambda there: there.cpu(),
+        lambda there: there.copy_(torch.ones(3)),
+        lambda there: torch.tensor([1.0], device=CUDA),
+        lambda there: torch.nonzero(there),
+        lambda there: there[torch.tensor([0, 1])],
+    ],
+)
+def test_what_waits(gpu, wait):
+    there = torch.zeros(3, device=CUDA)
+    gpu.waits.clear()
+    there += 1
+    wait(there)
+    assert gpu.waits
+    graph = Graph()
+    with pytest.raises(RuntimeError, match="capturing"), capturing(graph):
+        wait(there)
+
+
+def test_memory_that_was_never_written_to(gpu):
+    assert torch.empty(3, device=CUDA).isnan().all()
+    assert (torch.empty(3, dtype=torch.int64, device=CUDA) > 1 << 60).all()
+
+
+def test_a_graph_computes_when_it_is_replayed(gpu):
+    given, kept = torch.zeros(3, device=CUDA), torch.zeros(3, device=CUDA)
+    graph, other, pool = Graph(), Graph(), object()
+    with capturing(graph, pool=pool):
+        made = given * 2
+        kept += 1
+    assert made.isnan().all() and kept.tolist() == [0.0] * 3
+    for number in range(1, 3):
+        given.fill_(number)
+        graph.replay()
+        assert made.tolist() == [2.0 * number] * 3 and kept.tolist() == [float(number)] * 3
+    with capturing(other, pool=pool):
+        given + 1
+    other.replay()
+    assert made.isnan().all()  # their memory is shared
+    assert type(made) is Tensor
