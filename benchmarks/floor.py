@@ -1,6 +1,7 @@
 """How far a step is from the floor: the time that it takes to read the model's weights once.
 
     python benchmarks/floor.py --models DIR ... --tokens 1 64 128 --compile off auto full --dtype bfloat16
+    python benchmarks/floor.py --shapes 7b 13b 34b --dtype bfloat16   the demo model inflated, in memory
 
 The floor is weight bytes / copy bandwidth, the bandwidth being what a large copy on the device reaches, bytes read and
 written. A step is what decoding does: inputs to the device, forward pass, successors and runners-up back on the host.
@@ -14,7 +15,9 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,10 +27,14 @@ from lp_runtime.config import ModelConfig, RuntimeConfig
 from lp_runtime.lookahead.tables import K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.drawing import Drawing
+from lp_runtime.model.loading import load_model
 from lp_runtime.model.packing import PackedLinear
 from lp_runtime.model.processors import TreeProcessors
 from lp_runtime.model.tree_model import TreeModel
-from lp_runtime.worker import choose_device, ready_model
+from lp_runtime.worker import choose_device, made_ready
+
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+from inflate_model import DEMO_MODEL, SHAPES, inflated  # noqa: E402
 
 
 def synchronize(device: torch.device) -> None:
@@ -96,7 +103,8 @@ def measure(model: TreeModel, tokens: list[int], context: int, rounds: int) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=[None], help="directories; the demo model if not given")
+    parser.add_argument("--models", nargs="+", default=[], help="directories; the demo model if nothing is given")
+    parser.add_argument("--shapes", nargs="+", default=[], choices=SHAPES, help="of inflated models")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 64, 128])
     parser.add_argument("--compile", nargs="+", default=["auto"], choices=["off", "auto", "full"])
     parser.add_argument("--dtype", default="auto")
@@ -107,10 +115,15 @@ def main() -> None:
     bandwidth = copy_bandwidth(device)
     print(f"{machine()}; copy bandwidth {bandwidth / 1e9:.0f} GB/s; {args.context} committed tokens\n", flush=True)
     rows = []
-    for path in args.models:
+    wanted = [(shape, None) for shape in args.shapes] + [(None, path) for path in args.models]
+    for shape, path in wanted or [(None, None)]:
         for compile_ in args.compile:
             config = RuntimeConfig(model=ModelConfig(path=path), dtype=args.dtype, compile=compile_)
-            model, _ = ready_model(config, device)
+            if shape is None:
+                loaded = load_model(config.model, device, config.dtype)
+            else:
+                loaded = inflated(DEMO_MODEL, SHAPES[shape], "float32" if args.dtype == "auto" else args.dtype, device)
+            model, _ = made_ready(loaded, config, device)
             size = weight_bytes(model.model)
             floor = 1e3 * size / bandwidth
             found = measure(model, args.tokens, args.context, args.rounds)
@@ -118,9 +131,9 @@ def main() -> None:
                 name = compile_ if model.fixed_sizes else "off"
                 ratios = (step / floor, step / found[args.tokens[0]][0])
                 numbers = (size / 1e9, floor, step, *ratios, issued)
-                rows.append([path or "demo", name, tokens, *(f"{each:.2f}" for each in numbers)])
+                rows.append([shape or path or "demo", name, tokens, *(f"{each:.2f}" for each in numbers)])
                 print(rows[-1], flush=True)
-            del model
+            del model, loaded
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -238,8 +238,12 @@ def ready_model(config: RuntimeConfig, device: torch.device) -> tuple[TreeModel,
     Raises:
         ModelError: if it cannot be loaded, or failed.
     """
+    return made_ready(load_model(config.model, device, config.dtype), config, device)
+
+
+def made_ready(loaded, config: RuntimeConfig, device: torch.device) -> tuple[TreeModel, float]:
+    """The same with a Hugging Face causal LM that is on the device already."""
     strict_tokens = config.strict_tokens if config.exactness == "strict" else None
-    loaded = load_model(config.model, device, config.dtype)
     num_fused = num_packed = 0
     if config.model.fusing == "auto" and config.model.device_map is None:
         num_fused = fuse_blocks(loaded)

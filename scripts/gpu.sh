@@ -7,7 +7,7 @@
 #   scripts/gpu.sh OUT shared  several ranks share the GPU over gloo: the outputs must be those of one
 #   scripts/gpu.sh OUT large   floor, 13B and 34B shapes
 #
-# Models are the demo model inflated, in MODELS (default /tmp/lp_models); DATA has humaneval.jsonl and gsm8k.jsonl. PYTHON
+# Models are the demo model inflated, in memory, but bench's, in MODELS (default /tmp/lp_models); DATA has humaneval.jsonl and gsm8k.jsonl. PYTHON
 # must have the package's dependencies. Every stage should fit into 10 minutes on an H200.
 set -euo pipefail
 out=$1
@@ -18,12 +18,6 @@ data=${DATA:-data}
 export PYTHONPATH=.:benchmarks${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 mkdir -p "$out" "$models"
 
-inflate() {
-    for shape in "$@"; do
-        [ -f "$models/$shape/config.json" ] || "$python" scripts/inflate_model.py --shape "$shape" --dtype bfloat16 --out "$models/$shape"
-    done
-}
-
 prompts=("$data/humaneval.jsonl:prompt" "$data/gsm8k.jsonl:question")
 for stage in "$@"; do
     echo "== $stage"
@@ -32,16 +26,14 @@ for stage in "$@"; do
         "$python" -m pytest -q -p no:cacheprovider tests/gpu tests/model/test_triton_kernels.py 2>&1 | tee "$out/check.txt"
         ;;
     floor)
-        inflate 7b
-        "$python" benchmarks/floor.py --models "$models/7b" --tokens 1 8 64 128 256 --compile off auto full --dtype bfloat16 |
+        "$python" benchmarks/floor.py --shapes 7b --tokens 1 8 64 128 256 --compile off auto full --dtype bfloat16 |
             tee "$out/floor.txt"
         ;;
     large)
-        inflate 13b 34b
-        "$python" benchmarks/floor.py --models "$models/13b" "$models/34b" --tokens 1 64 128 --dtype bfloat16 | tee "$out/large.txt"
+        "$python" benchmarks/floor.py --shapes 13b 34b --tokens 1 64 128 --dtype bfloat16 | tee "$out/large.txt"
         ;;
     bench)
-        inflate 7b
+        [ -f "$models/7b/config.json" ] || "$python" scripts/inflate_model.py --shape 7b --dtype bfloat16 --out "$models/7b"
         "$python" -c "from lp_runtime.cli import bench_main; bench_main()" model.path="$models/7b" dtype=bfloat16 limit=2 degrees='[1,2,4,8]' \
             prompts="${prompts[0]},${prompts[1]}" output="$out" 2>&1 | tee "$out/bench.txt"
         ;;

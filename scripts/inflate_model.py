@@ -13,7 +13,8 @@ RMSNorm's weights and epsilon make up for the larger mean. Where heads grow, the
 queries are zero, too, so that its scores stay, and its rotary pairs move to where the larger head has their frequency.
 The vocabulary stays.
 
-Weights are made and written one layer at a time, so a 34B model needs little memory. Names of shapes: see SHAPES.
+Weights are made and written one layer at a time, so a 34B model needs little memory; on a GPU, where there is one, as
+a CPU takes minutes to draw so many numbers. Names of shapes: see SHAPES.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "lp_runtime" / "demo_model"
 COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
@@ -110,29 +111,34 @@ class Inflation:
     Args:
         small: the small model's shape.
         big: the big one's.
-        eps: the small model's RMSNorm epsilon.
         dtype: of the big model.
-        seed: of what is random.
+        device: where they are made.
+        seed: of what is random, which is not the same on every device.
     """
 
-    def __init__(self, small: Shape, big: Shape, dtype: torch.dtype, seed: int = 0):
+    def __init__(self, small: Shape, big: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0):
         check(small, big)
-        self.small, self.big, self.dtype = small, big, dtype
-        self._random = torch.Generator().manual_seed(seed)
+        self.small, self.big, self.dtype, self.device = small, big, dtype, device
+        self._random = torch.Generator(device).manual_seed(seed)
         self._places = head_places(small, big)
         # rotary pairs are (i, i + head_dim / 2): pair i of the small head has the frequency of pair i * growth
         growth, half = big.head_dim // small.head_dim, small.head_dim // 2
         pairs = torch.arange(half) * growth
-        self._rotary = torch.cat([pairs, pairs + big.head_dim // 2])
+        self._rotary = torch.cat([pairs, pairs + big.head_dim // 2]).to(device)
 
     def noise(self, rows: int, columns: int) -> torch.Tensor:
         """[rows, columns] of the size that keeps a unit input's output about a unit."""
         # Not float32 for a 34B model's layer: half the memory, and nobody reads these values.
-        return (torch.randn(rows, columns, generator=self._random) * columns**-0.5).to(self.dtype)
+        drawn = torch.randn(rows, columns, generator=self._random, device=self.device)
+        return (drawn * columns**-0.5).to(self.dtype)
+
+    def zeros(self, rows: int, columns: int) -> torch.Tensor:
+        """[rows, columns]"""
+        return torch.zeros(rows, columns, dtype=self.dtype, device=self.device)
 
     def norm(self, weight: torch.Tensor) -> torch.Tensor:
         """An RMSNorm's weights: the mean of squares is smaller by the share of places that are zero."""
-        wide = torch.ones(self.big.hidden)
+        wide = torch.ones(self.big.hidden, device=self.device)
         wide[: len(weight)] = weight.float() * (self.small.hidden / self.big.hidden) ** 0.5
         return wide.to(self.dtype)
 
@@ -147,12 +153,12 @@ class Inflation:
         big, d, D = self.big, self.small.head_dim, self.big.head_dim
         hidden = self.small.hidden
         query, key, value = (self.noise(n * D, big.hidden) for n in (big.heads, big.kv_heads, big.kv_heads))
-        out = torch.zeros(big.hidden, big.heads * D, dtype=self.dtype)
+        out = self.zeros(big.hidden, big.heads * D)
         scale = (D / d) ** 0.5  # scores are divided by the square root of the head's size
         group = self.small.heads // self.small.kv_heads
         for head, (to, kv) in enumerate(self._places):
             mine, theirs = slice(head * d, (head + 1) * d), slice(head // group * d, (head // group + 1) * d)
-            new = torch.ones(D, dtype=torch.bool)
+            new = torch.ones(D, dtype=torch.bool, device=self.device)
             new[self._rotary] = False
             query[to * D : (to + 1) * D][new] = 0
             query[to * D + self._rotary, :hidden] = (small["q"][mine].float() * scale).to(self.dtype)
@@ -167,16 +173,16 @@ class Inflation:
         width = big.heads * big.head_dim
         kv_width = big.kv_heads * big.head_dim
         if small is None:
-            attention = {"q": self.noise(width, big.hidden), "o": torch.zeros(big.hidden, width, dtype=self.dtype)}
+            attention = {"q": self.noise(width, big.hidden), "o": self.zeros(big.hidden, width)}
             attention |= {name: self.noise(kv_width, big.hidden) for name in ("k", "v")}
-            norms = [torch.ones(big.hidden, dtype=self.dtype) for _ in range(2)]
+            norms = [torch.ones(big.hidden, dtype=self.dtype, device=self.device) for _ in range(2)]
             gate, up = (self.noise(big.intermediate, big.hidden) for _ in range(2))
-            down = torch.zeros(big.hidden, big.intermediate, dtype=self.dtype)
+            down = self.zeros(big.hidden, big.intermediate)
         else:
             attention = self.attention({n: small[f"self_attn.{n}_proj.weight"] for n in "qkvo"})
             norms = [self.norm(small[f"{name}_layernorm.weight"]) for name in ("input", "post_attention")]
             gate, up = (self.readers(small[f"mlp.{name}_proj.weight"], big.intermediate) for name in ("gate", "up"))
-            down = torch.zeros(big.hidden, big.intermediate, dtype=self.dtype)
+            down = self.zeros(big.hidden, big.intermediate)
             theirs = small["mlp.down_proj.weight"]
             down[: theirs.shape[0], : theirs.shape[1]] = theirs.to(self.dtype)
         weights = {f"self_attn.{name}_proj.weight": weight for name, weight in attention.items()}
@@ -185,21 +191,22 @@ class Inflation:
 
     def embedding(self, weight: torch.Tensor) -> torch.Tensor:
         """The embedding writes to the residual stream: zeros in its new places."""
-        wide = torch.zeros(len(weight), self.big.hidden, dtype=self.dtype)
+        wide = self.zeros(len(weight), self.big.hidden)
         wide[:, : weight.shape[1]] = weight.to(self.dtype)
         return wide
 
 
 class SmallModel:
-    """A checkpoint's weights, read when asked for."""
+    """A checkpoint's weights, read when asked for, to a device."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, device: torch.device):
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise InflateError(f"--from={folder}: no safetensors file there")
         self.config = AutoConfig.from_pretrained(folder)
         if self.config.model_type != "llama" or self.config.attention_bias or self.config.mlp_bias:
             raise InflateError(f"--from={folder}: must be a Llama-architecture model without biases")
+        self.device = device
         self._files = [safe_open(file, "pt") for file in files]
         self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
 
@@ -207,7 +214,7 @@ class SmallModel:
         return name in self._where
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._where[name].get_tensor(name)
+        return self._where[name].get_tensor(name).to(self.device)
 
     def layer(self, number: int) -> dict[str, torch.Tensor]:
         prefix = f"model.layers.{number}."
@@ -232,7 +239,7 @@ def big_config(small, shape: Shape, dtype: str) -> dict:
 
 def weights(small: SmallModel, shape: Shape, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
     """The big model's weights, a layer at a time; the small model's layers are the first, in order."""
-    inflation = Inflation(shape_of(small.config), shape, dtype)
+    inflation = Inflation(shape_of(small.config), shape, dtype, small.device)
     head = "lm_head.weight" if "lm_head.weight" in small else "model.embed_tokens.weight"
     yield {"model.embed_tokens.weight": inflation.embedding(small["model.embed_tokens.weight"])}
     for number in range(shape.layers):
@@ -244,6 +251,28 @@ def weights(small: SmallModel, shape: Shape, dtype: torch.dtype) -> Iterator[dic
     }
 
 
+def inflated(source: Path, shape: Shape, dtype: str, device: torch.device) -> PreTrainedModel:
+    """The big model, made where it is to run; nothing is written.
+
+    Raises:
+        InflateError: if the small model is not one that fits.
+    """
+    small = SmallModel(source, device)
+    config = LlamaConfig.from_dict(big_config(small.config, shape, dtype))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    for part in weights(small, shape, getattr(torch, dtype)):
+        model.load_state_dict(part, strict=False, assign=True)
+    with device:  # no checkpoint has these
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    return model.eval()
+
+
+def choose_device() -> torch.device:
+    """Where the weights are made, if they are written."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def inflate(source: Path, out: Path, shape: Shape, dtype: str) -> int:
     """Write the big model. Returns how many parameters it has.
 
@@ -252,14 +281,15 @@ def inflate(source: Path, out: Path, shape: Shape, dtype: str) -> int:
     """
     if any(out.glob("*.safetensors")):
         raise InflateError(f"--out={out}: has a model in it; must be another folder")
-    small = SmallModel(source)
+    small = SmallModel(source, choose_device())
     check(shape_of(small.config), shape)
     out.mkdir(parents=True, exist_ok=True)
     index: dict[str, str] = {}
     num_parameters = num_bytes = 0
     for number, part in enumerate(weights(small, shape, getattr(torch, dtype))):
         name = f"model-{number:05d}.safetensors"
-        save_file({key: weight.contiguous() for key, weight in part.items()}, out / name, metadata={"format": "pt"})
+        on_host = {key: weight.contiguous().cpu() for key, weight in part.items()}
+        save_file(on_host, out / name, metadata={"format": "pt"})
         index |= dict.fromkeys(part, name)
         num_parameters += sum(weight.numel() for weight in part.values())
         num_bytes += sum(weight.numel() * weight.element_size() for weight in part.values())

@@ -53,6 +53,17 @@ def test_the_big_model_says_what_the_small_one_says(small, big):
     assert texts[0].tolist() == texts[1].tolist()
 
 
+@torch.inference_mode()
+def test_one_that_is_made_in_memory_is_the_one_that_is_written(tmp_path):
+    shape = SHAPES["wider and deeper"]
+    inflate_model.inflate(DEMO_MODEL, tmp_path, shape, "float32")
+    written = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    made = inflate_model.inflated(DEMO_MODEL, shape, "float32", torch.device("cpu"))
+    assert not made.training and written.config.to_dict().keys() == made.config.to_dict().keys()
+    ids = torch.arange(2, 40)[None]
+    assert torch.equal(made(ids).logits, written(ids).logits)
+
+
 def test_only_what_would_reach_the_result_is_zero(big):
     hidden, D = big.config.hidden_size, big.config.head_dim
     for name, weight in big.named_parameters():
