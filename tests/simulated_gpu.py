@@ -328,6 +328,13 @@ class Graph:
         Gpu.now.queue()
 
 
+class Generator(torch.Generator):
+    """Numbers are drawn where they are needed, which is on the CPU."""
+
+    def __new__(cls, device: object = "cpu"):
+        return super().__new__(cls, "cpu")
+
+
 class Event:
     """An event; those of CUDA have happened where they were never recorded."""
 
@@ -536,6 +543,7 @@ def simulated_gpu() -> Iterator[Gpu]:
         with pytest.MonkeyPatch.context() as patch:
             for name, stand_in in CUDA.items():
                 patch.setattr(torch.cuda, name, stand_in)
+            patch.setattr(torch, "Generator", Generator)
             for module in (kernels, fusing):
                 patch.setattr(module, "triton_kernels", KERNELS)
             # A parameter on the GPU is of a class of its own, like those that the package leaves alone.
