@@ -1,10 +1,9 @@
-"""A GPU that is not there: torch's device "cuda", computed on the CPU, as strict as the real one about what a program
-may do with it.
+"""A GPU that is not there: torch's device "cuda", computed on the CPU, and strict about what a program may do with it.
 
 Tensors say that they are on cuda:0; what is asked of them is computed in ordinary memory, in order, at once. What a
 program can see of a GPU's ways is kept:
 
-- tensors of host and device do not mix, and a device's memory has no address on the host;
+- tensors of host and device do not mix;
 - memory that nothing was written to holds NaN, or numbers far out of range;
 - what is queued is done once the host has waited for it, or for something behind it: until then what is copied to
   pinned memory is not there, and what is copied from it must not change. `Gpu.waits` counts the waits for anything that
@@ -12,8 +11,9 @@ program can see of a GPU's ways is kept:
 - while a graph is captured nothing is computed, and nothing may wait; a replay computes with what is then in the same
   memory, and leaves nothing in the memory of other graphs of its pool.
 
-It has no time of its own, one stream whatever is asked for, and stand-ins of Triton's kernels, which have tests of
-their own. Triton, torch.compile, NCCL, and whether a real kernel computes the same, are not simulated.
+It has no time of its own, one stream whatever is asked for, so that a missing wait for another one is not seen, pinned
+memory that is never given to anybody else, and stand-ins of Triton's kernels, which have tests of their own. Triton,
+torch.compile, NCCL, and whether a real kernel computes the same, are not simulated.
 
 With simulated_site in PYTHONPATH, processes have one from their start on: so tests/gpu and scripts/gpu.sh can be
 rehearsed.
@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -47,11 +48,16 @@ aten = torch.ops.aten
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 PACKAGE = Path(kernels.__file__).parents[1]
 OUT_OF_RANGE = 0x5A
-READ_BY_HOST = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim")
+READ_BY_HOST = (
+    "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim",
+    "unique_consecutive", "repeat_interleave", "bincount",
+)  # fmt: skip
 MAKE_EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 MAKE_OF_VALUES = (torch.tensor, torch.as_tensor)
+MAY_PIN = (torch.tensor, torch.empty, torch.zeros)
 SUBSCRIPTS = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
-MAY_MIX = ("index", "_index_put_impl_", "index_put_", "index_put")  # indices may be on the host, and are copied
+TAKE_NUMBERS = ("fill_", "fill", "masked_fill", "masked_fill_")  # of the host's, as what is pointwise does
+BY_INDICES = ("index", "_index_put_impl_", "index_put_", "index_put")  # which may be on the host, and are copied
 
 
 class Tensor(torch.Tensor):
@@ -73,6 +79,9 @@ class Tensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         return Gpu.now.call(function, args, kwargs or {})
+
+    def data_ptr(self) -> int:
+        return self.memory.data_ptr()
 
     def __repr__(self, **kwargs) -> str:
         return f"simulated_gpu.Tensor({self.memory!r})"
@@ -119,11 +128,15 @@ class Gpu(TorchDispatchMode):
         """Whether the host knows that it is."""
         return number <= self._done
 
-    def wait(self, number: int | None = None) -> None:
-        """For what was queued, up to a number."""
-        number = self._queued if number is None else number
+    def check_not_capturing(self) -> None:
+        """Some things may not be asked for while a graph is captured."""
         if self._graph is not None:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    def wait(self, number: int | None = None) -> None:
+        """For what was queued, up to a number."""
+        self.check_not_capturing()
+        number = self._queued if number is None else number
         if self.is_done(number):
             return
         self._done = number
@@ -167,10 +180,16 @@ class Gpu(TorchDispatchMode):
             self.wait()
         place = places[0] if places else GPU
         assert place.type == "cuda" or name.startswith("new_") or name.endswith("_like"), f"{name} to {place}"
-        if any(each.dim() and not isinstance(each, Tensor) for each in tensors) and name not in MAY_MIX:
-            raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but found cuda:0 and cpu")
-        if any(not isinstance(each, Tensor) and each.dim() for each in tensors):
-            self.wait()  # an index is copied from where it was
+        indices = [each for each in args[1] if each is not None] if name in BY_INDICES else []
+        if any(not isinstance(each, Tensor) or each.dtype in (torch.bool, torch.uint8) for each in indices):
+            self.wait()  # it is copied from where it was, or it must be known how many it takes
+        takes_numbers = torch.Tag.pointwise in function.tags or name in TAKE_NUMBERS
+        for each in tensors:
+            if not isinstance(each, Tensor) and not (each.dim() == 0 and takes_numbers) and not _is_in(each, indices):
+                raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but found cuda:0 and cpu")
+        generator = kwargs.get("generator")
+        if generator is not None and getattr(generator, "place", CPU).type != "cuda":
+            raise RuntimeError(f"{name}: Expected a 'cuda' device type for generator but found 'cpu'")
         return self._compute(STAND_INS.get(name, function), function, args, kwargs, name)
 
     def _compute(self, compute, function, args, kwargs, name: str):
@@ -225,7 +244,7 @@ class Gpu(TorchDispatchMode):
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
         to_gpu, of_gpu = isinstance(target, Tensor), isinstance(source, Tensor)
-        if to_gpu == of_gpu or (to_gpu and source.dim() == 0):
+        if to_gpu == of_gpu:
             if to_gpu:
                 function = aten.copy_.default
                 self._compute(function, function, (target, source), {}, "copy_")
@@ -233,9 +252,11 @@ class Gpu(TorchDispatchMode):
                 target.copy_(source)
             return target
         host = source if to_gpu else target
-        is_behind = non_blocking and self._is_pinned(host)
-        if self._graph is not None and not is_behind:
-            self.wait()
+        if self._graph is not None:  # of pinned memory it is allowed; but whose is that when it is replayed?
+            raise RuntimeError("a copy between host and device while a graph is captured: operation not permitted")
+        # What is of another type, or not in one piece, is changed in memory of the host's that is not pinned.
+        is_alike = target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
+        is_behind = non_blocking and self._is_pinned(host) and is_alike
         if to_gpu:
             function = aten.copy_.default
             self._compute(function, function, (target, Tensor(source)), {}, "copy_")
@@ -244,7 +265,6 @@ class Gpu(TorchDispatchMode):
             def happen() -> None:
                 assert _same(copied, source), "the host's memory was written to before it was copied"
         else:
-            assert self._graph is None, "a copy to the host is captured: not simulated"
             value = source.memory.clone()
             self.queue()
             _spoil(target)
@@ -271,8 +291,10 @@ class ByHost(TorchFunctionMode):
             args = (args[0], indices, *args[2:])
         if function is torch.Tensor.tolist and isinstance(args[0], Tensor):
             return args[0].cpu().tolist()
-        if kwargs.pop("pin_memory", False):
-            return Gpu.now.pin(function(*args, **kwargs))
+        if kwargs.get("pin_memory"):
+            if function not in MAY_PIN or isinstance(args[0], (torch.Tensor, np.ndarray)):
+                raise RuntimeError(f"{function.__name__}: Can't pin tensor constructed from numpy")
+            return Gpu.now.pin(function(*args, **kwargs | {"pin_memory": False}))
         return function(*args, **kwargs)
 
 
@@ -329,10 +351,14 @@ class Graph:
 
 
 class Generator(torch.Generator):
-    """Numbers are drawn where they are needed, which is on the CPU."""
+    """Draws on the CPU, and knows for which device."""
+
+    place: torch.device
 
     def __new__(cls, device: object = "cpu"):
-        return super().__new__(cls, "cpu")
+        made = super().__new__(cls, "cpu")
+        made.place = torch.device(device)
+        return made
 
 
 class Event:
@@ -345,6 +371,7 @@ class Event:
         self._number, self._time = Gpu.now.last, time.perf_counter() + Gpu.now.seconds_slept
 
     def query(self) -> bool:
+        Gpu.now.check_not_capturing()
         return Gpu.now.is_done(self._number)
 
     def synchronize(self) -> None:
@@ -430,6 +457,10 @@ def _spoil(memory: torch.Tensor) -> None:
         memory.contiguous().view(torch.uint8).fill_(OUT_OF_RANGE) if memory.is_contiguous() else memory.fill_(1)
 
 
+def _is_in(tensor: torch.Tensor, others: list[torch.Tensor]) -> bool:
+    return any(tensor is each for each in others)
+
+
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.equal(left, right)
 
@@ -455,6 +486,9 @@ STAND_INS = {
 
 def rotate_and_write(query, key, value, cos, sin, length, keys, values):
     """Stand-in, as all that follow, of Triton's kernel of that name."""
+    size = query.shape[3]
+    assert all(each.stride()[2:] == (size, 1) for each in (query, key, value))
+    assert keys.is_contiguous() and values.is_contiguous()
     slots = length + torch.arange(query.shape[1], device=query.device)
     rotated, key = (fusing.rotate(each, cos, sin) for each in (query, key))
     keys.index_copy_(2, slots, key.transpose(1, 2))
@@ -463,6 +497,7 @@ def rotate_and_write(query, key, value, cos, sin, length, keys, values):
 
 
 def attend(query, keys, values, mask, length, scale, num_processors):
+    assert query.stride(3) == 1 and keys.is_contiguous() and values.is_contiguous() and mask.is_contiguous()
     num_tokens, num_heads = query.shape[2], keys.shape[1]
     folded = query.reshape(1, num_heads, -1, query.shape[3])
     slots = length + torch.arange(num_tokens, device=query.device)
@@ -473,11 +508,13 @@ def attend(query, keys, values, mask, length, scale, num_processors):
 
 
 def gate(gate_up):
+    assert gate_up.is_contiguous()
     first, second = gate_up.float().chunk(2, -1)
     return (torch.nn.functional.silu(first) * second).to(gate_up.dtype)
 
 
 def pack_runners_up(scores, first, num, no_token, gap_unit, max_gap):
+    assert scores.stride(1) == 1 and scores.dtype == torch.float32
     ids, gaps = drawing.runners_up(scores, num)
     words = torch.nn.functional.pad((ids << 8) | gaps, (0, num % 2), value=no_token << 8)
     return torch.cat([first[:, None], words[:, 0::2] | (words[:, 1::2] << 32)], dim=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 
@@ -19,7 +20,10 @@ from lp_runtime.model.loading import load_model
 from lp_runtime.model.tree_model import TreeModel
 from lp_runtime.worker import ready_model
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+]
 CUDA = torch.device("cuda", 0)
 PROMPT = tuple(range(300, 312))
 FIXED = LookaheadConfig(5, 4, 5)
@@ -33,6 +37,7 @@ REQUESTS = {
     "penalized": Request(PROMPT[5:], FIXED, 12, sampling=SamplingConfig(repetition_penalty=1.2, seed=5)),
     "logprobs": Request(PROMPT[6:], FIXED, 12, logprobs=True),
 }
+ONCE = ("generation.py: build_processors", "fixed_forward.py: _capture_pass")  # a request, or a size
 FEW = ("fixed", "sampled")
 
 
@@ -63,7 +68,7 @@ def steps_and_waits(gpu: Gpu, loop: DecodingLoop, name: str) -> tuple[list[int],
     gpu.waits.clear()
     *runs, report = loop.run(request)
     waits = Counter(gpu.waits)
-    for once in ("generation.py: build_processors", "fixed_forward.py: _capture_pass"):
+    for once in ONCE:
         del waits[once]
     return [token for run in runs for token in run.token_ids], report.num_steps, waits
 
@@ -94,14 +99,19 @@ def test_one_wait_a_step_without_captured_passes(gpu, expected, setting, monkeyp
 def test_requests_together(gpu, model, expected):
     assert model.takes_several
     arrivals = {number + 1: [Arrival(name, request)] for number, (name, request) in enumerate(REQUESTS.items())}
-    found = decode_together(DecodingLoop(model, 0, 1, CUDA), arrivals)
+    loop = DecodingLoop(model, 0, 1, CUDA)
+    for request in REQUESTS.values():
+        loop.prepare(request.lookahead)
+    gpu.waits.clear()
+    found = decode_together(loop, arrivals)
+    assert set(gpu.waits) <= {"exchange.py: finish", *ONCE}
     assert {name: tokens for name, (tokens, _, _) in found.items()} == expected
 
 
 def on_a_rank(rank: int, num_replicas: int) -> dict[str, tuple[list[int], int, Counter]]:
     """`steps_and_waits` of a few requests. The collective is given what is on the GPU, as NCCL would be."""
     with simulated_gpu() as gpu:
-        model, _ = ready_model(RuntimeConfig(dtype="float32", compile="off"), CUDA)
+        model, _ = ready_model(RuntimeConfig(dtype="float32"), CUDA)
         return {name: steps_and_waits(gpu, DecodingLoop(model, rank, num_replicas, CUDA), name) for name in FEW}
 
 
@@ -111,12 +121,26 @@ def test_ranks_exchange_on_the_device(expected):
             check(found[name], expected[name])
 
 
-def test_host_and_device_do_not_mix(gpu):
-    here, there = torch.ones(3), torch.ones(3, device=CUDA)
-    with pytest.raises(RuntimeError, match="same device"):
-        here + there
-    with pytest.raises(RuntimeError):
-        there.numpy()
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda here, there: here + there,
+        lambda here, there: there.index_select(0, torch.tensor([0])),
+        lambda here, there: torch.stack([there[0], here[0]]),
+        lambda here, there: here[there.long()],
+        lambda here, there: there.index_put_((there.long(),), here),
+        lambda here, there: there.numpy(),
+        lambda here, there: torch.randn(3, device=CUDA, generator=torch.Generator()),
+        lambda here, there: torch.tensor(here.numpy(), pin_memory=True),
+    ],
+)
+def test_what_is_refused(gpu, mix):
+    with pytest.raises((RuntimeError, TypeError)):
+        mix(torch.ones(3), torch.ones(3, device=CUDA))
+
+
+def test_numbers_of_the_host_are_taken(gpu):
+    there = torch.ones(3, device=CUDA)
     assert (there + torch.tensor(2.0)).tolist() == [3.0] * 3  # but for numbers
 
 
@@ -156,6 +180,10 @@ def test_what_is_being_copied_must_not_change(gpu, waits):
         lambda there: torch.tensor([1.0], device=CUDA),
         lambda there: torch.nonzero(there),
         lambda there: there[torch.tensor([0, 1])],
+        lambda there: there[there > 0],
+        lambda there: torch.repeat_interleave(there, there.long()),
+        lambda there: torch.zeros(3, pin_memory=True).to(CUDA, torch.bfloat16, non_blocking=True),
+        lambda there: torch.zeros(3, 3, pin_memory=True).T.to(CUDA, non_blocking=True),
     ],
 )
 def test_what_waits(gpu, wait):
@@ -165,8 +193,10 @@ def test_what_waits(gpu, wait):
     wait(there)
     assert gpu.waits
     graph = Graph()
-    with pytest.raises(RuntimeError, match="capturing"), capturing(graph):
+    with pytest.raises(RuntimeError, match="not permitted"), capturing(graph):
         wait(there)
+    with pytest.raises(RuntimeError, match="not permitted"), capturing(graph):
+        Event().query()
 
 
 def test_memory_that_was_never_written_to(gpu):

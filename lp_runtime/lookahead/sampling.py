@@ -26,10 +26,12 @@ MAX_SAMPLE = 2**32 - 1
 
 def tensor_on(device: torch.device, values: Sequence | np.ndarray) -> torch.Tensor:
     """Integers as int64, or an array as it is, copied to a device; on a GPU nothing waits for the copy."""
-    dtype = None if isinstance(values, np.ndarray) else torch.int64
+    is_array = isinstance(values, np.ndarray)
     if device.type != "cuda":
-        return torch.tensor(values, dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+        return torch.tensor(values, dtype=None if is_array else torch.int64, device=device)
+    # What is pinned is a copy, too; torch.tensor does not pin what it makes of an array.
+    pinned = (torch.from_numpy(values) if is_array else torch.tensor(values, dtype=torch.int64)).pin_memory()
+    return pinned.to(device, non_blocking=True)
 
 
 def philox(counter: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
