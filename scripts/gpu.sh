@@ -9,7 +9,7 @@
 #
 # SHAPE is 7b by default. Models are the demo model inflated, in memory, but for bench's, which is in MODELS (default
 # /tmp/lp_models); DATA has humaneval.jsonl and gsm8k.jsonl. PYTHON must have the package's dependencies: see carry.sh.
-# Every stage should fit into 10 minutes on an H200.
+# Every stage should fit into 10 minutes on an H200; one that fails does not keep the others from running.
 set -euo pipefail
 out=$1
 shift
@@ -18,30 +18,38 @@ shape=${SHAPE:-7b}
 models=${MODELS:-/tmp/lp_models}
 data=${DATA:-data}
 export PYTHONPATH=.:benchmarks${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-mkdir -p "$out" "$models"
-
 prompts=("$data/humaneval.jsonl:prompt" "$data/gsm8k.jsonl:question")
-for stage in "$@"; do
-    echo "== $stage"
-    case $stage in
+
+run() {
+    case $1 in
     check)
-        "$python" -m pytest -q -p no:cacheprovider tests/gpu tests/model/test_triton_kernels.py 2>&1 | tee "$out/check.txt"
+        "$python" -m pytest -q -p no:cacheprovider tests/gpu tests/model/test_triton_kernels.py
         ;;
     floor)
-        "$python" benchmarks/floor.py --shapes "$shape" --tokens 1 8 64 128 256 --compile off auto full --dtype bfloat16 |
-            tee "$out/floor.txt"
+        "$python" benchmarks/floor.py --shapes "$shape" --tokens 1 8 64 128 256 --compile off auto full --dtype bfloat16
         ;;
     large)
-        "$python" benchmarks/floor.py --shapes 13b 34b --tokens 1 64 128 --dtype bfloat16 | tee "$out/large.txt"
+        "$python" benchmarks/floor.py --shapes 13b 34b --tokens 1 64 128 --dtype bfloat16
         ;;
     bench)
         [ -f "$models/$shape/config.json" ] ||
-            "$python" scripts/inflate_model.py --shape "$shape" --dtype bfloat16 --out "$models/$shape"
-        "$python" -c "from lp_runtime.cli import bench_main; bench_main()" model.path="$models/$shape" dtype=bfloat16 limit=2 degrees='[1,2,4,8]' \
-            prompts="${prompts[0]},${prompts[1]}" output="$out" 2>&1 | tee "$out/bench.txt"
+            "$python" scripts/inflate_model.py --shape "$shape" --dtype bfloat16 --out "$models/$shape" || return
+        "$python" -c "from lp_runtime.cli import bench_main; bench_main()" model.path="$models/$shape" dtype=bfloat16 limit=2 \
+            degrees='[1,2,4,8]' prompts="${prompts[0]},${prompts[1]}" output="$out"
         ;;
     shared)
-        "$python" benchmarks/equality.py --gpus 1 2 4 --device cuda --backend gloo --limit 4 --prompts "${prompts[@]}" | tee "$out/shared.txt"
+        "$python" benchmarks/equality.py --gpus 1 2 4 --device cuda --backend gloo --limit 4 --prompts "${prompts[@]}"
+        ;;
+    esac
+}
+
+for stage in "$@"; do
+    case $stage in
+    check | floor | large) ;;
+    bench | shared)
+        for file in "${prompts[@]%:*}"; do
+            [ -r "$file" ] || { echo "DATA=$data: $file cannot be read; stage $stage needs it" >&2; exit 2; }
+        done
         ;;
     *)
         echo "stage=$stage: must be check, floor, bench, shared or large" >&2
@@ -49,3 +57,15 @@ for stage in "$@"; do
         ;;
     esac
 done
+mkdir -p "$out" "$models"
+failed=()
+for stage in "$@"; do
+    echo "== $stage"
+    SECONDS=0
+    run "$stage" 2>&1 | tee "$out/$stage.txt" || failed+=("$stage")
+    echo "== $stage took $SECONDS s"
+done
+if [ ${#failed[@]} -gt 0 ]; then
+    echo "failed: ${failed[*]}" >&2
+    exit 1
+fi

@@ -273,15 +273,15 @@ def choose_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def inflate(source: Path, out: Path, shape: Shape, dtype: str) -> int:
-    """Write the big model. Returns how many parameters it has.
+def inflate(source: Path, out: Path, shape: Shape, dtype: str, device: torch.device | None = None) -> int:
+    """Write the big model, its config.json last. Returns how many parameters it has.
 
     Raises:
-        InflateError: if the small model is not one that fits, or there is a model in `out`.
+        InflateError: if the small model is not one that fits, or there is a whole model in `out`.
     """
-    if any(out.glob("*.safetensors")):
+    if (out / "config.json").exists():
         raise InflateError(f"--out={out}: has a model in it; must be another folder")
-    small = SmallModel(source, choose_device())
+    small = SmallModel(source, device or choose_device())
     check(shape_of(small.config), shape)
     out.mkdir(parents=True, exist_ok=True)
     index: dict[str, str] = {}
@@ -295,10 +295,10 @@ def inflate(source: Path, out: Path, shape: Shape, dtype: str) -> int:
         num_bytes += sum(weight.numel() * weight.element_size() for weight in part.values())
     table = {"metadata": {"total_size": num_bytes}, "weight_map": index}
     (out / "model.safetensors.index.json").write_text(json.dumps(table, indent=1))
-    (out / "config.json").write_text(json.dumps(big_config(small.config, shape, dtype), indent=1))
     for name in COPIED:
         if (source / name).exists():
             shutil.copy(source / name, out / name)
+    (out / "config.json").write_text(json.dumps(big_config(small.config, shape, dtype), indent=1))
     return num_parameters
 
 

@@ -56,11 +56,16 @@ def test_the_big_model_says_what_the_small_one_says(small, big):
 @torch.inference_mode()
 def test_one_that_is_made_in_memory_is_the_one_that_is_written(tmp_path):
     shape = SHAPES["wider and deeper"]
-    inflate_model.inflate(DEMO_MODEL, tmp_path, shape, "float32")
+    cpu = torch.device("cpu")
+    inflate_model.inflate(DEMO_MODEL, tmp_path, shape, "float32", cpu)
     written = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    made = inflate_model.inflated(DEMO_MODEL, shape, "float32", torch.device("cpu"))
-    assert not made.training and written.config.to_dict().keys() == made.config.to_dict().keys()
-    ids = torch.arange(2, 40)[None]
+    made = inflate_model.inflated(DEMO_MODEL, shape, "float32", cpu)
+    assert not made.training and made.dtype == torch.float32
+    assert inflate_model.shape_of(made.config) == shape and made.config.rms_norm_eps == written.config.rms_norm_eps
+    states = made.state_dict(), written.state_dict()
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    ids = torch.arange(2, 40)[None]  # what no checkpoint has, too
     assert torch.equal(made(ids).logits, written(ids).logits)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from lp_runtime.model.mask import mark_ancestors
 from lp_runtime.model.tree_attention import NAME, Committed
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+MOST_COMPILED = 16 * len(SIZES)
 NUM_WARM_UPS = 3  # passes before one is captured: libraries set themselves up in the first ones
 
 
@@ -97,6 +99,7 @@ class FixedForward:
 
     def __init__(self, model, cache: TreeCache, capture: bool, compiled: bool = False):
         self._model = torch.compile(model, dynamic=False) if compiled else model
+        self._compiled = compiled
         self._device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
         self._cache = cache
@@ -146,7 +149,9 @@ class FixedForward:
         lowest = torch.finfo(self._dtype).min
         mask = torch.zeros(ancestors.shape, dtype=self._dtype, device=self._device).masked_fill_(~ancestors, lowest)
         slots = length + torch.arange(one.size, device=self._device)
-        with self._cache.writing_at(slots):
+        # Every size is compiled by itself, and every cache's; beyond its limit torch goes on without, in silence.
+        limit = torch._dynamo.config.patch(recompile_limit=MOST_COMPILED) if self._compiled else nullcontext()
+        with limit, self._cache.writing_at(slots):
             output = self._model(
                 input_ids=ids[None],
                 position_ids=places[None],

@@ -137,16 +137,16 @@ def test_an_exchange_waits_once():
     timer = PassTimer(torch.device("cuda"))
     exchange = Exchange(0, 1, 64, torch.device("cuda"), 5)
     shares = [Share(list(range(40)), list(range(40)))]
-    for number in range(3):
+    for number in range(4):  # the first loads kernels and pins memory, which may wait
         timer.start()
-        torch.cuda._sleep(50_000_000)
+        torch.cuda._sleep(50_000_000 if number else 1)
         values = torch.arange(200, device="cuda").view(40, 5) + number
         timer.stop()
         exchange.start(shares, 40, values, digest=1, control=0)
-        assert not exchange._copied.query()  # nothing has waited
+        assert number == 0 or not exchange._copied.query()  # nothing has waited
         outcome = exchange.finish()
         assert (outcome.values == np.arange(200).reshape(40, 5) + number).all()
-        assert timer.seconds() > 0.005
+        assert number == 0 or timer.seconds() > 0.005
 
 
 def test_a_slow_reader_gets_the_same_text():

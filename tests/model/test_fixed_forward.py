@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from lp_runtime import worker
 from lp_runtime.config import ModelConfig, RuntimeConfig
@@ -114,6 +116,21 @@ def test_every_size_and_the_next(random_model):
             model.prefill([1, 2, 3])
         logits = [model.forward(tree, nodes, nodes) for model in (free, fixed)]
         torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_every_size_is_compiled(random_model, monkeypatch):
+    """Where it is asked for; of more than so many, 8, torch would run the rest as they are."""
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    model = TreeModel(random_model("Llama"), 512, own_attention=True)
+    model.fix_sizes(capture=False, compiled=True)
+    model.begin(40)
+    model.prefill([1, 2, 3])
+    rng = random.Random(0)
+    for number, size in enumerate(SIZES[:10]):
+        tree = random_tree(rng, 1, size - 1)
+        model.forward(tree, list(range(size)), [0], commit=False)
+        assert counter.frame_count == number + 1
 
 
 def test_the_self_check_goes_through_them(random_model):
