@@ -14,6 +14,7 @@ import torch
 from lp_runtime import LookaheadConfig
 from lp_runtime.bench.command import read_sources
 from lp_runtime.bench.critical_path import CriticalPath, CriticalPathRunner
+from lp_runtime.bench.methods import HuggingFace
 from lp_runtime.bench.report import quartiles
 from lp_runtime.cli import bench_main
 from lp_runtime.command_config import BenchConfig
@@ -145,6 +146,25 @@ def test_a_model_that_samples_by_default_is_compared_greedily(tmp_path, capsys, 
     )
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
     assert [row["outputs_that_differ"] for row in rows] == [0] * 5
+
+
+def test_a_baseline_that_does_not_run_is_left_out(tmp_path, capsys, caplog, monkeypatch):
+    decode = HuggingFace.decode
+
+    def fails(self, prompt, **options):
+        if "cache_implementation" in options and self._num_passes:
+            raise RuntimeError("no compiler")
+        return decode(self, prompt, **options)
+
+    monkeypatch.setattr(HuggingFace, "decode", fails)
+    settings = ["limit=2", "max_new_tokens=4", f"output={tmp_path}", *FIXED]
+    bench_main(["methods=[hf,hf_compiled,plain]", *settings])
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert [row["method"] for row in rows] == ["hf", "plain"]
+    assert "hf_compiled does not run here, so it is left out: no compiler" in caplog.text
+    with pytest.raises(SystemExit) as exit_status:
+        bench_main(["methods=[hf_compiled]", *settings])
+    assert exit_status.value.code == 1 and "no compiler" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from pathlib import Path
 
@@ -20,7 +21,9 @@ from lp_runtime.bench.methods import (
 )
 from lp_runtime.bench.report import Report
 from lp_runtime.command_config import METHODS, BenchConfig, GenerateConfig
-from lp_runtime.errors import ConfigError, ReplicaError, unforeseen_as
+from lp_runtime.errors import ConfigError, ReplicaError, first_line, unforeseen_as
+
+log = logging.getLogger(__name__)
 
 OWN_PROMPTS = (
     'def fibonacci(n: int) -> int:\n    """Return the n-th Fibonacci number."""\n',
@@ -98,9 +101,18 @@ def _run(
     methods |= runtime_methods(config, runtime, names)
     methods |= critical_path_methods(config, config.degrees)
     results: dict[str, list[Result]] = {name: [] for name in methods}
-    for name, decode in methods.items():  # what is made or measured at a first request is not to be timed
-        for prompt in prompts if name == "hf_compiled" else prompts[:1]:  # which is compiled anew for another length
-            decode(prompt)
+    for name, decode in list(methods.items()):  # what is made or measured at a first request is not to be timed
+        if name != "hf_compiled":
+            decode(prompts[0])
+            continue
+        try:
+            for prompt in prompts:  # it is compiled anew for another length
+                decode(prompt)
+        except Exception as error:  # of torch's compiler, or of transformers' use of it
+            if len(methods) == 1:
+                raise
+            log.warning("hf_compiled does not run here, so it is left out: %s", first_line(error))
+            del methods[name], results[name]
     order = list(methods)
     total = config.rounds * len(prompts) * len(order)
     with contextlib.closing(tqdm(total=total, unit="run", disable=not sys.stderr.isatty(), leave=False)) as bar:
