@@ -17,6 +17,7 @@ import gc
 import statistics
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,34 @@ def measure(model: TreeModel, tokens: list[int], context: int, rounds: int) -> d
     }
 
 
+def rows_of(
+    args: argparse.Namespace,
+    shape: str | None,
+    path: str | None,
+    compile_: str,
+    device: torch.device,
+    bandwidth: float,
+) -> list[list]:
+    """Of one model, by its shape or its directory, and one way to launch; bandwidth in bytes a second."""
+    config = RuntimeConfig(model=ModelConfig(path=path), dtype=args.dtype, compile=compile_)
+    if shape is None:
+        loaded = load_model(config.model, device, config.dtype)
+    else:
+        loaded = inflated(DEMO_MODEL, SHAPES[shape], "float32" if args.dtype == "auto" else args.dtype, device)
+    model, _ = made_ready(loaded, config, device)
+    size = weight_bytes(model.model)
+    floor = 1e3 * size / bandwidth
+    found = measure(model, args.tokens, args.context, args.rounds)
+    rows = []
+    for tokens, (step, issued) in found.items():
+        name = compile_ if model.fixed_sizes else "off"
+        ratios = (step / floor, step / found[args.tokens[0]][0])
+        numbers = (size / 1e9, floor, step, *ratios, issued)
+        rows.append([shape or path or "demo", name, tokens, *(f"{each:.2f}" for each in numbers)])
+        print(rows[-1], flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=[], help="directories; the demo model if nothing is given")
@@ -114,31 +143,22 @@ def main() -> None:
     device = choose_device("auto", 0)
     bandwidth = copy_bandwidth(device)
     print(f"{machine()}; copy bandwidth {bandwidth / 1e9:.0f} GB/s; {args.context} committed tokens\n", flush=True)
-    rows = []
+    rows, failed = [], []
     wanted = [(shape, None) for shape in args.shapes] + [(None, path) for path in args.models]
     for shape, path in wanted or [(None, None)]:
         for compile_ in args.compile:
-            config = RuntimeConfig(model=ModelConfig(path=path), dtype=args.dtype, compile=compile_)
-            if shape is None:
-                loaded = load_model(config.model, device, config.dtype)
-            else:
-                loaded = inflated(DEMO_MODEL, SHAPES[shape], "float32" if args.dtype == "auto" else args.dtype, device)
-            model, _ = made_ready(loaded, config, device)
-            size = weight_bytes(model.model)
-            floor = 1e3 * size / bandwidth
-            found = measure(model, args.tokens, args.context, args.rounds)
-            for tokens, (step, issued) in found.items():
-                name = compile_ if model.fixed_sizes else "off"
-                ratios = (step / floor, step / found[args.tokens[0]][0])
-                numbers = (size / 1e9, floor, step, *ratios, issued)
-                rows.append([shape or path or "demo", name, tokens, *(f"{each:.2f}" for each in numbers)])
-                print(rows[-1], flush=True)
-            del model, loaded
+            try:
+                rows += rows_of(args, shape, path, compile_, device, bandwidth)
+            except Exception:  # of a compiler, or for want of memory: the others are still worth having
+                traceback.print_exc()
+                failed.append(f"{shape or path or 'demo'} {compile_}")
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     header = ["model", "compile", "tokens", "GB", "floor ms", "step ms", "over floor", "over the first", "issued ms"]
     print("\n" + markdown(header, rows))
+    if failed:
+        sys.exit(f"not measured: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
