@@ -23,7 +23,7 @@ from lp_runtime.model.fixed_forward import can_capture
 from lp_runtime.model.fusing import fuse_blocks
 from lp_runtime.model.generation import defaults_of
 from lp_runtime.model.loading import eos_token_ids, load_model, load_tokenizer
-from lp_runtime.model.packing import pack_linears
+from lp_runtime.model.packing import pack_if_faster, pack_linears
 from lp_runtime.model.room import tokens_that_fit
 from lp_runtime.model.self_check import check_model
 from lp_runtime.model.text import StopStrings
@@ -250,7 +250,8 @@ def made_ready(loaded, config: RuntimeConfig, device: torch.device) -> tuple[Tre
         if num_fused and device.type == "cuda":
             torch.cuda.empty_cache()  # what was freed, for others that share the GPU
     if config.model.packing == "auto":
-        num_packed = pack_linears(loaded)
+        # With exactness=strict all replicas must compute alike, whatever each of them would measure.
+        num_packed = (pack_if_faster if strict_tokens is None else pack_linears)(loaded)
     model = TreeModel(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True)
     if config.compile != "off" and strict_tokens is None and can_capture(loaded):
         model.fix_sizes(capture=True, compiled=config.compile == "full")

@@ -3,10 +3,14 @@
 torch's matrix product reads a layer's weights as they lie in the checkpoint: for one token through a kernel of its own,
 for several by packing all of them anew at every call, which costs more than the product. Packed once, a few tokens
 cost hardly more than one. The products are the same but for the order of their sums.
+
+For small layers it does not pay everywhere: a call of oneDNN's takes some microseconds more, and on Intel's CPUs the
+other kernels (MKL's) are faster than on others.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +20,8 @@ from torch import nn
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 NUM_TOKENS = 16  # that the order is chosen for; others are computed as well
 SAMPLE_SIZE = 64
+SMALL_BYTES = 256 << 20  # of weights; with more, packed ones were faster on every CPU that was tried
+NUM_TRIALS = 5  # passes with and without, in turn
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,47 @@ def pack_linears(model: nn.Module) -> int:
         setattr(parent, name, packed)
         count += 1
     return count
+
+
+def pack_if_faster(model: nn.Module) -> int:
+    """The same, but where a small causal LM turns out to be faster without, here and now, all stay."""
+    places = places_of(model, _can_pack)
+    plain = [getattr(parent, name) for parent, name in places]
+    if sum(each.weight.numel() * each.weight.element_size() for each in plain) > SMALL_BYTES:
+        del plain
+        return pack_linears(model)
+    if not (count := pack_linears(model)):
+        return 0
+    packed = [getattr(parent, name) for parent, name in places]
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    try:
+        for number in range(NUM_TRIALS + 1):
+            for is_packed, layers in ((False, plain), (True, packed)):
+                _put(places, layers)
+                taken = _seconds_of_a_pass(model)
+                if number:  # the first sets up what is kept
+                    seconds[is_packed].append(taken)
+    except Exception:  # of a foreign model, which the self-check will have more to say about
+        _put(places, packed)
+        return count
+    if min(seconds[True]) < min(seconds[False]):
+        return count
+    _put(places, plain)
+    return 0
+
+
+def _put(places: list[tuple[nn.Module, str]], layers: list[nn.Module]) -> None:
+    for (parent, name), layer in zip(places, layers, strict=True):
+        setattr(parent, name, layer)
+
+
+@torch.inference_mode()
+def _seconds_of_a_pass(model: nn.Module) -> float:
+    """Of a few tokens."""
+    ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64)
+    started = time.perf_counter()
+    model(input_ids=ids, use_cache=False)
+    return time.perf_counter() - started
 
 
 def places_of(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> list[tuple[nn.Module, str]]:

@@ -209,6 +209,7 @@ def test_a_model_that_fails_says_what_may_be_turned_off(tiny_model_dir, monkeypa
         raise ModelError("wrong")
 
     monkeypatch.setattr(worker, "check_model", fail)
+    monkeypatch.setattr(worker, "pack_if_faster", pack_linears)  # whatever is faster
     for settings, hint in (
         ({}, "try model.fusing=off model.packing=off"),
         ({"packing": "off"}, "try model.fusing=off"),

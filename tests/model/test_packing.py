@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model.packing import PackedLinear, pack_linears
+from lp_runtime.model import packing
+from lp_runtime.model.packing import PackedLinear, pack_if_faster, pack_linears
 from lp_runtime.model.tree_model import TreeModel
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")
@@ -88,3 +89,51 @@ def test_layers_stay_where_the_packed_product_is_wrong(monkeypatch):
     monkeypatch.setattr(PackedLinear, "forward", lambda self, x: x.new_zeros(len(x), 8))
     assert pack_linears(model) == 0
     assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_a_small_model_is_packed_if_that_is_faster(random_model, monkeypatch, is_faster):
+    model = random_model("Llama")
+    plain = [each for each in model.modules() if type(each) is torch.nn.Linear]
+    asked = []
+
+    def seconds(model: torch.nn.Module) -> float:
+        is_packed = any(isinstance(each, PackedLinear) for each in model.modules())
+        asked.append(is_packed)
+        return 1.0 if is_packed == is_faster else 2.0
+
+    monkeypatch.setattr(packing, "_seconds_of_a_pass", seconds)
+    assert pack_if_faster(model) == (len(plain) if is_faster else 0)
+    packed = [each for each in model.modules() if isinstance(each, PackedLinear)]
+    assert len(packed) == (len(plain) if is_faster else 0)
+    if not is_faster:
+        assert [each for each in model.modules() if type(each) is torch.nn.Linear] == plain
+    assert asked == [False, True] * (len(asked) // 2) and len(asked) > 4  # in turn
+
+
+def test_a_large_model_is_packed(random_model, monkeypatch):
+    monkeypatch.setattr(packing, "SMALL_BYTES", 0)
+    monkeypatch.setattr(packing, "_seconds_of_a_pass", lambda model: pytest.fail("nothing is measured"))
+    model = random_model("Llama")
+    assert pack_if_faster(model) == sum(isinstance(each, PackedLinear) for each in model.modules()) > 0
+
+
+def test_a_model_that_cannot_be_timed_is_packed(random_model, monkeypatch):
+    def fails(*args, **options):
+        raise ValueError("foreign")
+
+    model = random_model("Llama")
+    monkeypatch.setattr(model, "forward", fails)
+    assert pack_if_faster(model) > 0
+    assert not any(type(each) is torch.nn.Linear for each in model.modules())
+
+
+def test_a_pass_is_timed_for_what_it_is(random_model):
+    """That is, it is run."""
+    model, seen = random_model("Llama"), []
+    model.register_forward_hook(lambda *_: seen.append(1))
+    before = model(torch.arange(5)[None]).logits
+    seen.clear()
+    pack_if_faster(model)
+    assert len(seen) == 2 * (packing.NUM_TRIALS + 1)
+    torch.testing.assert_close(model(torch.arange(5)[None]).logits, before)
