@@ -134,8 +134,8 @@ class ModelConfig:
     """auto has known blocks (attention, MLPs and norms like Llama's) compute the same in fewer operations; off leaves
     them."""
     packing: str = "auto"
-    """auto packs linear layers on a CPU, so that several tokens cost hardly more than one, unless a small model is faster
-    without; off leaves them."""
+    """auto packs linear layers on a CPU, so that several tokens cost hardly more than one, but where a small model is
+    faster without; off leaves them."""
 
     def __post_init__(self) -> None:
         if self.path == "":
