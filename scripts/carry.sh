@@ -4,7 +4,7 @@
 #   scripts/carry.sh OUT.tar.xz [3.12]       here, where a registry is reached; for Linux, x86-64, and a version of Python
 #   mkdir site && tar xf OUT.tar.xz -C site && export PYTHONPATH=$PWD/site        there, in a copy of this repository
 #
-# A benchmark's prompts must be brought along, too. # The versions are those of .venv. pytest is there for tests/gpu.
+# The versions are those of .venv; pytest is there for tests/gpu. A benchmark's prompts must be brought along, too.
 set -euo pipefail
 out="$(realpath -m "$1")"
 version="${2:-3.12}"

@@ -263,7 +263,7 @@ class Gpu(TorchDispatchMode):
             copied = source.clone()
 
             def happen() -> None:
-                assert _same(copied, source), "the host's memory was written to before it was copied"
+                assert torch.equal(copied, source), "the host's memory was written to before it was copied"
         else:
             value = source.memory.clone()
             self.queue()
@@ -459,10 +459,6 @@ def _spoil(memory: torch.Tensor) -> None:
 
 def _is_in(tensor: torch.Tensor, others: list[torch.Tensor]) -> bool:
     return any(tensor is each for each in others)
-
-
-def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.equal(left, right)
 
 
 def _flash(query, key, value, dropout=0.0, is_causal=False, return_debug_mask=False, *, scale=None):

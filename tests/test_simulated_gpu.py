@@ -28,6 +28,13 @@ CUDA = torch.device("cuda", 0)
 PROMPT = tuple(range(300, 312))
 FIXED = LookaheadConfig(5, 4, 5)
 AUTO = LookaheadConfig(prior="none")
+
+
+def without_every_seventh(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A logits processor of a caller's own."""
+    return scores.masked_fill(torch.arange(scores.shape[1], device=scores.device) % 7 == 0, -torch.inf)
+
+
 REQUESTS = {
     "greedy": Request(PROMPT, AUTO, 32),
     "fixed": Request(PROMPT[1:], FIXED, 32),
@@ -36,6 +43,7 @@ REQUESTS = {
     "sampled": Request(PROMPT[4:], AUTO, 12, sampling=SamplingConfig(temperature=0.8, top_p=0.9, seed=5)),
     "penalized": Request(PROMPT[5:], FIXED, 12, sampling=SamplingConfig(repetition_penalty=1.2, seed=5)),
     "logprobs": Request(PROMPT[6:], FIXED, 12, logprobs=True),
+    "a caller's processor": Request(PROMPT[7:], FIXED, 12, processors=(without_every_seventh,)),
 }
 ONCE = ("generation.py: build_processors", "fixed_forward.py: _capture_pass")  # a request, or a size
 FEW = ("fixed", "sampled")
