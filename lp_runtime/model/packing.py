@@ -1,11 +1,11 @@
-"""Linear layers on a CPU with their weights packed once, in oneDNN's own order.
+"""Linear layers on a CPU with their weights packed once, in the own order of oneDNN or of MKL.
 
 torch's matrix product reads a layer's weights as they lie in the checkpoint: for one token through a kernel of its own,
 for several by packing all of them anew at every call, which costs more than the product. Packed once, a few tokens
 cost hardly more than one. The products are the same but for the order of their sums.
 
-For small layers it does not pay everywhere: a call of oneDNN's takes some microseconds more, and on Intel's CPUs the
-other kernels (MKL's) are faster than on others.
+Which of the two libraries is faster, and for small layers whether either is, depends on the CPU: a call of oneDNN's takes
+some microseconds more than one of MKL's, whose kernels are fast on Intel's CPUs.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-PACKED_DTYPES = (torch.float32, torch.bfloat16)
-NUM_TOKENS = 16  # that the order is chosen for; others are computed as well
+NUM_TOKENS = 16  # that oneDNN's order is chosen for; others are computed as well
+MKL_NUM_TOKENS = 64  # the same for MKL's: it packs anew what was packed for fewer, if the layer is large
 SAMPLE_SIZE = 64
 SMALL_BYTES = 256 << 20  # of weights; with more, packed ones were faster on every CPU that was tried
-NUM_TRIALS = 5  # passes with and without, in turn
+NUM_TRIALS = 5  # passes of each kind, in turn
 
 
 @dataclass(frozen=True)
@@ -34,25 +34,33 @@ class WeightInfo:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer, [..., in_features] to [..., out_features], that keeps its weights packed only.
+    """A linear layer, [..., in_features] to [..., out_features], that keeps its weights packed only, in oneDNN's order.
 
     Args:
-        linear: a layer on a CPU, in one of PACKED_DTYPES; it is not changed.
+        linear: a layer on a CPU, in one of `dtypes`; it is not changed.
+
+    Attributes:
+        dtypes: of the weights that can be packed so.
 
     Raises:
-        RuntimeError: if oneDNN cannot pack such weights on this CPU.
+        RuntimeError: if the library cannot pack such weights on this CPU.
     """
+
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         weight = linear.weight.detach()
         self.weight = WeightInfo(weight.shape, weight.dtype, weight.device)
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), NUM_TOKENS)
+        self._packed = self._pack(weight.contiguous())
         self.bias = linear.bias
         # A few of the weights, for whoever must tell models apart.
         sample = weight.flatten()[:: max(1, weight.numel() // SAMPLE_SIZE)][:SAMPLE_SIZE].clone()
         self.register_buffer("sample", sample, persistent=False)
+
+    def _pack(self, weight: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._reorder_linear_weight(weight, NUM_TOKENS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
@@ -61,10 +69,24 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-def pack_linears(model: nn.Module) -> int:
+class MKLPackedLinear(PackedLinear):
+    """The same in MKL's order."""
+
+    dtypes = (torch.float32,)
+
+    def _pack(self, weight: torch.Tensor) -> torch.Tensor:
+        self._like_weight = weight.new_zeros(1).expand(weight.shape)  # its shape is all that is asked for
+        return torch.ops.mkl._mkl_reorder_linear_weight(weight, MKL_NUM_TOKENS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        num_tokens = x.numel() // self.in_features  # with any other number torch would not use what is packed
+        return torch.ops.mkl._mkl_linear(x, self._packed, self._like_weight, self.bias, num_tokens)
+
+
+def pack_linears(model: nn.Module, packed: type[PackedLinear] = PackedLinear) -> int:
     """Replace a model's plain linear layers on the CPU by packed ones, one by one; the weights of each are freed.
 
-    Layers of other classes, types and devices stay. Where this CPU's oneDNN cannot do it, or not correctly, all stay.
+    Layers of other classes, types and devices stay. Where this CPU's library cannot do it, or not correctly, all stay.
 
     Returns:
         how many were replaced.
@@ -72,44 +94,50 @@ def pack_linears(model: nn.Module) -> int:
     if not torch.backends.mkldnn.is_available():
         return 0
     count = 0
-    for parent, name in places_of(model, _can_pack):
+    for parent, name in places_of(model, lambda module: _can_pack(module, packed.dtypes)):
         linear = getattr(parent, name)
         try:
-            packed = PackedLinear(linear)
-            if count == 0 and not _agree(linear, packed):
+            replacement = packed(linear)
+            if count == 0 and not _agree(linear, replacement):
                 return 0
         except (RuntimeError, AttributeError):  # not with this CPU, or not with this version of torch
             return count
-        setattr(parent, name, packed)
+        setattr(parent, name, replacement)
         count += 1
     return count
 
 
 def pack_if_faster(model: nn.Module) -> int:
-    """The same, but where a small causal LM turns out to be faster without, here and now, all stay."""
-    places = places_of(model, _can_pack)
+    """The same, but a small causal LM is packed in the order that turns out to be the fastest, here and now, or not at
+    all if it is faster so."""
+    places = places_of(model, lambda module: _can_pack(module, PackedLinear.dtypes))
     plain = [getattr(parent, name) for parent, name in places]
     if sum(each.weight.numel() * each.weight.element_size() for each in plain) > SMALL_BYTES:
         del plain
         return pack_linears(model)
-    if not (count := pack_linears(model)):
-        return 0
-    packed = [getattr(parent, name) for parent, name in places]
-    seconds: dict[bool, list[float]] = {False: [], True: []}
+    choices = [plain]
+    for packed in (MKLPackedLinear, PackedLinear):
+        if pack_linears(model, packed):
+            choices.append([getattr(parent, name) for parent, name in places])
+            _put(places, plain)
+    fastest = choices[_fastest(model, places, choices)]
+    _put(places, fastest)
+    return sum(isinstance(each, PackedLinear) for each in fastest)
+
+
+def _fastest(model: nn.Module, places: list[tuple[nn.Module, str]], choices: list[list[nn.Module]]) -> int:
+    """Which choice of layers for these places makes a model's pass the fastest; the last one if it cannot be run."""
+    best = [float("inf")] * len(choices)
     try:
-        for number in range(NUM_TRIALS + 1):
-            for is_packed, layers in ((False, plain), (True, packed)):
+        for trial in range(NUM_TRIALS + 1):
+            for index, layers in enumerate(choices):
                 _put(places, layers)
                 taken = _seconds_of_a_pass(model)
-                if number:  # the first sets up what is kept
-                    seconds[is_packed].append(taken)
+                if trial:  # the first sets up what is kept
+                    best[index] = min(best[index], taken)
     except Exception:  # of a foreign model, which the self-check will have more to say about
-        _put(places, packed)
-        return count
-    if min(seconds[True]) < min(seconds[False]):
-        return count
-    _put(places, plain)
-    return 0
+        return len(choices) - 1
+    return best.index(min(best))
 
 
 def _put(places: list[tuple[nn.Module, str]], layers: list[nn.Module]) -> None:
@@ -142,8 +170,8 @@ def is_hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
-def _can_pack(module: nn.Module) -> bool:
-    return is_plain(module) and module.weight.device.type == "cpu" and module.weight.dtype in PACKED_DTYPES
+def _can_pack(module: nn.Module, dtypes: tuple[torch.dtype, ...]) -> bool:
+    return is_plain(module) and module.weight.device.type == "cpu" and module.weight.dtype in dtypes
 
 
 @torch.inference_mode()

@@ -8,29 +8,36 @@ from torch import nn
 
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model import packing
-from lp_runtime.model.packing import PackedLinear, pack_if_faster, pack_linears
+from lp_runtime.model.packing import MKLPackedLinear, PackedLinear, pack_if_faster, pack_linears
 from lp_runtime.model.tree_model import TreeModel
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch has no MKL here")
+CLASSES = [PackedLinear, pytest.param(MKLPackedLinear, marks=needs_mkl)]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 16, 65, 300])
+@pytest.mark.parametrize("kind", CLASSES)
 @torch.inference_mode()
-def test_products_are_those_of_a_linear_layer(dtype, bias, num_tokens):
+def test_products_are_those_of_a_linear_layer(kind, dtype, bias, num_tokens):
     linear = nn.Linear(80, 33, bias=bias).to(dtype)
-    packed = PackedLinear(linear)
-    for shape in ((num_tokens, 80), (1, num_tokens, 80)):
-        x = torch.randn(shape).to(dtype)
+    if dtype not in kind.dtypes:
+        assert pack_linears(nn.Sequential(linear), kind) == 0
+        return
+    packed = kind(linear)
+    for shape in ((num_tokens, 80), (1, num_tokens, 80), (num_tokens, 160)):
+        x = torch.randn(shape).to(dtype)[..., :80]  # the last one does not lie in one piece
         torch.testing.assert_close(packed(x), linear(x), rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
     assert packed.weight.shape == linear.weight.shape
     assert packed.weight.dtype == dtype
 
 
+@pytest.mark.parametrize("kind", CLASSES)
 @torch.inference_mode()
-def test_a_packed_model_computes_the_same(random_model):
+def test_a_packed_model_computes_the_same(random_model, kind):
     model = random_model()
     tree = TokenTree([3], max_depth=4)
     for branch in ([1, 2, 3], [1, 5], [7]):
@@ -45,7 +52,7 @@ def test_a_packed_model_computes_the_same(random_model):
 
     before = logits()
     linears = [module for module in model.modules() if type(module) is nn.Linear]
-    assert pack_linears(model) == len(linears)
+    assert pack_linears(model, kind) == len(linears)
     assert not [module for module in model.modules() if type(module) is nn.Linear]
     torch.testing.assert_close(logits(), before, rtol=1e-4, atol=1e-5)
     assert pack_linears(model) == 0
@@ -91,24 +98,36 @@ def test_layers_stay_where_the_packed_product_is_wrong(monkeypatch):
     assert type(model[0]) is nn.Linear
 
 
-@pytest.mark.parametrize("is_faster", [True, False])
-def test_a_small_model_is_packed_if_that_is_faster(random_model, monkeypatch, is_faster):
+@pytest.mark.parametrize("fastest", [nn.Linear, *CLASSES])
+def test_a_small_model_has_the_layers_that_are_fastest(random_model, monkeypatch, fastest):
     model = random_model("Llama")
-    plain = [each for each in model.modules() if type(each) is torch.nn.Linear]
+    plain = [each for each in model.modules() if type(each) is nn.Linear]
     asked = []
 
-    def seconds(model: torch.nn.Module) -> float:
-        is_packed = any(isinstance(each, PackedLinear) for each in model.modules())
-        asked.append(is_packed)
-        return 1.0 if is_packed == is_faster else 2.0
+    def layers() -> list[nn.Module]:
+        return [each for each in model.modules() if isinstance(each, nn.Linear | PackedLinear)]
+
+    def seconds(model: nn.Module) -> float:
+        (kind,) = {type(each) for each in layers()}
+        asked.append(kind)
+        return 1.0 if kind is fastest else 2.0
 
     monkeypatch.setattr(packing, "_seconds_of_a_pass", seconds)
-    assert pack_if_faster(model) == (len(plain) if is_faster else 0)
-    packed = [each for each in model.modules() if isinstance(each, PackedLinear)]
-    assert len(packed) == (len(plain) if is_faster else 0)
-    if not is_faster:
-        assert [each for each in model.modules() if type(each) is torch.nn.Linear] == plain
-    assert asked == [False, True] * (len(asked) // 2) and len(asked) > 4  # in turn
+    assert pack_if_faster(model) == (0 if fastest is nn.Linear else len(plain))
+    assert [type(each) for each in layers()] == [fastest] * len(plain)
+    if fastest is nn.Linear:
+        assert layers() == plain
+    kinds = asked[: len(set(asked))]
+    assert asked == kinds * (len(asked) // len(kinds)) and len(asked) > 4 * len(kinds)  # in turn
+    assert {nn.Linear, PackedLinear} <= set(kinds)
+
+
+def test_layers_of_several_types_are_packed_each_as_it_can_be(monkeypatch):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, dtype=torch.bfloat16))
+    monkeypatch.setattr(packing, "_seconds_of_a_pass", lambda model: 1.0 + (type(model[0]) is not MKLPackedLinear))
+    count = pack_if_faster(model)
+    if torch.backends.mkl.is_available():
+        assert count == 1 and type(model[1]) is nn.Linear
 
 
 def test_a_large_model_is_packed(random_model, monkeypatch):
@@ -135,5 +154,6 @@ def test_a_pass_is_timed_for_what_it_is(random_model):
     before = model(torch.arange(5)[None]).logits
     seen.clear()
     pack_if_faster(model)
-    assert len(seen) == 2 * (packing.NUM_TRIALS + 1)
+    num_choices = 3 if torch.backends.mkl.is_available() else 2
+    assert len(seen) == num_choices * (packing.NUM_TRIALS + 1)
     torch.testing.assert_close(model(torch.arange(5)[None]).logits, before)
