@@ -18,17 +18,22 @@ STAMP_NAME = "lp_runtime.sources"
 _functions: list = []  # all that are compiled, to find what is kept of them
 
 
-def compiled(function: Callable | None = None, *, makes_arrays: bool = False) -> Callable:
+def compiled(
+    function: Callable | None = None, *, makes_arrays: bool = False, fastmath: frozenset[str] = frozenset()
+) -> Callable:
     """Compile a function when it is first called; where nothing can be kept, anew in every process.
 
     Args:
         makes_arrays: whether it, or what it calls, makes arrays or views. Else nothing need be counted: counting
             references took a third of the time of those that are called most. Nor is it called then by others that are
             compiled, but becomes a part of them: to hand on the arrays took another third.
+        fastmath: what may be done to sums and products of floating-point numbers, in LLVM's words.
     """
     if function is None:
-        return functools.partial(compiled, makes_arrays=makes_arrays)
-    options = {} if makes_arrays else {"_nrt": False, "forceinline": True}
+        return functools.partial(compiled, makes_arrays=makes_arrays, fastmath=fastmath)
+    options = {"fastmath": set(fastmath)} if fastmath else {}
+    if not makes_arrays:
+        options |= {"_nrt": False, "forceinline": True}
     try:
         made = numba.njit(cache=True, **options)(function)
         if made.stats.cache_path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -23,6 +24,10 @@ class _Length:
         self.value = 0
         self.written = 0
         self.slots: torch.Tensor | None = None
+
+    @property
+    def place(self) -> int:
+        return self.value + self.written
 
 
 class TreeCacheLayer(CacheLayerMixin):
@@ -49,6 +54,8 @@ class TreeCacheLayer(CacheLayerMixin):
             return like.new_empty((*like.shape[:-2], self.capacity, like.shape[-1]))
 
         self.keys, self.values = empty(key_states), empty(value_states)
+        is_read = self.keys.is_cpu and self.keys.dtype is torch.float32
+        self.arrays = (self.keys.numpy(), self.values.numpy()) if is_read else None
         self.is_initialized = True
 
     def update(
@@ -64,7 +71,7 @@ class TreeCacheLayer(CacheLayerMixin):
             self.keys.index_copy_(2, self._length.slots, key_states)
             self.values.index_copy_(2, self._length.slots, value_states)
             return self.keys, self.values
-        start = self._length.value + self._length.written
+        start = self._length.place
         end = start + key_states.shape[-2]
         self.keys[..., start:end, :] = key_states
         self.values[..., start:end, :] = value_states
@@ -97,6 +104,19 @@ class TreeCache(Cache):
     def length(self) -> int:
         """Committed tokens."""
         return self._length.value
+
+    @property
+    def place(self) -> int:
+        """Where the next token is written."""
+        return self._length.place
+
+    def is_used(self, layer: int) -> bool:
+        """Whether a layer has been used: it has its memory."""
+        return self.layers[layer].is_initialized
+
+    def arrays(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """`memory` of a layer on a CPU, for code that is no tensors'."""
+        return self.layers[layer].arrays
 
     @property
     def bytes_per_token(self) -> int:

@@ -25,6 +25,8 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from lp_runtime.errors import first_line
+from lp_runtime.model import host_kernels
+from lp_runtime.model.cache import TreeCache
 from lp_runtime.model.kernels import kernels_for, on, triton_kernels
 from lp_runtime.model.packing import is_hooked, is_plain, places_of
 from lp_runtime.model.tree_attention import Committed
@@ -48,14 +50,24 @@ class FusedNorm(nn.Module):
         # x w / sqrt(|x|^2 / E + epsilon) = x (w sqrt(E)) / hypot(|x|, sqrt(E epsilon)): four operations.
         scale = torch.tensor(float(norm.weight.numel())).sqrt()
         self._scaled = norm.weight.detach().float() * scale
+        self._on_host = norm.weight.detach().float().numpy() if norm.weight.is_cpu else None
         self._least = (scale * self.variance_epsilon**0.5).to(norm.weight.device)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if hidden_states.is_cuda:  # where this is one kernel
             return nn.functional.rms_norm(hidden_states, self._shape, self.weight, self.variance_epsilon)
+        if self._on_host is not None and host_kernels.takes(hidden_states):
+            return host_kernels.norm(hidden_states, self._on_host, self.variance_epsilon)
         length = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True, dtype=torch.float32)
         normed = (hidden_states * self._scaled).div_(torch.hypot(length, self._least))
         return normed.to(hidden_states.dtype)
+
+    def after_adding(self, states: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of two, and that normalized."""
+        if self._on_host is not None and host_kernels.takes(states) and host_kernels.takes(added):
+            return host_kernels.add_and_norm(states, added, self._on_host, self.variance_epsilon)
+        total = states + added
+        return total, self(total)
 
 
 class FusedMLP(nn.Module):
@@ -110,6 +122,8 @@ class FusedAttention(nn.Module):
             rotate_and_write = committed.kernels.rotate_and_write
             query = rotate_and_write(query, key, value, *position_embeddings, committed.length, *memory)
             query, (key, value) = query.transpose(1, 2), memory
+        elif self._writes_on_host(states, past_key_values):
+            query, key, value = self._rotated_on_host(states, *position_embeddings, past_key_values)
         else:
             query, key, value = (each.transpose(1, 2) for each in self._rotated(states, *position_embeddings))
             if past_key_values is not None:
@@ -118,6 +132,27 @@ class FusedAttention(nn.Module):
         options = {"dropout": 0.0, "scaling": self.scaling, "committed": committed, **kwargs}
         output, weights = attend(self, query, key, value, attention_mask, **options)
         return self.o_proj(output.reshape(*shape, -1)), weights
+
+    def _writes_on_host(self, states: torch.Tensor, cache) -> bool:
+        return isinstance(cache, TreeCache) and host_kernels.takes(states) and cache.is_used(self.layer_idx)
+
+    def _rotated_on_host(
+        self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: TreeCache
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, [1, g H, T, D], and all that the cache holds, [1, H, L + T, D] twice, with these written into it."""
+        num_queries, num_keys, _ = self._sizes
+        query = key = value = states.numpy()
+        first = (0, num_queries, num_queries + num_keys)
+        if self.q_norm is not None:
+            normed = self._norm(*(each.contiguous() for each in states.split(self._sizes, 2)))
+            query, key, _ = (each.numpy() for each in normed)
+            first = (0, 0, first[2])
+        angles = (host_kernels.array_of(each) for each in (cos, sin))
+        start, memory = cache.place, cache.arrays(self.layer_idx)
+        query = host_kernels.rotate_and_write(
+            query, key, value, first, (num_queries, num_keys), *angles, start, *memory
+        )
+        return query, *(each.narrow(2, 0, start + states.shape[1]) for each in cache.memory(self.layer_idx))
 
     def _norm(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -136,6 +171,31 @@ class FusedAttention(nn.Module):
         return *rotated.split((num_queries, num_keys), 2), states[:, :, num_queries + num_keys :]
 
 
+class FusedLayer(nn.Module):
+    """A decoder layer like LlamaDecoderLayer, [1, T, E] to [1, T, E], made of the blocks above."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.input_layernorm, self.self_attn = layer.input_layernorm, layer.self_attn
+        self.post_attention_layernorm, self.mlp = layer.post_attention_layernorm, layer.mlp
+        if hasattr(layer, "attention_type"):  # some models ask their layers
+            self.attention_type = layer.attention_type
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values=None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        # The blocks are called as functions are: what torch does around a module takes as long as some of them.
+        normed = self.input_layernorm.forward(hidden_states)
+        output, _ = self.self_attn.forward(normed, position_embeddings, attention_mask, past_key_values, **kwargs)
+        hidden_states, normed = self.post_attention_layernorm.after_adding(hidden_states, output)
+        return hidden_states + self.mlp.forward(normed)
+
+
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary embedding, [1, T, heads, D], by cosines and sines, [1, T, D]: x cos + (-x2, x1) sin, x1 and x2 the halves
     of x."""
@@ -150,6 +210,14 @@ def _signed(sin: torch.Tensor) -> torch.Tensor:
     return torch.cat((-first, second), -1).unsqueeze(2)
 
 
+BLOCKS = {
+    "self_attn": FusedAttention,
+    "mlp": FusedMLP,
+    "input_layernorm": FusedNorm,
+    "post_attention_layernorm": FusedNorm,
+}  # of a layer
+
+
 def fuse_blocks(model: nn.Module) -> int:
     """Replace the blocks of a model that are known here, one by one; the weights of each are freed.
 
@@ -160,6 +228,7 @@ def fuse_blocks(model: nn.Module) -> int:
         (_is_attention, FusedAttention, _attention_input),
         (_is_mlp, FusedMLP, _mlp_input),
         (_is_norm, FusedNorm, _norm_input),
+        (_is_layer, FusedLayer, _layer_input),
     )
     count = 0
     for is_kind, fused, make_input in kinds:
@@ -204,6 +273,16 @@ def _is_mlp(module: nn.Module) -> bool:
     return _runs_code_of(module, llama.LlamaMLP) and _can_merge(module.gate_proj, module.up_proj)
 
 
+def _is_layer(module: nn.Module) -> bool:
+    blocks = {name: type(child) for name, child in module.named_children()}
+    return (
+        _runs_code_of(module, llama.LlamaDecoderLayer)
+        and blocks == BLOCKS
+        and not any(map(is_hooked, module.children()))
+        and module.input_layernorm.weight.is_cpu  # a GPU's passes are captured: there it would change nothing
+    )
+
+
 def _is_norm(module: nn.Module) -> bool:
     return _runs_code_of(module, llama.LlamaRMSNorm) and type(module.weight) is nn.Parameter
 
@@ -235,9 +314,10 @@ def _global(module: nn.Module, name: str) -> Callable | None:
 
 
 def _attention_input(attention: nn.Module) -> dict[str, object]:
-    cos, sin = (_random(attention.q_proj.weight, attention.head_dim) for _ in range(2))
+    weight = next(attention.parameters())
+    cos, sin = (_random(weight, attention.head_dim) for _ in range(2))
     return {
-        "hidden_states": _random(attention.q_proj.weight, attention.q_proj.in_features),
+        "hidden_states": _random(weight, attention.o_proj.out_features),
         "position_embeddings": (cos, sin),
         "attention_mask": None,
     }
@@ -249,6 +329,11 @@ def _mlp_input(mlp: nn.Module) -> dict[str, object]:
 
 def _norm_input(norm: nn.Module) -> dict[str, object]:
     return {"hidden_states": _random(norm.weight, len(norm.weight))}
+
+
+def _layer_input(layer: nn.Module) -> dict[str, object]:
+    attention = layer.self_attn
+    return _attention_input(attention)
 
 
 def _random(like: torch.Tensor, size: int) -> torch.Tensor:

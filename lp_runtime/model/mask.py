@@ -33,7 +33,7 @@ def ancestor_mask(parents: Sequence[int]) -> np.ndarray:
 @functools.cache
 def compile_masks() -> None:
     """Compile, or load from where it is kept, what is compiled here. Once a process."""
-    with_fresh_cache(lambda: ancestor_mask([-1, 0]))
+    with_fresh_cache(lambda: (ancestor_mask([-1, 0]), added_mask([-1, 0], 1, -1.0)))
 
 
 @compiled
@@ -46,6 +46,27 @@ def mark_ancestors(parents, mask):
         for other in range(parent + 1, len(parents)):
             mask[node, other] = False
         mask[node, node] = True
+
+
+def added_mask(parents: Sequence[int], num_cached: int, lowest: float) -> np.ndarray:
+    """[T, L + T] float32, what is added to scores: `lowest` where `ancestor_mask` behind L columns of True is False."""
+    mask = np.empty((len(parents), num_cached + len(parents)), dtype=np.float32)
+    _mark_hidden(np.asarray(parents, dtype=np.int64), num_cached, lowest, mask)
+    return mask
+
+
+@compiled
+def _mark_hidden(parents, num_cached, lowest, mask):
+    """The same, of [T] int64 into a given [T, L + T]."""
+    for node in range(len(parents)):
+        parent, behind = parents[node], num_cached + parents[node] + 1
+        for place in range(num_cached):
+            mask[node, place] = 0
+        for place in range(num_cached, behind):
+            mask[node, place] = mask[parent, place]
+        for place in range(behind, mask.shape[1]):
+            mask[node, place] = lowest
+        mask[node, num_cached + node] = 0
 
 
 class MaskBuilder:
@@ -103,14 +124,18 @@ class MaskBuilder:
             num_cached: L; the cached tokens stand at positions 0 .. L - 1.
         """
         num_keys = num_cached + len(parents)
-        ancestors = tensor_on(self._device, ancestor_mask(parents))
         masks = {}
+        if not self._additive or self.hides(num_keys):
+            ancestors = tensor_on(self._device, ancestor_mask(parents))
+        if self._additive and not all(self._hides(kind, num_keys) for kind in self._kinds):
+            lowest = max(torch.finfo(each).min for each in (self._dtype, torch.float32))
+            seen = tensor_on(self._device, added_mask(parents, num_cached, lowest)).to(self._dtype)[None, None]
         for kind in self._kinds:
             hides = self._hides(kind, num_keys)
             if self._only_tree and not hides:
                 masks[kind] = self._add(ancestors)
             elif self._additive and not hides:
-                masks[kind] = torch.nn.functional.pad(self._add(ancestors), (num_cached, 0))
+                masks[kind] = seen
             else:
                 masks[kind] = self._finish(ancestors, positions, num_cached, kind)
         return masks if self.by_kind else next(iter(masks.values()))

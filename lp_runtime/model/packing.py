@@ -4,8 +4,8 @@ torch's matrix product reads a layer's weights as they lie in the checkpoint: fo
 for several by packing all of them anew at every call, which costs more than the product. Packed once, a few tokens
 cost hardly more than one. The products are the same but for the order of their sums.
 
-Which of the two libraries is faster, and for small layers whether either is, depends on the CPU: a call of oneDNN's takes
-some microseconds more than one of MKL's, whose kernels are fast on Intel's CPUs.
+Which of the two libraries is faster, and for small layers whether either is, depends on the CPU: a call of oneDNN's
+takes some microseconds more than one of MKL's, whose kernels are fast on Intel's CPUs.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ class TreeModel:
             chunk = ids[start : start + self.prefill_chunk]
             positions = torch.arange(before + start, before + start + len(chunk), device=self.device)
             # The mask is the model's own causal one: nothing of a prompt is a tree.
-            logits = self._forward(chunk, positions, None, tensor_on(self.device, [len(chunk) - 1]))
+            logits = self._forward(chunk, positions, None, 1)
             text.cache.commit(len(chunk))
             text.tokens += prompt[start : start + len(chunk)]
             text.num_prefilled = len(text.tokens)
@@ -251,13 +251,13 @@ class TreeModel:
             logits = logits.float()
             _commit(text, tree, commit)
             return logits
-        keep = tensor_on(self.device, fed.rows)
         if self.strict_tokens is None:
             ids, positions = tensor_on(self.device, np.stack([fed.tokens, fed.positions]))
             mask = self.masks.build(fed.parents, positions, text.cache.length)
-            logits = self._forward(ids, positions, mask, keep)
+            are_last = len(wanted) > 0 and fed.rows[0] == len(nodes) - len(wanted)
+            logits = self._forward(ids, positions, mask, len(wanted) if are_last else tensor_on(self.device, fed.rows))
         else:
-            logits = self._strict_forward(fed)[keep]
+            logits = self._strict_forward(fed)[tensor_on(self.device, fed.rows)]
         _commit(text, tree, commit)
         return logits
 
@@ -332,8 +332,14 @@ class TreeModel:
         return torch.cat(logits)[: len(fed.tokens)]
 
     def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask, keep: torch.Tensor, several: TogetherCache | None = None
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask,
+        keep: torch.Tensor | int,
+        several: TogetherCache | None = None,
     ) -> torch.Tensor:
+        """[n, V] float32 logits of some tokens, [n], or of so many last ones."""
         self.text.drawn = None
         arguments = {"logits_to_keep": keep} if self.keeps_logits else {}
         if several is not None:
@@ -347,7 +353,9 @@ class TreeModel:
                 use_cache=True,
                 **arguments,
             )
-        logits = output.logits[0] if self.keeps_logits else output.logits[0, keep]
+        logits = output.logits[0]
+        if not self.keeps_logits:
+            logits = logits[-keep:] if isinstance(keep, int) else logits[keep]
         return logits.float()
 
 

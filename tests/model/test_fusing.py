@@ -10,24 +10,26 @@ import pytest
 import torch
 from small_models import FAMILIES, random_model
 from torch import nn
+from transformers.models.llama import modeling_llama as llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from lp_runtime import worker
 from lp_runtime.config import ModelConfig, RuntimeConfig
 from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model.fusing import TOLERANCES, FusedAttention, FusedMLP, FusedNorm, fuse_blocks, rotate
+from lp_runtime.model import host_kernels
+from lp_runtime.model.fusing import TOLERANCES, FusedAttention, FusedLayer, FusedMLP, FusedNorm, fuse_blocks, rotate
 from lp_runtime.model.packing import pack_linears
 from lp_runtime.model.self_check import check_model
 from lp_runtime.model.tree_model import Fed, TreeModel
 
-ATTENTION, MLP, NORM = FusedAttention, FusedMLP, FusedNorm
+ATTENTION, MLP, NORM, LAYER = FusedAttention, FusedMLP, FusedNorm, FusedLayer
 FUSED = {  # of two layers; norms: two a layer and the last, and one each of queries and keys
-    "llama": {ATTENTION: 2, MLP: 2, NORM: 5},
-    "mistral": {ATTENTION: 2, MLP: 2, NORM: 5},
+    "llama": {ATTENTION: 2, MLP: 2, NORM: 5, LAYER: 2},
+    "mistral": {ATTENTION: 2, MLP: 2, NORM: 5, LAYER: 2},
     "mixtral": {ATTENTION: 2, NORM: 5},
-    "qwen2": {ATTENTION: 2, MLP: 2, NORM: 5},
-    "qwen3": {ATTENTION: 2, MLP: 2, NORM: 9},
+    "qwen2": {ATTENTION: 2, MLP: 2, NORM: 5, LAYER: 2},
+    "qwen3": {ATTENTION: 2, MLP: 2, NORM: 9, LAYER: 2},
     "qwen3_moe": {ATTENTION: 2, NORM: 9},
     "gemma": {ATTENTION: 2, MLP: 2},
     "granite": {ATTENTION: 2, MLP: 2, NORM: 5},
@@ -40,7 +42,7 @@ FUSED = {  # of two layers; norms: two a layer and the last, and one each of que
 
 
 def fused_blocks(model: nn.Module) -> dict[type, int]:
-    return dict(Counter(type(each) for each in model.modules() if type(each) in (ATTENTION, MLP, NORM)))
+    return dict(Counter(type(each) for each in model.modules() if type(each) in (ATTENTION, MLP, NORM, LAYER)))
 
 
 def logits_of(model: nn.Module, strict_tokens: int | None = None, own_attention: bool = True) -> list[torch.Tensor]:
@@ -156,7 +158,7 @@ def test_what_is_not_known_stays(change):
     change(model)
     before = logits_of(model)
     fuse_blocks(model)
-    assert fused_blocks(model) == {ATTENTION: 1, MLP: 1, NORM: 4}
+    assert fused_blocks(model) == {ATTENTION: 1, MLP: 1, NORM: 4, LAYER: 1}
     for actual, expected in zip(logits_of(model), before, strict=True):
         torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
 
@@ -173,7 +175,7 @@ def test_a_block_that_cannot_be_compared_stays():
     model = random_model("Llama")
     model.model.norm = TableNorm(model.model.norm)
     fuse_blocks(model)
-    assert fused_blocks(model) == {ATTENTION: 2, MLP: 2, NORM: 4}
+    assert fused_blocks(model) == {ATTENTION: 2, MLP: 2, NORM: 4, LAYER: 2}
 
 
 def test_eager_attention_stays():
@@ -182,7 +184,7 @@ def test_eager_attention_stays():
     assert fused_blocks(model) == {MLP: 2, NORM: 5}
 
 
-@pytest.mark.parametrize("wrong", [ATTENTION, MLP, NORM])
+@pytest.mark.parametrize("wrong", [ATTENTION, MLP, NORM, LAYER])
 def test_blocks_stay_where_the_fused_ones_are_wrong(wrong, monkeypatch):
     right = wrong.forward
 
@@ -193,8 +195,43 @@ def test_blocks_stay_where_the_fused_ones_are_wrong(wrong, monkeypatch):
     monkeypatch.setattr(wrong, "forward", forward)
     model = random_model("Llama")
     fuse_blocks(model)
-    assert wrong not in fused_blocks(model)
-    assert len(fused_blocks(model)) == 2
+    # A layer is made of all the others.
+    assert set(fused_blocks(model)) == {ATTENTION, MLP, NORM} - {wrong}
+
+
+def test_layers_with_hooks_stay():
+    for change in (lambda layer: layer, lambda layer: layer.mlp, lambda layer: layer.input_layernorm):
+        model, seen = random_model("Llama"), []
+        fuse_blocks(model)  # all but the layers, which are taken apart again
+        for index, layer in enumerate(model.model.layers):
+            plain = llama.LlamaDecoderLayer(model.config, index)
+            for name, block in layer.named_children():
+                setattr(plain, name, block)
+            model.model.layers[index] = plain
+        change(model.model.layers[0]).register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        assert fuse_blocks(model) == 1
+        model(torch.arange(5)[None])
+        assert seen == [1]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_kernels_of_the_host_give_what_torch_gives(name, monkeypatch):
+    model = random_model(name, initializer_range=0.3)
+    fuse_blocks(model)
+    used = Counter()
+    for kernel in ("norm", "add_and_norm", "rotate_and_write"):
+        inner = getattr(host_kernels, kernel)
+        monkeypatch.setattr(
+            host_kernels, kernel, lambda *args, kernel=kernel, inner=inner: (used.update([kernel]), inner(*args))[1]
+        )
+    with_kernels = logits_of(model)
+    assert used.keys() == {"norm", "add_and_norm", "rotate_and_write"}
+    used.clear()
+    monkeypatch.setattr(host_kernels, "takes", lambda states: False)
+    for actual, expected in zip(with_kernels, logits_of(model), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+    assert not used
 
 
 def test_it_can_be_turned_off(tiny_model_dir):

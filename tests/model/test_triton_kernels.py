@@ -21,7 +21,7 @@ from lp_runtime.decoding import Request
 from lp_runtime.decoding_loop import DecodingLoop
 from lp_runtime.lookahead.tables import K
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model import drawing, fixed_forward, fusing
+from lp_runtime.model import drawing, fixed_forward, fusing, host_kernels
 from lp_runtime.model.fusing import fuse_blocks, rotate
 from lp_runtime.model.mask import ancestor_mask
 from lp_runtime.model.processors import TreeProcessors
@@ -264,6 +264,7 @@ def test_decoding_through_the_kernels(random_model, temperature, logprobs, monke
 def test_what_is_launched_for_a_layer(random_model, monkeypatch):
     """Four products, two norms (four operations each on a CPU, one on a GPU), two additions, and ours (attention is two
     launches)."""
+    monkeypatch.setattr(host_kernels, "takes", lambda states: False)
     counts = []
     for num_layers in (2, 3):
         launches = Launches()
