@@ -131,7 +131,7 @@ class DecodingLoop:
         kind = (settings.is_auto, noise is None)
         learned = self._learned.setdefault(kind, Learned.nothing(num_replicas))
         budget = StepBudget(times, settings.is_auto, limit, learned)
-        state = DecodingState(request.prompt_ids, rules, policy, stop, request.committed)
+        state = DecodingState(request.prompt_ids, rules, policy, stop, request.committed, num_replicas == 1)
         return Begun(state, budget, next(iter(memories), None))
 
     def run(

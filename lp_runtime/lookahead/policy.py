@@ -39,7 +39,8 @@ class Found:
     def below(cls, root: int, successors: np.ndarray, runners_up: np.ndarray | None = None) -> Found:
         """What was found of the nodes from the root on, [n]; of the pending tokens before it nothing is known."""
         if root:
-            successors = np.concatenate([np.full(root, -1, np.int64), successors])
+            below, successors = successors, np.empty(root + len(successors), np.int64)
+            successors[:root], successors[root:] = -1, below
         return cls(successors, runners_up)
 
     @cached_property

@@ -70,6 +70,7 @@ class DecodingState:
             token but the last is cached, and there is no prefill to advance by.
         stop: a condition beyond the rules'; asked once a step about what is left of the run after them. It must
             answer alike on all replicas.
+        is_alone: whether no other replica holds this state: its steps have no digest then.
 
     Attributes:
         tokens: prompt and committed tokens.
@@ -85,6 +86,7 @@ class DecodingState:
         policy: Policy,
         stop: Stop | None = None,
         committed: Sequence[int] = (),
+        is_alone: bool = False,
     ):
         assert prompt and rules.max_new_tokens >= 1
         self.rules = rules
@@ -96,6 +98,7 @@ class DecodingState:
         self.num_steps = 0
         self.finish_reason: str | None = None
         self._digest = 0
+        self._is_alone = is_alone
         if committed:
             self._take_up(committed)
         else:
@@ -144,11 +147,11 @@ class DecodingState:
         self.policy.advance_prefill(self.tokens, Found(self.tokens[-1:]))
         self.num_steps = 1  # what it takes to cache them again
         self.num_cached = len(self.tokens) - 1
-        self._digest = self.propose_prefill().digest
+        self._follow(self.propose_prefill())
 
     def advance_prefill(self, proposal: Proposal, found: Found) -> list[int]:
         """Take the prefill's step: the whole prompt is cached and its successor committed. Returns the run."""
-        self._digest = proposal.digest
+        self._follow(proposal)
         self.num_cached = self.prompt_length
         run = self._commit([int(found.successors[0])])
         self.policy.advance_prefill(self.tokens, found)
@@ -166,11 +169,15 @@ class DecodingState:
         """
         tree = proposal.tree
         run, path = self.policy.accept(tree, found)
-        self._digest = proposal.digest
+        self._follow(proposal)
         self.num_cached += tree.root + 1
         run = self._commit(run)
         self.policy.advance(self.tokens, tree, found, run, path[: len(run)])
         return run, [tree.root, *path][: len(run)]
+
+    def _follow(self, proposal: Proposal) -> None:
+        """What comes next is digested with this."""
+        self._digest = 0 if self._is_alone else proposal.digest
 
     def _commit(self, run: list[int]) -> list[int]:
         """Commit a run, cut at max_new_tokens, after the first end-of-sequence token and where it is to stop."""

@@ -12,13 +12,13 @@ Letters: n nodes, V vocabulary, K runners-up.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import numpy as np
 import torch
 
-from lp_runtime.lookahead.compiled import compiled, with_fresh_cache
+from lp_runtime.lookahead.compiled import bound, compiled, with_fresh_cache
 from lp_runtime.lookahead.sampling import GumbelNoise, draw, largest
 from lp_runtime.lookahead.tables import ENTRY, GAPS, K
 from lp_runtime.lookahead.tree import TokenTree
@@ -98,7 +98,7 @@ class Drawing:
         if scores.device.type == "cpu":
             packed = np.empty((len(nodes), self.width), dtype=np.int64)
             packed[:, 0] = first.numpy()
-            pack_runners_up(np.ascontiguousarray(scores.numpy()), self.num_runners_up, packed)
+            _pack()(np.ascontiguousarray(scores.numpy()), self.num_runners_up, packed)
             return torch.from_numpy(packed), scores
         if nodes and (kernels := kernels_for(scores.device)):
             with on(scores.device):
@@ -130,7 +130,7 @@ class Drawing:
         entries = None
         if self.num_runners_up and with_runners_up:
             entries = np.empty((len(packed), ENTRY), dtype=np.int32)
-            unpack_runners_up(packed, self.num_runners_up, entries)
+            _unpack()(packed, self.num_runners_up, entries)
         return first & 0xFFFFFFFF, logprobs, entries
 
 
@@ -169,10 +169,20 @@ def compile_drawing() -> None:
 
     def use() -> None:
         packed = np.zeros((1, 2), np.int64)
-        pack_runners_up(np.zeros((1, 3), np.float32), 2, packed)
-        unpack_runners_up(packed, 2, np.empty((1, ENTRY), np.int32))
+        _pack()(np.zeros((1, 3), np.float32), 2, packed)
+        _unpack()(packed, 2, np.empty((1, ENTRY), np.int32))
 
     with_fresh_cache(use)
+
+
+@functools.cache
+def _pack() -> Callable:
+    return bound(pack_runners_up, np.zeros((1, 1), np.float32), 0, np.zeros((1, 1), np.int64))
+
+
+@functools.cache
+def _unpack() -> Callable:
+    return bound(unpack_runners_up, np.zeros((1, 1), np.int64), 0, np.zeros((1, 1), np.int32))
 
 
 @compiled(makes_arrays=True)

@@ -134,6 +134,7 @@ class StepBudget:
         self._learned = learned or Learned.nothing(len(times))
         self._one = np.full(len(times), SCALE_ONE, dtype=np.int64)
         self._times = np.empty_like(times)
+        self._places = np.arange(times.shape[1])
         self._rescale()
         self._num_plain = 0  # steps in a row that were worth the root alone
         self._rest = 0
@@ -172,14 +173,15 @@ class StepBudget:
         num_pending = tree.root + 1
         kept, made = self._learned.kept >> 8, max(1, self._learned.promised >> 8)
         if num_replicas == 1:
-            sizes = np.arange(num_pending, most + 1)
+            sizes = self._places[num_pending : most + 1]
             times = self._times[0, num_pending : most + 1]
         else:
             sizes = np.array(sorted({min(most, tree.root + step * num_replicas) for step in GRID} | {num_pending}))
             sizes = sizes[sizes >= num_pending]
             times = np.array([finishing_time(tree, size, self._times, limit) for size in sizes])
         drafting, plain = self._learned.overheads
-        plain += int((self._times[:, num_pending] * self._learned.plain_scales // SCALE_ONE).max())
+        alone = zip(self._times[:, num_pending].tolist(), self._learned.plain_scales.tolist(), strict=True)
+        plain += max(time * scale // SCALE_ONE for time, scale in alone)
         best, rate, plain_rate, promised = _best_size(reach, sizes, times, kept, made, drafting, plain)
         if rate * 100 < plain_rate * LEAST_GAIN_PERCENT:
             best, promised = 0, 0
@@ -194,8 +196,9 @@ class StepBudget:
             self._rest = min(1 << (self._num_plain - REST_AFTER + 1), LONGEST_REST)
         self._fitted = True
         self._promise = int(promised)
-        self.num_wanted = max(FIRST_WANTED * num_replicas, 2 * int(sizes[best]))
-        return int(sizes[best])
+        size = int(sizes[best])
+        self.num_wanted = max(FIRST_WANTED * num_replicas, 2 * size)
+        return size
 
     def shares(self, tree: TokenTree) -> list[Share]:
         """The tree's shares, such that the last replica is done as soon as can be."""
