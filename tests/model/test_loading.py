@@ -1,7 +1,9 @@
 """Loading: what works, and that everything broken is one line that names model.path."""
 
+import gc
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -183,3 +185,24 @@ def test_a_quantization_that_transformers_refuses(demo_model_dir):
     config = ModelConfig(path=str(demo_model_dir), quantization_config={"quant_method": "nonsense"})
     with pytest.raises(ModelError, match="cannot be loaded: .*nonsense"):
         load_model(config, CPU, "float32")
+
+
+def _own_bytes() -> int:
+    """What this process has of memory that it shares with no file."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux")
+def test_replicas_of_a_machine_share_what_they_load(random_model, tmp_path):
+    """The files are mapped, not copied: eight replicas on their way to eight GPUs need a model's memory once."""
+    size = 96 << 20
+    model = random_model("Llama", vocab_size=size // 2 // 4 // 32)  # its embedding and its last layer
+    model.save_pretrained(tmp_path)
+    del model
+    gc.collect()
+    before = _own_bytes()
+    loaded = load_model(ModelConfig(path=str(tmp_path)), CPU, "float32")
+    sums = [float(each.detach().sum()) for each in loaded.parameters()]  # all of it has been read
+    assert len(sums) > 10
+    assert _own_bytes() - before < size // 2
