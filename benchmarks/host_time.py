@@ -28,6 +28,7 @@ from lp_runtime.decoding_loop import DecodingLoop, make_drawing
 from lp_runtime.generation import GenerationStream
 from lp_runtime.model.drawing import Drawing
 from lp_runtime.model.fixed_forward import SIZES, FixedForward
+from lp_runtime.model.layout import Layout
 from lp_runtime.model.loading import load_tokenizer
 from lp_runtime.model.text import TextStream, encode
 from lp_runtime.model.tree_model import TreeModel
@@ -141,9 +142,9 @@ def measure(model: TreeModel, loop: DecodingLoop, tokenizer, prompts, lookahead,
     device = Device(args.device_ms / 1000)
     run, forward, finish = FixedForward._run, FixedForward.forward, Exchange.finish
 
-    def counted(fixed: FixedForward, tokens, *rest):
-        device.sizes.append(len(tokens))
-        return forward(fixed, tokens, *rest)
+    def counted(fixed: FixedForward, fed: Layout):
+        device.sizes.append(len(fed.tokens))
+        return forward(fixed, fed)
 
     def awaited(exchange: Exchange) -> Outcome:
         device.wait()

@@ -10,19 +10,22 @@ Letters: T tokens fed, B the size that they are filled up to, L committed tokens
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 
 import numpy as np
 import torch
 
+from lp_runtime.lookahead.compiled import bound, compiled, with_fresh_cache
 from lp_runtime.model.cache import TreeCache
 from lp_runtime.model.drawing import draw_greedily
 from lp_runtime.model.kernels import kernels_for, on
-from lp_runtime.model.mask import mark_ancestors
+from lp_runtime.model.layout import Layout
 from lp_runtime.model.tree_attention import NAME, Committed
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+WORD_BITS = 64
 MOST_COMPILED = 16 * len(SIZES)
 NUM_WARM_UPS = 3  # passes before one is captured: libraries set themselves up in the first ones
 
@@ -37,12 +40,11 @@ def can_capture(model) -> bool:
 
 
 class _Pass:
-    """What one size reads and writes. All inputs are one block, so that one copy brings everything.
+    """What one size reads and writes. All inputs are one block of int64, so that one copy brings everything.
 
     Attributes:
-        host, inputs: [bytes] uint8, the block in pinned memory, and on the device.
-        numbers, ancestors: views of the host's: ids [B], positions [B], rows whose logits are wanted [B] and L, int64;
-            [B, B] bool.
+        host, inputs: the block in pinned memory, and on the device: ids [B], positions [B], rows whose logits are
+            wanted [B], L, and for each token which of all it sees, [B, ceil(B / 64)] words, the lowest bit first.
         replay: launches what was captured; None before.
         logits: [B, V].
         drawn: [B, width] what greedy decoding draws from the wanted rows, as drawing.py packs it; None without kernels.
@@ -50,40 +52,69 @@ class _Pass:
 
     def __init__(self, size: int, device: torch.device):
         self.size = size
-        num_bytes = 8 * (3 * size + 1) + size * size
-        self.host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self.numbers = self.host.numpy()[: -size * size].view(np.int64)
-        self.ancestors = self.host.numpy()[-size * size :].view(np.bool_).reshape(size, size)
+        num_words = -(-size // WORD_BITS)
+        self._sizes = [size, size, size, 1, size * num_words]
+        self.host = torch.zeros(sum(self._sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.inputs = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
+        self._block = self.host.numpy()
+        self._words = self._block[-size * num_words :].reshape(size, num_words)
+        places = torch.arange(size, device=device)
+        self._word, self._shift = places // WORD_BITS, WORD_BITS - 1 - places % WORD_BITS
         self.replay: Callable[[], None] | None = None
         self.logits: torch.Tensor | None = None
         self.drawn: torch.Tensor | None = None
 
-    def fill(
-        self,
-        tokens: np.ndarray,
-        positions: np.ndarray,
-        parents: np.ndarray,
-        wanted: np.ndarray,
-        num_committed: int,
-    ) -> None:
+    def fill(self, fed: Layout, num_committed: int) -> None:
         """Write the host's block; what fills the tree up are texts of one token each."""
-        size, num_tokens = self.size, len(tokens)
-        self.numbers[: 2 * size] = 0
-        self.numbers[:num_tokens] = tokens
-        self.numbers[size : size + num_tokens] = positions
-        self.numbers[2 * size : 2 * size + len(wanted)] = wanted
-        self.numbers[-1] = num_committed
-        all_parents = np.full(size, -1, dtype=np.int64)
-        all_parents[:num_tokens] = parents
-        mark_ancestors(all_parents, self.ancestors)
+        _fill()(fed.tokens, fed.positions, fed.parents, fed.rows, num_committed, self.size, self._block, self._words)
 
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of the block on the device: ids [B], positions [B], wanted rows [B], L [1], int64; ancestors [B, B]."""
-        size = self.size
-        numbers, ancestors = self.inputs.split([8 * (3 * size + 1), size * size])
-        ids, positions, wanted, length = numbers.view(torch.int64).split([size, size, size, 1])
-        return ids, positions, wanted, length, ancestors.view(torch.bool).view(size, size)
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of the block on the device: ids [B], positions [B], wanted rows [B], L [1]."""
+        return self.inputs.split(self._sizes)[:4]
+
+    def mask(self, dtype: torch.dtype) -> torch.Tensor:
+        """[B, B] what is added to scores, from the words on the device."""
+        words = self.inputs[-self._sizes[4] :].view(self.size, -1)
+        # A token's bit is moved to where the sign is.
+        is_seen = words.index_select(1, self._word) << self._shift < 0
+        mask = torch.zeros(is_seen.shape, dtype=dtype, device=words.device)
+        return mask.masked_fill_(~is_seen, torch.finfo(dtype).min)
+
+
+@functools.cache
+def _fill() -> Callable:
+    """`_fill_block` for arguments of its types."""
+    integers = np.zeros(1, np.int64)
+    return bound(_fill_block, *[integers] * 4, 0, 0, integers, np.zeros((1, 1), np.int64))
+
+
+@functools.cache
+def compile_fixed() -> None:
+    """Compile, or load from where it is kept, what is compiled here. Once a process."""
+    with_fresh_cache(_fill)
+
+
+@compiled
+def _fill_block(tokens, positions, parents, wanted, num_committed, size, block, words):
+    """Write a block of _Pass, and its words, [B, n], which are the end of it.
+
+    Args:
+        tokens, positions, parents: [T] int64, parents before children, -1 for none.
+        wanted: [n] int64.
+    """
+    for i in range(3 * size):
+        block[i] = 0
+    for i in range(len(tokens)):
+        block[i] = tokens[i]
+        block[size + i] = positions[i]
+    for i in range(len(wanted)):
+        block[2 * size + i] = wanted[i]
+    block[3 * size] = num_committed
+    for i in range(size):
+        parent = parents[i] if i < len(parents) else -1
+        for word in range(words.shape[1]):
+            words[i, word] = words[parent, word] if parent >= 0 else 0
+        words[i, i // WORD_BITS] |= np.int64(1) << (i % WORD_BITS)
 
 
 class FixedForward:
@@ -98,6 +129,7 @@ class FixedForward:
     """
 
     def __init__(self, model, cache: TreeCache, capture: bool, compiled: bool = False):
+        compile_fixed()
         self._model = torch.compile(model, dynamic=False) if compiled else model
         self._compiled = compiled
         self._device: torch.device = model.device
@@ -111,26 +143,19 @@ class FixedForward:
         self._copied = torch.cuda.Event() if on_gpu else None
         self._passes: dict[int, _Pass] = {}
 
-    def forward(
-        self, tokens: np.ndarray, positions: np.ndarray, parents: np.ndarray, wanted: np.ndarray
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Feed a tree behind the committed tokens.
-
-        Args:
-            tokens, positions: [T] int64, T at most SIZES[-1].
-            parents: [T] int64 index of each one's parent, -1 for the first.
-            wanted: [n] int64 indices of those whose logits are wanted.
+    def forward(self, fed: Layout) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Feed a tree, of SIZES[-1] tokens at most, behind the committed tokens.
 
         Returns:
             ([n, V] logits, [n, width] what greedy decoding draws from them, until the next pass; None without kernels)
         """
-        size = SIZES[bisect.bisect_left(SIZES, len(tokens))]
+        size = SIZES[bisect.bisect_left(SIZES, len(fed.tokens))]
         one = self._passes.get(size)
         if one is None:
             one = self._passes[size] = _Pass(size, self._device)
         if self._copied is not None:
             self._copied.synchronize()  # the last copy has read the host's block
-        one.fill(tokens, positions, parents, wanted, self._cache.length)
+        one.fill(fed, self._cache.length)
         one.inputs.copy_(one.host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -141,13 +166,12 @@ class FixedForward:
                 self._capture_pass(one)
             else:
                 self._run(one)
-        logits = one.logits.index_select(0, one.parts()[2][: len(wanted)])
-        return logits, None if one.drawn is None else one.drawn[: len(wanted)]
+        num_wanted = len(fed.rows)
+        logits = one.logits.index_select(0, one.parts()[2][:num_wanted])
+        return logits, None if one.drawn is None else one.drawn[:num_wanted]
 
     def _run(self, one: _Pass) -> None:
-        ids, places, wanted, length, ancestors = one.parts()
-        lowest = torch.finfo(self._dtype).min
-        mask = torch.zeros(ancestors.shape, dtype=self._dtype, device=self._device).masked_fill_(~ancestors, lowest)
+        ids, places, wanted, length = one.parts()
         slots = length + torch.arange(one.size, device=self._device)
         # Every size is compiled by itself, and every cache's; beyond its limit torch goes on without, in silence.
         limit = torch._dynamo.config.patch(recompile_limit=MOST_COMPILED) if self._compiled else nullcontext()
@@ -155,7 +179,7 @@ class FixedForward:
             output = self._model(
                 input_ids=ids[None],
                 position_ids=places[None],
-                attention_mask=mask[None, None],
+                attention_mask=one.mask(self._dtype)[None, None],
                 past_key_values=self._cache,
                 use_cache=True,
                 committed=Committed(slots, length, self._kernels, self._num_processors),

@@ -11,16 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model.texts import CachedText
-
-
-class Fed(NamedTuple):
-    """A text's part in a step: see TreeModel.forward."""
-
-    text: CachedText
-    tree: TokenTree
-    nodes: Sequence[int]
-    wanted: Sequence[int]
 
 
 class Layout(NamedTuple):

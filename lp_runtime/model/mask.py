@@ -26,7 +26,7 @@ LayerMasks = torch.Tensor | dict[str, torch.Tensor]
 def ancestor_mask(parents: Sequence[int]) -> np.ndarray:
     """[T, T] bool: row i is True at i and at its ancestors. `parents` [T]: parents before children, -1 for none."""
     mask = np.empty((len(parents), len(parents)), dtype=np.bool_)
-    mark_ancestors(np.array(parents, dtype=np.int64), mask)
+    _mark_ancestors(np.array(parents, dtype=np.int64), mask)
     return mask
 
 
@@ -37,7 +37,7 @@ def compile_masks() -> None:
 
 
 @compiled
-def mark_ancestors(parents, mask):
+def _mark_ancestors(parents, mask):
     """The same, of [T] int64 into a given [T, T] bool."""
     for node in range(len(parents)):
         parent = parents[node]

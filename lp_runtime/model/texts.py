@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
+from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.cache import TreeCache
 from lp_runtime.model.fixed_forward import FixedForward
 
@@ -34,6 +36,15 @@ class CachedText:
     def capacity(self) -> int:
         """Tokens that it has memory for."""
         return 0 if self.cache is None else self.cache.capacity
+
+
+class Fed(NamedTuple):
+    """A text's part in a step: see TreeModel.forward."""
+
+    text: CachedText
+    tree: TokenTree
+    nodes: Sequence[int]
+    wanted: Sequence[int]
 
 
 class IdleTexts:

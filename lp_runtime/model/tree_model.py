@@ -20,13 +20,13 @@ from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.cache import TreeCache
 from lp_runtime.model.fixed_forward import SIZES, FixedForward
 from lp_runtime.model.kernels import on
-from lp_runtime.model.layout import Fed, Layout, grain, lay_out
+from lp_runtime.model.layout import Layout, grain, lay_out
 from lp_runtime.model.mask import CHUNKED, MaskBuilder
 from lp_runtime.model.pass_timer import PassTimer
 from lp_runtime.model.properties import attention_settings, context_length, of_text_model, takes_attention
 from lp_runtime.model.strict import BLOCK, KEYS, POSITION, WINDOW, tail_table
 from lp_runtime.model.strict import NAME as STRICT
-from lp_runtime.model.texts import CachedText, IdleTexts
+from lp_runtime.model.texts import CachedText, Fed, IdleTexts
 from lp_runtime.model.together import TogetherCache
 from lp_runtime.model.tree_attention import NAME as TREE
 
@@ -247,7 +247,7 @@ class TreeModel:
         text = self.text
         fed = lay_out(tree, nodes, wanted, text.cache.length)
         if self._takes_fixed(len(nodes)):
-            logits, text.drawn = text.fixed.forward(*fed)
+            logits, text.drawn = text.fixed.forward(fed)
             logits = logits.float()
             _commit(text, tree, commit)
             return logits
