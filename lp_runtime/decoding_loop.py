@@ -4,7 +4,7 @@ in one forward pass."""
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from lp_runtime.telling import Telling
 from lp_runtime.tuning import Tuning
 
 MAX_NODES = 1 << 14  # of a tree, where nothing else limits it
+MAX_PLAIN_KINDS = 1 << 10
 
 
 def never() -> bool:
@@ -87,6 +88,7 @@ class DecodingLoop:
         self._member = Member(rank, num_replicas, exchange_device, tells_late)
         self._tuning = tuning or Tuning(model, rank, num_replicas, exchange_device, cache_dir=None)
         self._memories = Memories(memory)
+        self._plain_kinds: set[Hashable] = set()
         self._learned: dict[tuple[bool, bool], Learned] = {}  # by whether steps are sized, and decoding is greedy
 
     def prepare(self, settings: LookaheadConfig) -> None:
@@ -321,7 +323,7 @@ class _Running:
         observe: Observer | None,
     ):
         model = loop._model
-        drawing = drawing or make_drawing(model, request)
+        drawing = drawing or make_drawing(model, request, loop._plain_kinds)
         begun = loop.begin(request, drawing, stop)
         self._loop, self._memory = loop, begun.memory
         self.decoding = Decoding(
@@ -343,16 +345,23 @@ def _lap(together: Sequence[Decoding], what: str) -> None:
         one.clock.lap(what, len(together))
 
 
-def make_drawing(model: TreeModel, request: Request) -> Drawing:
+def make_drawing(model: TreeModel, request: Request, plain_kinds: set[Hashable] | None = None) -> Drawing:
     """How a request's successors are drawn from this model's logits; alike on all replicas.
+
+    Args:
+        plain_kinds: kinds of requests whose logits nothing is done to, as far as is known, which is added to: to ask
+            transformers takes milliseconds.
 
     Raises:
         ConfigError: if transformers refuses a setting.
     """
-    sampling = request.sampling
-    processors = build_processors(
-        model.model, request.prompt_ids, sampling, request.max_new_tokens, request.eos_token_ids, request.processors
-    )
+    sampling, length, ends = request.sampling, request.max_new_tokens, request.eos_token_ids
+    kind = repr((replace(sampling, seed=None), length, sorted(ends))) if not request.processors else None
+    processors: Sequence = ()
+    if plain_kinds is None or kind not in plain_kinds:
+        processors = build_processors(model.model, request.prompt_ids, sampling, length, ends, request.processors)
+        if plain_kinds is not None and kind is not None and not processors and len(plain_kinds) < MAX_PLAIN_KINDS:
+            plain_kinds.add(kind)
     noise = None
     if sampling.draws(defaults_of(model.model)):
         noise = GumbelNoise(sampling.seed, request.sample, model.vocabulary_size, model.device)

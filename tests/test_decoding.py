@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import CPU, run_ranks
 
-from lp_runtime.config import PLAIN, LookaheadConfig, ModelConfig
+from lp_runtime import decoding_loop
+from lp_runtime.config import PLAIN, LookaheadConfig, ModelConfig, SamplingConfig
 from lp_runtime.decoding import Report, Request, Run
 from lp_runtime.decoding_loop import DecodingLoop
 from lp_runtime.errors import StateMismatchError
@@ -136,6 +137,34 @@ def test_one_loop_serves_requests_of_any_length_one_after_the_other(models):
     for length in (30, 2, 50, 3):
         request = Request(tuple(range(length)), LookaheadConfig(W=5, N=4, G=5), max_new_tokens=length)
         assert decode(loop, request)[0] == greedy_text(models["llama"], request)
+
+
+def test_transformers_is_asked_for_processors_once_where_there_are_none(models, monkeypatch):
+    """It takes milliseconds."""
+    loop = DecodingLoop(TreeModel(models["llama"], 512), 0, 1, CPU)
+    asked, build = [], decoding_loop.build_processors
+    monkeypatch.setattr(decoding_loop, "build_processors", lambda *args: (asked.append(args[2]), build(*args))[1])
+    plain = Request((5, 6, 7), PLAIN, 40, frozenset({1}))
+    penalized = replace(plain, sampling=SamplingConfig(repetition_penalty=5.0))
+
+    def texts(*requests: Request) -> tuple[list, int]:
+        asked.clear()
+        return [decode(loop, each)[0] for each in requests], len(asked)
+
+    first, num = texts(plain, penalized)
+    assert num == 2 and first[0] != first[1]
+    again, num = texts(plain, penalized)
+    assert again == first and num == 1
+    others = [
+        replace(plain, max_new_tokens=41),
+        replace(plain, eos_token_ids=frozenset()),
+        replace(plain, sampling=SamplingConfig(temperature=1.0, seed=1)),
+        replace(plain, processors=(lambda ids, scores: scores,)),
+    ]
+    assert texts(*others)[1] == 4
+    seeds = [replace(others[2], sampling=SamplingConfig(temperature=1.0, seed=seed)) for seed in (2, 3)]
+    assert texts(replace(plain, prompt_ids=(7, 8)), *others[:3], *seeds)[1] == 0
+    assert texts(others[3])[1] == 1
 
 
 def test_an_abandoned_request_does_not_touch_the_next(models):

@@ -139,8 +139,8 @@ class Exchange:
             self._copied.synchronize()  # what goes wrong here went wrong on this replica's GPU
         values = begun.values.numpy()
         if self.num_replicas == 1:  # it owns all nodes from the root on
-            merged = np.full((begun.num_nodes, self.width), -1, dtype=np.int64)
-            merged[begun.num_nodes - len(values) :] = values
+            merged, root = np.empty((begun.num_nodes, self.width), np.int64), begun.num_nodes - len(values)
+            merged[:root], merged[root:] = -1, values
             return Outcome(merged, begun.control, [begun.clock])
         if self._on_gpu:
             rows = values
