@@ -26,7 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
 from lp_runtime import LookaheadConfig, ModelConfig, SamplingConfig
 from lp_runtime.decoding import Request
-from lp_runtime.decoding_loop import DecodingLoop, make_drawing
+from lp_runtime.decoding_loop import DecodingLoop
+from lp_runtime.drawings import make_drawing
 from lp_runtime.lookahead.sampling import GumbelNoise
 from lp_runtime.model.generation import build_processors
 from lp_runtime.model.loading import load_model, load_tokenizer

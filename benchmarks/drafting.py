@@ -30,7 +30,7 @@ from peers import SamPolicy
 
 from lp_runtime.config import LookaheadConfig, ModelConfig, SamplingConfig
 from lp_runtime.decoding import Request
-from lp_runtime.decoding_loop import make_drawing
+from lp_runtime.drawings import make_drawing
 from lp_runtime.lookahead.drafts import Memory
 from lp_runtime.lookahead.policy import Found, Policy
 from lp_runtime.lookahead.state import DecodingRules, DecodingState

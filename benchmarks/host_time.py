@@ -24,7 +24,8 @@ from common import add_arguments, load_prompts, machine, markdown, parse_setting
 
 from lp_runtime.config import DEMO_MODEL, ModelConfig, RuntimeConfig
 from lp_runtime.decoding import Request
-from lp_runtime.decoding_loop import DecodingLoop, make_drawing
+from lp_runtime.decoding_loop import DecodingLoop
+from lp_runtime.drawings import make_drawing
 from lp_runtime.generation import GenerationStream
 from lp_runtime.model.drawing import Drawing
 from lp_runtime.model.fixed_forward import SIZES, FixedForward

@@ -4,22 +4,20 @@ in one forward pass."""
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from lp_runtime.config import LookaheadConfig
 from lp_runtime.decoding import Decoding, Event, Member, Observer, Request, Run
+from lp_runtime.drawings import make_drawing
 from lp_runtime.errors import LookaheadError
 from lp_runtime.lookahead.best_first import compile_kernels
 from lp_runtime.lookahead.drafts import Memory
 from lp_runtime.lookahead.memories import Memories
-from lp_runtime.lookahead.sampling import GumbelNoise
 from lp_runtime.lookahead.state import DecodingRules, DecodingState, Stop
 from lp_runtime.model.drawing import Drawing, compile_drawing
-from lp_runtime.model.generation import build_processors, defaults_of
-from lp_runtime.model.processors import TreeProcessors
 from lp_runtime.model.tree_model import TreeModel, result_of
 from lp_runtime.parallel.budget import Learned, StepBudget, assumed_times, compile_budget
 from lp_runtime.parallel.partition import compile_partition
@@ -28,7 +26,6 @@ from lp_runtime.telling import Telling
 from lp_runtime.tuning import Tuning
 
 MAX_NODES = 1 << 14  # of a tree, where nothing else limits it
-MAX_PLAIN_KINDS = 1 << 10
 
 
 def never() -> bool:
@@ -343,26 +340,3 @@ class _Running:
 def _lap(together: Sequence[Decoding], what: str) -> None:
     for one in together:
         one.clock.lap(what, len(together))
-
-
-def make_drawing(model: TreeModel, request: Request, plain_kinds: set[Hashable] | None = None) -> Drawing:
-    """How a request's successors are drawn from this model's logits; alike on all replicas.
-
-    Args:
-        plain_kinds: kinds of requests whose logits nothing is done to, as far as is known, which is added to: to ask
-            transformers takes milliseconds.
-
-    Raises:
-        ConfigError: if transformers refuses a setting.
-    """
-    sampling, length, ends = request.sampling, request.max_new_tokens, request.eos_token_ids
-    kind = repr((replace(sampling, seed=None), length, sorted(ends))) if not request.processors else None
-    processors: Sequence = ()
-    if plain_kinds is None or kind not in plain_kinds:
-        processors = build_processors(model.model, request.prompt_ids, sampling, length, ends, request.processors)
-        if plain_kinds is not None and kind is not None and not processors and len(plain_kinds) < MAX_PLAIN_KINDS:
-            plain_kinds.add(kind)
-    noise = None
-    if sampling.draws(defaults_of(model.model)):
-        noise = GumbelNoise(sampling.seed, request.sample, model.vocabulary_size, model.device)
-    return Drawing(TreeProcessors(processors, model.device, reports=True), noise, request.logprobs)

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from lp_runtime.config import PLAIN, RuntimeConfig
 from lp_runtime.decoding import Event, Report, Request
-from lp_runtime.decoding_loop import Arrival, DecodingLoop, make_drawing, never
+from lp_runtime.decoding_loop import Arrival, DecodingLoop, never
+from lp_runtime.drawings import make_drawing
 from lp_runtime.errors import ConfigError, LookaheadError, ModelError
 from lp_runtime.memory_file import MemoryFile
 from lp_runtime.model.fixed_forward import can_capture

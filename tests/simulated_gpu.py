@@ -41,7 +41,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from lp_runtime.model import drawing, fusing, kernels
+from lp_runtime.model import drawing, fused_blocks, fusing, kernels
 from lp_runtime.model.tree_attention import attend_committed, attend_masked, merge
 
 aten = torch.ops.aten
@@ -486,7 +486,7 @@ def rotate_and_write(query, key, value, cos, sin, length, keys, values):
     assert all(each.stride()[2:] == (size, 1) for each in (query, key, value))
     assert keys.is_contiguous() and values.is_contiguous()
     slots = length + torch.arange(query.shape[1], device=query.device)
-    rotated, key = (fusing.rotate(each, cos, sin) for each in (query, key))
+    rotated, key = (fused_blocks.rotate(each, cos, sin) for each in (query, key))
     keys.index_copy_(2, slots, key.transpose(1, 2))
     values.index_copy_(2, slots, value.transpose(1, 2))
     return rotated
@@ -577,7 +577,7 @@ def simulated_gpu() -> Iterator[Gpu]:
             for name, stand_in in CUDA.items():
                 patch.setattr(torch.cuda, name, stand_in)
             patch.setattr(torch, "Generator", Generator)
-            for module in (kernels, fusing):
+            for module in (kernels, fused_blocks):
                 patch.setattr(module, "triton_kernels", KERNELS)
             # A parameter on the GPU is of a class of its own, like those that the package leaves alone.
             patch.setattr(fusing, "is_plain", lambda each: type(each) is nn.Linear and not fusing.is_hooked(each))

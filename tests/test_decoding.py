@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import CPU, run_ranks
 
-from lp_runtime import decoding_loop
+from lp_runtime import drawings
 from lp_runtime.config import PLAIN, LookaheadConfig, ModelConfig, SamplingConfig
 from lp_runtime.decoding import Report, Request, Run
 from lp_runtime.decoding_loop import DecodingLoop
@@ -142,8 +142,8 @@ def test_one_loop_serves_requests_of_any_length_one_after_the_other(models):
 def test_transformers_is_asked_for_processors_once_where_there_are_none(models, monkeypatch):
     """It takes milliseconds."""
     loop = DecodingLoop(TreeModel(models["llama"], 512), 0, 1, CPU)
-    asked, build = [], decoding_loop.build_processors
-    monkeypatch.setattr(decoding_loop, "build_processors", lambda *args: (asked.append(args[2]), build(*args))[1])
+    asked, build = [], drawings.build_processors
+    monkeypatch.setattr(drawings, "build_processors", lambda *args: (asked.append(args[2]), build(*args))[1])
     plain = Request((5, 6, 7), PLAIN, 40, frozenset({1}))
     penalized = replace(plain, sampling=SamplingConfig(repetition_penalty=5.0))
 

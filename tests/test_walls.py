@@ -26,6 +26,7 @@ LAYERS = [
     {"policies", "tuning", "memory_file"},
     {"clock", "telling"},
     {"decoding"},
+    {"drawings"},
     {"decoding_loop"},
     {"profiling"},
     {"worker"},

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lp_runtime.decoding import Request
-from lp_runtime.decoding_loop import DecodingLoop, make_drawing
+from lp_runtime.decoding_loop import DecodingLoop
+from lp_runtime.drawings import make_drawing
 from lp_runtime.lookahead.policy import Found
 from lp_runtime.model.tree_model import TreeModel
 from lp_runtime.tuning import Tuning

@@ -24,8 +24,8 @@ from lp_runtime.model.layout import Layout, grain, lay_out
 from lp_runtime.model.mask import CHUNKED, MaskBuilder
 from lp_runtime.model.pass_timer import PassTimer
 from lp_runtime.model.properties import attention_settings, context_length, of_text_model, takes_attention
-from lp_runtime.model.strict import BLOCK, KEYS, POSITION, WINDOW, tail_table
 from lp_runtime.model.strict import NAME as STRICT
+from lp_runtime.model.strict_passes import strict_passes
 from lp_runtime.model.texts import CachedText, Fed, IdleTexts
 from lp_runtime.model.together import TogetherCache
 from lp_runtime.model.tree_attention import NAME as TREE
@@ -305,28 +305,14 @@ class TreeModel:
 
     def _strict_forward(self, fed: Layout) -> torch.Tensor:
         """[T, V] float32 logits of all tokens, from passes of strict_tokens each, the last one filled up."""
-        size, num_cached = self.strict_tokens, self.text.cache.length
-        # What fills up stands at position 0 and sees the first committed token, so that it stays finite.
-        num_filling = -len(fed.tokens) % size
-        tables = {window: tail_table(num_cached, fed.parents, window) for window in self.masks.windows_by_kind.values()}
-        for window, table in tables.items():
-            filling = np.full((num_filling, table.shape[1]), -1, dtype=np.int64)
-            filling[:, [POSITION, WINDOW, KEYS + BLOCK]] = 0
-            tables[window] = tensor_on(self.device, np.concatenate([table, filling]))
-        ids, positions = tensor_on(
-            self.device, np.pad(np.stack([fed.tokens, fed.positions]), ((0, 0), (0, num_filling)))
-        )
+        size, cache = self.strict_tokens, self.text.cache
         before = attention_settings(self.model)
         self.model.set_attn_implementation(of_text_model(self.model, STRICT))
         try:
             logits = []
-            for start in range(0, len(ids), size):
-                rows = slice(start, start + size)
-                masks = {kind: tables[window][rows][None, None] for kind, window in self.masks.windows_by_kind.items()}
-                mask = masks if self.masks.by_kind else next(iter(masks.values()))
-                everything = torch.arange(size, device=self.device)
-                logits.append(self._forward(ids[rows], positions[rows], mask, everything))
-                self.text.cache.keep_writing(size)
+            for ids, positions, mask in strict_passes(fed, size, cache.length, self.masks, self.device):
+                logits.append(self._forward(ids, positions, mask, size))
+                cache.keep_writing(size)
         finally:
             self.model.set_attn_implementation(before)
         return torch.cat(logits)[: len(fed.tokens)]

@@ -18,7 +18,8 @@ from lp_runtime.config import ModelConfig, RuntimeConfig
 from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model import host_kernels
-from lp_runtime.model.fusing import TOLERANCES, FusedAttention, FusedLayer, FusedMLP, FusedNorm, fuse_blocks, rotate
+from lp_runtime.model.fused_blocks import FusedAttention, FusedLayer, FusedMLP, FusedNorm, rotate
+from lp_runtime.model.fusing import TOLERANCES, fuse_blocks
 from lp_runtime.model.packing import pack_linears
 from lp_runtime.model.self_check import check_model
 from lp_runtime.model.tree_model import Fed, TreeModel
@@ -41,7 +42,7 @@ FUSED = {  # of two layers; norms: two a layer and the last, and one each of que
 }
 
 
-def fused_blocks(model: nn.Module) -> dict[type, int]:
+def blocks_of(model: nn.Module) -> dict[type, int]:
     return dict(Counter(type(each) for each in model.modules() if type(each) in (ATTENTION, MLP, NORM, LAYER)))
 
 
@@ -70,9 +71,9 @@ def test_a_fused_model_computes_the_same(family):
     name, settings = FAMILIES[family]
     model = random_model(name, seed=1, initializer_range=0.3, **settings)
     before = logits_of(model)
-    assert fuse_blocks(model) == sum(fused_blocks(model).values())
+    assert fuse_blocks(model) == sum(blocks_of(model).values())
     if family in FUSED:
-        assert fused_blocks(model) == FUSED[family]
+        assert blocks_of(model) == FUSED[family]
     for actual, expected in zip(logits_of(model), before, strict=True):
         torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
     check_model(TreeModel(model, 2048, own_attention=True))
@@ -158,7 +159,7 @@ def test_what_is_not_known_stays(change):
     change(model)
     before = logits_of(model)
     fuse_blocks(model)
-    assert fused_blocks(model) == {ATTENTION: 1, MLP: 1, NORM: 4, LAYER: 1}
+    assert blocks_of(model) == {ATTENTION: 1, MLP: 1, NORM: 4, LAYER: 1}
     for actual, expected in zip(logits_of(model), before, strict=True):
         torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
 
@@ -175,13 +176,13 @@ def test_a_block_that_cannot_be_compared_stays():
     model = random_model("Llama")
     model.model.norm = TableNorm(model.model.norm)
     fuse_blocks(model)
-    assert fused_blocks(model) == {ATTENTION: 2, MLP: 2, NORM: 4, LAYER: 2}
+    assert blocks_of(model) == {ATTENTION: 2, MLP: 2, NORM: 4, LAYER: 2}
 
 
 def test_eager_attention_stays():
     model = random_model("Llama", attention="eager")
     fuse_blocks(model)
-    assert fused_blocks(model) == {MLP: 2, NORM: 5}
+    assert blocks_of(model) == {MLP: 2, NORM: 5}
 
 
 @pytest.mark.parametrize("wrong", [ATTENTION, MLP, NORM, LAYER])
@@ -196,7 +197,7 @@ def test_blocks_stay_where_the_fused_ones_are_wrong(wrong, monkeypatch):
     model = random_model("Llama")
     fuse_blocks(model)
     # A layer is made of all the others.
-    assert set(fused_blocks(model)) == {ATTENTION, MLP, NORM} - {wrong}
+    assert set(blocks_of(model)) == {ATTENTION, MLP, NORM} - {wrong}
 
 
 def test_layers_with_hooks_stay():
@@ -238,7 +239,7 @@ def test_it_can_be_turned_off(tiny_model_dir):
     for fusing in ("auto", "off"):
         config = RuntimeConfig(model=ModelConfig(path=str(tiny_model_dir), fusing=fusing))
         model, _ = worker.ready_model(config, torch.device("cpu"))
-        assert bool(fused_blocks(model.model)) == (fusing == "auto")
+        assert bool(blocks_of(model.model)) == (fusing == "auto")
 
 
 def test_a_model_that_fails_says_what_may_be_turned_off(tiny_model_dir, monkeypatch):

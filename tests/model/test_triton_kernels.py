@@ -21,8 +21,9 @@ from lp_runtime.decoding import Request
 from lp_runtime.decoding_loop import DecodingLoop
 from lp_runtime.lookahead.tables import K
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model import drawing, fixed_forward, fusing, host_kernels
-from lp_runtime.model.fusing import fuse_blocks, rotate
+from lp_runtime.model import drawing, fixed_forward, fused_blocks, host_kernels
+from lp_runtime.model.fused_blocks import rotate
+from lp_runtime.model.fusing import fuse_blocks
 from lp_runtime.model.mask import ancestor_mask
 from lp_runtime.model.processors import TreeProcessors
 from lp_runtime.model.self_check import check_model
@@ -174,8 +175,8 @@ def counted_kernels(launches: Launches) -> SimpleNamespace:
 def use_kernels(patch, kernels) -> None:
     """Have models that are fused, and passes of fixed sizes, use these."""
     patch.setattr(fixed_forward, "kernels_for", lambda device: kernels)
-    patch.setattr(fusing, "kernels_for", lambda device: kernels)
-    patch.setattr(fusing, "triton_kernels", kernels)
+    patch.setattr(fused_blocks, "kernels_for", lambda device: kernels)
+    patch.setattr(fused_blocks, "triton_kernels", kernels)
 
 
 @pytest.mark.parametrize(

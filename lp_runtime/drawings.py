@@ -1,0 +1,38 @@
+"""How a request's successors are drawn, from what it and the model's own defaults say."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from lp_runtime.decoding import Request
+from lp_runtime.lookahead.sampling import GumbelNoise
+from lp_runtime.model.drawing import Drawing
+from lp_runtime.model.generation import build_processors, defaults_of
+from lp_runtime.model.processors import TreeProcessors
+from lp_runtime.model.tree_model import TreeModel
+
+MAX_PLAIN_KINDS = 1 << 10
+
+
+def make_drawing(model: TreeModel, request: Request, plain_kinds: set[Hashable] | None = None) -> Drawing:
+    """How a request's successors are drawn from this model's logits; alike on all replicas.
+
+    Args:
+        plain_kinds: kinds of requests whose logits nothing is done to, as far as is known, which is added to: to ask
+            transformers takes milliseconds.
+
+    Raises:
+        ConfigError: if transformers refuses a setting.
+    """
+    sampling, length, ends = request.sampling, request.max_new_tokens, request.eos_token_ids
+    kind = repr((replace(sampling, seed=None), length, sorted(ends))) if not request.processors else None
+    processors: Sequence = ()
+    if plain_kinds is None or kind not in plain_kinds:
+        processors = build_processors(model.model, request.prompt_ids, sampling, length, ends, request.processors)
+        if plain_kinds is not None and kind is not None and not processors and len(plain_kinds) < MAX_PLAIN_KINDS:
+            plain_kinds.add(kind)
+    noise = None
+    if sampling.draws(defaults_of(model.model)):
+        noise = GumbelNoise(sampling.seed, request.sample, model.vocabulary_size, model.device)
+    return Drawing(TreeProcessors(processors, model.device, reports=True), noise, request.logprobs)
