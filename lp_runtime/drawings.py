@@ -8,7 +8,7 @@ from dataclasses import replace
 from lp_runtime.decoding import Request
 from lp_runtime.lookahead.sampling import GumbelNoise
 from lp_runtime.model.drawing import Drawing
-from lp_runtime.model.generation import build_processors, defaults_of
+from lp_runtime.model.generation import build_processors
 from lp_runtime.model.processors import TreeProcessors
 from lp_runtime.model.tree_model import TreeModel
 
@@ -26,13 +26,14 @@ def make_drawing(model: TreeModel, request: Request, plain_kinds: set[Hashable] 
         ConfigError: if transformers refuses a setting.
     """
     sampling, length, ends = request.sampling, request.max_new_tokens, request.eos_token_ids
-    kind = repr((replace(sampling, seed=None), length, sorted(ends))) if not request.processors else None
+    defaults = model.model.generation_config.to_dict()
+    kind = None if request.processors else repr((replace(sampling, seed=None), length, sorted(ends), defaults))
     processors: Sequence = ()
     if plain_kinds is None or kind not in plain_kinds:
         processors = build_processors(model.model, request.prompt_ids, sampling, length, ends, request.processors)
         if plain_kinds is not None and kind is not None and not processors and len(plain_kinds) < MAX_PLAIN_KINDS:
             plain_kinds.add(kind)
     noise = None
-    if sampling.draws(defaults_of(model.model)):
+    if sampling.draws(defaults):
         noise = GumbelNoise(sampling.seed, request.sample, model.vocabulary_size, model.device)
     return Drawing(TreeProcessors(processors, model.device, reports=True), noise, request.logprobs)
