@@ -6,6 +6,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from ranks import CPU, run_ranks
@@ -18,6 +19,7 @@ from lp_runtime.decoding_loop import Arrival, DecodingLoop
 from lp_runtime.model import self_check
 from lp_runtime.model.loading import load_model
 from lp_runtime.model.tree_model import TreeModel
+from lp_runtime.tuning import Tuning
 from lp_runtime.worker import ready_model
 
 pytestmark = [
@@ -45,6 +47,7 @@ REQUESTS = {
     "logprobs": Request(PROMPT[6:], FIXED, 12, logprobs=True),
     "a caller's processor": Request(PROMPT[7:], FIXED, 12, processors=(without_every_seventh,)),
 }
+POINTS = {"tokens": np.array([1, 16, 32]), "nanoseconds": np.array([1_000_000, 1_050_000, 1_200_000])}  # of steps
 ONCE = ("generation.py: build_processors", "fixed_forward.py: _capture_pass")  # a request, or a size
 FEW = ("fixed", "sampled")
 
@@ -66,6 +69,12 @@ def expected() -> dict[str, list[int]]:
     """Tokens of each request, on the CPU."""
     model = TreeModel(load_model(ModelConfig(), CPU, "float32"), 512, own_attention=True)
     return {name: decode_alone(model, request)[0] for name, request in REQUESTS.items()}
+
+
+def loop_of(model: TreeModel, rank: int = 0, num_replicas: int = 1) -> DecodingLoop:
+    """One that need not measure steps, which takes seconds."""
+    known = {"points": {name: values.copy() for name, values in POINTS.items()}}
+    return DecodingLoop(model, rank, num_replicas, CUDA, Tuning(model, rank, num_replicas, CUDA, None, known))
 
 
 def steps_and_waits(gpu: Gpu, loop: DecodingLoop, name: str) -> tuple[list[int], int, Counter]:
@@ -91,7 +100,8 @@ def check(found: tuple[list[int], int, Counter], expected: list[int]) -> None:
 @pytest.mark.parametrize("name", REQUESTS)
 def test_one_wait_a_step(gpu, model, expected, name):
     assert model.fixed_sizes["capture"]
-    check(steps_and_waits(gpu, DecodingLoop(model, 0, 1, CUDA), name), expected[name])
+    loop = DecodingLoop(model, 0, 1, CUDA) if name == "greedy" else loop_of(model)
+    check(steps_and_waits(gpu, loop, name), expected[name])
 
 
 @pytest.mark.parametrize("setting", [{"compile": "off"}, {"exactness": "strict"}])
@@ -101,13 +111,13 @@ def test_one_wait_a_step_without_captured_passes(gpu, expected, setting, monkeyp
     model, _ = ready_model(RuntimeConfig(dtype="float32", **setting), CUDA)
     assert model.fixed_sizes is None
     for name in FEW:
-        check(steps_and_waits(gpu, DecodingLoop(model, 0, 1, CUDA), name), expected[name])
+        check(steps_and_waits(gpu, loop_of(model), name), expected[name])
 
 
 def test_requests_together(gpu, model, expected):
     assert model.takes_several
     arrivals = {number + 1: [Arrival(name, request)] for number, (name, request) in enumerate(REQUESTS.items())}
-    loop = DecodingLoop(model, 0, 1, CUDA)
+    loop = loop_of(model)
     for request in REQUESTS.values():
         loop.prepare(request.lookahead)
     gpu.waits.clear()
@@ -120,7 +130,7 @@ def on_a_rank(rank: int, num_replicas: int) -> dict[str, tuple[list[int], int, C
     """`steps_and_waits` of a few requests. The collective is given what is on the GPU, as NCCL would be."""
     with simulated_gpu() as gpu:
         model, _ = ready_model(RuntimeConfig(dtype="float32"), CUDA)
-        return {name: steps_and_waits(gpu, DecodingLoop(model, rank, num_replicas, CUDA), name) for name in FEW}
+        return {name: steps_and_waits(gpu, loop_of(model, rank, num_replicas), name) for name in FEW}
 
 
 def test_ranks_exchange_on_the_device(expected):
