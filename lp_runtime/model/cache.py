@@ -110,12 +110,11 @@ class TreeCache(Cache):
         """Where the next token is written."""
         return self._length.place
 
-    def is_used(self, layer: int) -> bool:
-        """Whether a layer has been used: it has its memory."""
-        return self.layers[layer].is_initialized
-
-    def arrays(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """`memory` of a layer on a CPU, for code that is no tensors'."""
+    def arrays(self, layer: int, num_heads: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """`memory` of a layer on a CPU, in float32, for code that is no tensors'; it is made if need be, for H and D."""
+        if not self.layers[layer].is_initialized:
+            nothing = torch.empty(1, num_heads, 0, size, dtype=torch.float32)
+            self.layers[layer].lazy_initialization(nothing, nothing)
         return self.layers[layer].arrays
 
     @property

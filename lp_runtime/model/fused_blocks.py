@@ -70,7 +70,7 @@ class FusedMLP(nn.Module):
 
 class FusedAttention(nn.Module):
     """Attention like that of Llama, Mistral or Qwen: one product gives queries, keys and values, [..., (g + 2) H D];
-    queries and keys are rotated together, on a GPU also written into the cache."""
+    queries and keys are rotated together, by a kernel also written into the cache."""
 
     def __init__(self, attention: nn.Module):
         super().__init__()
@@ -113,7 +113,7 @@ class FusedAttention(nn.Module):
         return self.o_proj(output.reshape(*shape, -1)), weights
 
     def _writes_on_host(self, states: torch.Tensor, cache) -> bool:
-        return isinstance(cache, TreeCache) and host_kernels.takes(states) and cache.is_used(self.layer_idx)
+        return isinstance(cache, TreeCache) and host_kernels.takes(states)
 
     def _rotated_on_host(
         self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: TreeCache
@@ -127,7 +127,7 @@ class FusedAttention(nn.Module):
             query, key, _ = (each.numpy() for each in normed)
             first = (0, 0, first[2])
         angles = (host_kernels.array_of(each) for each in (cos, sin))
-        start, memory = cache.place, cache.arrays(self.layer_idx)
+        start, memory = cache.place, cache.arrays(self.layer_idx, num_keys, self.head_dim)
         query = host_kernels.rotate_and_write(
             query, key, value, first, (num_queries, num_keys), *angles, start, *memory
         )

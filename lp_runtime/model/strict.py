@@ -1,7 +1,7 @@
 """Attention whose result for a token does not depend on how its text was fed: bit for bit, in any dtype.
 
 In half precision the shape of a forward pass changes rounding: other kernels are chosen, sums are taken in another
-order, and near-ties flip. Two things take that away. Every pass feeds the same number of tokens (tree_model.py), so
+order, and near-ties flip. Two things take that away. Every pass feeds the same number of tokens (strict_passes.py), so
 matrix products always have the same shape. And attention goes by blocks of absolute positions, in an order that is a
 function of a token's position alone:
 

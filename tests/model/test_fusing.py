@@ -215,6 +215,22 @@ def test_layers_with_hooks_stay():
         assert seen == [1]
 
 
+@pytest.mark.parametrize("strict_tokens", [None, 8])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_a_cache_that_is_new_and_one_that_was_used_hold_the_same(name, strict_tokens):
+    """Bit for bit: replicas that have decoded other requests before must not differ."""
+    model = random_model(name, initializer_range=0.3)
+    fuse_blocks(model)
+    tree_model = TreeModel(model, 512, strict_tokens, own_attention=True)
+    seen = []
+    for _ in range(2):
+        tree_model.begin(200)
+        logits = tree_model.prefill(list(range(1, 20)))
+        keys = [layer.keys[:, :, :19].clone() for layer in tree_model.text.cache.layers]
+        seen.append([logits, *keys])
+    assert all(map(torch.equal, *seen))
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
 def test_kernels_of_the_host_give_what_torch_gives(name, monkeypatch):
