@@ -111,7 +111,7 @@ class TreeCache(Cache):
         return self._length.place
 
     def arrays(self, layer: int, num_heads: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """`memory` of a layer on a CPU, in float32, for code that is no tensors'; it is made if need be, for H and D."""
+        """`memory` of a layer on a CPU, in float32, for code that is no tensors'; made if need be, for H and D."""
         if not self.layers[layer].is_initialized:
             nothing = torch.empty(1, num_heads, 0, size, dtype=torch.float32)
             self.layers[layer].lazy_initialization(nothing, nothing)
