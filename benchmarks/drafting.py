@@ -129,7 +129,7 @@ class Bench:
             proposal = state.propose(budget.fit)
             proposing += time.perf_counter() - started
             tree = proposal.tree
-            fed += max(len(share.nodes) for share in budget.shares(tree))
+            fed += int(budget.shares(tree).sizes.max())
             wanted = list(range(tree.root, len(tree)))
             logits = self.model.forward(tree, list(range(len(tree))), wanted)
             packed, _ = drawing.draw(logits, tree, wanted, state.tokens)

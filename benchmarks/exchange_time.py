@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -19,7 +20,7 @@ from common import machine, markdown
 
 from lp_runtime.lookahead.tables import K
 from lp_runtime.parallel.exchange import Exchange
-from lp_runtime.parallel.partition import Share
+from lp_runtime.parallel.partition import Shares
 
 WIDTH = 1 + K // 2
 CPU = torch.device("cpu")
@@ -30,16 +31,16 @@ def measure(rank: int, num_replicas: int, port: int, nodes: list[int], rounds: i
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_replicas)
     for num_owned in nodes:
-        shares = [Share([], list(range(first * num_owned, (first + 1) * num_owned))) for first in range(num_replicas)]
+        shares = Shares(np.arange(num_replicas).repeat(num_owned), np.full(num_replicas, num_owned))
         exchange = Exchange(rank, num_replicas, num_owned, CPU, WIDTH)
         values = torch.full((num_owned, WIDTH), rank)
         times = []
         for number in range(rounds + 20):
             started = time.perf_counter()
-            outcome = exchange.all_gather(shares, num_replicas * num_owned, values, number, 0)
+            outcome = exchange.all_gather(shares, values, number, 0)
             if number >= 20:
                 times.append(1e6 * (time.perf_counter() - started))
-        assert (outcome.values[:, 0] == [owner for owner in range(num_replicas) for _ in range(num_owned)]).all()
+        assert (outcome.values[:, 0] == shares.owner).all()
         if rank == 0:
             results.put((num_owned, statistics.quantiles(times, n=4), exchange.bytes_sent // (rounds + 20)))
     dist.barrier()

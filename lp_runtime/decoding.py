@@ -26,7 +26,6 @@ from lp_runtime.model.drawing import Drawing
 from lp_runtime.model.tree_model import Fed, TreeModel, result_of
 from lp_runtime.parallel.budget import StepBudget
 from lp_runtime.parallel.exchange import Exchange
-from lp_runtime.parallel.partition import digest_of_shares, step_tokens
 
 CANCEL, TIME_IS_UP = 1, 2  # bits of the exchange's control word
 
@@ -240,7 +239,7 @@ class Decoding:
         # An exchange like the prefill's own, so that replicas at different places see that their digests differ.
         nothing = torch.zeros(len(self.fed.wanted), self._drawing.width, dtype=torch.int64, device=self._model.device)
         digest = self._make_digest() ^ num_left
-        outcome = self._exchange.all_gather(self._shares, 1, nothing, digest, CANCEL * self._should_cancel())
+        outcome = self._exchange.all_gather(self._shares, nothing, digest, CANCEL * self._should_cancel())
         return bool(outcome.control & CANCEL)
 
     def propose(self, num_together: int = 1) -> None:
@@ -255,7 +254,7 @@ class Decoding:
         if self._is_resting:
             self._set(self._state.propose_root())
         else:
-            self._set(self._state.propose(budget.fit, budget.num_wanted))
+            self._set(self._state.propose(budget.fit, budget.wanted))
 
     def _set(self, proposal: Proposal) -> None:
         self._proposal = proposal
@@ -269,7 +268,7 @@ class Decoding:
         """What tells this step from any other, 56 bits; 0 where nobody else has it."""
         if self._member.num_replicas == 1:
             return 0
-        return self._proposal.digest ^ digest_of_shares(self._shares)
+        return self._proposal.digest ^ self._shares.digest()
 
     def draw(self, logits: torch.Tensor) -> None:
         """Draw the successors of the nodes that this replica owns.
@@ -287,10 +286,9 @@ class Decoding:
         """Begin to tell all replicas what each has drawn."""
         # A lone replica looks once the pass is done: until then more may become known.
         control = self._control() if self._member.num_replicas > 1 else 0
-        tree = self._proposal.tree
         digest = self._make_digest() if self._digest is None else self._digest
         clock = self.clock.packed(self._member.tells_late)
-        self._exchange.start(self._shares, len(tree), self._values, digest, control, clock)
+        self._exchange.start(self._shares, self._values, digest, control, clock)
 
     def _control(self) -> int:
         """Bits of what this replica alone knows."""
@@ -317,21 +315,19 @@ class Decoding:
         run, nodes = self._state.advance(self._proposal, self._unpack())
         clocks = Clock.unpacked(self._clocks)
         self._budget.observe(self._shares, *clocks, len(run) - 1, is_late=self._member.tells_late)
-        self._num_fed += step_tokens(self._shares)
-        self._extra_passes += max(self._model.num_passes(len(each.nodes)) for each in self._shares) - 1
+        sizes = self._shares.sizes
+        self._num_fed += int(sizes.sum()) / len(sizes)
+        self._extra_passes += self._model.num_passes(int(sizes.max())) - 1
         return self._committed(run, nodes)
 
     def _committed(self, run: list[int], nodes: list[int]) -> Run:
         self._ended_by = self._control_bits
         if self._observe:
-            self._observe(nodes, self.fed.wanted, self._logits, self._scores)
-        owners = {}
-        if self._request.trace:
-            owners = {node: rank for rank, share in enumerate(self._shares) for node in share.owned}
+            self._observe(nodes, self.fed.wanted.tolist(), self._logits, self._scores)
         return Run(
             run,
             None if self._logprobs is None else [self._logprobs[node] for node in nodes],
-            [owners[node] for node in nodes] if self._request.trace else None,
+            self._shares.owner[nodes].tolist() if self._request.trace else None,
         )
 
     def report(self) -> Report:

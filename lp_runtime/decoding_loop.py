@@ -20,6 +20,7 @@ from lp_runtime.lookahead.state import DecodingRules, DecodingState, Stop
 from lp_runtime.model.drawing import Drawing, compile_drawing
 from lp_runtime.model.tree_model import TreeModel, result_of
 from lp_runtime.parallel.budget import Learned, StepBudget, assumed_times, compile_budget
+from lp_runtime.parallel.exchange import compile_exchange
 from lp_runtime.parallel.partition import compile_partition
 from lp_runtime.policies import make_policy
 from lp_runtime.telling import Telling
@@ -94,6 +95,7 @@ class DecodingLoop:
         compile_drawing()
         if self._member.num_replicas > 1:
             compile_partition()
+            compile_exchange()
         if settings.policy == "full":
             compile_kernels()
             with self._model.scratch():

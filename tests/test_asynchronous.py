@@ -178,9 +178,9 @@ def on_a_rank(rank: int, num_replicas: int):
     clocks, lateness = [], []
     start = Exchange.start
 
-    def noted(exchange, shares, num_nodes, values, digest, control, clock=0):
+    def noted(exchange, shares, values, digest, control, clock=0):
         clocks.append(clock >> 31)
-        start(exchange, shares, num_nodes, values, digest, control, clock)
+        start(exchange, shares, values, digest, control, clock)
 
     Exchange.start = noted
     observe = StepBudget.observe

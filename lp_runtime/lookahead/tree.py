@@ -31,9 +31,9 @@ class TokenTree:
     """
 
     __slots__ = (
-        "tokens",
-        "parents",
-        "depths",
+        "_tokens",
+        "_parents",
+        "_depths",
         "root",
         "max_depth",
         "max_nodes",
@@ -45,9 +45,9 @@ class TokenTree:
 
     def __init__(self, pending: Sequence[int], max_depth: int, max_nodes: int | None = None):
         assert pending, "a tree has a root"
-        self.tokens = list(pending)
-        self.parents = list(range(-1, len(pending) - 1))
-        self.depths = list(range(1 - len(pending), 1))
+        self._tokens: list[int] | None = list(pending)
+        self._parents: list[int] | None = list(range(-1, len(pending) - 1))
+        self._depths: list[int] | None = list(range(1 - len(pending), 1))
         self.root = len(pending) - 1
         self.max_depth = max_depth
         self.max_nodes = max_nodes
@@ -73,7 +73,7 @@ class TokenTree:
             digest: of tokens and parents, where there is one already.
         """
         tree = cls.__new__(cls)
-        tree.tokens, tree.parents, tree.depths = tokens.tolist(), parents.tolist(), depths.tolist()
+        tree._tokens = tree._parents = tree._depths = None  # made when asked for: most trees are not
         tree.root, tree.max_depth, tree.max_nodes, tree.reach = root, max_depth, None, reach
         tree._children, tree._arrays, tree._digest = {}, (tokens, parents, depths), digest
         return tree
@@ -83,7 +83,7 @@ class TokenTree:
         assert num_nodes > self.root
         if num_nodes >= len(self):
             return
-        for values in (self.tokens, self.parents, self.depths):
+        for values in filter(None, (self._tokens, self._parents, self._depths)):
             del values[num_nodes:]
         if self.reach is not None:
             self.reach = self.reach[:num_nodes]
@@ -93,7 +93,32 @@ class TokenTree:
         self._children = {key: node for key, node in self._children.items() if node < num_nodes}
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self._arrays[0]) if self._arrays is not None else len(self._tokens)
+
+    @property
+    def pending(self) -> list[int]:
+        """[P] the pending tokens."""
+        if self._tokens is None:
+            return self._arrays[0][: self.root + 1].tolist()
+        return self._tokens[: self.root + 1]
+
+    @property
+    def tokens(self) -> list[int]:
+        if self._tokens is None:
+            self._tokens = self._arrays[0].tolist()
+        return self._tokens
+
+    @property
+    def parents(self) -> list[int]:
+        if self._parents is None:
+            self._parents = self._arrays[1].tolist()
+        return self._parents
+
+    @property
+    def depths(self) -> list[int]:
+        if self._depths is None:
+            self._depths = self._arrays[2].tolist()
+        return self._depths
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` that carries `token`, if there is one."""

@@ -90,7 +90,7 @@ class Drawing:
         scores = self._processors(logits, tree, nodes, tokens)
         # The root is token len(tokens) - 1, so what follows a node of depth d is token len(tokens) + d.
         first = draw(scores, [len(tokens) + tree.depths[node] for node in nodes], self.noise)
-        if self._with_logprobs and nodes:
+        if self._with_logprobs and len(nodes):
             logprobs = logits.gather(1, first[:, None])[:, 0] - logits.logsumexp(dim=-1)
             first = first | (logprobs.view(torch.int32).long() << HALF)
         if not (self.num_runners_up and with_runners_up):
@@ -100,7 +100,7 @@ class Drawing:
             packed[:, 0] = first.numpy()
             _pack()(np.ascontiguousarray(scores.numpy()), self.num_runners_up, packed)
             return torch.from_numpy(packed), scores
-        if nodes and (kernels := kernels_for(scores.device)):
+        if len(nodes) and (kernels := kernels_for(scores.device)):
             with on(scores.device):
                 packed = kernels.pack_runners_up(scores, first, self.num_runners_up, NO_TOKEN, GAP_UNIT, MAX_GAP)
             return packed, scores

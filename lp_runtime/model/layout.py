@@ -33,7 +33,7 @@ def lay_out(tree: TokenTree, nodes: Sequence[int], wanted: Sequence[int], num_ca
         num_cached: committed tokens; the tree's first pending token stands behind them.
     """
     tokens, parents, depths = tree.arrays()
-    if wanted and wanted[-1] - wanted[0] == len(wanted) - 1:
+    if len(wanted) and wanted[-1] - wanted[0] == len(wanted) - 1:
         rows = np.arange(wanted[0], wanted[-1] + 1)  # a list takes longer
     else:
         rows = np.asarray(wanted, dtype=np.int64)

@@ -95,7 +95,7 @@ class TreeProcessors:
         Returns:
             [n, V] scores.
         """
-        if not nodes or not self._processors:
+        if not len(nodes) or not self._processors:
             return logits
         scores = logits.clone()
         groups = self._groups(tree, nodes, tokens) if self._needs_prefixes else []

@@ -360,4 +360,4 @@ def result_of(steps: Generator[object, None, Result]) -> Result:
 def _commit(text: CachedText, tree: TokenTree, commit: bool) -> None:
     text.cache.commit(tree.root + 1 if commit else 0)
     if commit:
-        text.tokens += tree.tokens[: tree.root + 1]
+        text.tokens += tree.pending

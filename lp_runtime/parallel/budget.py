@@ -16,8 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lp_runtime.lookahead.compiled import compiled, with_fresh_cache
+from lp_runtime.lookahead.policy import EVERYTHING, Wanted
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.parallel.partition import Share, finishing_time, largest_fit, partition_by_times
+from lp_runtime.parallel.partition import Shares, largest_fit, partition_by_times
 
 # Where nothing was measured: so many tokens cost twice what one does.
 ASSUMED_FREE_TOKENS = 64
@@ -37,6 +38,8 @@ RATE_BITS = 32
 MAX_EXPECTED = (1 << 31) - 1  # so that the rates have room in 64 bits
 LEAST_GAIN_PERCENT = 110  # of a step that drafts, over one that does not: estimates of it are that uncertain
 FIRST_WANTED = 32  # nodes a replica, of a request's first tree
+ASSUMED_REPEATED = 9 * SCALE_ONE // 8  # tokens that replicas feed for each node of a tree, where nothing is known
+LEAST_PART = 2  # nodes are grown that are this much less likely to be reached than any that would pay
 PRIOR_TOKENS = 4  # that promises are taken to have been kept of, before any were made
 FORGETTING = 32  # steps that promises are remembered for, about
 LEAST_BELIEF = 4  # promises are believed to this fraction at least
@@ -86,6 +89,8 @@ class Learned:
             whole does not make either look worse.
         num_plain: steps that did not.
         overheads: nanoseconds of what else a step takes: one that drafts, one that does not; 0 while unknown.
+        num_guessed: nodes below the root of a step that drafts, fixed point of SCALE_ONE.
+        repeated: tokens that all replicas together feed for each of these nodes, of SCALE_ONE: several feed the same.
         promised: accepted tokens that the estimates promised lately, fixed point of EXPECTED_BITS.
         kept: how many there were, in the same unit.
     """
@@ -94,6 +99,8 @@ class Learned:
     plain_scales: np.ndarray
     num_plain: int = 0
     overheads: list[int] = field(default_factory=lambda: [0, 0])
+    num_guessed: int = 0
+    repeated: int = ASSUMED_REPEATED
     promised: int = PRIOR_TOKENS << EXPECTED_BITS
     kept: int = PRIOR_TOKENS << EXPECTED_BITS
 
@@ -123,7 +130,7 @@ class StepBudget:
 
     Attributes:
         limit: the budget.
-        num_wanted: nodes that the next tree should have at most; None for no such wish.
+        wanted: what the next tree should have.
     """
 
     def __init__(self, times: np.ndarray, is_auto: bool, budget: int | None, learned: Learned | None = None):
@@ -134,16 +141,17 @@ class StepBudget:
         self._learned = learned or Learned.nothing(len(times))
         self._one = np.full(len(times), SCALE_ONE, dtype=np.int64)
         self._times = np.empty_like(times)
-        self._places = np.arange(times.shape[1])
+        self._finishing = np.zeros(0, np.int64)
         self._rescale()
         self._num_plain = 0  # steps in a row that were worth the root alone
         self._rest = 0
         self._promise = 0  # of the tree that is fed
         self._fitted = False  # whether the step that is under way drafts
         self._drafted = True  # whether the last step that was observed did
+        self._num_guessed = 0  # nodes below its root
         self._untimed: _Timed | None = None  # a step whose times are still to come
         self._since_plain = 0  # steps that drafted for little, since the last that did not
-        self.num_wanted: int | None = FIRST_WANTED * len(times) if is_auto else None
+        self.wanted = Wanted(FIRST_WANTED * len(times)) if is_auto else EVERYTHING
 
     def share(self, num_together: int) -> None:
         """From now on a step's forward pass serves so many requests: each answers for its part of the time."""
@@ -164,31 +172,26 @@ class StepBudget:
             tree: its nodes in the order of `reach`.
             reach: [T] estimated probability that a node is on the accepted path, fixed point of REACH_BITS.
         """
-        num_replicas = len(self._times)
-        limit = self._times.shape[1] - 1
-        limit = limit if self.limit is None else min(limit, self.limit)
-        most = largest_fit(tree, num_replicas, limit)
+        num_replicas, num_known = self._times.shape[0], self._times.shape[1] - 1
+        limit = num_known if self.limit is None else min(num_known, self.limit)
         if not self._is_auto:
-            return most
-        num_pending = tree.root + 1
-        kept, made = self._learned.kept >> 8, max(1, self._learned.promised >> 8)
-        if num_replicas == 1:
-            sizes = self._places[num_pending : most + 1]
-            times = self._times[0, num_pending : most + 1]
-        else:
-            sizes = np.array(sorted({min(most, tree.root + step * num_replicas) for step in GRID} | {num_pending}))
-            sizes = sizes[sizes >= num_pending]
-            times = np.array([finishing_time(tree, size, self._times, limit) for size in sizes])
-        drafting, plain = self._learned.overheads
-        alone = zip(self._times[:, num_pending].tolist(), self._learned.plain_scales.tolist(), strict=True)
+            return largest_fit(tree, num_replicas, limit)
+        learned, num_pending = self._learned, tree.root + 1
+        kept, made = learned.kept >> 8, max(1, learned.promised >> 8)
+        times = self._times_of(num_pending, len(tree), limit)
+        plain = learned.overheads[1]
+        alone = zip(self._times[:, num_pending].tolist(), learned.plain_scales.tolist(), strict=True)
         plain += max(time * scale // SCALE_ONE for time, scale in alone)
-        best, rate, plain_rate, promised = _best_size(reach, sizes, times, kept, made, drafting, plain)
+        size, rate, plain_rate, promised, least = _best_size(reach, num_pending, len(tree), times, kept, made, plain)
         if rate * 100 < plain_rate * LEAST_GAIN_PERCENT:
-            best, promised = 0, 0
-        self._num_plain = self._num_plain + 1 if best == 0 else 0
-        if best == 0:  # what is not tried keeps no promise: believe it a little more each time
-            self._learned.kept += max(0, self._learned.promised - self._learned.kept) // RECOVERY
-        is_little = best > 0 and rate * 100 < plain_rate * LITTLE_GAIN_PERCENT
+            size, promised = num_pending, 0
+        elif num_replicas > 1 and (fitting := largest_fit(tree, num_replicas, limit, size)) < size:
+            size, promised = fitting, reach[num_pending:fitting].sum() >> (REACH_BITS - EXPECTED_BITS)
+        guesses = size > num_pending
+        self._num_plain = 0 if guesses else self._num_plain + 1
+        if not guesses:  # what is not tried keeps no promise: believe it a little more each time
+            learned.kept += max(0, learned.promised - learned.kept) // RECOVERY
+        is_little = guesses and rate * 100 < plain_rate * LITTLE_GAIN_PERCENT
         self._since_plain = self._since_plain + 1 if is_little else 0
         if self._since_plain >= PROBE_AFTER:
             self._since_plain, self._rest = 0, PROBE_STEPS + 1
@@ -196,17 +199,34 @@ class StepBudget:
             self._rest = min(1 << (self._num_plain - REST_AFTER + 1), LONGEST_REST)
         self._fitted = True
         self._promise = int(promised)
-        size = int(sizes[best])
-        self.num_wanted = max(FIRST_WANTED * num_replicas, 2 * size)
-        return size
+        self.wanted = Wanted(max(FIRST_WANTED * num_replicas, 2 * size), least if guesses else 0)
+        return int(size)
 
-    def shares(self, tree: TokenTree) -> list[Share]:
+    def _times_of(self, num_pending: int, num_nodes: int, limit: int) -> np.ndarray:
+        """[n] how long steps take that draft: of the pending tokens alone, of those and one node, and so on, up to a
+        fourth more than a tree has, as far as replicas may feed them."""
+        num_replicas, learned = len(self._times), self._learned
+        most = min(num_pending + num_replicas * max(0, limit - num_pending), num_nodes + num_nodes // 4 + 8)
+        num = max(1, most - num_pending + 1)
+        if len(self._finishing) < num:
+            self._finishing = np.zeros(2 * num, np.int64)
+        drafting, plain = learned.overheads
+        per_node = 0
+        if plain and learned.num_guessed:
+            per_node = max(0, drafting - plain) * SCALE_ONE**2 // learned.num_guessed
+            drafting = min(drafting, plain)
+        times = self._finishing[:num]
+        repeated = learned.repeated if num_replicas > 1 else SCALE_ONE
+        _finishing_times(self._times, num_pending, limit, repeated, drafting, per_node, times)
+        return times
+
+    def shares(self, tree: TokenTree) -> Shares:
         """The tree's shares, such that the last replica is done as soon as can be."""
         return partition_by_times(tree, self._times, self.limit)
 
     def observe(
         self,
-        shares: Sequence[Share],
+        shares: Shares,
         forward: Sequence[int],
         overhead: Sequence[int],
         num_accepted: int,
@@ -229,6 +249,9 @@ class StepBudget:
             if known:
                 before = learned.overheads[which]
                 learned.overheads[which] += (known - before) // SMOOTHING if before else known
+                if self._drafted:
+                    guessed = self._num_guessed * SCALE_ONE
+                    learned.num_guessed += (guessed - learned.num_guessed) // SMOOTHING if before else guessed
             drafted = self._drafted = self._fitted
             self._fitted = False
             if self._promise:
@@ -237,14 +260,25 @@ class StepBudget:
                 learned.kept = max(learned.kept, learned.promised // LEAST_BELIEF)
             self._promise = 0
             self._rest = max(0, self._rest - 1)
+            self._count(shares)
         elif len(shares) == 1:
             return
-        sizes = np.array([min(len(share.nodes), self._curves.shape[1] - 1) for share in shares])
+        sizes = np.minimum(shares.sizes, self._curves.shape[1] - 1)
         timed: _Timed | None = _Timed(self._curves, sizes, drafted, follows_plain)
         if is_late:
             timed, self._untimed = self._untimed, timed
         if timed is not None and min(forward) > 0:
             self._learn_times(timed, np.array(forward, dtype=np.int64))
+
+    def _count(self, shares: Shares) -> None:
+        """How many nodes a step guessed, and how many tokens replicas fed for each."""
+        num_owned, num_replicas = sum(shares.num_owned), len(shares)
+        self._num_guessed = num_owned - 1
+        if num_replicas > 1 and self._num_guessed >= num_replicas:
+            num_pending = len(shares.owner) - num_owned + 1
+            num_fed = int(shares.sizes.sum()) - num_replicas * num_pending
+            repeated = num_fed * SCALE_ONE // self._num_guessed
+            self._learned.repeated += (repeated - self._learned.repeated) // SMOOTHING
 
     def _learn_times(self, step: _Timed, nanoseconds: np.ndarray) -> None:
         """Learn from how long each replica's forward pass took, [R]."""
@@ -277,35 +311,72 @@ def compile_budget() -> None:
     with_fresh_cache(use)
 
 
+@compiled(makes_arrays=True)
+def _finishing_times(times, num_pending, limit, repeated, overhead, per_node, finishing):
+    """About when a step of the pending tokens and of 0, 1, 2 ... nodes more is over.
+
+    Args:
+        times: [R, M + 1] of each replica.
+        limit: tokens that a replica feeds at most.
+        repeated: tokens that all replicas together feed for each node, of SCALE_ONE.
+        overhead: nanoseconds of what else a step takes, and
+        per_node: for each node, of SCALE_ONE.
+        finishing: [n] written.
+    """
+    fed = np.zeros(len(times), np.int64)
+    time, num_fed = np.int64(0), np.int64(0)
+    for rank in range(len(times)):
+        time = max(time, times[rank, num_pending])
+    for num_nodes in range(len(finishing)):
+        while num_fed * SCALE_ONE < num_nodes * repeated:
+            next_rank, next_time = -1, np.int64(0)
+            for rank in range(len(times)):  # whoever is the first to be done with one token more feeds it
+                if num_pending + fed[rank] < limit:
+                    later = times[rank, num_pending + fed[rank] + 1]
+                    if next_rank < 0 or later < next_time:
+                        next_rank, next_time = rank, later
+            if next_rank < 0:
+                break
+            time = max(time, next_time)
+            fed[next_rank] += 1
+            num_fed += 1
+        finishing[num_nodes] = time + overhead + per_node * num_nodes // SCALE_ONE
+
+
 @compiled
-def _best_size(reach, sizes, times, kept, made, drafting, plain):
-    """Of some sizes of a tree the one that commits the most tokens a nanosecond, the first of equals.
+def _best_size(reach, num_pending, num_nodes, times, kept, made, plain):
+    """Of a tree's first nodes as many as commit the most tokens a nanosecond, the fewest of equals.
 
     Args:
         reach: [T] see `StepBudget.fit`.
-        sizes: [n] numbers of a tree's first nodes, rising; the first are the pending ones alone, at least one.
-        times: [n] how long a step of each takes without what else it takes,
-        drafting: which is so much; and
-        plain: how long one of the first takes with it.
+        num_pending: nodes at least, >= 1.
+        num_nodes: at most, T.
+        times: [n] how long a step takes that drafts, of the first nodes: num_pending of them, one more, and so on; and
+        plain: one that does not.
         kept, made: of what was promised lately so much was kept.
 
     Returns:
-        (place in sizes, its rate, the first one's, what it promises besides the bonus token): rates in tokens a
-        nanosecond, fixed point of EXPECTED_BITS + RATE_BITS, promises of EXPECTED_BITS.
+        (nodes, the rate, that of a step that does not draft, promise, least): rates in tokens a nanosecond, fixed point
+        of EXPECTED_BITS + RATE_BITS; what the nodes promise besides the bonus token, of EXPECTED_BITS; what a node more
+        would have to promise to pay, over LEAST_PART, of REACH_BITS.
     """
-    best, best_rate, plain_rate, best_promise = 0, np.int64(-1), np.int64(0), np.int64(0)
-    promise, node = np.int64(0), sizes[0]
-    for place in range(len(sizes)):
-        while node < sizes[place]:
-            promise += reach[node] >> (REACH_BITS - EXPECTED_BITS)
-            node += 1
+    plain_rate = (np.int64(1) << EXPECTED_BITS + RATE_BITS) // plain
+    best, best_rate, best_expected, best_promise = num_pending, plain_rate, np.int64(1) << EXPECTED_BITS, np.int64(0)
+    promise = np.int64(0)
+    for node in range(num_pending, min(num_nodes, num_pending + len(times) - 1)):
+        promise += reach[node] >> (REACH_BITS - EXPECTED_BITS)
         expected = min((1 << EXPECTED_BITS) + promise * kept // made, MAX_EXPECTED)
-        rate = (expected << RATE_BITS) // (plain if place == 0 else times[place] + drafting)
-        if place == 0:
-            plain_rate = rate
+        rate = (expected << RATE_BITS) // times[node + 1 - num_pending]
         if rate > best_rate:
-            best, best_rate, best_promise = place, rate, promise
-    return best, best_rate, plain_rate, best_promise
+            best, best_rate, best_expected, best_promise = node + 1, rate, expected, promise
+    place = best - num_pending
+    last = min(len(times) - 1, place + max(8, place // 4))
+    least = np.int64(0)
+    if last > place and best < num_nodes:  # else a larger tree may have paid
+        later = (times[last] - times[place]) // (last - place)
+        share = (best_expected * later // times[place]) * made // max(kept, 1)
+        least = min(share, np.int64(1) << EXPECTED_BITS) << (REACH_BITS - EXPECTED_BITS)
+    return best, best_rate, plain_rate, best_promise, least // LEAST_PART
 
 
 @compiled

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from lp_runtime.errors import ReplicaError, StateMismatchError, first_line
-from lp_runtime.parallel.partition import Share
+from lp_runtime.lookahead.compiled import bound, compiled, with_fresh_cache
+from lp_runtime.parallel.partition import Shares
 
 HEADER = 3  # digest, control, clock
 ROUNDED_TO = 16  # nodes
@@ -76,20 +77,17 @@ class Exchange:
         self._pinned: torch.Tensor | None = None
         self._under_way: _UnderWay | None = None
 
-    def _size(self, shares: Sequence[Share]) -> int:
+    def _size(self, shares: Shares) -> int:
         """Integers that each replica sends in a step."""
-        most = max(len(share.owned) for share in shares)
+        most = max(shares.num_owned)
         assert most <= self.capacity
         return HEADER + min(-(-most // ROUNDED_TO) * ROUNDED_TO, self.capacity) * self.width
 
-    def start(
-        self, shares: Sequence[Share], num_nodes: int, values: torch.Tensor, digest: int, control: int, clock: int = 0
-    ) -> None:
+    def start(self, shares: Shares, values: torch.Tensor, digest: int, control: int, clock: int = 0) -> None:
         """Begin to exchange one step's results.
 
         Args:
-            shares: [R] everyone's share.
-            num_nodes: T.
+            shares: everyone's share of T nodes.
             values: [n, width] int64, a row for each node that this replica owns, on its device.
             digest: digest of this replica's state, 56 bits.
             control: bits that this replica alone knows, and all must act on.
@@ -98,7 +96,7 @@ class Exchange:
         Raises:
             ReplicaError: if a peer is gone.
         """
-        assert values.shape == (len(shares[self.rank].owned), self.width)
+        assert values.shape == (shares.num_owned[self.rank], self.width)
         size = 0
         if self.num_replicas > 1:
             size = self._size(shares)
@@ -113,7 +111,7 @@ class Exchange:
             values = self._read_back(values)
         else:
             values = values.cpu()
-        self._under_way = _UnderWay(shares, num_nodes, size, values, digest, control, clock)
+        self._under_way = _UnderWay(shares, size, values, digest, control, clock)
 
     def _read_back(self, values: torch.Tensor) -> torch.Tensor:
         """Queue a copy of values to the host, where they are once `_copied` has happened."""
@@ -139,7 +137,8 @@ class Exchange:
             self._copied.synchronize()  # what goes wrong here went wrong on this replica's GPU
         values = begun.values.numpy()
         if self.num_replicas == 1:  # it owns all nodes from the root on
-            merged, root = np.empty((begun.num_nodes, self.width), np.int64), begun.num_nodes - len(values)
+            num_nodes = len(begun.shares.owner)
+            merged, root = np.empty((num_nodes, self.width), np.int64), num_nodes - len(values)
             merged[:root], merged[root:] = -1, values
             return Outcome(merged, begun.control, [begun.clock])
         if self._on_gpu:
@@ -165,10 +164,8 @@ class Exchange:
         digests, controls, clocks = zip(*rows[:, :HEADER].tolist(), strict=True)
         if any(each != begun.digest for each in digests):
             raise StateMismatchError(list(digests))
-        merged = np.full((begun.num_nodes, self.width), -1, dtype=np.int64)
-        for share, row in zip(begun.shares, rows, strict=True):
-            num_owned = len(share.owned)
-            merged[share.owned] = row[HEADER : HEADER + num_owned * self.width].reshape(num_owned, self.width)
+        merged = np.empty((len(begun.shares.owner), self.width), np.int64)
+        _merge_kernel()(rows, begun.shares.owner, merged)
         return Outcome(merged, functools.reduce(operator.or_, controls), list(clocks))
 
     def all_gather(self, *args, **options) -> Outcome:
@@ -181,13 +178,47 @@ class _UnderWay(NamedTuple):
     """An exchange that has begun: what `start` was given, how many integers each replica sends, and the values that are
     to be merged: this replica's own, or all that were received."""
 
-    shares: Sequence[Share]
-    num_nodes: int
+    shares: Shares
     size: int
     values: torch.Tensor
     digest: int
     control: int
     clock: int
+
+
+@functools.cache
+def compile_exchange() -> None:
+    """Compile, or load from where it is kept, what is compiled here. Once a process."""
+    with_fresh_cache(_merge_kernel)
+
+
+@functools.cache
+def _merge_kernel() -> Callable:
+    """`_merge_owned` for arguments of its types."""
+    rows = np.zeros((1, 1), np.int64)
+    return bound(_merge_owned, rows, np.zeros(1, np.int64), rows)
+
+
+@compiled
+def _merge_owned(rows, owner, merged):
+    """Gather what the owners say of each node, [T, width]; -1 where there is no owner.
+
+    Args:
+        rows: [R, HEADER + n * width] what they sent, of the nodes that each owns in the order of the tree.
+        owner: [T] see Shares.
+    """
+    num_nodes, width = merged.shape
+    for rank in range(len(rows)):
+        place = HEADER
+        for node in range(num_nodes):
+            if owner[node] == rank:
+                for i in range(width):
+                    merged[node, i] = rows[rank, place + i]
+                place += width
+    for node in range(num_nodes):
+        if owner[node] < 0:
+            for i in range(width):
+                merged[node, i] = -1
 
 
 def _all_gather(output: torch.Tensor, value: torch.Tensor) -> None:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -29,14 +29,60 @@ class Share:
     """What one replica does in a step.
 
     Attributes:
-        nodes: indices into the tree of what it feeds, ascending: the P pending tokens first, then its leaves and
+        nodes: int64 indices into the tree of what it feeds, ascending: the P pending tokens first, then its leaves and
             their ancestors.
-        owned: indices into the tree of the nodes whose successors it reports, ascending. Every node from the root
+        owned: int64 indices into the tree of the nodes whose successors it reports, ascending. Every node from the root
             on is owned by exactly one replica.
     """
 
-    nodes: list[int]
-    owned: list[int]
+    nodes: np.ndarray
+    owned: np.ndarray
+
+
+class Shares(Sequence[Share]):
+    """What everyone does in a step: the shares, by rank.
+
+    Args:
+        owner: [T] the rank that owns each node; -1 for the pending tokens before the root.
+        sizes: [R] how many tokens each replica feeds.
+        fed: [R, T] who feeds what; None for one replica, which feeds everything.
+
+    Attributes:
+        owner, sizes: these, int64.
+        num_owned: [R] how many nodes each replica owns.
+    """
+
+    def __init__(self, owner: np.ndarray, sizes: np.ndarray, fed: np.ndarray | None = None):
+        self.owner, self.sizes, self._fed = owner, sizes, fed
+
+    @classmethod
+    def of_one(cls, tree: TokenTree) -> Shares:
+        """Of a replica without peers."""
+        owner = np.zeros(len(tree), np.int64)
+        owner[: tree.root] = -1
+        return cls(owner, np.array([len(tree)]))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, rank: int) -> Share:
+        if not 0 <= rank < len(self):
+            raise IndexError(rank)
+        if self._fed is None:
+            num_nodes = len(self.owner)
+            return Share(np.arange(num_nodes), np.arange(num_nodes - self.num_owned[0], num_nodes))
+        return Share(np.flatnonzero(self._fed[rank]), np.flatnonzero(self.owner == rank))
+
+    @cached_property
+    def num_owned(self) -> list[int]:
+        return np.bincount(self.owner + 1, minlength=len(self) + 1)[1:].tolist()
+
+    def digest(self) -> int:
+        """56 bits that tell who owns what apart; 0 for one replica."""
+        if len(self) == 1:
+            return 0
+        content = self.owner.tobytes() + self.sizes.tobytes()
+        return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big")
 
 
 def linear_times(speeds: Sequence[float], num_tokens: int) -> np.ndarray:
@@ -45,12 +91,12 @@ def linear_times(speeds: Sequence[float], num_tokens: int) -> np.ndarray:
     return np.array([np.arange(num_tokens + 1) * (TIME_UNIT * fastest / speed) for speed in speeds]).astype(np.int64)
 
 
-def partition(tree: TokenTree, speeds: Sequence[float]) -> list[Share]:
+def partition(tree: TokenTree, speeds: Sequence[float]) -> Shares:
     """Cut the tree into R shares for replicas that do so many tokens per unit of time: see `partition_by_times`."""
     return partition_by_times(tree, linear_times(speeds, len(tree)))
 
 
-def partition_by_times(tree: TokenTree, times: np.ndarray, limit: int | None = None) -> list[Share]:
+def partition_by_times(tree: TokenTree, times: np.ndarray, limit: int | None = None) -> Shares:
     """Cut the tree into R shares, balanced on what each replica computes, ancestors included.
 
     Args:
@@ -59,42 +105,27 @@ def partition_by_times(tree: TokenTree, times: np.ndarray, limit: int | None = N
         limit: tokens that a replica feeds at most; None for no limit. `largest_fit` says how many nodes that allows.
 
     Returns:
-        [R] shares. A replica without leaves feeds the pending tokens alone.
+        R shares. A replica without leaves feeds the pending tokens alone.
     """
     if len(times) == 1:
-        nodes = list(range(len(tree)))
-        return [Share(nodes, nodes[tree.root :])]
+        return Shares.of_one(tree)
     most = len(tree) if limit is None else limit
     _, parents, depths = tree.arrays()
-    fed, owner, _ = _cut(parents, depths, tree.root, len(tree), times, most)
-    return [Share(np.flatnonzero(row).tolist(), np.flatnonzero(owner == rank).tolist()) for rank, row in enumerate(fed)]
+    fed, owner, sizes = _cut(parents, depths, tree.root, len(tree), times, most)
+    return Shares(owner, sizes, fed)
 
 
-def finishing_time(tree: TokenTree, num_nodes: int, times: np.ndarray, limit: int | None = None) -> int:
-    """When the last replica is done with the first `num_nodes` nodes of a tree: see `partition_by_times`."""
-    if len(times) == 1:
-        return int(times[0, num_nodes])
-    most = num_nodes if limit is None else limit
+def largest_fit(tree: TokenTree, num_replicas: int, budget: int, num_nodes: int | None = None) -> int:
+    """How many of the first nodes of a tree can be fed if no replica may feed more than `budget` tokens.
+
+    Args:
+        num_nodes: at most; by default all.
+    """
+    num_nodes = len(tree) if num_nodes is None else num_nodes
+    if num_replicas == 1 or num_nodes <= budget:
+        return min(num_nodes, max(budget, tree.root + 1))
     _, parents, depths = tree.arrays()
-    return int(_cut(parents, depths, tree.root, num_nodes, times, most)[2])
-
-
-def largest_fit(tree: TokenTree, num_replicas: int, budget: int) -> int:
-    """How many of the first nodes of a tree can be fed if no replica may feed more than `budget` tokens."""
-    if num_replicas == 1 or len(tree) <= budget:
-        return min(len(tree), max(budget, tree.root + 1))
-    _, parents, depths = tree.arrays()
-    return int(_largest_fit(parents, depths, tree.root, len(tree), num_replicas, budget))
-
-
-def digest_of_shares(shares: Sequence[Share]) -> int:
-    """56 bits that tell who owns what apart; 0 for one replica."""
-    if len(shares) == 1:
-        return 0
-    content = array("q")
-    for share in shares:
-        content.extend((len(share.nodes), len(share.owned), *share.owned))
-    return int.from_bytes(hashlib.blake2b(content.tobytes(), digest_size=7).digest(), "big")
+    return int(_largest_fit(parents, depths, tree.root, num_nodes, num_replicas, budget))
 
 
 @functools.cache
@@ -185,7 +216,7 @@ def _fits(leaves, branches, depths, room, bins):
 
 @compiled(makes_arrays=True)
 def _cut(parents, depths, root, num_nodes, times, limit):
-    """(fed [R, T] bool, owner [T], time): the shares under the least time that `_fits` finds."""
+    """(fed [R, T] bool, owner [T], sizes [R]): the shares under the least time that `_fits` finds; see Shares."""
     num_replicas = len(times)
     most = min(limit, times.shape[1] - 1)
     num_pending = root + 1
@@ -193,20 +224,22 @@ def _cut(parents, depths, root, num_nodes, times, limit):
     fed[:, :num_pending] = True
     owner = np.full(num_nodes, -1, np.int64)
     owner[root] = 0
+    sizes = np.full(num_replicas, num_pending, np.int64)
     leaves, branches = _leaves_deep_first(parents, depths, root, num_nodes)
     # No packing can beat the pending tokens everywhere, nor the deepest leaf on the replica that is fastest with it.
     time = times[:, num_pending].max()
     if len(leaves) == 0:
-        return fed, owner, time
+        return fed, owner, sizes
     deepest = 0
     for leaf in leaves:
         deepest = max(deepest, depths[leaf])
     time = max(time, times[:, num_pending + deepest].min())
-    room = np.empty(num_replicas, np.int64)
+    room = np.zeros(num_replicas, np.int64)
     bins = np.empty(len(leaves), np.int64)
     while True:
         for rank in range(num_replicas):
-            room[rank] = min(np.searchsorted(times[rank], time, side="right") - 1, most) - num_pending
+            while room[rank] < most - num_pending and times[rank, num_pending + room[rank] + 1] <= time:
+                room[rank] += 1
         if room.sum() >= num_nodes - num_pending and _fits(leaves, branches, depths, room, bins):
             break
         # what fits only changes where one more token fits
@@ -224,28 +257,25 @@ def _cut(parents, depths, root, num_nodes, times, limit):
         node, rank = leaves[i], bins[i]
         while not fed[rank, node]:
             fed[rank, node] = True
+            sizes[rank] += 1
             if owner[node] < 0:
                 owner[node] = rank
             node = parents[node]
-    return fed, owner, time
+    return fed, owner, sizes
 
 
 @compiled(makes_arrays=True)
 def _largest_fit(parents, depths, root, num_nodes, num_replicas, budget):
-    """The largest number of first nodes that a bisection finds to fit."""
+    """The largest number of first nodes that a bisection finds to fit, all of them first."""
     room = np.full(num_replicas, budget - root - 1, np.int64)
     low, high = min(num_nodes, max(root + 1, budget)), num_nodes
     bins = np.empty(num_nodes, np.int64)
+    middle = high
     while low < high:
-        middle = (low + high + 1) // 2
         leaves, branches = _leaves_deep_first(parents, depths, root, middle)
         if _fits(leaves, branches, depths, room, bins):
             low = middle
         else:
             high = middle - 1
+        middle = (low + high + 1) // 2
     return low
-
-
-def step_tokens(shares: Sequence[Share]) -> float:
-    """Tokens fed in a step, mean over the replicas."""
-    return sum(len(share.nodes) for share in shares) / len(shares)

@@ -21,7 +21,7 @@ from lp_runtime.model.self_check import check_model
 from lp_runtime.model.tree_attention import attend, attend_masked
 from lp_runtime.model.tree_model import TreeModel
 from lp_runtime.parallel.exchange import Exchange
-from lp_runtime.parallel.partition import Share
+from lp_runtime.parallel.partition import Shares
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TEXT = "def fibonacci(n):\n"
@@ -136,13 +136,13 @@ def test_an_exchange_waits_once():
     """It is begun while what it is to bring is still being made; the timer knows how long that took."""
     timer = PassTimer(torch.device("cuda"))
     exchange = Exchange(0, 1, 64, torch.device("cuda"), 5)
-    shares = [Share(list(range(40)), list(range(40)))]
+    shares = Shares(np.zeros(40, np.int64), np.array([40]))
     for number in range(4):  # the first loads kernels and pins memory, which may wait
         timer.start()
         torch.cuda._sleep(50_000_000 if number else 1)
         values = torch.arange(200, device="cuda").view(40, 5) + number
         timer.stop()
-        exchange.start(shares, 40, values, digest=1, control=0)
+        exchange.start(shares, values, digest=1, control=0)
         assert number == 0 or not exchange._copied.query()  # nothing has waited
         outcome = exchange.finish()
         assert (outcome.values == np.arange(200).reshape(40, 5) + number).all()

@@ -19,7 +19,7 @@ from lp_runtime.parallel.budget import (
     assumed_times,
     interpolate,
 )
-from lp_runtime.parallel.partition import finishing_time, partition_by_times
+from lp_runtime.parallel.partition import partition_by_times
 
 MILLISECOND = 1_000_000
 
@@ -147,7 +147,8 @@ def test_a_replica_that_turns_out_slow_gets_less(slowdown):
     sizes = [len(share.nodes) for share in shares]
     assert sizes[1] < 0.7 * min(sizes[0], sizes[2])
     assert max(took) < 0.8 * first
-    assert max(took) <= 1.15 * finishing_time(tree, len(tree), actual)
+    best = partition_by_times(tree, actual)
+    assert max(took) <= 1.15 * max(actual[rank, size] for rank, size in enumerate(best.sizes))
 
 
 def test_small_differences_are_noise():
@@ -157,7 +158,7 @@ def test_small_differences_are_noise():
     before = budget.shares(tree)
     for step in range(20):
         budget.observe(before, [MILLISECOND, MILLISECOND * (105 + step % 3) // 100], [0, 0], 0)
-    assert budget.shares(tree) == before
+    assert budget.shares(tree).owner.tolist() == before.owner.tolist()
 
 
 def test_a_curve_goes_through_its_points_and_does_not_fall():
