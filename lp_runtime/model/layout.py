@@ -5,11 +5,13 @@ Letters: T tokens fed, n nodes whose successors are wanted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from lp_runtime.lookahead.compiled import bound, compiled, with_fresh_cache
 from lp_runtime.lookahead.tree import TokenTree
 
 
@@ -32,17 +34,42 @@ def lay_out(tree: TokenTree, nodes: Sequence[int], wanted: Sequence[int], num_ca
         wanted: [n] ascending indices into the tree, a part of `nodes`.
         num_cached: committed tokens; the tree's first pending token stands behind them.
     """
-    tokens, parents, depths = tree.arrays()
-    if len(wanted) and wanted[-1] - wanted[0] == len(wanted) - 1:
-        rows = np.arange(wanted[0], wanted[-1] + 1)  # a list takes longer
-    else:
-        rows = np.asarray(wanted, dtype=np.int64)
-    if len(nodes) < len(tree):
-        fed = np.asarray(nodes, dtype=np.int64)
-        places = np.full(len(tree) + 1, -1)  # the last is that of no node
-        places[fed] = np.arange(len(fed))
-        tokens, parents, depths, rows = tokens[fed], places[parents[fed]], depths[fed], places[rows]
-    return Layout(tokens, depths + (num_cached + tree.root), parents, rows)
+    laid, rows = np.empty((3, len(nodes)), np.int64), np.empty(len(wanted), np.int64)
+    nodes, wanted = np.asarray(nodes, np.int64), np.asarray(wanted, np.int64)
+    _kernel()(*tree.arrays(), nodes, wanted, num_cached + tree.root, laid, rows)
+    return Layout(*laid, rows)
+
+
+@functools.cache
+def compile_layout() -> None:
+    """Compile, or load from where it is kept, what is compiled here. Once a process."""
+    with_fresh_cache(_kernel)
+
+
+@functools.cache
+def _kernel() -> Callable:
+    """`_lay_out` for arguments of its types."""
+    integers = np.zeros(1, np.int64)
+    return bound(_lay_out, *[integers] * 5, 0, np.zeros((3, 1), np.int64), integers)
+
+
+@compiled(makes_arrays=True)
+def _lay_out(tokens, parents, depths, nodes, wanted, position, laid, rows):
+    """Write tokens, positions and parents of what is fed, [3, T], and where the wanted nodes stand in it, [n].
+
+    Args:
+        tokens, parents, depths: the tree's.
+        position: the root's.
+    """
+    places = np.empty(len(tokens), np.int64)
+    for i in range(len(nodes)):
+        node = nodes[i]
+        parent = parents[node]
+        places[node] = i
+        laid[0, i], laid[1, i] = tokens[node], depths[node] + position
+        laid[2, i] = places[parent] if parent >= 0 else -1
+    for i in range(len(wanted)):
+        rows[i] = places[wanted[i]]
 
 
 def grain(num_tokens: int) -> int:

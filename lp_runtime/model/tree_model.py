@@ -20,7 +20,7 @@ from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.cache import TreeCache
 from lp_runtime.model.fixed_forward import SIZES, FixedForward
 from lp_runtime.model.kernels import on
-from lp_runtime.model.layout import Layout, grain, lay_out
+from lp_runtime.model.layout import Layout, compile_layout, grain, lay_out
 from lp_runtime.model.mask import CHUNKED, MaskBuilder
 from lp_runtime.model.pass_timer import PassTimer
 from lp_runtime.model.properties import attention_settings, context_length, of_text_model, takes_attention
@@ -73,6 +73,7 @@ class TreeModel:
         self.dtype: torch.dtype = model.dtype
         self.vocabulary_size: int = config.vocab_size
         self.context_length = context_length(config)
+        compile_layout()
         self.masks = MaskBuilder(config, attention, self.dtype, self.device)
         if strict_tokens is not None and CHUNKED in self.masks.windows_by_kind:
             raise ModelError(f"{config.model_type}: chunked attention cannot be computed with exactness=strict")

@@ -142,6 +142,7 @@ class StepBudget:
         self._one = np.full(len(times), SCALE_ONE, dtype=np.int64)
         self._times = np.empty_like(times)
         self._finishing = np.zeros(0, np.int64)
+        self._cut: tuple[TokenTree | None, Shares | None] = None, None  # a tree that was fitted, and its shares then
         self._rescale()
         self._num_plain = 0  # steps in a row that were worth the root alone
         self._rest = 0
@@ -185,8 +186,11 @@ class StepBudget:
         size, rate, plain_rate, promised, least = _best_size(reach, num_pending, len(tree), times, kept, made, plain)
         if rate * 100 < plain_rate * LEAST_GAIN_PERCENT:
             size, promised = num_pending, 0
-        elif num_replicas > 1 and (fitting := largest_fit(tree, num_replicas, limit, size)) < size:
-            size, promised = fitting, reach[num_pending:fitting].sum() >> (REACH_BITS - EXPECTED_BITS)
+        elif num_replicas > 1:
+            self._cut = tree, partition_by_times(tree, self._times, self.limit, size)
+            if self._cut[1].sizes.max() > limit:
+                size = largest_fit(tree, num_replicas, limit, size)
+                promised = reach[num_pending:size].sum() >> (REACH_BITS - EXPECTED_BITS)
         guesses = size > num_pending
         self._num_plain = 0 if guesses else self._num_plain + 1
         if not guesses:  # what is not tried keeps no promise: believe it a little more each time
@@ -222,6 +226,10 @@ class StepBudget:
 
     def shares(self, tree: TokenTree) -> Shares:
         """The tree's shares, such that the last replica is done as soon as can be."""
+        fitted, shares = self._cut
+        self._cut = None, None
+        if shares is not None and fitted is tree and len(shares.owner) == len(tree):
+            return shares
         return partition_by_times(tree, self._times, self.limit)
 
     def observe(
@@ -272,7 +280,7 @@ class StepBudget:
 
     def _count(self, shares: Shares) -> None:
         """How many nodes a step guessed, and how many tokens replicas fed for each."""
-        num_owned, num_replicas = sum(shares.num_owned), len(shares)
+        num_owned, num_replicas = int(shares.num_owned.sum()), len(shares)
         self._num_guessed = num_owned - 1
         if num_replicas > 1 and self._num_guessed >= num_replicas:
             num_pending = len(shares.owner) - num_owned + 1

@@ -79,7 +79,7 @@ class Exchange:
 
     def _size(self, shares: Shares) -> int:
         """Integers that each replica sends in a step."""
-        most = max(shares.num_owned)
+        most = int(shares.num_owned.max())
         assert most <= self.capacity
         return HEADER + min(-(-most // ROUNDED_TO) * ROUNDED_TO, self.capacity) * self.width
 
@@ -199,7 +199,7 @@ def _merge_kernel() -> Callable:
     return bound(_merge_owned, rows, np.zeros(1, np.int64), rows)
 
 
-@compiled
+@compiled(makes_arrays=True)
 def _merge_owned(rows, owner, merged):
     """Gather what the owners say of each node, [T, width]; -1 where there is no owner.
 
@@ -208,17 +208,13 @@ def _merge_owned(rows, owner, merged):
         owner: [T] see Shares.
     """
     num_nodes, width = merged.shape
-    for rank in range(len(rows)):
-        place = HEADER
-        for node in range(num_nodes):
-            if owner[node] == rank:
-                for i in range(width):
-                    merged[node, i] = rows[rank, place + i]
-                place += width
+    places = np.full(len(rows), HEADER, np.int64)
     for node in range(num_nodes):
-        if owner[node] < 0:
-            for i in range(width):
-                merged[node, i] = -1
+        rank = owner[node]
+        for i in range(width):
+            merged[node, i] = rows[rank, places[rank] + i] if rank >= 0 else -1
+        if rank >= 0:
+            places[rank] += width
 
 
 def _all_gather(output: torch.Tensor, value: torch.Tensor) -> None:

@@ -14,7 +14,6 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -44,23 +43,26 @@ class Shares(Sequence[Share]):
 
     Args:
         owner: [T] the rank that owns each node; -1 for the pending tokens before the root.
-        sizes: [R] how many tokens each replica feeds.
-        fed: [R, T] who feeds what; None for one replica, which feeds everything.
+        nodes, owned: every share's, one behind the other.
+        sizes, num_owned: [R] how many tokens each replica feeds, and how many nodes it owns.
 
     Attributes:
-        owner, sizes: these, int64.
-        num_owned: [R] how many nodes each replica owns.
+        owner, sizes, num_owned: these, int64.
     """
 
-    def __init__(self, owner: np.ndarray, sizes: np.ndarray, fed: np.ndarray | None = None):
-        self.owner, self.sizes, self._fed = owner, sizes, fed
+    def __init__(
+        self, owner: np.ndarray, nodes: np.ndarray, owned: np.ndarray, sizes: np.ndarray, num_owned: np.ndarray
+    ):
+        self.owner, self.sizes, self.num_owned = owner, sizes, num_owned
+        self._nodes, self._owned = nodes, owned
 
     @classmethod
     def of_one(cls, tree: TokenTree) -> Shares:
         """Of a replica without peers."""
-        owner = np.zeros(len(tree), np.int64)
-        owner[: tree.root] = -1
-        return cls(owner, np.array([len(tree)]))
+        num_nodes, root = len(tree), tree.root
+        nodes, owner = np.arange(num_nodes), np.zeros(num_nodes, np.int64)
+        owner[:root] = -1
+        return cls(owner, nodes, nodes[root:], np.array([num_nodes]), np.array([num_nodes - root]))
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -68,14 +70,10 @@ class Shares(Sequence[Share]):
     def __getitem__(self, rank: int) -> Share:
         if not 0 <= rank < len(self):
             raise IndexError(rank)
-        if self._fed is None:
-            num_nodes = len(self.owner)
-            return Share(np.arange(num_nodes), np.arange(num_nodes - self.num_owned[0], num_nodes))
-        return Share(np.flatnonzero(self._fed[rank]), np.flatnonzero(self.owner == rank))
-
-    @cached_property
-    def num_owned(self) -> list[int]:
-        return np.bincount(self.owner + 1, minlength=len(self) + 1)[1:].tolist()
+        fed, owned = int(self.sizes[:rank].sum()), int(self.num_owned[:rank].sum())
+        return Share(
+            self._nodes[fed : fed + int(self.sizes[rank])], self._owned[owned : owned + int(self.num_owned[rank])]
+        )
 
     def digest(self) -> int:
         """56 bits that tell who owns what apart; 0 for one replica."""
@@ -96,23 +94,26 @@ def partition(tree: TokenTree, speeds: Sequence[float]) -> Shares:
     return partition_by_times(tree, linear_times(speeds, len(tree)))
 
 
-def partition_by_times(tree: TokenTree, times: np.ndarray, limit: int | None = None) -> Shares:
+def partition_by_times(
+    tree: TokenTree, times: np.ndarray, limit: int | None = None, num_nodes: int | None = None
+) -> Shares:
     """Cut the tree into R shares, balanced on what each replica computes, ancestors included.
 
     Args:
         tree: the step's tree.
         times: [R, >= T + 1] int64, how long each replica needs for 0, 1, 2 ... tokens, in one unit; must not fall.
-        limit: tokens that a replica feeds at most; None for no limit. `largest_fit` says how many nodes that allows.
+        limit: tokens that a replica feeds at most; None for no limit. `largest_fit` says how many nodes that allows;
+            of more of them some replica feeds more than the limit.
+        num_nodes: to cut the tree of so many first nodes; by default of all.
 
     Returns:
         R shares. A replica without leaves feeds the pending tokens alone.
     """
     if len(times) == 1:
         return Shares.of_one(tree)
-    most = len(tree) if limit is None else limit
+    num_nodes = len(tree) if num_nodes is None else num_nodes
     _, parents, depths = tree.arrays()
-    fed, owner, sizes = _cut(parents, depths, tree.root, len(tree), times, most)
-    return Shares(owner, sizes, fed)
+    return Shares(*_cut(parents, depths, tree.root, num_nodes, times, num_nodes if limit is None else limit))
 
 
 def largest_fit(tree: TokenTree, num_replicas: int, budget: int, num_nodes: int | None = None) -> int:
@@ -215,8 +216,27 @@ def _fits(leaves, branches, depths, room, bins):
 
 
 @compiled(makes_arrays=True)
+def _listed(fed, owner, sizes):
+    """What Shares takes, of who feeds what, [R, T] bool, who owns it, and how much each feeds."""
+    num_replicas, num_nodes = fed.shape
+    nodes, owned = np.empty(sizes.sum(), np.int64), np.empty(num_nodes, np.int64)
+    num_owned = np.zeros(num_replicas, np.int64)
+    num_fed, num_listed = 0, 0
+    for rank in range(num_replicas):
+        for node in range(num_nodes):
+            if fed[rank, node]:
+                nodes[num_fed] = node
+                num_fed += 1
+                if owner[node] == rank:
+                    owned[num_listed] = node
+                    num_listed += 1
+                    num_owned[rank] += 1
+    return owner, nodes, owned, sizes, num_owned
+
+
+@compiled(makes_arrays=True)
 def _cut(parents, depths, root, num_nodes, times, limit):
-    """(fed [R, T] bool, owner [T], sizes [R]): the shares under the least time that `_fits` finds; see Shares."""
+    """The shares under the least time that `_fits` finds, as Shares takes them."""
     num_replicas = len(times)
     most = min(limit, times.shape[1] - 1)
     num_pending = root + 1
@@ -229,7 +249,7 @@ def _cut(parents, depths, root, num_nodes, times, limit):
     # No packing can beat the pending tokens everywhere, nor the deepest leaf on the replica that is fastest with it.
     time = times[:, num_pending].max()
     if len(leaves) == 0:
-        return fed, owner, sizes
+        return _listed(fed, owner, sizes)
     deepest = 0
     for leaf in leaves:
         deepest = max(deepest, depths[leaf])
@@ -261,7 +281,7 @@ def _cut(parents, depths, root, num_nodes, times, limit):
             if owner[node] < 0:
                 owner[node] = rank
             node = parents[node]
-    return fed, owner, sizes
+    return _listed(fed, owner, sizes)
 
 
 @compiled(makes_arrays=True)
