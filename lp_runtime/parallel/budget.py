@@ -207,10 +207,10 @@ class StepBudget:
         return int(size)
 
     def _times_of(self, num_pending: int, num_nodes: int, limit: int) -> np.ndarray:
-        """[n] how long steps take that draft: of the pending tokens alone, of those and one node, and so on, up to a
-        fourth more than a tree has, as far as replicas may feed them."""
+        """[n] how long steps take that draft: of the pending tokens alone, of those and one node, and so on, up to
+        what a tree has, as far as replicas may feed them."""
         num_replicas, learned = len(self._times), self._learned
-        most = min(num_pending + num_replicas * max(0, limit - num_pending), num_nodes + num_nodes // 4 + 8)
+        most = min(num_pending + num_replicas * max(0, limit - num_pending), num_nodes)
         num = max(1, most - num_pending + 1)
         if len(self._finishing) < num:
             self._finishing = np.zeros(2 * num, np.int64)
@@ -365,8 +365,8 @@ def _best_size(reach, num_pending, num_nodes, times, kept, made, plain):
 
     Returns:
         (nodes, the rate, that of a step that does not draft, promise, least): rates in tokens a nanosecond, fixed point
-        of EXPECTED_BITS + RATE_BITS; what the nodes promise besides the bonus token, of EXPECTED_BITS; what a node more
-        would have to promise to pay, over LEAST_PART, of REACH_BITS.
+        of EXPECTED_BITS + RATE_BITS; what the nodes promise besides the bonus token, of EXPECTED_BITS; what a node must
+        promise for what the last half of them cost on average, over LEAST_PART, of REACH_BITS.
     """
     plain_rate = (np.int64(1) << EXPECTED_BITS + RATE_BITS) // plain
     best, best_rate, best_expected, best_promise = num_pending, plain_rate, np.int64(1) << EXPECTED_BITS, np.int64(0)
@@ -377,13 +377,12 @@ def _best_size(reach, num_pending, num_nodes, times, kept, made, plain):
         rate = (expected << RATE_BITS) // times[node + 1 - num_pending]
         if rate > best_rate:
             best, best_rate, best_expected, best_promise = node + 1, rate, expected, promise
+    # The price of a node: on a plateau of the curve the last ones cost nothing, however little they promise.
     place = best - num_pending
-    last = min(len(times) - 1, place + max(8, place // 4))
-    least = np.int64(0)
-    if last > place and best < num_nodes:  # else a larger tree may have paid
-        later = (times[last] - times[place]) // (last - place)
-        share = (best_expected * later // times[place]) * made // max(kept, 1)
-        least = min(share, np.int64(1) << EXPECTED_BITS) << (REACH_BITS - EXPECTED_BITS)
+    before = place // 2
+    price = (times[place] - times[before]) // max(1, place - before)
+    least = (best_expected * price // times[place]) * made // max(kept, 1)
+    least = min(least, np.int64(1) << EXPECTED_BITS) << (REACH_BITS - EXPECTED_BITS)
     return best, best_rate, plain_rate, best_promise, least // LEAST_PART
 
 

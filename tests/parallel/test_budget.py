@@ -247,3 +247,57 @@ def test_what_hardly_pays_is_compared_with_fresh_times_now_and_then(slope, is_pr
         step.observe(share, [int(times[0, size])], [1], int(size > 1))
     assert (rested >= 2 * PROBE_STEPS) == is_probed
     assert is_probed or rested == 0
+
+
+def test_what_the_host_needs_for_each_node_is_a_part_of_its_price():
+    """Steps that draft take it longer: the more nodes, the longer, whatever the device takes."""
+    tree, times = make_tree(400), flat(400, 400, 0)
+
+    def settled(drafting: int, plain: int) -> tuple[int, StepBudget]:
+        budget = StepBudget(times, True, None, timed(times))
+        budget._learned.overheads[1] = plain
+        for _ in range(40):
+            part = make_tree(400)
+            part.truncate(size := fitted(budget, part))
+            # What a step of 400 nodes took is told with the next one.
+            overhead = plain + (drafting - plain) * size // 400
+            budget.observe(budget.shares(part), [MILLISECOND], [overhead], 3)
+        return fitted(budget, tree), budget
+
+    free, slow = settled(MILLISECOND // 10, MILLISECOND // 10), settled(4 * MILLISECOND, MILLISECOND // 10)
+    assert free[0] == 400
+    assert 4 < slow[0] < 60
+    assert free[1].wanted.least_reach == 0 < slow[1].wanted.least_reach
+
+
+@pytest.mark.parametrize("num_replicas", [1, 4])
+def test_what_is_not_wanted_would_not_have_been_fed(num_replicas):
+    """The next tree has no nodes that are much less likely to be reached than any that pays."""
+    tree, times = make_tree(400), np.tile(flat(400, 1, 0.03), (num_replicas, 1))
+    budget = StepBudget(times, True, None, timed(times))
+    size = fitted(budget, tree)
+    grown = int((tree.reach >= budget.wanted.least_reach).sum())
+    assert size < grown < min(400, 4 * size)
+    smaller = make_tree(grown)
+    assert fitted(budget, smaller) == size
+
+
+def test_what_costs_nothing_is_wanted_whatever_it_promises():
+    tree, times = make_tree(400), flat(400, 30, 0.5)
+    budget = StepBudget(times, True, None, timed(times))
+    assert fitted(budget, tree) == 30
+    assert budget.wanted == (60, 0)
+
+
+def test_the_time_of_a_tree_is_known_before_it_is_cut():
+    """Once it is known how many tokens several replicas feed: within what a few tokens make of it."""
+    times = np.concatenate([flat(400, 8, 0.05), 2 * flat(400, 4, 0.1), flat(400, 8, 0.05)])
+    budget = StepBudget(times, True, None, timed(times))
+    for size in (60, 100, 140, 100, 60, 100):
+        part = make_tree(size)
+        shares = budget.shares(part)
+        actual = max(times[rank, fed] for rank, fed in enumerate(shares.sizes))
+        budget.observe(shares, [int(times[rank, fed]) for rank, fed in enumerate(shares.sizes)], [0] * 3, 2)
+        estimate = budget._times_of(1, size, 400)[size - 1]
+    assert estimate == pytest.approx(actual, rel=0.08)
+    assert budget._learned.repeated > SCALE_ONE
