@@ -1,6 +1,6 @@
 """One request on one replica, step by step, in concert with its peers.
 
-proposal = state.propose(budget.fit)                    equal on every replica
+proposal = state.propose(budget.fit, budget.wanted)     equal on every replica
 shares   = budget.shares(proposal.tree)                 equal on every replica
 found    = draw(model.forward(shares[rank]))            the only expensive thing
 outcome  = exchange(found)                              the only communication

@@ -67,7 +67,7 @@ class TokenTree:
         max_depth: int,
         digest: int | None = None,
     ) -> TokenTree:
-        """A tree from [T] arrays, int64 and contiguous, which it keeps; siblings must differ. Nothing can be added to it.
+        """A tree from [T] arrays, int64 and contiguous, which it keeps; siblings must differ. Nothing is added to it.
 
         Args:
             digest: of tokens and parents, where there is one already.

@@ -209,11 +209,11 @@ if "worker_process" in " ".join(sys.orig_argv):
 
     start, steps = Exchange.start, [0]
 
-    def harmed(self, shares, num_nodes, values, digest, control, clock=0):
+    def harmed(self, shares, values, digest, control, clock=0):
         steps[0] += 1
         if steps[0] == {step} and self.rank == {rank} and self.num_replicas == {gpus}:
             {harm}
-        return start(self, shares, num_nodes, values, digest, control, clock)
+        return start(self, shares, values, digest, control, clock)
 
     Exchange.start = harmed
 """
