@@ -21,6 +21,7 @@ NUM_TOKENS = 16  # that oneDNN's order is chosen for; others are computed as wel
 MKL_NUM_TOKENS = 64  # the same for MKL's: it packs anew what was packed for fewer, if the layer is large
 SAMPLE_SIZE = 64
 SMALL_BYTES = 256 << 20  # of weights; with more, packed ones were faster on every CPU that was tried
+SAMPLE_BYTES = 128 << 20  # of a larger model's weights, in which order is tried on: more than most caches hold
 NUM_TRIALS = 5  # passes of each kind, in turn
 
 
@@ -108,31 +109,55 @@ def pack_linears(model: nn.Module, packed: type[PackedLinear] = PackedLinear) ->
 
 
 def pack_if_faster(model: nn.Module) -> int:
-    """The same, but a small causal LM is packed in the order that turns out to be the fastest, here and now, or not at
-    all if it is faster so."""
+    """The same, in the order that turns out to be the fastest, here and now. A small causal LM is tried as a whole, and
+    stays as it is if it is faster so; of a large one a few layers are, as both orders of all would take much memory."""
     places = places_of(model, lambda module: _can_pack(module, PackedLinear.dtypes))
     plain = [getattr(parent, name) for parent, name in places]
-    if sum(each.weight.numel() * each.weight.element_size() for each in plain) > SMALL_BYTES:
+    if sum(map(_num_bytes, plain)) > SMALL_BYTES:
+        packed = _faster_order(plain)
         del plain
-        return pack_linears(model)
+        return pack_linears(model, packed) + pack_linears(model)  # in which all types can be packed
     choices = [plain]
     for packed in (MKLPackedLinear, PackedLinear):
         if pack_linears(model, packed):
             choices.append([getattr(parent, name) for parent, name in places])
             _put(places, plain)
-    fastest = choices[_fastest(model, places, choices)]
+
+    def seconds(layers: list[nn.Module]) -> float:
+        _put(places, layers)
+        return _seconds_of_a_pass(model)
+
+    fastest = choices[_fastest(choices, seconds)]
     _put(places, fastest)
     return sum(isinstance(each, PackedLinear) for each in fastest)
 
 
-def _fastest(model: nn.Module, places: list[tuple[nn.Module, str]], choices: list[list[nn.Module]]) -> int:
-    """Which choice of layers for these places makes a model's pass the fastest; the last one if it cannot be run."""
+def _faster_order(linears: list[nn.Linear]) -> type[PackedLinear]:
+    """In which order the first of some layers are faster."""
+    sample, num_bytes = [], 0
+    for linear in linears:
+        if linear.weight.dtype in MKLPackedLinear.dtypes and num_bytes < SAMPLE_BYTES:
+            sample.append(linear)
+            num_bytes += _num_bytes(linear)
+    orders = (MKLPackedLinear, PackedLinear)
+    try:
+        choices = [[order(linear) for linear in sample] for order in orders]
+    except (RuntimeError, AttributeError):
+        return PackedLinear
+    return orders[_fastest(choices, _seconds_of_layers)] if sample else PackedLinear
+
+
+def _num_bytes(linear: nn.Linear) -> int:
+    return linear.weight.numel() * linear.weight.element_size()
+
+
+def _fastest(choices: list[list[nn.Module]], seconds: Callable[[list[nn.Module]], float]) -> int:
+    """Which choice of layers is the fastest; the last one if they cannot be tried."""
     best = [float("inf")] * len(choices)
     try:
         for trial in range(NUM_TRIALS + 1):
             for index, layers in enumerate(choices):
-                _put(places, layers)
-                taken = _seconds_of_a_pass(model)
+                taken = seconds(layers)
                 if trial:  # the first sets up what is kept
                     best[index] = min(best[index], taken)
     except Exception:  # of a foreign model, which the self-check will have more to say about
@@ -152,6 +177,19 @@ def _seconds_of_a_pass(model: nn.Module) -> float:
     started = time.perf_counter()
     model(input_ids=ids, use_cache=False)
     return time.perf_counter() - started
+
+
+@torch.inference_mode()
+def _seconds_of_layers(layers: list[PackedLinear]) -> float:
+    """Of one token and of some, layer after layer."""
+    taken = 0.0
+    for num_tokens in (1, NUM_TOKENS, 2 * NUM_TOKENS):
+        inputs = [torch.ones(num_tokens, layer.in_features) for layer in layers]
+        started = time.perf_counter()
+        for layer, x in zip(layers, inputs, strict=True):
+            layer(x)
+        taken += time.perf_counter() - started
+    return taken
 
 
 def places_of(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> list[tuple[nn.Module, str]]:

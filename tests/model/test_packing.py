@@ -130,11 +130,31 @@ def test_layers_of_several_types_are_packed_each_as_it_can_be(monkeypatch):
     assert type(model[1]) is nn.Linear
 
 
-def test_a_large_model_is_packed(random_model, monkeypatch):
-    monkeypatch.setattr(packing, "SMALL_BYTES", 0)
-    monkeypatch.setattr(packing, "_seconds_of_a_pass", lambda model: pytest.fail("nothing is measured"))
+@needs_mkl
+@pytest.mark.parametrize("fastest", CLASSES)
+def test_of_a_large_model_a_few_layers_are_tried(random_model, monkeypatch, fastest):
     model = random_model("Llama")
-    assert pack_if_faster(model) == sum(isinstance(each, PackedLinear) for each in model.modules()) > 0
+    model.lm_head.to(torch.bfloat16)
+    linears = [each for each in model.modules() if type(each) is nn.Linear]
+    tried = []
+
+    def seconds(layers: list[nn.Module]) -> float:
+        tried.append(len(layers))
+        return 1.0 if type(layers[0]) is fastest else 2.0
+
+    monkeypatch.setattr(packing, "SMALL_BYTES", 0)
+    monkeypatch.setattr(packing, "SAMPLE_BYTES", 2 * packing._num_bytes(linears[0]))
+    monkeypatch.setattr(packing, "_seconds_of_a_pass", lambda model: pytest.fail("the whole model is tried"))
+    monkeypatch.setattr(packing, "_seconds_of_layers", seconds)
+    assert pack_if_faster(model) == len(linears)
+    kinds = [type(each) for each in model.modules() if isinstance(each, nn.Linear | PackedLinear)]
+    assert kinds == [fastest] * (len(kinds) - 1) + [PackedLinear]
+    assert len(set(tried)) == 1 < tried[0] < len(linears) and len(tried) > 8
+
+
+def test_layers_are_timed():
+    layers = [PackedLinear(nn.Linear(8, 4)), PackedLinear(nn.Linear(64, 8))]
+    assert 0 < packing._seconds_of_layers(layers) < 10
 
 
 def test_a_model_that_cannot_be_timed_is_packed(random_model, monkeypatch):
