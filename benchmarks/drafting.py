@@ -36,7 +36,8 @@ from lp_runtime.lookahead.policy import Found, Policy
 from lp_runtime.lookahead.state import DecodingRules, DecodingState
 from lp_runtime.model.loading import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.tree_model import TreeModel
-from lp_runtime.parallel.budget import StepBudget, assumed_times
+from lp_runtime.parallel.budget import StepBudget
+from lp_runtime.parallel.curves import assumed_times
 from lp_runtime.policies import make_policy
 from lp_runtime.tuning import Tuning
 

@@ -40,13 +40,15 @@ from lp_runtime.model.loading import load_tokenizer
 from lp_runtime.model.text import TextStream, encode
 from lp_runtime.model.texts import Fed
 from lp_runtime.model.tree_model import TreeModel
-from lp_runtime.parallel.budget import NUM_TIMED, Learned, interpolate
+from lp_runtime.parallel.budget import NUM_TIMED, Learned
+from lp_runtime.parallel.curves import interpolate
 from lp_runtime.parallel.exchange import HEADER, Exchange, Outcome
 from lp_runtime.parallel.partition import Shares
 from lp_runtime.tuning import Tuning
 from lp_runtime.worker import ready_model
 
 CPU = torch.device("cpu")
+MAX_RUN = 64  # tokens that a step commits, and that are pending in the next
 CURVE = {1: 1.0, 64: 1.11, 128: 1.26, 256: 2.1}  # of one token's time: what is aimed at on an H200 with 7B parameters
 
 
@@ -61,7 +63,8 @@ class Assumed(Tuning):
 
     def __init__(self, model: TreeModel, num_replicas: int, seconds: float):
         super().__init__(model, 0, 1, CPU, None)
-        curve = interpolate(list(CURVE), [int(1e9 * seconds * each) for each in CURVE.values()], SIZES[-1])
+        most = num_replicas * SIZES[-1] + MAX_RUN  # nodes of a tree
+        curve = interpolate(list(CURVE), [int(1e9 * seconds * each) for each in CURVE.values()], most)
         self.curve = curve / 1e9
         self._times = np.tile(curve, (num_replicas, 1))
 

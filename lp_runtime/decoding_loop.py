@@ -19,7 +19,8 @@ from lp_runtime.lookahead.memories import Memories
 from lp_runtime.lookahead.state import DecodingRules, DecodingState, Stop
 from lp_runtime.model.drawing import Drawing, compile_drawing
 from lp_runtime.model.tree_model import TreeModel, result_of
-from lp_runtime.parallel.budget import Learned, StepBudget, assumed_times, compile_budget
+from lp_runtime.parallel.budget import Learned, StepBudget, compile_budget
+from lp_runtime.parallel.curves import assumed_times
 from lp_runtime.parallel.exchange import compile_exchange
 from lp_runtime.parallel.partition import compile_partition
 from lp_runtime.policies import make_policy

@@ -27,11 +27,12 @@ from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.drawing import Drawing
 from lp_runtime.model.processors import TreeProcessors
 from lp_runtime.model.tree_model import TreeModel
-from lp_runtime.parallel.budget import GRID, interpolate
+from lp_runtime.parallel.curves import interpolate
 from lp_runtime.parallel.exchange import broadcast_object, gather_rows
 
 log = logging.getLogger(__name__)
 
+GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens of measured steps
 MEASURED_CONTEXT = 256  # tokens in the cache while steps are measured
 MEASURE_SECONDS = 2.0  # that measuring may take, about
 LEAST_MEASURED = 16  # tokens that are measured whatever it takes

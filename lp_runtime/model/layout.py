@@ -35,7 +35,7 @@ def lay_out(tree: TokenTree, nodes: Sequence[int], wanted: Sequence[int], num_ca
         num_cached: committed tokens; the tree's first pending token stands behind them.
     """
     laid, rows = np.empty((3, len(nodes)), np.int64), np.empty(len(wanted), np.int64)
-    nodes, wanted = np.asarray(nodes, np.int64), np.asarray(wanted, np.int64)
+    nodes, wanted = np.ascontiguousarray(nodes, np.int64), np.ascontiguousarray(wanted, np.int64)
     _kernel()(*tree.arrays(), nodes, wanted, num_cached + tree.root, laid, rows)
     return Layout(*laid, rows)
 

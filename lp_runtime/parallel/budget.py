@@ -18,11 +18,10 @@ import numpy as np
 from lp_runtime.lookahead.compiled import compiled, with_fresh_cache
 from lp_runtime.lookahead.policy import EVERYTHING, Wanted
 from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.parallel.curves import finishing_times, shared_times
+from lp_runtime.parallel.host_price import HostPrice
 from lp_runtime.parallel.partition import Shares, largest_fit, partition_by_times
 
-# Where nothing was measured: so many tokens cost twice what one does.
-ASSUMED_FREE_TOKENS = 64
-ASSUMED_NANOSECONDS = 1_000_000
 SCALE_ONE = 1 << 10
 EQUAL_WITHIN = 15 * SCALE_ONE // 100  # replicas whose scales differ by less are taken for equal
 SMOOTHING = 8  # steps
@@ -44,39 +43,6 @@ PRIOR_TOKENS = 4  # that promises are taken to have been kept of, before any wer
 FORGETTING = 32  # steps that promises are remembered for, about
 LEAST_BELIEF = 4  # promises are believed to this fraction at least
 RECOVERY = 16  # times that nothing pays, until promises are believed again
-GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-
-
-def assumed_times(num_replicas: int, num_tokens: int) -> np.ndarray:
-    """[R, num_tokens + 1] curves where nothing was measured."""
-    tokens = np.arange(num_tokens + 1)
-    curve = ASSUMED_NANOSECONDS * (ASSUMED_FREE_TOKENS + tokens) // (ASSUMED_FREE_TOKENS + 1)
-    return np.tile(curve, (num_replicas, 1))
-
-
-def interpolate(tokens: Sequence[int], nanoseconds: Sequence[int], num_tokens: int) -> np.ndarray:
-    """[num_tokens + 1] a curve that does not fall, through measured points; behind the last two it goes on straight."""
-    # In integers, so that all replicas have the same curves to the last bit.
-    known = np.maximum.accumulate(np.asarray(nanoseconds, dtype=np.int64))
-    curve = np.full(num_tokens + 1, known[0], dtype=np.int64)
-    for i in range(len(tokens) - 1):
-        end = tokens[i + 1] if i + 2 < len(tokens) else max(tokens[i + 1], num_tokens)
-        places = np.arange(tokens[i], min(end, num_tokens) + 1)
-        curve[places] = known[i] + (known[i + 1] - known[i]) * (places - tokens[i]) // (tokens[i + 1] - tokens[i])
-    return curve
-
-
-def shared_times(times: np.ndarray, num_together: int) -> np.ndarray:
-    """[R, M + 1] what a request answers for of steps in which so many, all of as many tokens, are fed together.
-
-    Args:
-        times: [R, M + 1] of a request alone.
-        num_together: how many.
-    """
-    places = np.arange(times.shape[1]) * num_together
-    known = np.minimum(places, times.shape[1] - 1)
-    slopes = times[:, -1:] - times[:, -2:-1] if times.shape[1] > 1 else 0
-    return np.ascontiguousarray((times[:, known] + (places - known) * slopes) // num_together)
 
 
 @dataclass
@@ -88,9 +54,9 @@ class Learned:
         plain_scales: [R] how much longer than that, again, in steps that do not; so a machine that slows down as a
             whole does not make either look worse.
         num_plain: steps that did not.
-        overheads: nanoseconds of what else a step takes: one that drafts, one that does not; 0 while unknown.
-        num_guessed: nodes below the root of a step that drafts, fixed point of SCALE_ONE.
-        repeated: tokens that all replicas together feed for each of these nodes, of SCALE_ONE: several feed the same.
+        host: what else a step takes.
+        repeated: tokens that all replicas together feed for each node below the root, of SCALE_ONE: several feed the
+            same.
         promised: accepted tokens that the estimates promised lately, fixed point of EXPECTED_BITS.
         kept: how many there were, in the same unit.
     """
@@ -98,8 +64,7 @@ class Learned:
     scales: np.ndarray
     plain_scales: np.ndarray
     num_plain: int = 0
-    overheads: list[int] = field(default_factory=lambda: [0, 0])
-    num_guessed: int = 0
+    host: HostPrice = field(default_factory=HostPrice)
     repeated: int = ASSUMED_REPEATED
     promised: int = PRIOR_TOKENS << EXPECTED_BITS
     kept: int = PRIOR_TOKENS << EXPECTED_BITS
@@ -180,9 +145,8 @@ class StepBudget:
         learned, num_pending = self._learned, tree.root + 1
         kept, made = learned.kept >> 8, max(1, learned.promised >> 8)
         times = self._times_of(num_pending, len(tree), limit)
-        plain = learned.overheads[1]
         alone = zip(self._times[:, num_pending].tolist(), learned.plain_scales.tolist(), strict=True)
-        plain += max(time * scale // SCALE_ONE for time, scale in alone)
+        plain = learned.host.plain + max(time * scale // SCALE_ONE for time, scale in alone)
         size, rate, plain_rate, promised, least = _best_size(reach, num_pending, len(tree), times, kept, made, plain)
         if rate * 100 < plain_rate * LEAST_GAIN_PERCENT:
             size, promised = num_pending, 0
@@ -208,20 +172,16 @@ class StepBudget:
 
     def _times_of(self, num_pending: int, num_nodes: int, limit: int) -> np.ndarray:
         """[n] how long steps take that draft: of the pending tokens alone, of those and one node, and so on, up to
-        what a tree has, as far as replicas may feed them."""
+        twice of what a tree has, as far as replicas may feed them."""
         num_replicas, learned = len(self._times), self._learned
-        most = min(num_pending + num_replicas * max(0, limit - num_pending), num_nodes)
+        most = min(num_pending + num_replicas * max(0, limit - num_pending), 2 * num_nodes)
         num = max(1, most - num_pending + 1)
         if len(self._finishing) < num:
             self._finishing = np.zeros(2 * num, np.int64)
-        drafting, plain = learned.overheads
-        per_node = 0
-        if plain and learned.num_guessed:
-            per_node = max(0, drafting - plain) * SCALE_ONE**2 // learned.num_guessed
-            drafting = min(drafting, plain)
         times = self._finishing[:num]
+        fixed, per_node = learned.host.of_drafting()
         repeated = learned.repeated if num_replicas > 1 else SCALE_ONE
-        _finishing_times(self._times, num_pending, limit, repeated, drafting, per_node, times)
+        finishing_times(self._times, num_pending, limit, repeated, fixed, per_node, times)
         return times
 
     def shares(self, tree: TokenTree) -> Shares:
@@ -253,13 +213,10 @@ class StepBudget:
         drafted, follows_plain = False, not self._drafted
         if self._is_auto:
             known = max(overhead)
-            which = 0 if self._drafted else 1
-            if known:
-                before = learned.overheads[which]
-                learned.overheads[which] += (known - before) // SMOOTHING if before else known
-                if self._drafted:
-                    guessed = self._num_guessed * SCALE_ONE
-                    learned.num_guessed += (guessed - learned.num_guessed) // SMOOTHING if before else guessed
+            if known and self._drafted:
+                learned.host.observe(self._num_guessed, known)
+            elif known:
+                learned.host.observe_plain(known)
             drafted = self._drafted = self._fitted
             self._fitted = False
             if self._promise:
@@ -310,45 +267,13 @@ def compile_budget() -> None:
     def use() -> None:
         tree = TokenTree([0, 1], max_depth=3)
         tree.add_branch([2])
-        budget = StepBudget(assumed_times(1, 8), True, None, Learned.nothing(1))
+        budget = StepBudget(np.full((1, 9), 1000), True, None, Learned.nothing(1))
         budget.fit(tree, np.full(3, 1 << REACH_BITS, dtype=np.int64))
         shares = budget.shares(tree)
         for _ in range(2):
             budget.observe(shares, [1], [1], 1)
 
     with_fresh_cache(use)
-
-
-@compiled(makes_arrays=True)
-def _finishing_times(times, num_pending, limit, repeated, overhead, per_node, finishing):
-    """About when a step of the pending tokens and of 0, 1, 2 ... nodes more is over.
-
-    Args:
-        times: [R, M + 1] of each replica.
-        limit: tokens that a replica feeds at most.
-        repeated: tokens that all replicas together feed for each node, of SCALE_ONE.
-        overhead: nanoseconds of what else a step takes, and
-        per_node: for each node, of SCALE_ONE.
-        finishing: [n] written.
-    """
-    fed = np.zeros(len(times), np.int64)
-    time, num_fed = np.int64(0), np.int64(0)
-    for rank in range(len(times)):
-        time = max(time, times[rank, num_pending])
-    for num_nodes in range(len(finishing)):
-        while num_fed * SCALE_ONE < num_nodes * repeated:
-            next_rank, next_time = -1, np.int64(0)
-            for rank in range(len(times)):  # whoever is the first to be done with one token more feeds it
-                if num_pending + fed[rank] < limit:
-                    later = times[rank, num_pending + fed[rank] + 1]
-                    if next_rank < 0 or later < next_time:
-                        next_rank, next_time = rank, later
-            if next_rank < 0:
-                break
-            time = max(time, next_time)
-            fed[next_rank] += 1
-            num_fed += 1
-        finishing[num_nodes] = time + overhead + per_node * num_nodes // SCALE_ONE
 
 
 @compiled
@@ -366,7 +291,7 @@ def _best_size(reach, num_pending, num_nodes, times, kept, made, plain):
     Returns:
         (nodes, the rate, that of a step that does not draft, promise, least): rates in tokens a nanosecond, fixed point
         of EXPECTED_BITS + RATE_BITS; what the nodes promise besides the bonus token, of EXPECTED_BITS; what a node must
-        promise for what the last half of them cost on average, over LEAST_PART, of REACH_BITS.
+        promise to be worth its price, over LEAST_PART, of REACH_BITS.
     """
     plain_rate = (np.int64(1) << EXPECTED_BITS + RATE_BITS) // plain
     best, best_rate, best_expected, best_promise = num_pending, plain_rate, np.int64(1) << EXPECTED_BITS, np.int64(0)
@@ -377,10 +302,13 @@ def _best_size(reach, num_pending, num_nodes, times, kept, made, plain):
         rate = (expected << RATE_BITS) // times[node + 1 - num_pending]
         if rate > best_rate:
             best, best_rate, best_expected, best_promise = node + 1, rate, expected, promise
-    # The price of a node: on a plateau of the curve the last ones cost nothing, however little they promise.
+    # The price of a node, whichever is less of that of the last ones and of that of as many more: on a plateau of the
+    # curve it is nothing, however little they promise.
     place = best - num_pending
-    before = place // 2
+    before, behind = place // 2, min(2 * place + 1, len(times) - 1)
     price = (times[place] - times[before]) // max(1, place - before)
+    if behind > place:
+        price = min(price, (times[behind] - times[place]) // (behind - place))
     least = (best_expected * price // times[place]) * made // max(kept, 1)
     least = min(least, np.int64(1) << EXPECTED_BITS) << (REACH_BITS - EXPECTED_BITS)
     return best, best_rate, plain_rate, best_promise, least // LEAST_PART

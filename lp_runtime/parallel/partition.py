@@ -57,9 +57,8 @@ class Shares(Sequence[Share]):
         self._nodes, self._owned = nodes, owned
 
     @classmethod
-    def of_one(cls, tree: TokenTree) -> Shares:
+    def of_one(cls, num_nodes: int, root: int) -> Shares:
         """Of a replica without peers."""
-        num_nodes, root = len(tree), tree.root
         nodes, owner = np.arange(num_nodes), np.zeros(num_nodes, np.int64)
         owner[:root] = -1
         return cls(owner, nodes, nodes[root:], np.array([num_nodes]), np.array([num_nodes - root]))
@@ -109,9 +108,9 @@ def partition_by_times(
     Returns:
         R shares. A replica without leaves feeds the pending tokens alone.
     """
-    if len(times) == 1:
-        return Shares.of_one(tree)
     num_nodes = len(tree) if num_nodes is None else num_nodes
+    if len(times) == 1:
+        return Shares.of_one(num_nodes, tree.root)
     _, parents, depths = tree.arrays()
     return Shares(*_cut(parents, depths, tree.root, num_nodes, times, num_nodes if limit is None else limit))
 
@@ -268,11 +267,14 @@ def _cut(parents, depths, root, num_nodes, times, limit):
             tokens = room[rank] + num_pending + 1
             if tokens <= most and (later < 0 or times[rank, tokens] < later):
                 later = times[rank, tokens]
-        if later < 0:  # the packing is greedy: it may miss a fit that is there, and then does without the limit
-            assert most < num_nodes
-            most = times.shape[1] - 1
-        else:
+        if later >= 0:
             time = later
+        elif most < times.shape[1] - 1:  # the packing is greedy: it may miss a fit that is there, and then does without
+            most = times.shape[1] - 1  # the limit
+        else:  # nobody knows how long so many take
+            room[:] = num_nodes
+            _fits(leaves, branches, depths, room, bins)
+            break
     for i in range(len(leaves)):
         node, rank = leaves[i], bins[i]
         while not fed[rank, node]:

@@ -16,9 +16,8 @@ from lp_runtime.parallel.budget import (
     SCALE_ONE,
     Learned,
     StepBudget,
-    assumed_times,
-    interpolate,
 )
+from lp_runtime.parallel.curves import assumed_times, interpolate
 from lp_runtime.parallel.partition import partition_by_times
 
 MILLISECOND = 1_000_000
@@ -249,25 +248,80 @@ def test_what_hardly_pays_is_compared_with_fresh_times_now_and_then(slope, is_pr
     assert is_probed or rested == 0
 
 
+def settled(times: np.ndarray, overhead, steps: int = 60, tree: TokenTree | None = None) -> StepBudget:
+    """A budget after steps of a tree of 400 nodes, where the host takes so many nanoseconds for so many nodes."""
+    budget = StepBudget(times, True, None, timed(times))
+    budget._learned.host.plain = overhead(0)
+    told = 0
+    for _ in range(steps):
+        part = make_tree(400)
+        part.truncate(size := fitted(budget, part))
+        budget.observe(budget.shares(part), [MILLISECOND], [told], 3)
+        told = overhead(size - 1)  # with the next step
+    return budget
+
+
 def test_what_the_host_needs_for_each_node_is_a_part_of_its_price():
     """Steps that draft take it longer: the more nodes, the longer, whatever the device takes."""
     tree, times = make_tree(400), flat(400, 400, 0)
+    free = settled(times, lambda num: MILLISECOND // 10)
+    slow = settled(times, lambda num: MILLISECOND // 10 + 10_000 * num)
+    assert fitted(free, tree) > 300
+    assert 4 < fitted(slow, tree) < 60
+    assert slow.wanted.least_reach > free.wanted.least_reach
 
-    def settled(drafting: int, plain: int) -> tuple[int, StepBudget]:
-        budget = StepBudget(times, True, None, timed(times))
-        budget._learned.overheads[1] = plain
-        for _ in range(40):
-            part = make_tree(400)
+
+def test_what_drafting_takes_whatever_it_feeds_does_not_keep_trees_small():
+    """Growing takes the host the same for 2 nodes and for 30: that is no reason to feed 2."""
+    times, learned = flat(400, 1, 0.001), None
+    for overhead in (lambda num: 20_000 + 60_000 * (num > 0), lambda num: 20_000):
+        budget = StepBudget(times, True, None, learned or timed(times))
+        learned, told = budget._learned, 0
+        for _ in range(400):  # chains that promise little: two nodes, or none, pay
+            part = make_tree(3, rate=0.3)
             part.truncate(size := fitted(budget, part))
-            # What a step of 400 nodes took is told with the next one.
-            overhead = plain + (drafting - plain) * size // 400
-            budget.observe(budget.shares(part), [MILLISECOND], [overhead], 3)
-        return fitted(budget, tree), budget
+            budget.observe(budget.shares(part), [MILLISECOND], [told], int(size > 1))
+            told = overhead(size - 1)
+        assert fitted(budget, make_tree(400)) > 80
 
-    free, slow = settled(MILLISECOND // 10, MILLISECOND // 10), settled(4 * MILLISECOND, MILLISECOND // 10)
-    assert free[0] == 400
-    assert 4 < slow[0] < 60
-    assert free[1].wanted.least_reach == 0 < slow[1].wanted.least_reach
+
+def test_steps_in_which_nothing_paid_do_not_make_nodes_dear():
+    times = flat(400, 1, 0.001)
+    budget = settled(times, lambda num: 100_000 + 2_500 * num)
+    price = budget._learned.host.of_drafting()[1]
+    for _ in range(2000):
+        part = make_tree(40, rate=0.001)
+        size = 1
+        if not budget.is_resting:
+            part.truncate(size := fitted(budget, part))
+        assert size == 1
+        budget.observe(budget.shares(make_tree(1)), [MILLISECOND], [160_000], 0)
+    assert budget._learned.host.of_drafting()[1] < 2 * price
+    budget._rest = 0
+    assert fitted(budget, make_tree(400)) > 30
+
+
+@pytest.mark.parametrize("curve", [(1, 1.4, 1.4), (1.0, 1.0, 1.6)])
+def test_a_plateau_behind_a_rise_is_found(curve):
+    """Whatever the first tree was like: a poor one must not keep the next ones from being grown."""
+    first, dear = (1, 2) if curve[1] > 1 else (8, 12)
+    times = np.interp(np.arange(401), [first, dear, 400], curve)[None]
+    if curve[1] > 1:
+        times = (MILLISECOND * times).astype(np.int64)
+    else:
+        times = (MILLISECOND * np.interp(np.arange(401), [8, 12, 400], [1, 1.6, 1.6])).astype(np.int64)[None]
+    budget = StepBudget(times, True, None, timed(times))
+    reach = np.array([1.0, 0.6, *[0.1] * 60])
+    sizes = []
+    for step in range(30):
+        known = reach[: dear if step == 0 else budget.wanted.num_nodes] * 2**REACH_BITS
+        known = known[known >= budget.wanted.least_reach].astype(np.int64)
+        count = np.arange(len(known))
+        tree = TokenTree.from_arrays(count, np.minimum(count - 1, 0), np.minimum(count, 1), known, 0, 99)
+        tree.truncate(size := fitted(budget, tree))
+        sizes.append(size)
+        budget.observe(budget.shares(tree), [int(times[0, size])], [0], 3)
+    assert sizes[0] <= dear and sizes[-1] > 40
 
 
 @pytest.mark.parametrize("num_replicas", [1, 4])
@@ -293,11 +347,12 @@ def test_the_time_of_a_tree_is_known_before_it_is_cut():
     """Once it is known how many tokens several replicas feed: within what a few tokens make of it."""
     times = np.concatenate([flat(400, 8, 0.05), 2 * flat(400, 4, 0.1), flat(400, 8, 0.05)])
     budget = StepBudget(times, True, None, timed(times))
-    for size in (60, 100, 140, 100, 60, 100):
+    for size in 6 * (60, 100, 140, 100):
         part = make_tree(size)
         shares = budget.shares(part)
         actual = max(times[rank, fed] for rank, fed in enumerate(shares.sizes))
         budget.observe(shares, [int(times[rank, fed]) for rank, fed in enumerate(shares.sizes)], [0] * 3, 2)
         estimate = budget._times_of(1, size, 400)[size - 1]
     assert estimate == pytest.approx(actual, rel=0.08)
-    assert budget._learned.repeated > SCALE_ONE
+    fed = (shares.sizes.sum() - 3) / (size - 1)
+    assert budget._learned.repeated / SCALE_ONE == pytest.approx(fed, rel=0.03)

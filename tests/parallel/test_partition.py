@@ -2,13 +2,14 @@
 
 from functools import lru_cache
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.lookahead.window import Window
-from lp_runtime.parallel.partition import Shares, partition
+from lp_runtime.parallel.partition import Shares, largest_fit, linear_times, partition, partition_by_times
 
 
 @st.composite
@@ -90,7 +91,36 @@ def test_one_replica_feeds_everything_once():
 def test_who_owns_what_is_digested():
     tree = lookahead_tree(5, 3, 5)
     digests = [partition(tree, speeds).digest() for speeds in ([1.0, 1.0], [1.0, 2.0], [2.0, 1.0], [1.0, 1.0, 1.0])]
-    assert len(set(digests)) == 4 and all(0 < digest < 1 << 56 for digest in digests)
+    shares = partition(tree, [1.0, 1.0])
+    other = Shares(shares.owner[::-1].copy(), shares._nodes, shares._owned, shares.sizes, shares.num_owned)
+    assert len({*digests, other.digest()}) == 5 and all(0 < digest < 1 << 56 for digest in digests)
+
+
+def test_a_tree_that_is_larger_than_any_known_time_is_cut_all_the_same():
+    tree = lookahead_tree(15, 5, 15)
+    times = np.arange(40).repeat(2).reshape(40, 2).T.copy()
+    check_shares(tree, partition_by_times(tree, times))
+    check_shares(tree, partition_by_times(tree, times, 10))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_the_first_nodes_alone_are_cut(num_replicas):
+    tree = lookahead_tree(5, 3, 5)
+    times = linear_times([1.0] * num_replicas, len(tree))
+    first = lookahead_tree(5, 3, 5)
+    first.truncate(12)
+    assert lists(partition_by_times(tree, times, num_nodes=12)) == lists(partition_by_times(first, times))
+
+
+def test_as_much_as_fits_is_found():
+    tree = lookahead_tree(15, 5, 15)
+    least = int(partition(tree, [1.0] * 4).sizes.max())
+    assert largest_fit(tree, 4, least) == len(tree)
+    for budget in (20, least - 1):
+        size = largest_fit(tree, 4, budget)
+        assert budget < size < len(tree)
+        assert partition_by_times(tree, linear_times([1.0] * 4, 200), budget, size).sizes.max() <= budget
+        assert largest_fit(tree, 4, budget, size) == size
 
 
 def test_more_replicas_than_leaves_leaves_some_with_the_pending_tokens_alone():
