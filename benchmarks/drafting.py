@@ -130,7 +130,7 @@ class Bench:
             proposal = state.propose(budget.fit)
             proposing += time.perf_counter() - started
             tree = proposal.tree
-            fed += int(budget.shares(tree).sizes.max())
+            fed += max(budget.shares(tree).sizes)
             wanted = list(range(tree.root, len(tree)))
             logits = self.model.forward(tree, list(range(len(tree))), wanted)
             packed, _ = drawing.draw(logits, tree, wanted, state.tokens)

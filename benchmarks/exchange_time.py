@@ -31,7 +31,7 @@ def measure(rank: int, num_replicas: int, port: int, nodes: list[int], rounds: i
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_replicas)
     for num_owned in nodes:
-        nodes, counts = np.arange(num_replicas * num_owned), np.full(num_replicas, num_owned)
+        nodes, counts = np.arange(num_replicas * num_owned), [num_owned] * num_replicas
         shares = Shares(np.arange(num_replicas).repeat(num_owned), nodes, nodes, counts, counts)
         exchange = Exchange(rank, num_replicas, num_owned, CPU, WIDTH)
         values = torch.full((num_owned, WIDTH), rank)

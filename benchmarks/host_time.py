@@ -150,7 +150,7 @@ class Device:
         self._done = now + self._peers.seconds()
         self.found = next(self._kept)
         shares = self._peers.shares
-        self.sizes.append((int(shares.sizes[0]), len(shares.owner)))
+        self.sizes.append((shares.sizes[0], len(shares.owner)))
         one.logits = torch.zeros(one.size, 1)
         one.drawn = torch.from_numpy(self._peers.found_by(0, self.found.numpy()))
 

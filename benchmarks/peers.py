@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lp_runtime.lookahead.policy import EVERYTHING, CountingPolicy, Found, Wanted
+from lp_runtime.lookahead.policy import CountingPolicy, Found
 from lp_runtime.lookahead.tables import K
 from lp_runtime.lookahead.tree import TokenTree
 
@@ -43,7 +43,9 @@ class SamPolicy(CountingPolicy):
         for token, row in zip(tokens, entries, strict=True):
             self._table[token] = row
 
-    def propose(self, tokens: Sequence[int], num_cached: int, max_depth: int, wanted: Wanted = EVERYTHING) -> TokenTree:
+    def propose(
+        self, tokens: Sequence[int], num_cached: int, max_depth: int, num_wanted: int | None = None
+    ) -> TokenTree:
         tree = TokenTree(tokens[num_cached:], max_depth)
         text = list(tokens[:-1])  # the last token is not in the automaton yet
         length = longest_match(text, tokens)

@@ -1,6 +1,6 @@
 """One request on one replica, step by step, in concert with its peers.
 
-proposal = state.propose(budget.fit, budget.wanted)     equal on every replica
+proposal = state.propose(budget.fit, num_wanted)        equal on every replica
 shares   = budget.shares(proposal.tree)                 equal on every replica
 found    = draw(model.forward(shares[rank]))            the only expensive thing
 outcome  = exchange(found)                              the only communication
@@ -254,7 +254,7 @@ class Decoding:
         if self._is_resting:
             self._set(self._state.propose_root())
         else:
-            self._set(self._state.propose(budget.fit, budget.wanted))
+            self._set(self._state.propose(budget.fit, budget.num_wanted))
 
     def _set(self, proposal: Proposal) -> None:
         self._proposal = proposal
@@ -316,8 +316,8 @@ class Decoding:
         clocks = Clock.unpacked(self._clocks)
         self._budget.observe(self._shares, *clocks, len(run) - 1, is_late=self._member.tells_late)
         sizes = self._shares.sizes
-        self._num_fed += int(sizes.sum()) / len(sizes)
-        self._extra_passes += self._model.num_passes(int(sizes.max())) - 1
+        self._num_fed += sum(sizes) / len(sizes)
+        self._extra_passes += self._model.num_passes(max(sizes)) - 1
         return self._committed(run, nodes)
 
     def _committed(self, run: list[int], nodes: list[int]) -> Run:

@@ -101,7 +101,7 @@ class CriticalPathRunner:
         while state.finish_reason is None:
             started = time.perf_counter()
             is_resting = budget.is_resting
-            proposal = state.propose_root() if is_resting else state.propose(budget.fit, budget.wanted)
+            proposal = state.propose_root() if is_resting else state.propose(budget.fit, budget.num_wanted)
             tree = proposal.tree
             shares = budget.shares(tree)
             values = np.full((len(tree), drawing.width), -1, dtype=np.int64)
@@ -121,7 +121,7 @@ class CriticalPathRunner:
             run, _ = state.advance(proposal, Found.below(tree.root, successors, runners_up))
             budget.observe(shares, [int(1e9 * each) for each in times], [int(1e9 * other)] * len(shares), len(run) - 1)
             other = proposing + time.perf_counter() - started
-            num_fed += int(shares.sizes.max())
+            num_fed += max(shares.sizes)
             forward_seconds += max(times)
             other_seconds += other
         return CriticalPath(

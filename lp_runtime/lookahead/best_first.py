@@ -22,7 +22,7 @@ from lp_runtime.lookahead import growing, tables
 from lp_runtime.lookahead.candidates import SOURCES, make_candidates, make_nodes
 from lp_runtime.lookahead.compiled import bound, with_fresh_cache
 from lp_runtime.lookahead.drafts import Memory
-from lp_runtime.lookahead.policy import EVERYTHING, Counts, Found, Policy, Wanted
+from lp_runtime.lookahead.policy import Counts, Found, Policy
 from lp_runtime.lookahead.tree import TokenTree
 
 MAX_DEPTH = 24
@@ -69,7 +69,9 @@ class BestFirstPolicy(Policy):
     def begin(self, tokens: Sequence[int]) -> None:
         self._memory.begin_text(tokens)
 
-    def propose(self, tokens: Sequence[int], num_cached: int, max_depth: int, wanted: Wanted = EVERYTHING) -> TokenTree:
+    def propose(
+        self, tokens: Sequence[int], num_cached: int, max_depth: int, num_wanted: int | None = None
+    ) -> TokenTree:
         num_pending = len(tokens) - num_cached
         root = num_pending - 1
         nodes = self._nodes
@@ -83,9 +85,8 @@ class BestFirstPolicy(Policy):
             self._candidates,
             len(tokens),
             root,
-            max(root + 1, min(self.max_nodes, wanted.num_nodes or self.max_nodes)),
+            max(root + 1, min(self.max_nodes, num_wanted or self.max_nodes)),
             min(max_depth, self._max_depth),
-            max(1, wanted.least_reach),
         )
         return TokenTree.from_arrays(*nodes.rows[:, :size].copy(), root, max_depth, digest)
 
@@ -128,7 +129,7 @@ def _bind_kernels() -> tuple[Callable, Callable, Callable]:
     integers, entries = np.zeros(1, np.int64), np.zeros((1, tables.ENTRY), np.int32)
     state = (memory.drafts(NO_VOCABULARY), tables.make_noise(False, 0, 0), memory.rates, nodes)
     return (
-        bound(growing.grow, *state, growing.make_pushed(1), candidates, 0, 0, 0, 0, 0),
+        bound(growing.grow, *state, growing.make_pushed(1), candidates, 0, 0, 0, 0),
         bound(growing.accept, nodes.tokens, nodes.parents, 0, 0, integers, integers),
         bound(growing.advance, *state, counted, candidates, 0, *[integers] * 3, entries, 0),
     )

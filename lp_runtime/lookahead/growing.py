@@ -95,7 +95,7 @@ def smallest(size):
 
 
 @compiled
-def grow(drafts, noise, rates, nodes, pushed, candidates, position, root, max_nodes, max_depth, least_reach):
+def grow(drafts, noise, rates, nodes, pushed, candidates, position, root, max_nodes, max_depth):
     """Grow a tree best first: of all candidates below all nodes, always the one that is likeliest to be reached.
 
     Args:
@@ -104,16 +104,13 @@ def grow(drafts, noise, rates, nodes, pushed, candidates, position, root, max_no
         root: index of the root.
         max_nodes: nodes at most, the pending tokens included.
         max_depth: none stands deeper.
-        least_reach: none is less likely to be reached, of PROBABILITY_BITS; >= 1.
 
     Returns:
         (T, digest): the number of nodes; 64 bits that tell tokens and parents of trees apart.
     """
     for node in range(root + 1):
         nodes.parents[node], nodes.depths[node] = node - 1, node - root
-    num_nodes = grow_below(
-        drafts, noise, rates, nodes, pushed, candidates, position, root, max_nodes, max_depth, least_reach
-    )
+    num_nodes = grow_below(drafts, noise, rates, nodes, pushed, candidates, position, root, max_nodes, max_depth)
     digest = np.int64(0)
     for node in range(num_nodes):
         digest = mix(digest * 31 + (nodes.parents[node] << 32) + nodes.tokens[node])
@@ -121,14 +118,13 @@ def grow(drafts, noise, rates, nodes, pushed, candidates, position, root, max_no
 
 
 @compiled
-def grow_below(drafts, noise, rates, nodes, pushed, candidates, position, root, max_nodes, max_depth, least_reach):
+def grow_below(drafts, noise, rates, nodes, pushed, candidates, position, root, max_nodes, max_depth):
     """Grow a tree from its root on: see `grow`. Returns the number of nodes."""
     num_nodes = root + 1
     num_wanted = max_nodes - num_nodes
     num_pushed = heap_size = 0
     pushed.sizes[:] = 0
-    # Of what is below a size, or the floor, nothing need be pushed: so many are larger.
-    least, floor, num_counted = 0, np.int64(least_reach), 0
+    least, floor, num_counted = 0, np.int64(1), 0  # of what is below a size nothing need be pushed: so many are larger
     best = weigh(rates)
     node = root
     nodes.reach[root] = np.int64(1) << PROBABILITY_BITS
@@ -150,7 +146,7 @@ def grow_below(drafts, noise, rates, nodes, pushed, candidates, position, root, 
                 while num_counted - pushed.sizes[least] >= num_wanted:
                     num_counted -= pushed.sizes[least]
                     least += 1
-                    floor = max(smallest(least), least_reach)
+                    floor = max(smallest(least), 1)
                 pushed.heap[heap_size] = (reach << SEQUENCE_BITS) | (MAX_PUSHED - num_pushed)
                 pushed.parents[num_pushed] = node
                 pushed.tokens[num_pushed] = candidates.merged[i]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from lp_runtime.lookahead.policy import EVERYTHING, CountingPolicy, Found, Wanted
+from lp_runtime.lookahead.policy import CountingPolicy, Found
 from lp_runtime.lookahead.pool import NGramPool
 from lp_runtime.lookahead.tree import TokenTree, accept
 from lp_runtime.lookahead.window import Slots, Window
@@ -61,7 +61,9 @@ class PaperPolicy(CountingPolicy):
         expected = None if previous is None else self.pool.expect(previous)
         return self._prompt[self._random.randrange(len(self._prompt))] if expected is None else expected
 
-    def propose(self, tokens: Sequence[int], num_cached: int, max_depth: int, wanted: Wanted = EVERYTHING) -> TokenTree:
+    def propose(
+        self, tokens: Sequence[int], num_cached: int, max_depth: int, num_wanted: int | None = None
+    ) -> TokenTree:
         tree = TokenTree(tokens[num_cached:], max_depth, self._budget)
         self._slots = self.window.place(tree) if self.window else []
         self._guess_nodes = set()

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -48,21 +47,6 @@ class Found:
     def drawn(self) -> np.ndarray:
         """[T] int64, the successors."""
         return np.ascontiguousarray(self.successors, np.int64)
-
-
-class Wanted(NamedTuple):
-    """How much of a tree is wanted, of a policy that can choose.
-
-    Attributes:
-        num_nodes: at most; None for no limit.
-        least_reach: no node that is less likely to be reached, fixed point (see TokenTree.reach).
-    """
-
-    num_nodes: int | None = None
-    least_reach: int = 0
-
-
-EVERYTHING = Wanted()
 
 
 @dataclass
@@ -111,13 +95,15 @@ class Policy(ABC):
         """Take up a request, whose prompt is `tokens`."""
 
     @abstractmethod
-    def propose(self, tokens: Sequence[int], num_cached: int, max_depth: int, wanted: Wanted = EVERYTHING) -> TokenTree:
+    def propose(
+        self, tokens: Sequence[int], num_cached: int, max_depth: int, num_wanted: int | None = None
+    ) -> TokenTree:
         """The next step's tree.
 
         Args:
             tokens: prompt and committed tokens; those from `num_cached` on are pending, the last one is the root.
             max_depth: no node may stand deeper below the root.
-            wanted: how much of it, where the policy can choose.
+            num_wanted: nodes at most, where the policy can choose.
         """
 
     def accept(self, tree: TokenTree, found: Found) -> tuple[list[int], list[int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lp_runtime.lookahead.policy import EVERYTHING, CountingPolicy, Found, Wanted
+from lp_runtime.lookahead.policy import CountingPolicy, Found
 from lp_runtime.lookahead.tree import TokenTree
 
 MAX_NGRAM = 3
@@ -41,7 +41,9 @@ class PromptLookupPolicy(CountingPolicy):
                 self._places.setdefault(tuple(tokens[end - size : end]), end)
         self._num_seen = len(tokens)
 
-    def propose(self, tokens: Sequence[int], num_cached: int, max_depth: int, wanted: Wanted = EVERYTHING) -> TokenTree:
+    def propose(
+        self, tokens: Sequence[int], num_cached: int, max_depth: int, num_wanted: int | None = None
+    ) -> TokenTree:
         tree = TokenTree(tokens[num_cached:], max_depth, self._budget)
         for size in range(min(MAX_NGRAM, len(tokens)), 0, -1):
             place = self._places.get(tuple(tokens[-size:]))

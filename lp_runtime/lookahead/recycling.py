@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lp_runtime.lookahead.policy import EVERYTHING, CountingPolicy, Found, Wanted
+from lp_runtime.lookahead.policy import CountingPolicy, Found
 from lp_runtime.lookahead.tables import K
 from lp_runtime.lookahead.tree import TokenTree
 
@@ -50,7 +50,9 @@ class RecyclingPolicy(CountingPolicy):
     def begin(self, tokens: Sequence[int]) -> None:
         pass
 
-    def propose(self, tokens: Sequence[int], num_cached: int, max_depth: int, wanted: Wanted = EVERYTHING) -> TokenTree:
+    def propose(
+        self, tokens: Sequence[int], num_cached: int, max_depth: int, num_wanted: int | None = None
+    ) -> TokenTree:
         tree = TokenTree(tokens[num_cached:], max_depth, self._budget)
         nodes: dict[str, int | None] = {"": tree.root}
         for path, rank in TEMPLATE:

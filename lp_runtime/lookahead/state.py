@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lp_runtime.lookahead.policy import EVERYTHING, Found, Policy, Wanted
+from lp_runtime.lookahead.policy import Found, Policy
 from lp_runtime.lookahead.tree import TokenTree
 
 
@@ -112,16 +112,16 @@ class DecodingState:
     def pending(self) -> list[int]:
         return self.tokens[self.num_cached :]
 
-    def propose(self, fit: Fit | None = None, wanted: Wanted = EVERYTHING) -> Proposal:
+    def propose(self, fit: Fit | None = None, num_wanted: int | None = None) -> Proposal:
         """The tree of the next step. Nothing in it stands where its successor could not be committed.
 
         Args:
             fit: asked, where the policy estimates what its nodes are worth, how many of them to feed; it must answer
                 alike on all replicas.
-            wanted: how much of a tree, where the policy can choose.
+            num_wanted: nodes that the tree should have at most, where the policy can choose.
         """
         num_left = self.rules.max_new_tokens - (len(self.tokens) - self.prompt_length)
-        tree = self.policy.propose(self.tokens, self.num_cached, num_left - 1, wanted)
+        tree = self.policy.propose(self.tokens, self.num_cached, num_left - 1, num_wanted)
         if fit is not None and tree.reach is not None:
             tree.truncate(fit(tree, tree.reach))
         return self._proposal(tree)

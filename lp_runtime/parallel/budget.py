@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 
 from lp_runtime.lookahead.compiled import compiled, with_fresh_cache
-from lp_runtime.lookahead.policy import EVERYTHING, Wanted
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.parallel.curves import finishing_times, shared_times
 from lp_runtime.parallel.host_price import HostPrice
@@ -38,7 +37,6 @@ MAX_EXPECTED = (1 << 31) - 1  # so that the rates have room in 64 bits
 LEAST_GAIN_PERCENT = 110  # of a step that drafts, over one that does not: estimates of it are that uncertain
 FIRST_WANTED = 32  # nodes a replica, of a request's first tree
 ASSUMED_REPEATED = 9 * SCALE_ONE // 8  # tokens that replicas feed for each node of a tree, where nothing is known
-LEAST_PART = 2  # nodes are grown that are this much less likely to be reached than any that would pay
 PRIOR_TOKENS = 4  # that promises are taken to have been kept of, before any were made
 FORGETTING = 32  # steps that promises are remembered for, about
 LEAST_BELIEF = 4  # promises are believed to this fraction at least
@@ -95,7 +93,7 @@ class StepBudget:
 
     Attributes:
         limit: the budget.
-        wanted: what the next tree should have.
+        num_wanted: nodes that the next tree should have at most; None for no such wish.
     """
 
     def __init__(self, times: np.ndarray, is_auto: bool, budget: int | None, learned: Learned | None = None):
@@ -117,7 +115,7 @@ class StepBudget:
         self._num_guessed = 0  # nodes below its root
         self._untimed: _Timed | None = None  # a step whose times are still to come
         self._since_plain = 0  # steps that drafted for little, since the last that did not
-        self.wanted = Wanted(FIRST_WANTED * len(times)) if is_auto else EVERYTHING
+        self.num_wanted: int | None = FIRST_WANTED * len(times) if is_auto else None
 
     def share(self, num_together: int) -> None:
         """From now on a step's forward pass serves so many requests: each answers for its part of the time."""
@@ -147,12 +145,12 @@ class StepBudget:
         times = self._times_of(num_pending, len(tree), limit)
         alone = zip(self._times[:, num_pending].tolist(), learned.plain_scales.tolist(), strict=True)
         plain = learned.host.plain + max(time * scale // SCALE_ONE for time, scale in alone)
-        size, rate, plain_rate, promised, least = _best_size(reach, num_pending, len(tree), times, kept, made, plain)
+        size, rate, plain_rate, promised = _best_size(reach, num_pending, len(tree), times, kept, made, plain)
         if rate * 100 < plain_rate * LEAST_GAIN_PERCENT:
             size, promised = num_pending, 0
         elif num_replicas > 1:
             self._cut = tree, partition_by_times(tree, self._times, self.limit, size)
-            if self._cut[1].sizes.max() > limit:
+            if max(self._cut[1].sizes) > limit:
                 size = largest_fit(tree, num_replicas, limit, size)
                 promised = reach[num_pending:size].sum() >> (REACH_BITS - EXPECTED_BITS)
         guesses = size > num_pending
@@ -167,21 +165,21 @@ class StepBudget:
             self._rest = min(1 << (self._num_plain - REST_AFTER + 1), LONGEST_REST)
         self._fitted = True
         self._promise = int(promised)
-        self.wanted = Wanted(max(FIRST_WANTED * num_replicas, 2 * size), least if guesses else 0)
+        self.num_wanted = max(FIRST_WANTED * num_replicas, 3 * size // 2)
         return int(size)
 
     def _times_of(self, num_pending: int, num_nodes: int, limit: int) -> np.ndarray:
         """[n] how long steps take that draft: of the pending tokens alone, of those and one node, and so on, up to
-        twice of what a tree has, as far as replicas may feed them."""
+        what a tree has, as far as replicas may feed them."""
         num_replicas, learned = len(self._times), self._learned
-        most = min(num_pending + num_replicas * max(0, limit - num_pending), 2 * num_nodes)
+        most = min(num_pending + num_replicas * max(0, limit - num_pending), num_nodes)
         num = max(1, most - num_pending + 1)
         if len(self._finishing) < num:
             self._finishing = np.zeros(2 * num, np.int64)
         times = self._finishing[:num]
-        fixed, per_node = learned.host.of_drafting()
+        host = learned.host
         repeated = learned.repeated if num_replicas > 1 else SCALE_ONE
-        finishing_times(self._times, num_pending, limit, repeated, fixed, per_node, times)
+        finishing_times(self._times, num_pending, limit, repeated, host.drafting, host.per_node, times)
         return times
 
     def shares(self, tree: TokenTree) -> Shares:
@@ -228,7 +226,8 @@ class StepBudget:
             self._count(shares)
         elif len(shares) == 1:
             return
-        sizes = np.minimum(shares.sizes, self._curves.shape[1] - 1)
+        known = self._curves.shape[1] - 1
+        sizes = np.array([min(size, known) for size in shares.sizes])
         timed: _Timed | None = _Timed(self._curves, sizes, drafted, follows_plain)
         if is_late:
             timed, self._untimed = self._untimed, timed
@@ -237,11 +236,11 @@ class StepBudget:
 
     def _count(self, shares: Shares) -> None:
         """How many nodes a step guessed, and how many tokens replicas fed for each."""
-        num_owned, num_replicas = int(shares.num_owned.sum()), len(shares)
+        num_owned, num_replicas = sum(shares.num_owned), len(shares)
         self._num_guessed = num_owned - 1
         if num_replicas > 1 and self._num_guessed >= num_replicas:
             num_pending = len(shares.owner) - num_owned + 1
-            num_fed = int(shares.sizes.sum()) - num_replicas * num_pending
+            num_fed = sum(shares.sizes) - num_replicas * num_pending
             repeated = num_fed * SCALE_ONE // self._num_guessed
             self._learned.repeated += (repeated - self._learned.repeated) // SMOOTHING
 
@@ -289,29 +288,18 @@ def _best_size(reach, num_pending, num_nodes, times, kept, made, plain):
         kept, made: of what was promised lately so much was kept.
 
     Returns:
-        (nodes, the rate, that of a step that does not draft, promise, least): rates in tokens a nanosecond, fixed point
-        of EXPECTED_BITS + RATE_BITS; what the nodes promise besides the bonus token, of EXPECTED_BITS; what a node must
-        promise to be worth its price, over LEAST_PART, of REACH_BITS.
+        (nodes, the rate, that of a step that does not draft, promise): rates in tokens a nanosecond, fixed point of
+        EXPECTED_BITS + RATE_BITS; what the nodes promise besides the bonus token, of EXPECTED_BITS.
     """
     plain_rate = (np.int64(1) << EXPECTED_BITS + RATE_BITS) // plain
-    best, best_rate, best_expected, best_promise = num_pending, plain_rate, np.int64(1) << EXPECTED_BITS, np.int64(0)
-    promise = np.int64(0)
+    best, best_rate, best_promise, promise = num_pending, plain_rate, np.int64(0), np.int64(0)
     for node in range(num_pending, min(num_nodes, num_pending + len(times) - 1)):
         promise += reach[node] >> (REACH_BITS - EXPECTED_BITS)
         expected = min((1 << EXPECTED_BITS) + promise * kept // made, MAX_EXPECTED)
         rate = (expected << RATE_BITS) // times[node + 1 - num_pending]
         if rate > best_rate:
-            best, best_rate, best_expected, best_promise = node + 1, rate, expected, promise
-    # The price of a node, whichever is less of that of the last ones and of that of as many more: on a plateau of the
-    # curve it is nothing, however little they promise.
-    place = best - num_pending
-    before, behind = place // 2, min(2 * place + 1, len(times) - 1)
-    price = (times[place] - times[before]) // max(1, place - before)
-    if behind > place:
-        price = min(price, (times[behind] - times[place]) // (behind - place))
-    least = (best_expected * price // times[place]) * made // max(kept, 1)
-    least = min(least, np.int64(1) << EXPECTED_BITS) << (REACH_BITS - EXPECTED_BITS)
-    return best, best_rate, plain_rate, best_promise, least // LEAST_PART
+            best, best_rate, best_promise = node + 1, rate, promise
+    return best, best_rate, plain_rate, best_promise
 
 
 @compiled

@@ -79,7 +79,7 @@ class Exchange:
 
     def _size(self, shares: Shares) -> int:
         """Integers that each replica sends in a step."""
-        most = int(shares.num_owned.max())
+        most = max(shares.num_owned)
         assert most <= self.capacity
         return HEADER + min(-(-most // ROUNDED_TO) * ROUNDED_TO, self.capacity) * self.width
 

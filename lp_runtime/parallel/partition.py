@@ -42,17 +42,16 @@ class Shares(Sequence[Share]):
     """What everyone does in a step: the shares, by rank.
 
     Args:
-        owner: [T] the rank that owns each node; -1 for the pending tokens before the root.
-        nodes, owned: every share's, one behind the other.
+        owner: [T] int64, the rank that owns each node; -1 for the pending tokens before the root.
+        nodes, owned: int64, every share's, one behind the other.
         sizes, num_owned: [R] how many tokens each replica feeds, and how many nodes it owns.
 
     Attributes:
-        owner, sizes, num_owned: these, int64.
+        owner, sizes, num_owned: these.
     """
 
-    def __init__(
-        self, owner: np.ndarray, nodes: np.ndarray, owned: np.ndarray, sizes: np.ndarray, num_owned: np.ndarray
-    ):
+    # Sizes are lists: numpy takes longer to add up a few numbers.
+    def __init__(self, owner: np.ndarray, nodes: np.ndarray, owned: np.ndarray, sizes: list[int], num_owned: list[int]):
         self.owner, self.sizes, self.num_owned = owner, sizes, num_owned
         self._nodes, self._owned = nodes, owned
 
@@ -61,7 +60,7 @@ class Shares(Sequence[Share]):
         """Of a replica without peers."""
         nodes, owner = np.arange(num_nodes), np.zeros(num_nodes, np.int64)
         owner[:root] = -1
-        return cls(owner, nodes, nodes[root:], np.array([num_nodes]), np.array([num_nodes - root]))
+        return cls(owner, nodes, nodes[root:], [num_nodes], [num_nodes - root])
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -69,16 +68,14 @@ class Shares(Sequence[Share]):
     def __getitem__(self, rank: int) -> Share:
         if not 0 <= rank < len(self):
             raise IndexError(rank)
-        fed, owned = int(self.sizes[:rank].sum()), int(self.num_owned[:rank].sum())
-        return Share(
-            self._nodes[fed : fed + int(self.sizes[rank])], self._owned[owned : owned + int(self.num_owned[rank])]
-        )
+        fed, owned = sum(self.sizes[:rank]), sum(self.num_owned[:rank])
+        return Share(self._nodes[fed : fed + self.sizes[rank]], self._owned[owned : owned + self.num_owned[rank]])
 
     def digest(self) -> int:
         """56 bits that tell who owns what apart; 0 for one replica."""
         if len(self) == 1:
             return 0
-        content = self.owner.tobytes() + self.sizes.tobytes()
+        content = self.owner.tobytes() + repr(self.sizes).encode()
         return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big")
 
 
@@ -112,7 +109,9 @@ def partition_by_times(
     if len(times) == 1:
         return Shares.of_one(num_nodes, tree.root)
     _, parents, depths = tree.arrays()
-    return Shares(*_cut(parents, depths, tree.root, num_nodes, times, num_nodes if limit is None else limit))
+    most = num_nodes if limit is None else limit
+    owner, nodes, owned, sizes, num_owned = _cut(parents, depths, tree.root, num_nodes, times, most)
+    return Shares(owner, nodes, owned, sizes.tolist(), num_owned.tolist())
 
 
 def largest_fit(tree: TokenTree, num_replicas: int, budget: int, num_nodes: int | None = None) -> int:
@@ -216,7 +215,7 @@ def _fits(leaves, branches, depths, room, bins):
 
 @compiled(makes_arrays=True)
 def _listed(fed, owner, sizes):
-    """What Shares takes, of who feeds what, [R, T] bool, who owns it, and how much each feeds."""
+    """What `_cut` returns, of who feeds what, [R, T] bool, who owns it, and how much each feeds."""
     num_replicas, num_nodes = fed.shape
     nodes, owned = np.empty(sizes.sum(), np.int64), np.empty(num_nodes, np.int64)
     num_owned = np.zeros(num_replicas, np.int64)
@@ -235,7 +234,7 @@ def _listed(fed, owner, sizes):
 
 @compiled(makes_arrays=True)
 def _cut(parents, depths, root, num_nodes, times, limit):
-    """The shares under the least time that `_fits` finds, as Shares takes them."""
+    """The shares under the least time that `_fits` finds, as Shares takes them, but for arrays of sizes."""
     num_replicas = len(times)
     most = min(limit, times.shape[1] - 1)
     num_pending = root + 1

@@ -136,8 +136,8 @@ def test_an_exchange_waits_once():
     """It is begun while what it is to bring is still being made; the timer knows how long that took."""
     timer = PassTimer(torch.device("cuda"))
     exchange = Exchange(0, 1, 64, torch.device("cuda"), 5)
-    nodes, counts = np.arange(40), np.array([40])
-    shares = Shares(np.zeros(40, np.int64), nodes, nodes, counts, counts)
+    nodes = np.arange(40)
+    shares = Shares(np.zeros(40, np.int64), nodes, nodes, [40], [40])
     for number in range(4):  # the first loads kernels and pins memory, which may wait
         timer.start()
         torch.cuda._sleep(50_000_000 if number else 1)

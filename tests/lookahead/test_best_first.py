@@ -12,7 +12,7 @@ from lp_runtime.lookahead import candidates, growing, tables
 from lp_runtime.lookahead.best_first import BestFirstPolicy
 from lp_runtime.lookahead.drafts import Memory
 from lp_runtime.lookahead.paper import PaperPolicy
-from lp_runtime.lookahead.policy import Found, Policy, Wanted
+from lp_runtime.lookahead.policy import Found, Policy
 from lp_runtime.lookahead.prompt_lookup import PromptLookupPolicy
 from lp_runtime.lookahead.recycling import RecyclingPolicy
 from lp_runtime.lookahead.sampling import GumbelNoise
@@ -144,20 +144,6 @@ def test_the_first_nodes_are_the_smaller_tree():
     for small, large in zip(trees, trees[1:], strict=False):
         assert small.tokens == large.tokens[: len(small)]
         assert small.parents == large.parents[: len(small)]
-
-
-def test_what_is_hardly_ever_reached_is_left_out_where_it_is_not_wanted():
-    """It too is the beginning of the whole tree: down to the least reach that is wanted."""
-    memory = Memory(1 << 16)
-    state, _ = decode([1, 2, 3], BestFirstPolicy(24, memory), 4, 60)
-    policy = BestFirstPolicy(60, memory)
-    whole = policy.propose(state.tokens, len(state.tokens) - 1, max_depth=20)
-    assert len(whole) == 60
-    for size in (1, 7, 30, 59):
-        least = int(whole.reach[size - 1])
-        expected = int((whole.reach >= least).sum())
-        part = policy.propose(state.tokens, len(state.tokens) - 1, 20, Wanted(None, least))
-        assert part.tokens == whole.tokens[:expected] and part.parents == whole.parents[:expected]
 
 
 def test_more_nodes_take_fewer_steps():
