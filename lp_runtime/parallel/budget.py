@@ -165,7 +165,7 @@ class StepBudget:
             self._rest = min(1 << (self._num_plain - REST_AFTER + 1), LONGEST_REST)
         self._fitted = True
         self._promise = int(promised)
-        self.num_wanted = max(FIRST_WANTED * num_replicas, 3 * size // 2)
+        self.num_wanted = max(FIRST_WANTED * num_replicas, 4 * size // 3)
         return int(size)
 
     def _times_of(self, num_pending: int, num_nodes: int, limit: int) -> np.ndarray:
@@ -226,8 +226,8 @@ class StepBudget:
             self._count(shares)
         elif len(shares) == 1:
             return
-        known = self._curves.shape[1] - 1
-        sizes = np.array([min(size, known) for size in shares.sizes])
+        most = self._curves.shape[1] - 1
+        sizes = np.array([min(size, most) for size in shares.sizes])
         timed: _Timed | None = _Timed(self._curves, sizes, drafted, follows_plain)
         if is_late:
             timed, self._untimed = self._untimed, timed
