@@ -17,12 +17,11 @@ import numpy as np
 
 from lp_runtime.lookahead.compiled import compiled, with_fresh_cache
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.parallel.curves import finishing_times, shared_times
+from lp_runtime.parallel.curves import UNIT, finishing_times, shared_times
 from lp_runtime.parallel.host_price import HostPrice
 from lp_runtime.parallel.partition import Shares, largest_fit, partition_by_times
 
-SCALE_ONE = 1 << 10
-EQUAL_WITHIN = 15 * SCALE_ONE // 100  # replicas whose scales differ by less are taken for equal
+EQUAL_WITHIN = 15 * UNIT // 100  # replicas whose scales differ by less are taken for equal
 SMOOTHING = 8  # steps
 REST_AFTER = 4  # steps in a row that were worth the root alone, before drafting rests
 LONGEST_REST = 32  # steps
@@ -36,7 +35,7 @@ RATE_BITS = 32
 MAX_EXPECTED = (1 << 31) - 1  # so that the rates have room in 64 bits
 LEAST_GAIN_PERCENT = 110  # of a step that drafts, over one that does not: estimates of it are that uncertain
 FIRST_WANTED = 32  # nodes a replica, of a request's first tree
-ASSUMED_REPEATED = 9 * SCALE_ONE // 8  # tokens that replicas feed for each node of a tree, where nothing is known
+ASSUMED_REPEATED = 9 * UNIT // 8  # tokens that replicas feed for each node of a tree, where nothing is known
 PRIOR_TOKENS = 4  # that promises are taken to have been kept of, before any were made
 FORGETTING = 32  # steps that promises are remembered for, about
 LEAST_BELIEF = 4  # promises are believed to this fraction at least
@@ -48,12 +47,12 @@ class Learned:
     """What steps have shown of replicas and of estimates; carried from one request to the next of its kind.
 
     Attributes:
-        scales: [R] how much longer each replica takes than its curve says in steps that draft, of SCALE_ONE.
+        scales: [R] how much longer each replica takes than its curve says in steps that draft, of UNIT.
         plain_scales: [R] how much longer than that, again, in steps that do not; so a machine that slows down as a
             whole does not make either look worse.
         num_plain: steps that did not.
         host: what else a step takes.
-        repeated: tokens that all replicas together feed for each node below the root, of SCALE_ONE: several feed the
+        repeated: tokens that all replicas together feed for each node below the root, of UNIT: several feed the
             same.
         promised: accepted tokens that the estimates promised lately, fixed point of EXPECTED_BITS.
         kept: how many there were, in the same unit.
@@ -69,7 +68,7 @@ class Learned:
 
     @classmethod
     def nothing(cls, num_replicas: int) -> Learned:
-        return cls(*(np.full(num_replicas, SCALE_ONE, dtype=np.int64) for _ in range(2)))
+        return cls(*(np.full(num_replicas, UNIT, dtype=np.int64) for _ in range(2)))
 
 
 class _Timed(NamedTuple):
@@ -102,7 +101,7 @@ class StepBudget:
         self._is_auto = is_auto
         self.limit = budget
         self._learned = learned or Learned.nothing(len(times))
-        self._one = np.full(len(times), SCALE_ONE, dtype=np.int64)
+        self._one = np.full(len(times), UNIT, dtype=np.int64)
         self._times = np.empty_like(times)
         self._finishing = np.zeros(0, np.int64)
         self._cut: tuple[TokenTree | None, Shares | None] = None, None  # a tree that was fitted, and its shares then
@@ -144,7 +143,7 @@ class StepBudget:
         kept, made = learned.kept >> 8, max(1, learned.promised >> 8)
         times = self._times_of(num_pending, len(tree), limit)
         alone = zip(self._times[:, num_pending].tolist(), learned.plain_scales.tolist(), strict=True)
-        plain = learned.host.plain + max(time * scale // SCALE_ONE for time, scale in alone)
+        plain = learned.host.plain + max(time * scale // UNIT for time, scale in alone)
         size, rate, plain_rate, promised = _best_size(reach, num_pending, len(tree), times, kept, made, plain)
         if rate * 100 < plain_rate * LEAST_GAIN_PERCENT:
             size, promised = num_pending, 0
@@ -178,7 +177,7 @@ class StepBudget:
             self._finishing = np.zeros(2 * num, np.int64)
         times = self._finishing[:num]
         host = learned.host
-        repeated = learned.repeated if num_replicas > 1 else SCALE_ONE
+        repeated = learned.repeated if num_replicas > 1 else UNIT
         finishing_times(self._times, num_pending, limit, repeated, host.drafting, host.per_node, times)
         return times
 
@@ -241,7 +240,7 @@ class StepBudget:
         if num_replicas > 1 and self._num_guessed >= num_replicas:
             num_pending = len(shares.owner) - num_owned + 1
             num_fed = sum(shares.sizes) - num_replicas * num_pending
-            repeated = num_fed * SCALE_ONE // self._num_guessed
+            repeated = num_fed * UNIT // self._num_guessed
             self._learned.repeated += (repeated - self._learned.repeated) // SMOOTHING
 
     def _learn_times(self, step: _Timed, nanoseconds: np.ndarray) -> None:
@@ -308,8 +307,8 @@ def _follow(scales, others, curves, sizes, nanoseconds, smoothing):
     scales, [R]."""
     for rank in range(len(scales)):
         expected = max(curves[rank, sizes[rank]], 1)
-        ratio = min(nanoseconds[rank] * SCALE_ONE // expected, SCALE_ONE << 20)
-        ratio = ratio * SCALE_ONE // max(others[rank], 1)
+        ratio = min(nanoseconds[rank] * UNIT // expected, UNIT << 20)
+        ratio = ratio * UNIT // max(others[rank], 1)
         scales[rank] += (ratio - scales[rank]) // smoothing
 
 
@@ -320,8 +319,8 @@ def _scale(curves, scales, times):
     for rank in range(len(scales)):
         scale = max(scales[rank], 1)
         total, least, most = total + scale, min(least, scale), max(most, scale)
-    is_equal = most * SCALE_ONE <= least * (SCALE_ONE + EQUAL_WITHIN)
+    is_equal = most * UNIT <= least * (UNIT + EQUAL_WITHIN)
     for rank in range(len(scales)):
         scale = total // len(scales) if is_equal else max(scales[rank], 1)
         for place in range(curves.shape[1]):
-            times[rank, place] = curves[rank, place] * scale // SCALE_ONE
+            times[rank, place] = curves[rank, place] * scale // UNIT

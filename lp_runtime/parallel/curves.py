@@ -14,7 +14,7 @@ from lp_runtime.lookahead.compiled import compiled
 # Where nothing was measured: so many tokens cost twice what one does.
 ASSUMED_FREE_TOKENS = 64
 ASSUMED_NANOSECONDS = 1_000_000
-UNIT = 1 << 10  # fixed point
+UNIT = 1 << 10  # one, in fixed point: of scales, and of prices of a node
 NEVER = 1 << 52
 
 

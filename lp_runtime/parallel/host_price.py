@@ -6,12 +6,13 @@ feeds. All is integer arithmetic on what all replicas share.
 
 from __future__ import annotations
 
+from lp_runtime.parallel.curves import UNIT
+
 SMOOTHING = 8  # steps that do not draft
 REMEMBERED = 32  # steps that draft
 ASSUMED_NODE = 1000  # nanoseconds
 WEIGHT = 32**2  # of what is assumed of a node, beside the variance of the numbers of nodes
 MOST_TIMES = 4  # what a step is known to take, that one is taken to have taken: the rest was something else's
-UNIT = 1 << 10  # fixed point
 EXACT = 1 << 20
 
 

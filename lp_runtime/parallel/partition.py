@@ -268,8 +268,9 @@ def _cut(parents, depths, root, num_nodes, times, limit):
                 later = times[rank, tokens]
         if later >= 0:
             time = later
-        elif most < times.shape[1] - 1:  # the packing is greedy: it may miss a fit that is there, and then does without
-            most = times.shape[1] - 1  # the limit
+        elif most < times.shape[1] - 1:
+            # The packing is greedy: it may miss a fit that is there, and then does without the limit.
+            most = times.shape[1] - 1
         else:  # nobody knows how long so many take
             room[:] = num_nodes
             _fits(leaves, branches, depths, room, bins)

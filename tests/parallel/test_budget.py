@@ -13,11 +13,10 @@ from lp_runtime.parallel.budget import (
     PROBE_STEPS,
     REACH_BITS,
     REST_AFTER,
-    SCALE_ONE,
     Learned,
     StepBudget,
 )
-from lp_runtime.parallel.curves import assumed_times, interpolate
+from lp_runtime.parallel.curves import UNIT, assumed_times, interpolate
 from lp_runtime.parallel.partition import partition_by_times
 
 MILLISECOND = 1_000_000
@@ -222,7 +221,7 @@ def test_times_that_come_a_step_late_teach_the_same(is_auto):
         late.observe(shares, nanoseconds[step], [0, 0], 2, is_late=True)
     assert late._learned.scales.tolist() != prompt._learned.scales.tolist()
     late.observe(shares, nanoseconds[12], [0, 0], 2, is_late=True)
-    assert late._learned.scales.tolist() == prompt._learned.scales.tolist() != [SCALE_ONE] * 2
+    assert late._learned.scales.tolist() == prompt._learned.scales.tolist() != [UNIT] * 2
 
 
 @pytest.mark.parametrize(("slope", "is_probed"), [(0.36, True), (0.001, False)])
@@ -312,4 +311,4 @@ def test_the_time_of_a_tree_is_known_before_it_is_cut():
         estimate = budget._times_of(1, size, 400)[size - 1]
     assert estimate == pytest.approx(actual, rel=0.08)
     fed = (sum(shares.sizes) - 3) / (size - 1)
-    assert budget._learned.repeated / SCALE_ONE == pytest.approx(fed, rel=0.03)
+    assert budget._learned.repeated / UNIT == pytest.approx(fed, rel=0.03)

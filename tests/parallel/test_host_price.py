@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from lp_runtime.parallel.host_price import ASSUMED_NODE, UNIT, HostPrice
+from lp_runtime.parallel.curves import UNIT
+from lp_runtime.parallel.host_price import ASSUMED_NODE, HostPrice
 
 
 def seen(line, sizes, plain: int = 100_000, disturb=lambda step: 0) -> HostPrice:
