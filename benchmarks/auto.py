@@ -1,4 +1,4 @@
-"""Tokens per second of lookahead=auto beside one token a step and other policies, by kind of prompt and temperature.
+"""Tokens per second of lookahead=auto beside one token a step and other drafters, by kind of prompt and temperature.
 
     python benchmarks/auto.py --prompts spec_bench.jsonl:turns --limit 480 --each 3 --temperatures 0 0.7 1.0
 
@@ -18,13 +18,14 @@ from pathlib import Path
 from common import machine, markdown
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
-from lp_runtime.config import PLAIN, ModelConfig
+from lp_runtime.config.lookahead import PLAIN
+from lp_runtime.config.settings import ModelConfig
 
 SETTINGS = {
     "one token a step": PLAIN,
     "auto": LookaheadConfig(),
-    "prompt lookup": LookaheadConfig(policy="prompt_lookup"),
-    "paper (15,5,15)": LookaheadConfig(W=15, N=5, G=15, policy="paper"),
+    "prompt lookup": LookaheadConfig(drafter="prompt_lookup"),
+    "paper (15,5,15)": LookaheadConfig(W=15, N=5, G=15, drafter="paper"),
 }
 
 

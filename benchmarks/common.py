@@ -10,8 +10,7 @@ from importlib import metadata
 import torch
 
 from lp_runtime import Generation, LookaheadConfig
-from lp_runtime.batch import Prompt, read_prompts
-from lp_runtime.command_config import GenerateConfig
+from lp_runtime.utils.prompt_file import Prompt, read_prompts
 
 SETTINGS = ("5,3,5", "7,5,7", "15,5,15")
 
@@ -29,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=SETTINGS,
         metavar="[POLICY:]W,N,G",
-        help="or [POLICY:]auto; default policy full",
+        help="or [POLICY:]auto; default drafter full",
     )
 
 
@@ -38,15 +37,15 @@ def load_prompts(args: argparse.Namespace) -> list[Prompt]:
     prompts = []
     for source in args.prompts:
         path, _, field = source.rpartition(":")
-        prompts += read_prompts(GenerateConfig(prompts=path, prompt_field=field, limit=args.limit, output="-"))
+        prompts += read_prompts(path, field, args.limit)
     return prompts
 
 
 def parse_setting(text: str) -> LookaheadConfig:
     """Settings from [POLICY:]W,N,G or [POLICY:]auto."""
-    policy, _, sizes = text.rpartition(":")
+    drafter, _, sizes = text.rpartition(":")
     W, N, G = (None, None, None) if sizes == "auto" else map(int, sizes.split(","))
-    return LookaheadConfig(W=W, N=N, G=G, policy=policy or "full")
+    return LookaheadConfig(W=W, N=N, G=G, drafter=drafter or "full")
 
 
 def totals(runs: Sequence[Generation]) -> tuple[float, float]:

@@ -1,7 +1,7 @@
-"""How many steps drafting saves: S by policy, tokens a step and LP degree; ablation; categories; sources.
+"""How many steps drafting saves: S by drafter, tokens a step and LP degree; ablation; categories; sources.
 
-    python benchmarks/drafting.py policies --prompts humaneval.jsonl:prompt gsm8k.jsonl:question --output out/
-    python benchmarks/drafting.py headline degrees ablation sampling memory sources host ...
+    python benchmarks/drafting.py drafters --prompts humaneval.jsonl:prompt gsm8k.jsonl:question --output out/
+    python benchmarks/drafting.py headline degrees ablation sampling draft_tables sources host ...
     python benchmarks/drafting.py categories --prompts spec_bench.jsonl:turns --limit 480 --each 4 ...
 
 S = new tokens / steps over all prompts, the prefill's step included, past end-of-text to exactly --max-new-tokens
@@ -26,20 +26,22 @@ from pathlib import Path
 import numpy as np
 import torch
 from common import machine, markdown
-from peers import SamPolicy
+from support.peers import SamDrafter
 
-from lp_runtime.config import LookaheadConfig, ModelConfig, SamplingConfig
-from lp_runtime.decoding import Request
-from lp_runtime.drawings import make_drawing
-from lp_runtime.lookahead.drafts import Memory
-from lp_runtime.lookahead.policy import Found, Policy
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.config.settings import ModelConfig
+from lp_runtime.engine.calibration import Calibration
+from lp_runtime.engine.drafter_factory import make_drafter
+from lp_runtime.engine.request import Request
+from lp_runtime.engine.sampler_factory import make_sampler
+from lp_runtime.lookahead.drafters.base import Drafter, VerificationResult
+from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.state import DecodingRules, DecodingState
-from lp_runtime.model.loading import eos_token_ids, load_model, load_tokenizer
-from lp_runtime.model.tree_model import TreeModel
-from lp_runtime.parallel.budget import StepBudget
-from lp_runtime.parallel.curves import assumed_times
-from lp_runtime.policies import make_policy
-from lp_runtime.tuning import Tuning
+from lp_runtime.model.loader import eos_token_ids, load_model, load_tokenizer
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.sizing.budget import StepBudget
+from lp_runtime.sizing.cost_model import assumed_times
 
 BUDGETS = (16, 32, 46, 54, 83, 160, 320, 640)
 DEGREES = (1, 2, 4, 8, 16)
@@ -47,12 +49,12 @@ CPU = torch.device("cpu")
 
 
 def full(budget: int, degree: int = 1, **settings) -> LookaheadConfig:
-    """The policy `full` that spends its budget in every step."""
+    """The drafter `full` that spends its budget in every step."""
     return LookaheadConfig(W=(budget * degree) // 4 + 1, N=5, G=0, budget=budget, **settings)
 
 
 def paper(W: int, N: int, G: int, **settings) -> LookaheadConfig:
-    return LookaheadConfig(W=W, N=N, G=G, policy="paper", **settings)
+    return LookaheadConfig(W=W, N=N, G=G, drafter="paper", **settings)
 
 
 @dataclass
@@ -62,7 +64,7 @@ class Run:
     tokens: list[int]
     steps: int
     fed: int  # by the busiest replica, the prefill excluded
-    policy: Policy
+    drafter: Drafter
     proposing: float  # seconds, over all steps
     advancing: float
 
@@ -74,13 +76,13 @@ class Run:
 
 
 class Bench:
-    """A model and prompts; decodes them with any policy and checks every output."""
+    """A model and prompts; decodes them with any drafter and checks every output."""
 
     def __init__(self, args: argparse.Namespace):
         config = ModelConfig(path=args.model)
-        self.model = TreeModel(load_model(config, CPU, "float32"), config.prefill_chunk)
-        self.tuning = Tuning(self.model, 0, 1, CPU, None)
-        self.memory = Memory(LookaheadConfig.memory_bytes)
+        self.model = ModelRunner(load_model(config, CPU, "float32"), config.prefill_chunk)
+        self.tuning = Calibration(self.model, 0, 1, CPU, None)
+        self.draft_tables = DraftTables(LookaheadConfig.draft_tables_bytes)
         self.max_new_tokens = args.max_new_tokens
         self.eos = eos_token_ids(self.model.model) if args.eos else frozenset()
         self.prompts: list[tuple[str, list[int]]] = []
@@ -97,32 +99,32 @@ class Bench:
         self._expected: dict[tuple, list[int]] = {}
 
     def decode(
-        self, index: int, settings: LookaheadConfig | Callable[[], Policy], degree: int = 1, temperature: float = 0.0
+        self, index: int, settings: LookaheadConfig | Callable[[], Drafter], degree: int = 1, temperature: float = 0.0
     ) -> Run:
         """Decode a prompt; the sample's seed is its index."""
         _, prompt = self.prompts[index]
         sampling = SamplingConfig(temperature=temperature, seed=index if temperature else None)
         request = Request(tuple(prompt), LookaheadConfig(), self.max_new_tokens, self.eos, sampling)
-        drawing = make_drawing(self.model, request)
+        drawing = make_sampler(self.model, request)
         if isinstance(settings, LookaheadConfig):
-            if settings.memory == "request":
-                self.memory.clear()
+            if settings.draft_tables == "request":
+                self.draft_tables.clear()
             noise = None if drawing.noise is None else (drawing.noise.seed, drawing.noise.sample)
             limit = degree * (settings.budget or 1 << 12)
-            policy = make_policy(settings, noise, limit, lambda: self.memory, self.tuning.vocabulary)
+            drafter = make_drafter(settings, noise, limit, lambda: self.draft_tables, self.tuning.vocabulary)
             cap = settings.budget
         else:
-            policy, cap = settings(), None
-        drawing.num_runners_up = policy.num_runners_up
-        state = DecodingState(prompt, DecodingRules(self.max_new_tokens, self.eos), policy)
-        num_nodes = policy.max_nodes + policy.max_run
+            drafter, cap = settings(), None
+        drawing.num_top_k = drafter.num_top_k
+        state = DecodingState(prompt, DecodingRules(self.max_new_tokens, self.eos), drafter)
+        num_nodes = drafter.max_nodes + drafter.max_run
         budget = StepBudget(assumed_times(degree, num_nodes), False, cap)
         self.model.begin(len(prompt) + self.max_new_tokens + num_nodes)
         proposal = state.propose_prefill()
         logits = self.model.prefill(prompt)
         found = self._found(drawing, drawing.draw(logits, proposal.tree, [0], state.tokens)[0], 0)
-        if isinstance(policy, SamPolicy):
-            self._show_prompt(policy, drawing, prompt)
+        if isinstance(drafter, SamDrafter):
+            self._show_prompt(drafter, drawing, prompt)
         state.advance_prefill(proposal, found)
         fed, proposing, advancing = 0, 0.0, 0.0
         while state.finish_reason is None:
@@ -141,27 +143,27 @@ class Bench:
         expected = self._expected.setdefault((index, temperature), state.new_tokens)
         if state.new_tokens != expected:
             raise SystemExit(f"prompt {index}: the output is not that of one token a step")
-        return Run(state.new_tokens, state.num_steps, fed, policy, proposing, advancing)
+        return Run(state.new_tokens, state.num_steps, fed, drafter, proposing, advancing)
 
     @staticmethod
-    def _found(drawing, packed: torch.Tensor, root: int) -> Found:
-        successors, _, runners_up = drawing.unpack(packed.numpy())
-        return Found.below(root, successors, runners_up)
+    def _found(drawing, packed: torch.Tensor, root: int) -> VerificationResult:
+        successors, _, top_k = drawing.unpack(packed.numpy())
+        return VerificationResult.below(root, successors, top_k)
 
     @torch.inference_mode()
-    def _show_prompt(self, policy: SamPolicy, drawing, prompt: list[int]) -> None:
+    def _show_prompt(self, drafter: SamDrafter, drawing, prompt: list[int]) -> None:
         logits = self.model.model(torch.tensor([prompt])).logits[0].float()
-        tree = DecodingState(prompt, DecodingRules(1), policy).propose_prefill().tree
+        tree = DecodingState(prompt, DecodingRules(1), drafter).propose_prefill().tree
         packed, _ = drawing.draw(logits, tree, [0] * len(prompt), prompt)
-        policy.note_prompt(prompt, drawing.unpack(packed.numpy())[2])
+        drafter.note_prompt(prompt, drawing.unpack(packed.numpy())[2])
 
     def decode_all(self, settings, degree: int = 1, temperature: float = 0.0) -> list[Run]:
         """All prompts in order; the first time, one token a step is decoded beside, to compare with."""
-        plain = LookaheadConfig(W=0, N=2, G=0, policy="paper")
+        plain = LookaheadConfig(W=0, N=2, G=0, drafter="paper")
         for index in range(len(self.prompts)):
             if (index, temperature) not in self._expected:
                 self.decode(index, plain, temperature=temperature)
-        self.memory.clear()
+        self.draft_tables.clear()
         return [self.decode(index, settings, degree, temperature) for index in range(len(self.prompts))]
 
 
@@ -218,7 +220,7 @@ class Study:
 
 def plot(name: str, rows: list[dict], path: Path) -> None:
     """S against tokens a step, a line for each label and degree; left out without matplotlib."""
-    if name not in ("policies", "degrees"):
+    if name not in ("drafters", "degrees"):
         return
     try:
         import matplotlib
@@ -243,13 +245,13 @@ def plot(name: str, rows: list[dict], path: Path) -> None:
     pyplot.close(figure)
 
 
-def policies(study: Study, bench: Bench) -> None:
+def drafters(study: Study, bench: Bench) -> None:
     for setting in ((5, 3, 5), (7, 5, 7), (15, 5, 15)):
         study.add(f"paper {setting}", paper(*setting), line="paper")
         study.add(f"paper {setting}, guesses alone", paper(*setting, acceptance="guesses"), line="paper, guesses alone")
-    study.add("prompt lookup", LookaheadConfig(policy="prompt_lookup"), line="prompt lookup")
-    study.add("token recycling", LookaheadConfig(policy="recycling"), line="token recycling")
-    study.add("SAM decoding with a recycling tree", SamPolicy, line="SAM decoding")
+    study.add("prompt lookup", LookaheadConfig(drafter="prompt_lookup"), line="prompt lookup")
+    study.add("token recycling", LookaheadConfig(drafter="recycling"), line="token recycling")
+    study.add("SAM decoding with a recycling tree", SamDrafter, line="SAM decoding")
     for budget in BUDGETS:
         study.add(f"full, {budget}", full(budget), line="full")
         study.add(f"full, {budget}, prior=none", full(budget, prior="none"), line="full, prior=none")
@@ -258,9 +260,9 @@ def policies(study: Study, bench: Bench) -> None:
 def headline(study: Study, bench: Bench) -> None:
     """The baselines and what is held against each; with and without --eos."""
     study.add("paper (15, 5, 15)", paper(15, 5, 15))
-    study.add("prompt lookup", LookaheadConfig(policy="prompt_lookup"))
-    study.add("token recycling", LookaheadConfig(policy="recycling"))
-    study.add("SAM decoding with a recycling tree", SamPolicy)
+    study.add("prompt lookup", LookaheadConfig(drafter="prompt_lookup"))
+    study.add("token recycling", LookaheadConfig(drafter="recycling"))
+    study.add("SAM decoding with a recycling tree", SamDrafter)
     study.add("full, 54", full(54))
     study.add("full, 83", full(83))
 
@@ -291,23 +293,23 @@ def ablation(study: Study, bench: Bench) -> None:
 def sampling(study: Study, bench: Bench) -> None:
     for temperature in (1.0, 0.7):
         study.add("paper (15, 5, 15)", paper(15, 5, 15), temperature=temperature)
-        study.add("token recycling", LookaheadConfig(policy="recycling"), temperature=temperature)
+        study.add("token recycling", LookaheadConfig(drafter="recycling"), temperature=temperature)
         for budget in (16, 54, 83):
             study.add(f"full, {budget}", full(budget), temperature=temperature)
         study.add("full, 83, prior=none", full(83, prior="none"), temperature=temperature)
 
 
-def memory(study: Study, bench: Bench) -> None:
+def draft_tables(study: Study, bench: Bench) -> None:
     for budget in (16, 83):
-        study.add(f"full, {budget}, memory=request", full(budget))
-        study.add(f"full, {budget}, memory=runtime", full(budget, memory="runtime"))
+        study.add(f"full, {budget}, draft_tables=request", full(budget))
+        study.add(f"full, {budget}, draft_tables=runtime", full(budget, draft_tables="runtime"))
 
 
 def categories(study: Study, bench: Bench) -> None:
     for label, settings in (
         ("paper (15, 5, 15)", paper(15, 5, 15)),
-        ("prompt lookup", LookaheadConfig(policy="prompt_lookup")),
-        ("token recycling", LookaheadConfig(policy="recycling")),
+        ("prompt lookup", LookaheadConfig(drafter="prompt_lookup")),
+        ("token recycling", LookaheadConfig(drafter="recycling")),
         ("full, 54", full(54)),
         ("full, 83", full(83)),
     ):
@@ -323,9 +325,9 @@ def sources(study: Study, bench: Bench) -> None:
     for label, settings, temperature in (("full, 83", full(83), 0.0), ("full, 83, T=1", full(83), 1.0)):
         runs = study.add(label, settings, temperature=temperature)
         study.rows.pop()
-        fed = sum(run.policy.counts.fed for run in runs)
-        accepted = sum(run.policy.counts.accepted for run in runs)
-        for name, took, had in zip(runs[0].policy.counts.sources, accepted, fed, strict=True):
+        fed = sum(run.drafter.counts.fed for run in runs)
+        accepted = sum(run.drafter.counts.accepted for run in runs)
+        for name, took, had in zip(runs[0].drafter.counts.sources, accepted, fed, strict=True):
             row = {"what": f"{label}: {name}", "all": f"{took.sum()}/{had.sum()}"}
             for depth in (1, 2, 3, 4, 6, 8, 12, 16):
                 row[f"depth {depth}"] = f"{took[depth - 1]}/{had[depth - 1]}"
@@ -342,7 +344,7 @@ def host(study: Study, bench: Bench) -> None:
             study.rows[-1]["advance ms"] = 1000 * sum(run.advancing for run in runs) / num_steps
 
 
-STUDIES = (policies, headline, degrees, ablation, sampling, memory, categories, sources, host)
+STUDIES = (drafters, headline, degrees, ablation, sampling, draft_tables, categories, sources, host)
 
 
 def main() -> None:

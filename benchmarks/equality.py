@@ -17,8 +17,8 @@ import torch
 from common import add_arguments, load_prompts, machine, markdown, parse_setting, totals
 
 from lp_runtime import LookaheadRuntime
-from lp_runtime.config import LauncherConfig, ModelConfig
-from lp_runtime.model.loading import load_model, load_tokenizer
+from lp_runtime.config.settings import LauncherConfig, ModelConfig
+from lp_runtime.model.loader import load_model, load_tokenizer
 
 
 def greedy_reference(config: ModelConfig, prompts: list, max_new_tokens: int, device: str) -> list[list[int]]:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import machine, markdown
 
-from lp_runtime.lookahead.tables import K
-from lp_runtime.parallel.exchange import Exchange
-from lp_runtime.parallel.partition import Shares
+from lp_runtime.distributed.exchange import Exchange
+from lp_runtime.distributed.partition import Shares
+from lp_runtime.lookahead.drafters.best_first.tables import K
 
 WIDTH = 1 + K // 2
 CPU = torch.device("cpu")

@@ -24,15 +24,15 @@ import numpy as np
 import torch
 from common import machine, markdown
 
-from lp_runtime.config import ModelConfig, RuntimeConfig
-from lp_runtime.lookahead.tables import K
+from lp_runtime.config.settings import ModelConfig, RuntimeConfig
+from lp_runtime.engine.replica import choose_device, made_ready
+from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model.drawing import Drawing
-from lp_runtime.model.loading import load_model
-from lp_runtime.model.packing import PackedLinear
-from lp_runtime.model.processors import TreeProcessors
-from lp_runtime.model.tree_model import TreeModel
-from lp_runtime.worker import choose_device, made_ready
+from lp_runtime.model.loader import load_model
+from lp_runtime.model.optimize.packing import PackedLinear
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.sampling.processors import TreeProcessors
+from lp_runtime.sampling.sampler import Sampler
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 from inflate_model import DEMO_MODEL, SHAPES, inflated  # noqa: E402
@@ -68,9 +68,9 @@ def weight_bytes(model: torch.nn.Module) -> int:
     return sum(seen.values()) + sum(each.weight.shape.numel() * each.weight.dtype.itemsize for each in packed)
 
 
-def measure(model: TreeModel, tokens: list[int], context: int, rounds: int) -> dict[int, tuple[float, float]]:
+def measure(model: ModelRunner, tokens: list[int], context: int, rounds: int) -> dict[int, tuple[float, float]]:
     """(step, issued) milliseconds by the step's number of tokens, over `context` committed ones."""
-    drawing = Drawing(TreeProcessors([], model.device), None, num_runners_up=K)
+    drawing = Sampler(TreeProcessors([], model.device), None, num_top_k=K)
     text = [i % model.vocabulary_size for i in range(context)]
     model.begin(context + rounds * len(tokens) + 8 * len(tokens) + max(tokens))
     model.prefill(text)

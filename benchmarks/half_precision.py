@@ -19,8 +19,9 @@ import torch
 from common import add_arguments, load_prompts, machine, markdown, parse_setting
 
 from lp_runtime import LookaheadRuntime
-from lp_runtime.config import PLAIN, ModelConfig, RuntimeConfig
-from lp_runtime.model.loading import load_model, load_tokenizer
+from lp_runtime.config.lookahead import PLAIN
+from lp_runtime.config.settings import ModelConfig, RuntimeConfig
+from lp_runtime.model.loader import load_model, load_tokenizer
 
 
 def gap_at(model, prompt: list[int], tokens: list[int], place: int) -> float:

@@ -29,30 +29,31 @@ import numpy as np
 import torch
 from common import add_arguments, load_prompts, machine, markdown, parse_setting
 
-from lp_runtime.config import DEMO_MODEL, ModelConfig, RuntimeConfig
-from lp_runtime.decoding import Decoding, Request
-from lp_runtime.decoding_loop import DecodingLoop
-from lp_runtime.drawings import make_drawing
-from lp_runtime.generation import GenerationStream
-from lp_runtime.model.drawing import Drawing
-from lp_runtime.model.fixed_forward import SIZES, FixedForward
-from lp_runtime.model.loading import load_tokenizer
-from lp_runtime.model.text import TextStream, encode
-from lp_runtime.model.texts import Fed
-from lp_runtime.model.tree_model import TreeModel
-from lp_runtime.parallel.budget import NUM_TIMED, Learned
-from lp_runtime.parallel.curves import interpolate
-from lp_runtime.parallel.exchange import HEADER, Exchange, Outcome
-from lp_runtime.parallel.partition import Shares
-from lp_runtime.tuning import Tuning
-from lp_runtime.worker import ready_model
+from lp_runtime.config.settings import DEMO_MODEL, ModelConfig, RuntimeConfig
+from lp_runtime.distributed.exchange import HEADER, Exchange, Outcome
+from lp_runtime.distributed.partition import Shares
+from lp_runtime.engine.calibration import Calibration
+from lp_runtime.engine.engine import Engine
+from lp_runtime.engine.generation import GenerationStream
+from lp_runtime.engine.replica import ready_model
+from lp_runtime.engine.request import Request
+from lp_runtime.engine.sampler_factory import make_sampler
+from lp_runtime.engine.sequence import Sequence
+from lp_runtime.model.cuda_graph import SIZES, CudaGraphRunner
+from lp_runtime.model.kv_cache.slots import Fed
+from lp_runtime.model.loader import load_tokenizer
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.tokenizer import TextStream, encode
+from lp_runtime.sampling.sampler import Sampler
+from lp_runtime.sizing.budget import NUM_TIMED, LearnedCosts
+from lp_runtime.sizing.cost_model import interpolate
 
 CPU = torch.device("cpu")
 MAX_RUN = 64  # tokens that a step commits, and that are pending in the next
 CURVE = {1: 1.0, 64: 1.11, 128: 1.26, 256: 2.1}  # of one token's time: what is aimed at on an H200 with 7B parameters
 
 
-class Assumed(Tuning):
+class Assumed(Calibration):
     """Replicas whose passes take what CURVE says.
 
     Args:
@@ -61,7 +62,7 @@ class Assumed(Tuning):
         seconds: of a pass of one token.
     """
 
-    def __init__(self, model: TreeModel, num_replicas: int, seconds: float):
+    def __init__(self, model: ModelRunner, num_replicas: int, seconds: float):
         super().__init__(model, 0, 1, CPU, None)
         most = num_replicas * SIZES[-1] + MAX_RUN  # nodes of a tree
         curve = interpolate(list(CURVE), [int(1e9 * seconds * each) for each in CURVE.values()], most)
@@ -71,14 +72,14 @@ class Assumed(Tuning):
     def times(self, num_tokens: int) -> np.ndarray:
         return self._times[:, : num_tokens + 1]
 
-    def most_tokens(self) -> int:
+    def max_step_tokens(self) -> int:
         return SIZES[-1]
 
 
-class Keeping(Drawing):
+class Keeping(Sampler):
     """Keeps what a real one draws."""
 
-    def __init__(self, real: Drawing):
+    def __init__(self, real: Sampler):
         self.__dict__ = real.__dict__
         self.kept: list[torch.Tensor] = []
 
@@ -110,7 +111,7 @@ class Peers:
         return float(self._curve[self.shares.sizes[0]])
 
     def clocks(self) -> list[int]:
-        """[R] of the step before, in whose place this one is kept; see Clock.packed."""
+        """[R] of the step before, in whose place this one is kept; see StepTimer.packed."""
         before = self._clocks or [0] * len(self.shares)
         other = int(self._host_us + self._node_us * len(self.shares.owner))
         self._clocks = [int(1e6 * self._curve[size]) << 31 | other for size in self.shares.sizes]
@@ -143,7 +144,7 @@ class Device:
         self._done = 0.0
 
     def run(self, one) -> None:
-        """A pass, in place of FixedForward._run."""
+        """A pass, in place of CudaGraphRunner._run."""
         now = time.perf_counter()
         if self._done:
             self.gaps.append(max(0.0, now - self._done))
@@ -183,7 +184,7 @@ def main() -> None:
     tokenizer = load_tokenizer(ModelConfig(path=path))
     rows = []
     for num_replicas, setting in itertools.product(args.gpus, args.settings):
-        lookahead = replace(parse_setting(setting), memory="request")  # so that the same trees are grown again
+        lookahead = replace(parse_setting(setting), draft_tables="request")  # so that the same trees are grown again
         tokens, gaps, sizes = measure(model, num_replicas, tokenizer, prompts, lookahead, args)
         deciles = statistics.quantiles(gaps, n=10)
         means = [f"{statistics.mean(each):.0f}" for each in zip(*sizes, strict=True)]
@@ -195,19 +196,19 @@ def main() -> None:
 
 
 def measure(
-    model: TreeModel, num_replicas: int, tokenizer, prompts, lookahead, args
+    model: ModelRunner, num_replicas: int, tokenizer, prompts, lookahead, args
 ) -> tuple[int, list[float], list[tuple[int, int]]]:
     """(tokens, gaps, sizes) of all prompts with one setting; see Device."""
     assumed = Assumed(model, num_replicas, args.device_ms / 1000)
-    loop = DecodingLoop(model, 0, num_replicas, CPU, assumed, tells_late=True)
+    loop = Engine(model, 0, num_replicas, CPU, assumed, reports_times_late=True)
     loop.prepare(lookahead)
     peers = Peers(assumed.curve, args.host_us, args.node_us)
     requests = [Request(tuple(encode(tokenizer, each.value)), lookahead, args.max_new_tokens) for each in prompts]
     recorded = [record(model, loop, peers, request) for request in requests]
     device = Device(peers)
     with replaced(
-        (FixedForward, "_run", lambda _, one: device.run(one)),
-        (Decoding, "_set", seen_by(peers)),
+        (CudaGraphRunner, "_run", lambda _, one: device.run(one)),
+        (Sequence, "_set", seen_by(peers)),
         (Exchange, "start", told_by(peers)),
         (Exchange, "finish", awaited(device)),
         (Exchange, "_gather", lambda exchange, received, sent: gather(exchange, device, peers, received, sent)),
@@ -219,7 +220,7 @@ def measure(
             ready(loop)
             peers.begin()
             device.begin(kept[1:])
-            stream = GenerationStream(loop.run(request, make_drawing(model, request)), TextStream(tokenizer), None)
+            stream = GenerationStream(loop.run(request, make_sampler(model, request)), TextStream(tokenizer), None)
             assert [token for piece in stream for token in piece.token_ids] == tokens
             if number == 0:  # the first one warms up
                 device.gaps.clear()
@@ -228,14 +229,12 @@ def measure(
     return sum(len(tokens) for tokens, _ in recorded), device.gaps, device.sizes
 
 
-def record(
-    model: TreeModel, loop: DecodingLoop, peers: Peers, request: Request
-) -> tuple[list[int], list[torch.Tensor]]:
+def record(model: ModelRunner, loop: Engine, peers: Peers, request: Request) -> tuple[list[int], list[torch.Tensor]]:
     """(tokens, what was found of each step's nodes) of a request; this replica feeds what all would."""
-    drawing = Keeping(make_drawing(model, request))
+    drawing = Keeping(make_sampler(model, request))
     set_share, capacity_for = seen_by(peers), model.capacity_for
 
-    def set_all(decoding: Decoding, proposal) -> None:
+    def set_all(decoding: Sequence, proposal) -> None:
         set_share(decoding, proposal)
         tree = proposal.tree
         decoding.fed = Fed(decoding.text, tree, np.arange(len(tree)), np.arange(tree.root, len(tree)))
@@ -251,7 +250,7 @@ def record(
     ready(loop)
     peers.begin()
     with replaced(
-        (Decoding, "_set", set_all),
+        (Sequence, "_set", set_all),
         (Exchange, "start", start),
         (Exchange, "finish", finish),
         (model, "capacity_for", lambda tokens: capacity_for(tokens + loop._member.num_replicas * SIZES[-1])),
@@ -261,10 +260,10 @@ def record(
 
 
 def seen_by(peers: Peers):
-    """Decoding._set, whose shares these see."""
-    real = Decoding._set
+    """Sequence._set, whose shares these see."""
+    real = Sequence._set
 
-    def set_share(decoding: Decoding, proposal) -> None:
+    def set_share(decoding: Sequence, proposal) -> None:
         real(decoding, proposal)
         peers.shares = decoding._shares
 
@@ -316,9 +315,9 @@ def replaced(*attributes):
         yield
 
 
-def ready(loop: DecodingLoop) -> None:
+def ready(loop: Engine) -> None:
     """Nothing is learned yet, but how long steps take need not be found out first: the same trees are fed again."""
-    learned = Learned.nothing(loop._member.num_replicas)
+    learned = LearnedCosts.nothing(loop._member.num_replicas)
     learned.num_plain = NUM_TIMED
     loop._learned = {(is_auto, True): learned for is_auto in (False, True)}
 

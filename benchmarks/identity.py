@@ -20,16 +20,16 @@ from dataclasses import dataclass, replace
 
 import torch
 from common import machine, markdown
-from small_models import FAMILIES, random_model
+from support.small_models import FAMILIES, random_model
 
 from lp_runtime import LookaheadConfig, SamplingConfig
-from lp_runtime.config import PLAIN
-from lp_runtime.decoding import Request
-from lp_runtime.decoding_loop import DecodingLoop
-from lp_runtime.lookahead.sampling import GumbelNoise
-from lp_runtime.model.tree_model import TreeModel
-from lp_runtime.parallel.context import ReplicaContext
-from lp_runtime.parallel.group import host_store, process_group
+from lp_runtime.config.lookahead import PLAIN
+from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.process_group import host_store, process_group
+from lp_runtime.engine.engine import Engine
+from lp_runtime.engine.request import Request
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.sampling.gumbel import GumbelNoise
 
 CPU = torch.device("cpu")
 TIMEOUT = 600.0
@@ -74,9 +74,9 @@ def make_draws(num_draws: int, seed: int) -> list[Draw]:
                 W=rng.choice([0, 1, 3, 5, 7, 15]),
                 N=rng.randint(2, 6),
                 G=rng.choice([0, 1, 5, 15]),
-                policy=rng.choice(["full", "full", "full", "paper", "paper", "prompt_lookup", "recycling"]),
+                drafter=rng.choice(["full", "full", "full", "paper", "paper", "prompt_lookup", "recycling"]),
                 prior=rng.choice(["vocabulary", "none"]),
-                memory=rng.choice(["request", "runtime"]),
+                draft_tables=rng.choice(["request", "runtime"]),
                 budget=rng.choice([None, None, 1, 3, 10, 30]),
                 pool_from_prompt=rng.random() < 0.7,
                 window_seed=rng.randrange(5),
@@ -90,14 +90,14 @@ def make_draws(num_draws: int, seed: int) -> list[Draw]:
     return draws
 
 
-def make_model(family: str) -> TreeModel:
+def make_model(family: str) -> ModelRunner:
     name, settings = FAMILIES[family]
-    return TreeModel(random_model(name, seed=1, initializer_range=0.3, **settings), prefill_chunk=16)
+    return ModelRunner(random_model(name, seed=1, initializer_range=0.3, **settings), prefill_chunk=16)
 
 
-def decode(model: TreeModel, request: Request, rank: int = 0, num_replicas: int = 1) -> tuple[list[int], int]:
+def decode(model: ModelRunner, request: Request, rank: int = 0, num_replicas: int = 1) -> tuple[list[int], int]:
     """(new tokens, steps)"""
-    *runs, report = DecodingLoop(model, rank, num_replicas, CPU).run(request)
+    *runs, report = Engine(model, rank, num_replicas, CPU).run(request)
     return [token for run in runs for token in run.token_ids], report.num_steps
 
 
@@ -131,7 +131,7 @@ def is_plain_greedy(request: Request) -> bool:
     return request.sampling == SamplingConfig()
 
 
-def generate(model: TreeModel, request: Request) -> list[int]:
+def generate(model: ModelRunner, request: Request) -> list[int]:
     """transformers' own greedy decoding."""
     ids = torch.tensor([request.prompt_ids])
     output = model.model.generate(
@@ -148,7 +148,7 @@ def wrong_noise_is_seen(draws: list[Draw]) -> bool:
         def at(self, positions):
             return super().at([position - min(positions) for position in positions])
 
-    import lp_runtime.decoding as decoding
+    import lp_runtime.engine.sequence as decoding
 
     right, decoding.GumbelNoise = decoding.GumbelNoise, ByStep
     try:

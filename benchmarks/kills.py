@@ -21,7 +21,7 @@ from collections.abc import Callable
 from common import add_arguments, load_prompts, machine, markdown
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
-from lp_runtime.config import FailureConfig, ModelConfig, RuntimeConfig
+from lp_runtime.config.settings import FailureConfig, ModelConfig, RuntimeConfig
 
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
 PATIENCE = 120.0  # seconds until a lost replica must be back

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import openai
 from common import add_arguments, load_prompts, machine, markdown
-from serving import served
+from support.serving import served
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
-from lp_runtime.config import ModelConfig, RuntimeConfig
+from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
 SAMPLED = {"temperature": 0.8, "seed": 7}

@@ -17,9 +17,9 @@ from __future__ import annotations
 import argparse
 from functools import lru_cache
 
+from lp_runtime.distributed.partition import partition
+from lp_runtime.lookahead.drafters.paper.window import Window
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.lookahead.window import Window
-from lp_runtime.parallel.partition import partition
 
 
 def full_tree(W: int, N: int, G: int) -> TokenTree:

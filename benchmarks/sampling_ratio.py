@@ -14,7 +14,8 @@ import sys
 from common import add_arguments, load_prompts, machine, markdown, parse_setting, totals
 
 from lp_runtime import LookaheadRuntime, SamplingConfig
-from lp_runtime.config import PLAIN, ModelConfig
+from lp_runtime.config.lookahead import PLAIN
+from lp_runtime.config.settings import ModelConfig
 
 SAMPLERS = {
     "greedy": {"temperature": 0},

@@ -14,7 +14,7 @@ import statistics
 from common import add_arguments, load_prompts, machine, markdown, parse_setting
 
 from lp_runtime import Generation, LookaheadRuntime
-from lp_runtime.config import ModelConfig
+from lp_runtime.config.settings import ModelConfig
 
 
 def breakdown(runs: list[Generation]) -> list[str]:

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from lp_runtime import LookaheadRuntime, SamplingConfig
 from lp_runtime.bench.methods import HuggingFace
-from lp_runtime.config import PLAIN, LookaheadConfig
-from lp_runtime.model.loading import DTYPES, quiet
+from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
+from lp_runtime.model.loader import DTYPES, quiet
 
 GREEDY = SamplingConfig(temperature=0.0)
 

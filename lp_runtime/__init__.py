@@ -12,9 +12,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lp_runtime.api import LookaheadRuntime
-    from lp_runtime.config import LauncherConfig, LookaheadConfig, ModelConfig, SamplingConfig
-    from lp_runtime.drop_in import lookahead_generate
+    from lp_runtime.config.lookahead import LookaheadConfig
+    from lp_runtime.config.sampling import SamplingConfig
+    from lp_runtime.config.settings import LauncherConfig, ModelConfig
+    from lp_runtime.engine.generation import Delta, Generation, GenerationStream
+    from lp_runtime.engine.request_builder import RequestOptions
     from lp_runtime.errors import (
         BusyError,
         ConfigError,
@@ -26,36 +28,41 @@ if TYPE_CHECKING:
         RequestError,
         StateMismatchError,
     )
-    from lp_runtime.generation import Generation, GenerationStream, Piece
-    from lp_runtime.jobs import Job
-    from lp_runtime.request import RequestOptions
-    from lp_runtime.scheduler import Scheduler
+    from lp_runtime.hf_generate import lookahead_generate
+    from lp_runtime.runtime import LookaheadRuntime
+    from lp_runtime.scheduler.job import Job
+    from lp_runtime.scheduler.scheduler import Scheduler
 
-# Where the public names live. They are imported when first used: torch and transformers take seconds, which a
-# command that only refuses its settings, or a replica that needs half of this, should not wait for.
+__version__ = "0.2.0"
+
+# Module of each public name. A module is imported when one of its names is first used: importing torch and
+# transformers takes seconds, which a command that only refuses its settings should not wait for.
 _HOMES = {
-    "api": ("LookaheadRuntime",),
-    "config": ("LauncherConfig", "LookaheadConfig", "ModelConfig", "SamplingConfig"),
-    "drop_in": ("lookahead_generate",),
-    "errors": (
-        "BusyError",
-        "ConfigError",
-        "DeadlineError",
-        "LaunchError",
-        "LookaheadError",
-        "ModelError",
-        "ReplicaError",
-        "RequestError",
-        "StateMismatchError",
-    ),
-    "generation": ("Generation", "GenerationStream", "Piece"),
-    "jobs": ("Job",),
-    "request": ("RequestOptions",),
-    "scheduler": ("Scheduler",),
+    "BusyError": "errors",
+    "ConfigError": "errors",
+    "DeadlineError": "errors",
+    "Delta": "engine.generation",
+    "Generation": "engine.generation",
+    "GenerationStream": "engine.generation",
+    "Job": "scheduler.job",
+    "LaunchError": "errors",
+    "LauncherConfig": "config.settings",
+    "LookaheadConfig": "config.lookahead",
+    "LookaheadError": "errors",
+    "LookaheadRuntime": "runtime",
+    "ModelConfig": "config.settings",
+    "ModelError": "errors",
+    "ReplicaError": "errors",
+    "RequestError": "errors",
+    "RequestOptions": "engine.request_builder",
+    "SamplingConfig": "config.sampling",
+    "Scheduler": "scheduler.scheduler",
+    "StateMismatchError": "errors",
+    "lookahead_generate": "hf_generate",
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "__version__",
     "BusyError",
     "ConfigError",
     "DeadlineError",
@@ -69,7 +76,7 @@ __all__ = [
     "LookaheadRuntime",
     "ModelConfig",
     "ModelError",
-    "Piece",
+    "Delta",
     "ReplicaError",
     "RequestError",
     "RequestOptions",
@@ -81,11 +88,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in _HOMES:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name not in _HOME:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     return value
 
 

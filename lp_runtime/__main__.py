@@ -1,6 +1,6 @@
 """`python -m lp_runtime` is lp-generate."""
 
-from lp_runtime.cli import main
+from lp_runtime.entrypoints.cli import main
 
 if __name__ == "__main__":
     main()

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import interpreted  # noqa: F401
+from support import interpreted  # noqa: F401
 
 # isort: split
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import small_models
 import torch
-from forked import ForkedReplica
+from support import small_models
+from support.forked import ForkedReplica
 
-from lp_runtime.config import DEMO_MODEL
-from lp_runtime.launchers import spawned
+from lp_runtime.config.settings import DEMO_MODEL
+from lp_runtime.launchers import spawn
 
-START_PROCESS = spawned.start_process
+START_PROCESS = spawn.start_process
 
 torch.set_num_threads(1)
 
@@ -26,7 +26,7 @@ def forked_replicas() -> Iterator[None]:
     """Replicas of this process are forked from one that has imported everything; but see `started_replicas`."""
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():  # a driver of CUDA does not survive a fork
-            patch.setattr(spawned, "start_process", ForkedReplica)
+            patch.setattr(spawn, "start_process", ForkedReplica)
         yield
 
 
@@ -40,7 +40,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def started_replicas(monkeypatch) -> None:
     """Replicas of this test are started as they are for users."""
-    monkeypatch.setattr(spawned, "start_process", START_PROCESS)
+    monkeypatch.setattr(spawn, "start_process", START_PROCESS)
 
 
 @pytest.fixture(scope="session")

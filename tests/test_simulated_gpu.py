@@ -9,18 +9,20 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from ranks import CPU, run_ranks
-from simulated_gpu import Event, Gpu, Graph, Tensor, capturing, simulated_gpu
-from test_run_together import decode_alone, decode_together
+from support.ranks import CPU, run_ranks
+from support.simulated_gpu import Event, Gpu, Graph, Tensor, capturing, simulated_gpu
+from test_run_together import decode_alone, decode_batch
 
-from lp_runtime.config import LookaheadConfig, ModelConfig, RuntimeConfig, SamplingConfig
-from lp_runtime.decoding import Request
-from lp_runtime.decoding_loop import Arrival, DecodingLoop
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.config.settings import ModelConfig, RuntimeConfig
+from lp_runtime.engine.calibration import Calibration
+from lp_runtime.engine.engine import Arrival, Engine
+from lp_runtime.engine.replica import ready_model
+from lp_runtime.engine.request import Request
 from lp_runtime.model import self_check
-from lp_runtime.model.loading import load_model
-from lp_runtime.model.tree_model import TreeModel
-from lp_runtime.tuning import Tuning
-from lp_runtime.worker import ready_model
+from lp_runtime.model.loader import load_model
+from lp_runtime.model.runner import ModelRunner
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
@@ -40,7 +42,7 @@ def without_every_seventh(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tens
 REQUESTS = {
     "greedy": Request(PROMPT, AUTO, 32),
     "fixed": Request(PROMPT[1:], FIXED, 32),
-    "paper": Request(PROMPT[2:], LookaheadConfig(5, 4, 5, policy="paper"), 16),
+    "paper": Request(PROMPT[2:], LookaheadConfig(5, 4, 5, drafter="paper"), 16),
     "one token a step": Request(PROMPT[3:], LookaheadConfig(0, 2, 0), 8),
     "sampled": Request(PROMPT[4:], AUTO, 12, sampling=SamplingConfig(temperature=0.8, top_p=0.9, seed=5)),
     "penalized": Request(PROMPT[5:], FIXED, 12, sampling=SamplingConfig(repetition_penalty=1.2, seed=5)),
@@ -59,7 +61,7 @@ def gpu() -> Iterator[Gpu]:
 
 
 @pytest.fixture(scope="module")
-def model(gpu) -> TreeModel:
+def model(gpu) -> ModelRunner:
     """Its passes are captured."""
     return ready_model(RuntimeConfig(dtype="float32"), CUDA)[0]
 
@@ -67,17 +69,17 @@ def model(gpu) -> TreeModel:
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[int]]:
     """Tokens of each request, on the CPU."""
-    model = TreeModel(load_model(ModelConfig(), CPU, "float32"), 512, own_attention=True)
+    model = ModelRunner(load_model(ModelConfig(), CPU, "float32"), 512, own_attention=True)
     return {name: decode_alone(model, request)[0] for name, request in REQUESTS.items()}
 
 
-def loop_of(model: TreeModel, rank: int = 0, num_replicas: int = 1) -> DecodingLoop:
+def loop_of(model: ModelRunner, rank: int = 0, num_replicas: int = 1) -> Engine:
     """One that need not measure steps, which takes seconds."""
     known = {"points": {name: values.copy() for name, values in POINTS.items()}}
-    return DecodingLoop(model, rank, num_replicas, CUDA, Tuning(model, rank, num_replicas, CUDA, None, known))
+    return Engine(model, rank, num_replicas, CUDA, Calibration(model, rank, num_replicas, CUDA, None, known))
 
 
-def steps_and_waits(gpu: Gpu, loop: DecodingLoop, name: str) -> tuple[list[int], int, Counter]:
+def steps_and_waits(gpu: Gpu, loop: Engine, name: str) -> tuple[list[int], int, Counter]:
     """A request's tokens, its steps, and how often the host waited, and where, but for what happens once a request or
     once for a size."""
     request = REQUESTS[name]
@@ -100,7 +102,7 @@ def check(found: tuple[list[int], int, Counter], expected: list[int]) -> None:
 @pytest.mark.parametrize("name", REQUESTS)
 def test_one_wait_a_step(gpu, model, expected, name):
     assert model.fixed_sizes["capture"]
-    loop = DecodingLoop(model, 0, 1, CUDA) if name == "greedy" else loop_of(model)
+    loop = Engine(model, 0, 1, CUDA) if name == "greedy" else loop_of(model)
     check(steps_and_waits(gpu, loop, name), expected[name])
 
 
@@ -115,13 +117,13 @@ def test_one_wait_a_step_without_captured_passes(gpu, expected, setting, monkeyp
 
 
 def test_requests_together(gpu, model, expected):
-    assert model.takes_several
+    assert model.supports_batching
     arrivals = {number + 1: [Arrival(name, request)] for number, (name, request) in enumerate(REQUESTS.items())}
     loop = loop_of(model)
     for request in REQUESTS.values():
         loop.prepare(request.lookahead)
     gpu.waits.clear()
-    found = decode_together(loop, arrivals)
+    found = decode_batch(loop, arrivals)
     assert set(gpu.waits) <= {"exchange.py: finish", *ONCE}
     assert {name: tokens for name, (tokens, _, _) in found.items()} == expected
 

@@ -23,7 +23,7 @@ LAYERS = [
     {"lookahead"},
     {"model", "parallel"},
     {"files"},
-    {"policies", "tuning", "memory_file"},
+    {"drafters", "tuning", "draft_store"},
     {"clock", "telling"},
     {"decoding"},
     {"drawings"},
@@ -179,9 +179,9 @@ def test_no_global_statements():
 IMPORT_WITHOUT_RAY = """
 import sys
 sys.modules["ray"] = None  # importing it would raise
-import lp_runtime, lp_runtime.cli, lp_runtime.commands, lp_runtime.launchers
+import lp_runtime, lp_runtime.entrypoints.cli, lp_runtime.entrypoints.commands, lp_runtime.launchers
 from lp_runtime import *
-import lp_runtime.launchers.torchrun, lp_runtime.launchers.in_process, lp_runtime.launchers.spawned
+import lp_runtime.launchers.torchrun, lp_runtime.launchers.local, lp_runtime.launchers.spawn
 """
 
 # One rank of torchrun's, which decodes.

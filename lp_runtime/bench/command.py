@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from lp_runtime.api import LookaheadRuntime
-from lp_runtime.batch import read_prompts
 from lp_runtime.bench.methods import (
     Decode,
     Result,
@@ -20,8 +18,10 @@ from lp_runtime.bench.methods import (
     runtime_methods,
 )
 from lp_runtime.bench.report import Report
-from lp_runtime.command_config import METHODS, BenchConfig, GenerateConfig
+from lp_runtime.config.commands import METHODS, BenchConfig
 from lp_runtime.errors import ConfigError, ReplicaError, first_line, unforeseen_as
+from lp_runtime.runtime import LookaheadRuntime
+from lp_runtime.utils.prompt_file import read_prompts
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +45,7 @@ def read_sources(config: BenchConfig) -> list[str | list[int]]:
         path, colon, name = source.rpartition(":")
         if not colon or not path or not name:
             raise ConfigError(f"prompts={source}: must be FILE:FIELD")
-        found = read_prompts(GenerateConfig(prompts=path, prompt_field=name, limit=config.limit, output="-"))
-        prompts += [prompt.value for prompt in found]
+        prompts += [prompt.value for prompt in read_prompts(path, name, config.limit)]
     return prompts
 
 

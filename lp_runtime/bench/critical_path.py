@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lp_runtime.decoding import Request
-from lp_runtime.decoding_loop import DecodingLoop
-from lp_runtime.drawings import make_drawing
-from lp_runtime.lookahead.policy import Found
-from lp_runtime.model.tree_model import TreeModel
-from lp_runtime.tuning import Tuning
+from lp_runtime.engine.calibration import Calibration
+from lp_runtime.engine.engine import Engine
+from lp_runtime.engine.request import Request
+from lp_runtime.engine.sampler_factory import make_sampler
+from lp_runtime.lookahead.drafters.base import VerificationResult
+from lp_runtime.model.runner import ModelRunner
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,17 @@ class CriticalPath:
         return computing + exchange * self.num_steps
 
 
-class _Alike(Tuning):
+class _Alike(Calibration):
     """Replicas that are all as fast as this one."""
 
-    def __init__(self, measured: Tuning, num_replicas: int):
+    def __init__(self, measured: Calibration, num_replicas: int):
         self._measured, self._alike = measured, num_replicas
 
     def times(self, num_tokens: int) -> np.ndarray:
         return np.tile(self._measured.times(num_tokens), (self._alike, 1))
 
-    def most_tokens(self) -> int:
-        return self._measured.most_tokens()
+    def max_step_tokens(self) -> int:
+        return self._measured.max_step_tokens()
 
     def vocabulary(self) -> np.ndarray:
         return self._measured.vocabulary()
@@ -75,26 +75,26 @@ class CriticalPathRunner:
         num_replicas: R.
     """
 
-    def __init__(self, model: TreeModel, tuning: Tuning, num_replicas: int):
+    def __init__(self, model: ModelRunner, tuning: Calibration, num_replicas: int):
         self._model = model
         self._num_replicas = num_replicas
-        self._loop = DecodingLoop(model, 0, num_replicas, model.device, _Alike(tuning, num_replicas))
+        self._loop = Engine(model, 0, num_replicas, model.device, _Alike(tuning, num_replicas))
 
     def run(self, request: Request) -> CriticalPath:
         """Decode one request."""
         model = self._model
-        drawing = make_drawing(model, request)
+        drawing = make_sampler(model, request)
         state, budget, _ = self._loop.begin(request, drawing, None)
-        policy = state.policy
-        drawing.num_runners_up = policy.num_runners_up
-        model.begin(len(request.prompt_ids) + request.max_new_tokens + policy.max_nodes + policy.max_run)
+        drafter = state.drafter
+        drawing.num_top_k = drafter.num_top_k
+        model.begin(len(request.prompt_ids) + request.max_new_tokens + drafter.max_nodes + drafter.max_run)
 
         started = time.perf_counter()
         proposal = state.propose_prefill()
         logits = model.prefill(request.prompt_ids)
         packed = drawing.draw(logits, proposal.tree, [0], state.tokens)[0].cpu().numpy()
-        successors, _, runners_up = drawing.unpack(packed)
-        state.advance_prefill(proposal, Found(successors, runners_up))
+        successors, _, top_k = drawing.unpack(packed)
+        state.advance_prefill(proposal, VerificationResult(successors, top_k))
         prefill_seconds = time.perf_counter() - started
 
         num_fed, forward_seconds, other_seconds, other = 0, 0.0, 0.0, 0.0
@@ -117,8 +117,8 @@ class CriticalPathRunner:
                 values[share.owned] = packed.cpu().numpy()
                 times.append(time.perf_counter() - started)
             started = time.perf_counter()
-            successors, _, runners_up = drawing.unpack(values[tree.root :], not is_resting)
-            run, _ = state.advance(proposal, Found.below(tree.root, successors, runners_up))
+            successors, _, top_k = drawing.unpack(values[tree.root :], not is_resting)
+            run, _ = state.advance(proposal, VerificationResult.below(tree.root, successors, top_k))
             budget.observe(shares, [int(1e9 * each) for each in times], [int(1e9 * other)] * len(shares), len(run) - 1)
             other = proposing + time.perf_counter() - started
             num_fed += max(shares.sizes)

@@ -11,20 +11,21 @@ from dataclasses import dataclass
 
 import torch
 
-from lp_runtime.api import LookaheadRuntime
 from lp_runtime.bench.critical_path import CriticalPathRunner
-from lp_runtime.command_config import BenchConfig
-from lp_runtime.config import PLAIN, LookaheadConfig, SamplingConfig
-from lp_runtime.decoding import Request
-from lp_runtime.model.loading import load_model, quiet
-from lp_runtime.model.tree_model import TreeModel
-from lp_runtime.tuning import Tuning
-from lp_runtime.worker import choose_device, ready_model
+from lp_runtime.config.commands import BenchConfig
+from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
+from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.engine.calibration import Calibration
+from lp_runtime.engine.replica import choose_device, ready_model
+from lp_runtime.engine.request import Request
+from lp_runtime.model.loader import load_model, quiet
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.runtime import LookaheadRuntime
 
 NO_TOKEN = -1
 NUM_LOOKED_UP = 10  # tokens that transformers' prompt lookup copies, its own default
 GREEDY = SamplingConfig(temperature=0.0)
-PAPER = LookaheadConfig(W=15, N=5, G=15, policy="paper")
+PAPER = LookaheadConfig(W=15, N=5, G=15, drafter="paper")
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,11 @@ class HuggingFace:
         return Result(token_ids, {None: seconds}, self._num_passes, None)
 
 
-def replica_model(config: BenchConfig) -> tuple[TreeModel, Tuning]:
+def replica_model(config: BenchConfig) -> tuple[ModelRunner, Calibration]:
     """A replica's model in this process, and what is measured of it."""
     device = choose_device(config.device, 0)
     model, _ = ready_model(config, device)
-    return model, Tuning(model, 0, 1, torch.device("cpu"), config.cache_dir)
+    return model, Calibration(model, 0, 1, torch.device("cpu"), config.cache_dir)
 
 
 def huggingface_methods(config: BenchConfig, names: list[str]) -> dict[str, Decode]:

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import torch
 
-from lp_runtime.api import LookaheadRuntime
 from lp_runtime.bench.methods import Result
-from lp_runtime.command_config import BenchConfig
+from lp_runtime.config.commands import BenchConfig
+from lp_runtime.runtime import LookaheadRuntime
 
 LABELS = {
     "hf": "transformers, greedy",
     "hf_compiled": "transformers, static cache, compiled",
     "hf_prompt_lookup": "transformers, prompt lookup",
     "plain": "lp_runtime, one token a step",
-    "paper": "lp_runtime, paper policy (15, 5, 15)",
+    "paper": "lp_runtime, paper drafter (15, 5, 15)",
     "default": "lp_runtime, default",
 }
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lp_runtime.config import RuntimeConfig
+from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.distributed.context import started_by_torchrun
 from lp_runtime.errors import ConfigError
 from lp_runtime.launchers.base import Launcher
-from lp_runtime.parallel.context import started_by_torchrun
 
 
 def launch(config: RuntimeConfig) -> Launcher:
@@ -26,13 +26,13 @@ def launch(config: RuntimeConfig) -> Launcher:
 
         return TorchrunLauncher(config)
     if name == "ray":
-        from lp_runtime.launchers.ray_actors import RayLauncher
+        from lp_runtime.launchers.ray_launcher import RayLauncher
 
         return RayLauncher(config)
     if (config.gpus or 1) == 1 and not config.launcher.apart:
-        from lp_runtime.launchers.in_process import InProcessLauncher
+        from lp_runtime.launchers.local import InProcessLauncher
 
         return InProcessLauncher(config)
-    from lp_runtime.launchers.spawned import SpawnedLauncher
+    from lp_runtime.launchers.spawn import SpawnedLauncher
 
     return SpawnedLauncher(config)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 
-from lp_runtime.decoding import Event, Request
+from lp_runtime.engine.output import Event
+from lp_runtime.engine.replica import ReplicaInfo
+from lp_runtime.engine.request import Request
 from lp_runtime.errors import ReplicaError, RequestError, unforeseen_as
-from lp_runtime.launchers.allotment import Allotment
-from lp_runtime.worker import ReplicaInfo
+from lp_runtime.launchers.lease import ReplicaLease
 
 
 class Launcher(ABC):
@@ -68,7 +69,7 @@ class Launcher(ABC):
         """Indices of the replicas that are there, where requests can be run on some of them (`run_on`); else None."""
         return None
 
-    def run_on(self, request: Request, allotment: Allotment) -> Generator[Event, None, None]:
+    def run_on(self, request: Request, lease: ReplicaLease) -> Generator[Event, None, None]:
         """Decode a request on some of the replicas, where `ready` says which there are: see TeamLauncher."""
         raise NotImplementedError
 

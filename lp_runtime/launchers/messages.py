@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lp_runtime.decoding import Report, Request, Run
+from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.engine.output import Report, Run
+from lp_runtime.engine.replica import ReplicaInfo
+from lp_runtime.engine.request import Request
 from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, first_line
-from lp_runtime.parallel.context import ReplicaContext
-from lp_runtime.worker import ReplicaInfo
 
 PING, PONG = "ping", "pong"  # answered whatever else the replica is doing
 
@@ -33,8 +34,8 @@ class Decode:
 
 
 @dataclass(frozen=True)
-class Warm:
-    """Feed a request's text to the model, so that it is there when the request is to be decoded. Answered by Warmed."""
+class Prefill:
+    """Feed a request's text to the model, so that it is there when the request is to be decoded. Answered by Prefilled."""
 
     order: int
     request: Request
@@ -63,7 +64,7 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Warmed:
+class Prefilled:
     """The text is there, or cannot be; whoever decodes the request will see."""
 
     order: int

@@ -7,8 +7,10 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 
-from lp_runtime.config import RuntimeConfig
-from lp_runtime.decoding import Event, Report, Request
+from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.engine.output import Event, Report
+from lp_runtime.engine.replica import LoadedModel, Replica, join_group, load_replica
+from lp_runtime.engine.request import Request
 from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, StateMismatchError
 from lp_runtime.launchers.messages import (
     PING,
@@ -21,15 +23,14 @@ from lp_runtime.launchers.messages import (
     Join,
     Joined,
     Loaded,
+    Prefill,
+    Prefilled,
     Progress,
     Refused,
     Streamed,
-    Warm,
-    Warmed,
 )
-from lp_runtime.worker import LoadedModel, Replica, join_group, load_replica
 
-Order = Join | Decode | Warm
+Order = Join | Decode | Prefill
 STEP_TOKENS = 1200  # that a step may feed: as many as are measured, and some that are pending
 
 
@@ -68,9 +69,9 @@ class ReplicaServer:
                 order = self._orders.get()
                 if isinstance(order, Join):
                     self._join(loaded, order)
-                elif isinstance(order, Warm):
+                elif isinstance(order, Prefill):
                     self._warm(loaded, order)
-                elif self._replica is not None and self._replica.takes_several:
+                elif self._replica is not None and self._replica.supports_batching:
                     self._decode_together(order)
                 else:
                     self._decode(order)
@@ -98,16 +99,16 @@ class ReplicaServer:
             self._send(Joined(order.order, self._replica.info))
         self._orders.end(order.order)
 
-    def _warm(self, loaded: LoadedModel, order: Warm) -> None:
+    def _warm(self, loaded: LoadedModel, order: Prefill) -> None:
         request, model = order.request, loaded.model
         capacity = len(request.prompt_ids) + request.max_new_tokens + STEP_TOKENS
         text = model.texts.take(model.capacity_for(capacity), (*request.prompt_ids, *request.committed))
         with model.feeding(text):
-            for _ in model.take_up(request.prompt_ids, request.committed, capacity):
+            for _ in model.resume(request.prompt_ids, request.committed, capacity):
                 if self._orders.is_cancelled(order.order):
                     break
         model.texts.give(text)
-        self._send(Warmed(order.order))
+        self._send(Prefilled(order.order))
         self._orders.end(order.order)
 
     def _decode(self, order: Decode) -> None:
@@ -140,7 +141,7 @@ class ReplicaServer:
                 answers[number] = _Answer(number, self._send, leads=True)
                 yield number, order.request, lambda number=number: self._orders.is_cancelled(number)
 
-        for number, event in self._replica.decode_together(arrivals):
+        for number, event in self._replica.decode_batch(arrivals):
             answers[number].tell(event)
             if isinstance(event, Report | LookaheadError):
                 del answers[number]

@@ -19,12 +19,14 @@ from abc import abstractmethod
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 
-from lp_runtime.config import RuntimeConfig
-from lp_runtime.decoding import Event, Request
+from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.engine.output import Event
+from lp_runtime.engine.request import Request
 from lp_runtime.errors import LaunchError, ReplicaError, unforeseen_as
-from lp_runtime.launchers.allotment import Allotment
 from lp_runtime.launchers.base import Launcher
-from lp_runtime.launchers.leading import Lead
+from lp_runtime.launchers.inbox import Group, Inbox, Lost
+from lp_runtime.launchers.lease import ReplicaLease
 from lp_runtime.launchers.messages import (
     PING,
     PONG,
@@ -37,8 +39,7 @@ from lp_runtime.launchers.messages import (
     Streamed,
     first_cause,
 )
-from lp_runtime.launchers.orders import Group, Inbox, Lost
-from lp_runtime.parallel.context import ReplicaContext
+from lp_runtime.launchers.request_driver import RequestDriver
 
 log = logging.getLogger(__name__)
 
@@ -349,10 +350,10 @@ class TeamLauncher(Launcher):
             self._changed.wait_for(lambda: self._ready or not self._loading, self._config.launcher.start_timeout)
             if not self._ready:
                 raise ReplicaError(f"no replica is left ({self.why_lost()})")
-            allotment = Allotment(self._ready)
-        yield from Lead(self, request, allotment).run()
+            lease = ReplicaLease(self._ready)
+        yield from RequestDriver(self, request, lease).run()
 
-    def run_on(self, request: Request, allotment: Allotment) -> Generator[Event, None, None]:
+    def run_on(self, request: Request, lease: ReplicaLease) -> Generator[Event, None, None]:
         """Decode a request on some replicas. Several requests may be, on different replicas, each in a thread of its
         own. Closing the iterator early cancels the request.
 
@@ -362,7 +363,7 @@ class TeamLauncher(Launcher):
         if self._is_closed:
             raise ReplicaError("the runtime is closed")
         with unforeseen_as(ReplicaError, "decoding failed"):
-            yield from Lead(self, request, allotment).run()
+            yield from RequestDriver(self, request, lease).run()
 
     def _close(self) -> None:
         listener = getattr(self, "_listener", None)

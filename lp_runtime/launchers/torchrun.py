@@ -6,13 +6,14 @@ import contextlib
 import logging
 from collections.abc import Generator, Iterator
 
-from lp_runtime.config import RuntimeConfig
-from lp_runtime.decoding import Event, Request
+from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.exchange import broadcast_object
+from lp_runtime.engine.output import Event
+from lp_runtime.engine.replica import start_replica
+from lp_runtime.engine.request import Request
 from lp_runtime.errors import LaunchError, ReplicaError, unforeseen_as
 from lp_runtime.launchers.base import Launcher
-from lp_runtime.parallel.context import ReplicaContext
-from lp_runtime.parallel.exchange import broadcast_object
-from lp_runtime.worker import start_replica
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The decoding state, which every replica holds alike: propose a tree, then advance by what the step decided.
 
 Both are functions of the state and of integers that all replicas share, so equal states stay equal. What stands in the
-tree is a policy's choice (policy.py); it never changes what is committed.
+tree is a drafter's choice (base.py); it never changes what is committed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lp_runtime.lookahead.policy import Found, Policy
+from lp_runtime.lookahead.drafters.base import Drafter, VerificationResult
 from lp_runtime.lookahead.tree import TokenTree
 
 
@@ -60,12 +60,12 @@ class Proposal:
 
 
 class DecodingState:
-    """Committed tokens of one request, and the policy that proposes what may follow.
+    """Committed tokens of one request, and the drafter that proposes what may follow.
 
     Args:
         prompt: token ids, at least one.
         rules: see DecodingRules.
-        policy: proposes trees; has not begun another request.
+        drafter: proposes trees; has not begun another request.
         committed: new tokens that an earlier attempt at the request has committed. The state is then one whose every
             token but the last is cached, and there is no prefill to advance by.
         stop: a condition beyond the rules'; asked once a step about what is left of the run after them. It must
@@ -83,14 +83,14 @@ class DecodingState:
         self,
         prompt: Sequence[int],
         rules: DecodingRules,
-        policy: Policy,
+        drafter: Drafter,
         stop: Stop | None = None,
         committed: Sequence[int] = (),
         is_alone: bool = False,
     ):
         assert prompt and rules.max_new_tokens >= 1
         self.rules = rules
-        self.policy = policy
+        self.drafter = drafter
         self._stop = stop
         self.prompt_length = len(prompt)
         self.tokens = list(prompt)
@@ -100,9 +100,9 @@ class DecodingState:
         self._digest = 0
         self._is_alone = is_alone
         if committed:
-            self._take_up(committed)
+            self._resume(committed)
         else:
-            policy.begin(self.tokens)
+            drafter.begin(self.tokens)
 
     @property
     def new_tokens(self) -> list[int]:
@@ -116,12 +116,12 @@ class DecodingState:
         """The tree of the next step. Nothing in it stands where its successor could not be committed.
 
         Args:
-            fit: asked, where the policy estimates what its nodes are worth, how many of them to feed; it must answer
+            fit: asked, where the drafter estimates what its nodes are worth, how many of them to feed; it must answer
                 alike on all replicas.
-            num_wanted: nodes that the tree should have at most, where the policy can choose.
+            num_wanted: nodes that the tree should have at most, where the drafter can choose.
         """
         num_left = self.rules.max_new_tokens - (len(self.tokens) - self.prompt_length)
-        tree = self.policy.propose(self.tokens, self.num_cached, num_left - 1, num_wanted)
+        tree = self.drafter.propose(self.tokens, self.num_cached, num_left - 1, num_wanted)
         if fit is not None and tree.reach is not None:
             tree.truncate(fit(tree, tree.reach))
         return self._proposal(tree)
@@ -139,26 +139,26 @@ class DecodingState:
         request = repr((self.tokens, rules, sorted(self.rules.eos_token_ids)))
         return Proposal(TokenTree(self.tokens[-1:], max_depth=0), request.encode())
 
-    def _take_up(self, committed: Sequence[int]) -> None:
+    def _resume(self, committed: Sequence[int]) -> None:
         for token in committed:
             self._commit([token])
         assert len(self.new_tokens) == len(committed)
-        self.policy.begin(self.tokens[:-1])
-        self.policy.advance_prefill(self.tokens, Found(self.tokens[-1:]))
+        self.drafter.begin(self.tokens[:-1])
+        self.drafter.advance_prefill(self.tokens, VerificationResult(self.tokens[-1:]))
         self.num_steps = 1  # what it takes to cache them again
         self.num_cached = len(self.tokens) - 1
         self._follow(self.propose_prefill())
 
-    def advance_prefill(self, proposal: Proposal, found: Found) -> list[int]:
+    def advance_prefill(self, proposal: Proposal, found: VerificationResult) -> list[int]:
         """Take the prefill's step: the whole prompt is cached and its successor committed. Returns the run."""
         self._follow(proposal)
         self.num_cached = self.prompt_length
         run = self._commit([int(found.successors[0])])
-        self.policy.advance_prefill(self.tokens, found)
+        self.drafter.advance_prefill(self.tokens, found)
         return run
 
-    def advance(self, proposal: Proposal, found: Found) -> tuple[list[int], list[int]]:
-        """Take one step: accept, cut, commit, then move the policy on.
+    def advance(self, proposal: Proposal, found: VerificationResult) -> tuple[list[int], list[int]]:
+        """Take one step: accept, cut, commit, then move the drafter on.
 
         Args:
             proposal: what `propose` returned for this step.
@@ -168,11 +168,11 @@ class DecodingState:
             (run, nodes): the committed run, 1 token or more, and the node that each of its tokens follows.
         """
         tree = proposal.tree
-        run, path = self.policy.accept(tree, found)
+        run, path = self.drafter.accept(tree, found)
         self._follow(proposal)
         self.num_cached += tree.root + 1
         run = self._commit(run)
-        self.policy.advance(self.tokens, tree, found, run, path[: len(run)])
+        self.drafter.advance(self.tokens, tree, found, run, path[: len(run)])
         return run, [tree.root, *path][: len(run)]
 
     def _follow(self, proposal: Proposal) -> None:

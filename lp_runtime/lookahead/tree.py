@@ -26,7 +26,7 @@ class TokenTree:
         root: index of the root, P - 1.
         max_depth: no node is added below this depth.
         max_nodes: nor any once there are this many; None for no limit.
-        reach: [T] estimated probability that a node is on the accepted path, fixed point, where a policy has it; the
+        reach: [T] estimated probability that a node is on the accepted path, fixed point, where a drafter has it; the
             nodes then stand in its order, the largest first, so that any first nodes are the best tree of their size.
     """
 

@@ -21,9 +21,9 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from lp_runtime.errors import ConfigError, RequestError
-from lp_runtime.model.processors import of_row
-from lp_runtime.model.properties import attention_settings, of_text_model
-from lp_runtime.model.tree_model import ATTENTIONS
+from lp_runtime.model.hf_config import attention_settings, of_text_model
+from lp_runtime.model.runner import ATTENTIONS
+from lp_runtime.sampling.processors import of_row
 
 # What generate puts there by itself, and what changes nothing here: we have our own cache, masks and positions.
 KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lp_runtime.config import ModelConfig
+from lp_runtime.config.settings import ModelConfig
 from lp_runtime.errors import ModelError
 
 

@@ -14,8 +14,8 @@ import torch
 
 from lp_runtime.errors import ModelError, first_line
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model.texts import CachedText
-from lp_runtime.model.tree_model import Fed, TreeModel
+from lp_runtime.model.kv_cache.slots import CacheSlot
+from lp_runtime.model.runner import Fed, ModelRunner
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ LONGEST_PATH = 8
 LONGEST_TAIL = 10  # tokens that the check stands behind the prompt
 
 
-def check_model(model: TreeModel) -> float:
+def check_model(model: ModelRunner) -> float:
     """Compare two tree steps, with a commit between them, against plain forward passes of the same text.
 
     The prompt is long enough to cross every sliding window that a text within the model's context can cross.
@@ -59,12 +59,12 @@ def check_model(model: TreeModel) -> float:
         )
     if model.strict_tokens is not None:
         _check_bits(model)
-    if model.takes_several:
+    if model.supports_batching:
         _check_several(model, tolerance)
     return worst
 
 
-def _worst_difference(model: TreeModel) -> float:
+def _worst_difference(model: ModelRunner) -> float:
     rng = random.Random(0)
     longest = math.inf if model.context_length is None else model.context_length - LONGEST_TAIL
     crossing = [window + CROSSED_BY for window in model.masks.windows if window + CROSSED_BY <= longest]
@@ -89,7 +89,7 @@ def _worst_difference(model: TreeModel) -> float:
     return max(differences)
 
 
-def _compare(model: TreeModel, tree: TokenTree, branches: Sequence[list[int]], before: list[int]) -> list[float]:
+def _compare(model: ModelRunner, tree: TokenTree, branches: Sequence[list[int]], before: list[int]) -> list[float]:
     everything = list(range(len(tree)))
     logits = model.forward(tree, everything, everything[tree.root :])
     text = before + tree.tokens[: tree.root + 1]
@@ -103,7 +103,7 @@ def _compare(model: TreeModel, tree: TokenTree, branches: Sequence[list[int]], b
 
 
 @torch.inference_mode()
-def _plain_logits(model: TreeModel, tokens: list[int], num_last: int) -> torch.Tensor:
+def _plain_logits(model: ModelRunner, tokens: list[int], num_last: int) -> torch.Tensor:
     """[num_last, V] float32 logits of the last tokens of a text, without a cache."""
     ids = torch.tensor([tokens], dtype=torch.int64, device=model.device)
     keep = {"logits_to_keep": num_last} if model.keeps_logits else {}
@@ -115,7 +115,7 @@ def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual - expected).norm() / expected.norm().clamp_min(1e-12)).item()
 
 
-def _check_several(model: TreeModel, tolerance: float) -> None:
+def _check_several(model: ModelRunner, tolerance: float) -> None:
     """Compare two texts in one pass with plain text; from now on they are fed one by one if they differ."""
     rng = random.Random(2)
     parts, texts = [], []
@@ -123,23 +123,23 @@ def _check_several(model: TreeModel, tolerance: float) -> None:
     try:
         for length in (5, 2):
             tokens = [rng.randrange(model.vocabulary_size) for _ in range(length + 1)]
-            model.text = CachedText()
+            model.text = CacheSlot()
             model.begin(length + 32)
             model.prefill(tokens[:-1])
             parts.append(Fed(model.text, TokenTree(tokens[-1:], max_depth=1), [0], [0]))
             texts.append(tokens)
-        found = model.forward_together(parts)
+        found = model.forward_batch(parts)
         worst = max(_difference(a, _plain_logits(model, b, 1)) for a, b in zip(found, texts, strict=True))
         reason = None if worst <= tolerance else f"they differ by {worst:.2g}"
     except Exception as error:  # of a foreign model
         reason = first_line(error)
     if reason:
         log.warning("%s is fed one text at a time: %s", type(model.model).__name__, reason)
-        model.takes_several = False
+        model.supports_batching = False
     model.text = before
 
 
-def _check_bits(model: TreeModel) -> None:
+def _check_bits(model: ModelRunner) -> None:
     """Compare, bit for bit, what a text gives one token at a time and as a path through larger trees.
 
     Raises:

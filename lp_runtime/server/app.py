@@ -14,16 +14,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from lp_runtime.api import LookaheadRuntime
-from lp_runtime.decoding import Request as DecodingRequest
+from lp_runtime.engine.request import Request as DecodingRequest
+from lp_runtime.engine.request_builder import RequestBuilder, RequestOptions
 from lp_runtime.errors import LookaheadError, RequestError
-from lp_runtime.request import RequestMaker, RequestOptions
-from lp_runtime.scheduler import Scheduler
-from lp_runtime.server.forms import LAST_EVENT, ChatForm, Choice, CompletionForm, Form, event
+from lp_runtime.runtime import LookaheadRuntime
+from lp_runtime.scheduler.scheduler import Scheduler
+from lp_runtime.server.errors import ApiError, Gate, invalid
 from lp_runtime.server.metrics import Metrics
 from lp_runtime.server.protocol import Chat, Common, Completion
-from lp_runtime.server.refusals import ApiError, Gate, invalid
-from lp_runtime.server.trimming import StopTrimmer
+from lp_runtime.server.responses import LAST_EVENT, ChatForm, Choice, CompletionForm, Form, event
+from lp_runtime.server.stop_trimmer import StopTrimmer
 
 PAGE = Path(__file__).with_name("page.html")
 POLL_SECONDS = 0.1  # between looks whether a client is still there
@@ -142,7 +142,7 @@ class Server:
         if num_texts > most:
             asked = f"n={body.n}" if len(prompts) == 1 else f"{len(prompts)} prompts x n={body.n}"
             raise RequestError(f"{asked}: must be at most {most} with max_waiting={self._scheduler.max_waiting}")
-        maker = RequestMaker(self._runtime.config, self._runtime.info, lambda: self._tokenizer)
+        maker = RequestBuilder(self._runtime.config, self._runtime.info, lambda: self._tokenizer)
         requests: list[DecodingRequest] = []
         for prompt in prompts:
             first = maker.make(prompt, max_new_tokens, **options)

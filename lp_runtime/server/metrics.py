@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from lp_runtime.api import LookaheadRuntime
-from lp_runtime.scheduler import Scheduler
+from lp_runtime.runtime import LookaheadRuntime
+from lp_runtime.scheduler.scheduler import Scheduler
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 

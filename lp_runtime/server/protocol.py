@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from lp_runtime.config import LookaheadConfig, SamplingConfig
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.engine.request_builder import RequestOptions
 from lp_runtime.errors import RequestError
-from lp_runtime.request import RequestOptions
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -37,7 +38,7 @@ class Lookahead(_Body):
     W: int | None = Field(default=None, le=MAX_COLUMNS)
     N: int | None = Field(default=None, le=MAX_NGRAM)
     G: int | None = Field(default=None, le=MAX_COLUMNS)
-    policy: str | None = None
+    drafter: str | None = None
     budget: int | None = Field(default=None, le=MAX_BUDGET)
 
     def resolve(self) -> LookaheadConfig:

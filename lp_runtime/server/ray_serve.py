@@ -15,13 +15,13 @@ import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lp_runtime.api import LookaheadRuntime
-from lp_runtime.command_config import ServeConfig
+from lp_runtime.config.commands import ServeConfig
+from lp_runtime.config.overrides import load_config
 from lp_runtime.errors import LaunchError, ReplicaError, first_line
-from lp_runtime.launchers.ray_actors import CPU_SHARE, connect
-from lp_runtime.overrides import load_config
-from lp_runtime.scheduler import Scheduler
-from lp_runtime.server.command import GRACE_SECONDS, application, listen, served_name
+from lp_runtime.launchers.ray_launcher import CPU_SHARE, connect
+from lp_runtime.runtime import LookaheadRuntime
+from lp_runtime.scheduler.scheduler import Scheduler
+from lp_runtime.server.serve import GRACE_SECONDS, application, listen, served_name
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -11,24 +11,24 @@ import pytest
 import torch
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, lookahead_generate
-from lp_runtime.config import LauncherConfig, ModelConfig
+from lp_runtime.config.settings import LauncherConfig, ModelConfig
+from lp_runtime.distributed.exchange import Exchange
+from lp_runtime.distributed.partition import Shares
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model.fixed_forward import SIZES, can_capture
-from lp_runtime.model.fusing import fuse_blocks
-from lp_runtime.model.loading import load_model, load_tokenizer
+from lp_runtime.model.attention.tree_attention import attend, attend_masked
+from lp_runtime.model.cuda_graph import SIZES, can_capture
+from lp_runtime.model.loader import load_model, load_tokenizer
+from lp_runtime.model.optimize.fusing import fuse_blocks
 from lp_runtime.model.pass_timer import PassTimer
+from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.self_check import check_model
-from lp_runtime.model.tree_attention import attend, attend_masked
-from lp_runtime.model.tree_model import TreeModel
-from lp_runtime.parallel.exchange import Exchange
-from lp_runtime.parallel.partition import Shares
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TEXT = "def fibonacci(n):\n"
 
 
-def demo(dtype: str) -> TreeModel:
-    return TreeModel(load_model(ModelConfig(), torch.device("cuda"), dtype), 512, own_attention=True)
+def demo(dtype: str) -> ModelRunner:
+    return ModelRunner(load_model(ModelConfig(), torch.device("cuda"), dtype), 512, own_attention=True)
 
 
 def random_tree(rng: random.Random, size: int) -> TokenTree:

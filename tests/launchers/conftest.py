@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import reference
+from support import reference
 
 from lp_runtime import LookaheadRuntime
-from lp_runtime.config import PLAIN
+from lp_runtime.config.lookahead import PLAIN
 
 
 @pytest.fixture(scope="session")

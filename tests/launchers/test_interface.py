@@ -8,13 +8,13 @@ import os
 import numpy as np
 import psutil
 import pytest
-from ranks import CPU, TIMEOUT, interfaces
+from support.ranks import CPU, TIMEOUT, interfaces
 
-from lp_runtime.cli import main
+from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.exchange import gather_rows
+from lp_runtime.distributed.process_group import address_of, host_store, process_group
+from lp_runtime.entrypoints.cli import main
 from lp_runtime.errors import ConfigError
-from lp_runtime.parallel.context import ReplicaContext
-from lp_runtime.parallel.exchange import gather_rows
-from lp_runtime.parallel.group import address_of, host_store, process_group
 
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -64,7 +64,7 @@ def test_address_of_an_interface():
 
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_an_interface_that_is_not_there_is_refused_before_a_model_is_loaded(tiny_model_dir, capsys, gpus, monkeypatch):
-    monkeypatch.setattr("lp_runtime.worker.load_model", None)
+    monkeypatch.setattr("lp_runtime.engine.replica.load_model", None)
     with pytest.raises(SystemExit) as ended:
         main([f"model.path={tiny_model_dir}", "prompt=[1]", "ids=true", f"gpus={gpus}", "launcher.interface=eth99"])
     out, err = capsys.readouterr()

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from lp_runtime.command_config import GenerateConfig, ServeConfig
-from lp_runtime.overrides import load_config
+from lp_runtime.config.commands import GenerateConfig, ServeConfig
+from lp_runtime.config.overrides import load_config
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "launch" / "kuberay.yaml").read_text()
@@ -69,7 +69,7 @@ def test_every_path_is_on_a_volume_of_its_pod(job, config):
     for group in (head, *workers):
         volumes = {volume["name"]: volume for volume in group["pod"]["volumes"]}
         mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in group["container"]["volumeMounts"]}
-        assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+        assert mounts["/dev/shm"]["emptyDir"]["medium"] == "DraftTables"
         paths = [config.model.path, config.cache_dir, *([config.prompts, config.output] if group is head else [])]
         for path in paths:
             assert any(Path(path).is_relative_to(mount) for mount in mounts), path

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-import reference
-from processes import MARK, PATIENCE, RAY_SETTINGS, marked, wait_until
-from ranks import interfaces
+from support import reference
+from support.processes import MARK, PATIENCE, RAY_SETTINGS, marked, wait_until
+from support.ranks import interfaces
 
 from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
-from lp_runtime.config import RuntimeConfig
+from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.distributed.process_group import address_of
 from lp_runtime.errors import LaunchError
-from lp_runtime.launchers.ray_actors import Booking
-from lp_runtime.parallel.group import address_of
+from lp_runtime.launchers.ray_launcher import Booking
 
 ray = pytest.importorskip("ray")
 

@@ -6,13 +6,13 @@ import os
 import signal
 
 import pytest
-import reference
-from processes import own_replicas, wait_until
+from support import reference
+from support.processes import own_replicas, wait_until
 
 from lp_runtime import ConfigError, LookaheadConfig, LookaheadRuntime, ReplicaError, SamplingConfig
-from lp_runtime.config import FailureConfig, RuntimeConfig
-from lp_runtime.decoding import Report
-from lp_runtime.launchers.allotment import Allotment
+from lp_runtime.config.settings import FailureConfig, RuntimeConfig
+from lp_runtime.engine.output import Report
+from lp_runtime.launchers.lease import ReplicaLease
 from lp_runtime.launchers.messages import Decode
 
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
@@ -188,24 +188,24 @@ def test_a_request_that_replicas_refuse_harms_none(undisturbed, runtime):
 def test_other_replicas_are_wanted_and_then_not(undisturbed, runtime):
     """A request that was told to pause goes on, wherever it is wanted when it has."""
     request = runtime.request(reference.PROMPTS[1], LENGTH, eos=False)
-    allotment = Allotment({0, 1, 2})
+    lease = ReplicaLease({0, 1, 2})
     tokens, sizes = [], []
-    for number, event in enumerate(runtime.launcher.run_on(request, allotment)):
+    for number, event in enumerate(runtime.launcher.run_on(request, lease)):
         if isinstance(event, Report):
             break
         tokens += event.token_ids
         sizes.append(len(runtime.launcher._joined[0]))
         if number in (2, 3, 6, 9):
-            allotment.wanted = frozenset({2: {0}, 3: {0, 1, 2}, 6: {0, 1}, 9: {2, 0}}[number])
+            lease.wanted = frozenset({2: {0}, 3: {0, 1, 2}, 6: {0, 1}, 9: {2, 0}}[number])
     assert tokens == undisturbed["greedy"].token_ids
     assert event.finish_reason == "length" and event.losses == 0 and {2, 3} <= set(sizes)
 
 
 HARM = """
 import os, sys
-if "worker_process" in " ".join(sys.orig_argv):
+if "replica_process" in " ".join(sys.orig_argv):
     import torch
-    from lp_runtime.parallel.exchange import Exchange
+    from lp_runtime.distributed.exchange import Exchange
 
     start, steps = Exchange.start, [0]
 

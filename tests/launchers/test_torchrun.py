@@ -6,17 +6,18 @@ import json
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-import reference
-from processes import PATIENCE, Marked, marked
+from support import reference
+from support.processes import PATIENCE, Marked, marked
 
 SCRIPT = """
 import json, sys
 import torch
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
 sys.path.insert(0, sys.argv[3])
-import reference
+from support import reference
 
 torch.set_num_threads(1)
 with LookaheadRuntime(sys.argv[1], dtype="float32", device="cpu") as runtime:
@@ -88,7 +89,7 @@ def test_command_line_on_three_ranks(environment, demo_model_dir, greedy, tmp_pa
 
 def test_a_script_on_two_ranks(environment, demo_model_dir, greedy, sampled, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    tests = reference.__file__.rpartition("/")[0]
+    tests = str(Path(reference.__file__).parents[1])
     result = torchrun(environment, 2, "script.py", str(demo_model_dir), str(tmp_path), tests, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
@@ -108,7 +109,7 @@ def test_ranks_that_another_program_started(environment, demo_model_dir, greedy,
     """With torchrun's variables but without its store: rank 0 opens one."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    tests = reference.__file__.rpartition("/")[0]
+    tests = str(Path(reference.__file__).parents[1])
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     script = SCRIPT.replace("LookaheadRuntime(sys.argv[1],", "LookaheadRuntime(sys.argv[1], launcher='torchrun',")
     (tmp_path / "script.py").write_text(script)

@@ -9,9 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from processes import PATIENCE, Marked, marked, wait_until
+from support.processes import PATIENCE, Marked, marked, wait_until
 
-from lp_runtime.cli import main
+from lp_runtime.entrypoints.cli import main
 
 NUM_PROMPTS = 16
 

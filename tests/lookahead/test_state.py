@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lp_runtime.lookahead.paper import PaperPolicy
-from lp_runtime.lookahead.policy import Found
+from lp_runtime.lookahead.drafters.base import VerificationResult
+from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
 from lp_runtime.lookahead.state import DecodingRules, DecodingState, Proposal
 
 
@@ -26,7 +26,7 @@ class Rules:
     def state(self, prompt: list[int]) -> DecodingState:
         settings = (self.W, self.N, self.G, self.pool_from_prompt, self.window_seed)
         rules = DecodingRules(self.max_new_tokens, self.eos_token_ids, drafting=repr(settings))
-        return DecodingState(prompt, rules, PaperPolicy(*settings))
+        return DecodingState(prompt, rules, PaperDrafter(*settings))
 
 
 RULES = Rules()
@@ -65,11 +65,11 @@ def decode(prompt: list[int], rules: Rules, seed: int = 0, state: DecodingState 
     """All proposals and all runs of a request."""
     state = state or rules.state(prompt)
     proposals = [state.propose_prefill()]
-    runs = [state.advance_prefill(proposals[0], Found([toy_next(prompt, seed)]))]
+    runs = [state.advance_prefill(proposals[0], VerificationResult([toy_next(prompt, seed)]))]
     while state.finish_reason is None:
         proposal = state.propose()
         proposals.append(proposal)
-        runs.append(state.advance(proposal, Found(toy_successors(state, proposal, seed)))[0])
+        runs.append(state.advance(proposal, VerificationResult(toy_successors(state, proposal, seed)))[0])
     return state, proposals, runs
 
 
@@ -127,9 +127,9 @@ def test_guesses_save_steps():
 
 def test_a_guess_accepted_in_full_commits_N_tokens():
     state = replace(RULES, W=0, N=4).state([1])
-    state.advance_prefill(state.propose_prefill(), Found([1]))
-    state.policy.pool.insert((1, 2, 3, 4))
-    assert state.advance(state.propose(), Found([2, 3, 4, 5])) == ([2, 3, 4, 5], [0, 1, 2, 3])
+    state.advance_prefill(state.propose_prefill(), VerificationResult([1]))
+    state.drafter.pool.insert((1, 2, 3, 4))
+    assert state.advance(state.propose(), VerificationResult([2, 3, 4, 5])) == ([2, 3, 4, 5], [0, 1, 2, 3])
     assert (state.num_cached, state.pending) == (2, [2, 3, 4, 5])
 
 
@@ -143,54 +143,54 @@ def test_pending_tokens_are_what_the_last_step_committed():
     state = RULES.state([1, 2, 3])
     assert state.pending == [1, 2, 3]
     proposal = state.propose_prefill()
-    run = state.advance_prefill(proposal, Found([toy_next([1, 2, 3])]))
+    run = state.advance_prefill(proposal, VerificationResult([toy_next([1, 2, 3])]))
     while state.finish_reason is None:
         assert state.pending == run
         proposal = state.propose()
         assert proposal.tree.tokens[: len(run)] == run
         assert proposal.tree.root == len(run) - 1
-        run, _ = state.advance(proposal, Found(toy_successors(state, proposal)))
+        run, _ = state.advance(proposal, VerificationResult(toy_successors(state, proposal)))
 
 
 def test_a_run_is_cut_after_the_first_end_token():
     state = replace(RULES, W=0, N=4, eos_token_ids=frozenset({9})).state([1])
-    state.advance_prefill(state.propose_prefill(), Found([1]))
-    state.policy.pool.insert((1, 2, 9, 4))
+    state.advance_prefill(state.propose_prefill(), VerificationResult([1]))
+    state.drafter.pool.insert((1, 2, 9, 4))
     proposal = state.propose()
     assert proposal.tree.tokens == [1, 2, 9, 4]
-    assert state.advance(proposal, Found([2, 9, 4, 5]))[0] == [2, 9]
+    assert state.advance(proposal, VerificationResult([2, 9, 4, 5]))[0] == [2, 9]
     assert state.new_tokens == [1, 2, 9]
     assert state.finish_reason == "eos"
 
 
 def test_what_is_cut_counts_nowhere():
     state = replace(RULES, W=0, N=4, eos_token_ids=frozenset({9})).state([1])
-    state.advance_prefill(state.propose_prefill(), Found([1]))
-    state.policy.pool.insert((1, 2, 9, 4))
-    state.advance(state.propose(), Found([2, 9, 4, 5]))
-    assert state.policy.pool.statistics().accepted_length == 2  # the nodes 2 and 9, not 4
-    assert state.policy.pool.guesses(9) == []
+    state.advance_prefill(state.propose_prefill(), VerificationResult([1]))
+    state.drafter.pool.insert((1, 2, 9, 4))
+    state.advance(state.propose(), VerificationResult([2, 9, 4, 5]))
+    assert state.drafter.pool.statistics().accepted_length == 2  # the nodes 2 and 9, not 4
+    assert state.drafter.pool.guesses(9) == []
 
 
 def test_the_prefills_token_may_end_the_request():
     state = replace(RULES, eos_token_ids=frozenset({9})).state([1])
-    assert state.advance_prefill(state.propose_prefill(), Found([9])) == [9]
+    assert state.advance_prefill(state.propose_prefill(), VerificationResult([9])) == [9]
     assert state.finish_reason == "eos"
     state = replace(RULES, max_new_tokens=1).state([1])
-    state.advance_prefill(state.propose_prefill(), Found([9]))
+    state.advance_prefill(state.propose_prefill(), VerificationResult([9]))
     assert state.finish_reason == "length"
 
 
 def test_the_last_token_allowed_may_be_an_end_token():
     state = replace(RULES, max_new_tokens=1, eos_token_ids=frozenset({9})).state([1])
-    state.advance_prefill(state.propose_prefill(), Found([9]))
+    state.advance_prefill(state.propose_prefill(), VerificationResult([9]))
     assert state.finish_reason == "eos"
 
 
 def test_the_prompts_ngrams_are_guessed_from_the_first_step_on():
     state = replace(RULES, W=0).state([1, 2, 3, 4])
-    state.advance_prefill(state.propose_prefill(), Found([2]))
-    assert state.policy.pool.guesses(3) == [(4, 2)]  # it crosses from the prompt into the output
+    state.advance_prefill(state.propose_prefill(), VerificationResult([2]))
+    assert state.drafter.pool.guesses(3) == [(4, 2)]  # it crosses from the prompt into the output
     assert state.propose().tree.tokens == [2, 3, 4]
 
 
@@ -201,8 +201,8 @@ def test_without_pool_from_prompt_no_ngram_reaches_into_the_prompt(prompt, size,
     rules = replace(RULES, W=0, N=size, G=9, pool_from_prompt=False)
     state, _, _ = decode(prompt, rules, seed)
     out = state.new_tokens
-    assert all(state.policy.pool.guesses(token) == [] for token in range(100, 105))
-    held = {(token, *rest) for token in range(5) for rest in state.policy.pool.guesses(token)}
+    assert all(state.drafter.pool.guesses(token) == [] for token in range(100, 105))
+    held = {(token, *rest) for token in range(5) for rest in state.drafter.pool.guesses(token)}
     seen = {tuple(out[start : start + size]) for start in range(len(out) - size + 1)}
     assert held <= seen
     assert bool(held) == bool(seen)
@@ -212,13 +212,13 @@ def test_pool_holds_the_committed_ngrams():
     state, _, _ = decode([1, 2, 3], replace(RULES, W=0, G=50, max_new_tokens=20))
     for start in range(len(state.tokens) - 2):
         first, *rest = state.tokens[start : start + 3]
-        assert tuple(rest) in state.policy.pool.guesses(first)
+        assert tuple(rest) in state.drafter.pool.guesses(first)
 
 
 def test_the_window_starts_from_prompt_tokens_drawn_by_its_seed():
     def first_level(seed: int) -> list[int]:
         rules = replace(RULES, W=12, G=0, window_seed=seed)
-        return rules.state([50, 60, 70]).policy.window.levels[0]
+        return rules.state([50, 60, 70]).drafter.window.levels[0]
 
     assert set(first_level(0)) <= {50, 60, 70}
     assert first_level(0) == first_level(0)
@@ -253,14 +253,14 @@ def test_the_prefills_digest_does_not_depend_on_the_order_of_end_tokens():
 def test_states_that_part_differ_in_digest_from_then_on():
     pair = [RULES.state([1, 2, 3]) for _ in range(2)]
     for state, token in zip(pair, (1, 2), strict=True):
-        state.advance_prefill(state.propose_prefill(), Found([token]))
+        state.advance_prefill(state.propose_prefill(), VerificationResult([token]))
     assert pair[0].propose().digest != pair[1].propose().digest
     # even where the next trees are equal: one has more history
     pair = [replace(RULES, W=0, G=0).state([1, 2, 3]) for _ in range(2)]
     for state, tokens in zip(pair, ([1, 4, 4], [1, 3, 4]), strict=True):
-        state.advance_prefill(state.propose_prefill(), Found(tokens[:1]))
+        state.advance_prefill(state.propose_prefill(), VerificationResult(tokens[:1]))
         for token in tokens[1:]:
-            state.advance(state.propose(), Found([token]))
+            state.advance(state.propose(), VerificationResult([token]))
     first, second = (state.propose() for state in pair)
     assert first.tree.tokens == second.tree.tokens
     assert first.digest != second.digest

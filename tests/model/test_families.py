@@ -2,21 +2,22 @@
 
 import pytest
 import torch
-from small_models import FAMILIES, REFUSED, random_model
+from support.small_models import FAMILIES, REFUSED, random_model
 
-from lp_runtime.config import PLAIN, LookaheadConfig, SamplingConfig
-from lp_runtime.decoding import Request
-from lp_runtime.decoding_loop import DecodingLoop
+from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
+from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.engine.engine import Engine
+from lp_runtime.engine.request import Request
 from lp_runtime.errors import ModelError
+from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.self_check import TOLERANCES, check_model
-from lp_runtime.model.tree_model import TreeModel
 
 CPU = torch.device("cpu")
 LENGTH, NEW = 12, 40
 
 
-def decode(model: TreeModel, request: Request) -> list[int]:
-    *runs, report = DecodingLoop(model, 0, 1, CPU).run(request)
+def decode(model: ModelRunner, request: Request) -> list[int]:
+    *runs, report = Engine(model, 0, 1, CPU).run(request)
     return [token for run in runs for token in run.token_ids]
 
 
@@ -25,7 +26,7 @@ def decode(model: TreeModel, request: Request) -> list[int]:
 def test_greedy_and_sampling_are_exact(family, attention):
     name, settings = FAMILIES[family]
     model = random_model(name, seed=1, attention=attention, initializer_range=0.3, **settings)
-    tree_model = TreeModel(model, prefill_chunk=5)
+    tree_model = ModelRunner(model, prefill_chunk=5)
     assert check_model(tree_model) < 0.1 * TOLERANCES[torch.float32]
     prompt = torch.randint(0, 64, (1, LENGTH), generator=torch.Generator().manual_seed(1))
     expected = model.generate(
@@ -44,5 +45,5 @@ def test_greedy_and_sampling_are_exact(family, attention):
 def test_what_cannot_be_exact_is_refused_with_a_reason(family):
     name, settings, reason = REFUSED[family]
     with pytest.raises(ModelError, match=reason) as caught:
-        check_model(TreeModel(random_model(name, seed=1, **settings), prefill_chunk=2048))
+        check_model(ModelRunner(random_model(name, seed=1, **settings), prefill_chunk=2048))
     assert len(str(caught.value).splitlines()) == 1

@@ -2,19 +2,19 @@
 
 import pytest
 import torch
-from small_models import FAMILIES
+from support.small_models import FAMILIES
 
 from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model.mask import FULL, MaskBuilder
+from lp_runtime.model.attention.mask import FULL, MaskBuilder
+from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.self_check import CROSSED_BY, SHORT_PROMPT, TOLERANCES, check_model
-from lp_runtime.model.tree_model import TreeModel
 
 LOCAL = {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
 
 
 def check(model) -> float:
-    return check_model(TreeModel(model, prefill_chunk=2048))
+    return check_model(ModelRunner(model, prefill_chunk=2048))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -35,7 +35,7 @@ class Unwindowed(MaskBuilder):
 
 
 def test_the_check_is_longer_than_a_sliding_window(random_model):
-    tree_model = TreeModel(random_model("Mistral", sliding_window=100), prefill_chunk=2048)
+    tree_model = ModelRunner(random_model("Mistral", sliding_window=100), prefill_chunk=2048)
     assert check_model(tree_model) < 1e-5
     tree_model.masks = Unwindowed(tree_model.model.config, "sdpa", tree_model.dtype, tree_model.device)
     with pytest.raises(ModelError, match="failed the start-up self-check"):
@@ -71,7 +71,7 @@ def test_a_model_that_cannot_be_fed_a_tree_is_refused(random_model, name):
 def test_a_model_with_another_kind_of_local_window_is_right_past_it_or_refused(random_model, name, settings):
     """Their windows have other names than `sliding_window`; a check that is shorter than the window sees nothing."""
     model = random_model(name, **settings)
-    tree_model = TreeModel(model, prefill_chunk=2048)
+    tree_model = ModelRunner(model, prefill_chunk=2048)
     try:
         check_model(tree_model)
     except ModelError:
@@ -91,7 +91,7 @@ def test_a_model_with_another_kind_of_local_window_is_right_past_it_or_refused(r
 def test_only_windows_that_a_text_can_cross_are_crossed(random_model):
     lengths = []
 
-    class Spy(TreeModel):
+    class Spy(ModelRunner):
         def prefill(self, prompt):
             lengths.append(len(prompt))
             return super().prefill(prompt)
@@ -102,7 +102,7 @@ def test_only_windows_that_a_text_can_cross_are_crossed(random_model):
 
 
 def test_a_dtype_without_a_tolerance_is_refused(random_model):
-    tree_model = TreeModel(random_model(), prefill_chunk=2048)
+    tree_model = ModelRunner(random_model(), prefill_chunk=2048)
     tree_model.dtype = torch.float8_e4m3fn
     with pytest.raises(ModelError, match="computes in torch.float8_e4m3fn: must be one of torch.float64, "):
         check_model(tree_model)

@@ -7,11 +7,11 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-import fuzz
 import pytest
-from fuzz_cases import COMPLETIONS, GOOD, LIMITS, HttpCase, http_cases, request
-from fuzz_command_lines import override_cases
-from serving import demo_model_that_chats, served
+from support import fuzz
+from support.fuzz_cases import COMPLETIONS, GOOD, LIMITS, HttpCase, http_cases, request
+from support.fuzz_command_lines import override_cases
+from support.serving import demo_model_that_chats, served
 
 from lp_runtime import LookaheadRuntime
 

@@ -6,11 +6,10 @@ import re
 import urllib.parse
 import urllib.request
 
-import browser
 import pytest
-import reference
-from processes import wait_until
-from serving import served
+from support import browser, reference
+from support.processes import wait_until
+from support.serving import served
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime
 

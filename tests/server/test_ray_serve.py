@@ -12,11 +12,11 @@ import urllib.request
 
 import openai
 import pytest
-import reference
-from processes import RAY_SETTINGS, marked, wait_until
+from support import reference
+from support.processes import RAY_SETTINGS, marked, wait_until
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime
-from lp_runtime.command_config import ServeConfig
+from lp_runtime.config.commands import ServeConfig
 from lp_runtime.errors import ConfigError
 from lp_runtime.server.ray_serve import build
 

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 
 import openai
 import pytest
-import reference
-from processes import PATIENCE, marked, one_core, wait_until
-from serving import demo_model_that_chats, served
+from support import reference
+from support.processes import PATIENCE, marked, one_core, wait_until
+from support.serving import demo_model_that_chats, served
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
-from lp_runtime.model.loading import load_tokenizer
+from lp_runtime.model.loader import load_tokenizer
 
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
 PROMPT = reference.PROMPTS[1]
@@ -100,7 +100,7 @@ def test_stop_strings_are_not_shown(client, expected):
 
 
 def test_lookahead_settings_change_nothing_but_the_steps(client, expected):
-    for lookahead in ({"W": 0, "N": 2, "G": 0}, {"policy": "prompt_lookup"}, {"budget": 4}):
+    for lookahead in ({"W": 0, "N": 2, "G": 0}, {"drafter": "prompt_lookup"}, {"budget": 4}):
         done = client.completions.create(**body(temperature=0, extra_body={"ignore_eos": True, "lookahead": lookahead}))
         assert done.choices[0].text == expected[PROMPT, False].text
 
@@ -300,7 +300,7 @@ def test_a_server_that_is_killed_and_started_again(tmp_path):
     ],
 )
 def test_bad_settings(override, message, capsys):
-    from lp_runtime.cli import serve_main
+    from lp_runtime.entrypoints.cli import serve_main
 
     with pytest.raises(SystemExit) as caught:
         serve_main([override])

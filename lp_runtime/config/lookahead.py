@@ -1,0 +1,109 @@
+"""What a step proposes, and how much of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+from lp_runtime.config.checks import require_choice, require_int
+from lp_runtime.errors import ConfigError
+
+MAX_STRICT_RUN = 32  # tokens that a step may commit at most where exactness is strict (model/strict.py)
+DRAFTERS = ("full", "paper", "prompt_lookup", "recycling")
+ACCEPTANCES = ("tree", "guesses")
+PRIORS = ("vocabulary", "none")
+DEFAULT_WINDOW = (15, 5, 15)  # the paper's W, N, G for 7B models
+MAX_DEPTH = 24  # of a tree of the drafter full
+NUM_COPIED = 10  # tokens that prompt lookup copies at most
+RECYCLING_DEPTH = 6  # of token recycling's static tree
+
+
+@dataclass
+class LookaheadConfig:
+    """What a step proposes and how much of it. None of it changes the output, only the number and the cost of steps.
+
+    With none of W, N and G given, the drafter `full` measures this machine and chooses at every step what pays.
+    """
+
+    W: Optional[int] = None  # noqa: UP045
+    """Window size in columns, >= 0; 0 for no window at all. 15 if only others are given."""
+    N: Optional[int] = None  # noqa: UP045
+    """n-gram size, >= 2; 2 is Jacobi decoding. 5 if only others are given."""
+    G: Optional[int] = None  # noqa: UP045
+    """Largest number of guesses verified in a step, >= 0. 15 if only others are given."""
+    drafter: str = "full"
+    """What is proposed: full (one tree, best first, from everything that is free; at most (W + G)(N - 1) tokens where
+    they are given), paper (the window and the pool's guesses), prompt_lookup or recycling."""
+    acceptance: str = "tree"
+    """Drafter paper: accept along any node of the tree, or, as the paper does, along guesses only."""
+    budget: Optional[int] = None  # noqa: UP045
+    """Tokens that a replica feeds in a step at most, >= 1, whatever they are for; the prefill is not meant. Of other
+    drafters than full it caps the whole tree."""
+    prior: str = "vocabulary"
+    """Drafter full: what it knows before it has seen any text: vocabulary (what the model says follows each token alone,
+    computed once and kept on disk) or none."""
+    draft_tables: str = "request"
+    """Drafter full: what it saw is forgotten after a request, or kept for the runtime, or in the file of this path."""
+    draft_tables_bytes: int = 16 * 2**20
+    """Bytes of that draft_tables, at least 65536; what is oldest goes first."""
+    pool_from_prompt: bool = True
+    """Drafter paper: insert the prompt's n-grams into the pool."""
+    window_seed: int = 0
+    """Drafter paper: seed of the prompt tokens that the window starts from."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("W", 0), ("N", 2), ("G", 0), ("budget", 1)):
+            if getattr(self, name) is not None:
+                require_int(f"lookahead.{name}", getattr(self, name), least)
+        require_choice("lookahead.drafter", self.drafter, DRAFTERS)
+        require_choice("lookahead.acceptance", self.acceptance, ACCEPTANCES)
+        require_choice("lookahead.prior", self.prior, PRIORS)
+        if not isinstance(self.draft_tables, str) or not self.draft_tables:
+            raise ConfigError(
+                f"lookahead.draft_tables={self.draft_tables!r}: must be request, runtime or the path of a file"
+            )
+        require_int("lookahead.draft_tables_bytes", self.draft_tables_bytes, 1 << 16)
+        require_int("lookahead.window_seed", self.window_seed, 0)
+        if self.acceptance != "tree" and self.drafter != "paper":
+            raise ConfigError(f"lookahead.acceptance={self.acceptance}: only with lookahead.drafter=paper")
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether every step's size is chosen by what pays."""
+        return self.drafter == "full" and self.W is None and self.N is None and self.G is None
+
+    @property
+    def window(self) -> tuple[int, int, int]:
+        """W, N and G, with the defaults filled in."""
+        given = zip((self.W, self.N, self.G), DEFAULT_WINDOW, strict=True)
+        return tuple(default if value is None else value for value, default in given)
+
+    @property
+    def max_run(self) -> int:
+        """Tokens that one step commits at most: the deepest node's depth and the bonus token."""
+        W, N, G = self.window
+        depth = {
+            "full": MAX_DEPTH if self.is_auto else min(MAX_DEPTH, max(0, (W + G) * (N - 1) - 1)),
+            "paper": max(W + N - 3 if W else 0, N - 1 if G else 0),
+            "prompt_lookup": NUM_COPIED,
+            "recycling": RECYCLING_DEPTH,
+        }[self.drafter]
+        return (depth if self.budget is None else min(depth, self.budget - 1)) + 1
+
+
+PLAIN = LookaheadConfig(W=0, N=2, G=0, drafter="paper", pool_from_prompt=False)
+"""Plain autoregressive decoding: every step feeds the root alone."""
+
+
+def check_exactness(exactness: str, lookahead: LookaheadConfig) -> None:
+    """Refuse a window that is too deep for exactness=strict.
+
+    Raises:
+        ConfigError: names W and N.
+    """
+    if exactness == "strict" and lookahead.max_run > MAX_STRICT_RUN:
+        W, N, _ = lookahead.window
+        raise ConfigError(
+            f"lookahead.W={W} lookahead.N={N}: a step may commit {lookahead.max_run} tokens;"
+            f" with exactness=strict it must be at most {MAX_STRICT_RUN} (W + N - 2, or N without a window)"
+        )

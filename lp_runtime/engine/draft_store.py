@@ -1,0 +1,94 @@
+"""The file in which what drafting has seen outlives a runtime: read at start, written after every request."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.distributed.exchange import broadcast_object
+from lp_runtime.errors import ConfigError
+from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
+from lp_runtime.utils.files import write_whole
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DraftStore:
+    """Where a draft_tables is kept. Only the first replica reads and writes it.
+
+    Attributes:
+        path: of the file.
+        num_bytes: of the draft_tables.
+        vocabulary_size: of the model.
+    """
+
+    path: Path
+    num_bytes: int
+    vocabulary_size: int
+
+    @classmethod
+    def of(cls, settings: LookaheadConfig, vocabulary_size: int) -> DraftStore | None:
+        """The file that the settings name, if they do.
+
+        Raises:
+            ConfigError: if it begins with the home folder of a user that there is not.
+        """
+        if settings.draft_tables in ("request", "runtime"):
+            return None
+        try:
+            path = Path(settings.draft_tables).expanduser()
+        except RuntimeError as error:
+            raise ConfigError(f"lookahead.draft_tables={settings.draft_tables}: {error}") from error
+        return cls(path, settings.draft_tables_bytes, vocabulary_size)
+
+    def load(self, rank: int, num_replicas: int, device: torch.device) -> DraftTables:
+        """The draft_tables, the same on all replicas; an empty one if there is no file yet.
+
+        Raises:
+            ConfigError: if the file is not one, or of another size or version, or cannot be written.
+        """
+        data: bytes | ConfigError | None = None
+        if rank == 0:
+            try:
+                data = self._read()
+            except ConfigError as error:
+                data = error
+        data = broadcast_object(data, rank, num_replicas, device)
+        if isinstance(data, ConfigError):
+            raise data
+        return (
+            DraftTables(self.num_bytes)
+            if data is None
+            else DraftTables.load(data, self.num_bytes, self.vocabulary_size)
+        )
+
+    def _read(self) -> bytes | None:
+        try:
+            if self.path.exists():
+                data = self.path.read_bytes()
+                DraftTables.load(data, self.num_bytes, self.vocabulary_size)
+                return data
+            write_whole(
+                self.path, DraftTables(self.num_bytes).dump(self.vocabulary_size)
+            )  # so that it is known now whether it can be
+            return None
+        except OSError as error:
+            raise ConfigError(
+                f"lookahead.draft_tables={self.path}: cannot be kept there ({error.strerror or error})"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(
+                f"lookahead.draft_tables={self.path}: {error}; give another path, or delete it"
+            ) from error
+
+    def save(self, draft_tables: DraftTables) -> None:
+        """Write the draft_tables. That it cannot be written is logged: the request is done."""
+        try:
+            write_whole(self.path, draft_tables.dump(self.vocabulary_size))
+        except OSError as error:
+            log.warning("lookahead.draft_tables=%s: %s", self.path, error.strerror or error)

@@ -1,0 +1,54 @@
+"""Policies by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from lp_runtime.config.lookahead import MAX_DEPTH, NUM_COPIED, RECYCLING_DEPTH, LookaheadConfig
+from lp_runtime.lookahead.drafters.base import Drafter
+from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
+from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter, compile_kernels
+from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
+from lp_runtime.lookahead.drafters.prompt_lookup import PromptLookupDrafter
+from lp_runtime.lookahead.drafters.token_recycling import TokenRecyclingDrafter
+
+
+def make_drafter(
+    settings: LookaheadConfig,
+    noise: tuple[int, int] | None,
+    num_nodes: int,
+    draft_tables: Callable[[], DraftTables],
+    vocabulary: Callable[[], np.ndarray],
+) -> Drafter:
+    """The drafter that a request asks for.
+
+    Args:
+        settings: the request's.
+        noise: (seed, sample) where successors are sampled, else None.
+        num_nodes: nodes of a tree that all replicas together can feed.
+        draft_tables, vocabulary: called by the drafter `full` alone.
+    """
+    W, N, G = settings.window
+    if settings.drafter == "full":
+        compile_kernels()
+        limit = num_nodes if settings.is_auto else min(num_nodes, max(1, (W + G) * (N - 1)))
+        prior = vocabulary() if settings.prior == "vocabulary" else None
+        return BestFirstDrafter(limit, draft_tables(), prior, noise, MAX_DEPTH)
+    if settings.drafter == "prompt_lookup":
+        return PromptLookupDrafter(NUM_COPIED, settings.budget)
+    if settings.drafter == "recycling":
+        drafter = TokenRecyclingDrafter(settings.budget)
+        assert drafter.max_run == RECYCLING_DEPTH + 1
+        return drafter
+    return PaperDrafter(
+        W,
+        N,
+        G,
+        settings.pool_from_prompt,
+        settings.window_seed,
+        only_guesses=settings.acceptance == "guesses",
+        samples=noise is not None,
+        budget=settings.budget,
+    )

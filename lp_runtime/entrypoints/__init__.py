@@ -1,0 +1,1 @@
+"""What the commands do: lp-generate, lp-chat, lp-serve and lp-bench."""

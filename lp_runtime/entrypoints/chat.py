@@ -1,0 +1,96 @@
+"""A conversation on the terminal: one answer a message, streamed."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from lp_runtime.config.commands import ChatConfig
+from lp_runtime.errors import RequestError
+from lp_runtime.model.loader import load_tokenizer
+from lp_runtime.model.tokenizer import encode_chat
+from lp_runtime.runtime import LookaheadRuntime
+
+HELP = "/reset starts again, /undo takes back the last question, /quit (or Ctrl-D) ends; Ctrl-C stops an answer"
+
+
+def check_chat(config: ChatConfig) -> None:
+    """Refuse a model that cannot chat, before replicas start.
+
+    Raises:
+        ModelError: if it has no tokenizer.
+        RequestError: if it has no chat template.
+    """
+    encode_chat(load_tokenizer(config.model), [{"role": "user", "content": "Hello"}])
+
+
+def chat(runtime: LookaheadRuntime, config: ChatConfig) -> None:
+    """Read messages from stdin, a line each, until it ends; answers go to stdout, everything else to stderr."""
+    system = [{"role": "system", "content": config.system}] if config.system else []
+    messages: list[dict[str, str]] = []  # questions and answers in turn
+    print(HELP, file=sys.stderr)
+    while (text := _read_line()) is not None:
+        match text.strip():
+            case "":
+                continue
+            case "/quit" | "/exit":
+                return
+            case "/help":
+                print(HELP, file=sys.stderr)
+            case "/reset":
+                messages.clear()
+            case "/undo":
+                del messages[-2:]
+            case _:
+                question = {"role": "user", "content": text}
+                answer = _answer(runtime, config, [*system, *messages, question])
+                if answer is not None:
+                    messages += [question, {"role": "assistant", "content": answer}]
+
+
+def _read_line() -> str | None:
+    """The next line of stdin; None at its end."""
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    line = sys.stdin.readline()
+    return line.rstrip("\n") if line else None
+
+
+def _answer(runtime: LookaheadRuntime, config: ChatConfig, messages: list[dict[str, str]]) -> str | None:
+    """Stream the answer; returns what was shown of it, or None if the request was refused."""
+    options = {"stop": config.stop, "max_time": config.max_time}
+    try:
+        stream = runtime.stream(messages=messages, max_new_tokens=config.max_new_tokens, **options)
+    except RequestError as error:
+        print(f"error: {error} (/reset starts again)", file=sys.stderr)
+        return None
+    shown = []
+    with _interruptible() as interrupted, closing(stream):
+        for piece in stream:
+            shown.append(piece.text)
+            print(piece.text, end="", flush=True)
+            if interrupted.is_set():
+                break
+    print(flush=True)
+    if stream.generation and stream.generation.seed is not None and config.sampling.seed is None:
+        print(f"(seed {stream.generation.seed})", file=sys.stderr)
+    return "".join(shown)
+
+
+@contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """The first Ctrl-C inside sets the event; the next is a KeyboardInterrupt as ever."""
+    interrupted = threading.Event()
+
+    def on_interrupt(number, frame) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)

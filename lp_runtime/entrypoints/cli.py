@@ -1,0 +1,103 @@
+"""lp-generate, lp-chat, lp-serve, lp-bench: Hydra overrides (overrides.py), exit statuses, errors in one line."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+
+from lp_runtime.config.commands import BenchConfig, ChatConfig, GenerateConfig, ServeConfig
+from lp_runtime.config.overrides import as_yaml, help_keys, load_config
+from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.distributed.context import ReplicaContext, started_by_torchrun
+from lp_runtime.errors import ConfigError, LaunchError, LookaheadError, ModelError, RequestError
+from lp_runtime.model.location import check_location
+
+BAD_INPUT = (ConfigError, RequestError, ModelError, LaunchError)
+EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
+
+GENERATE_USAGE = """\
+lp-generate prompt="def fib(n):" [gpus=2] [lookahead.W=15 lookahead.N=5 lookahead.G=15] [KEY=VALUE ...]
+       lp-generate prompts=FILE.jsonl output=OUT.jsonl [prompt_field=prompt] [KEY=VALUE ...]"""
+CHAT_USAGE = """\
+lp-chat model.path=PATH_OR_ID [gpus=2] [system="You are ..."] [sampling.temperature=0.7] [KEY=VALUE ...]"""
+
+SERVE_USAGE = """\
+lp-serve model.path=PATH_OR_ID [gpus=2] [host=127.0.0.1] [port=8000] [api_key=KEY] [KEY=VALUE ...]"""
+BENCH_USAGE = """\
+lp-bench [prompts=FILE.jsonl:FIELD] [gpus=2] [degrees=[1,2,4,8]] [output=FOLDER] [KEY=VALUE ...]"""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """lp-generate: text or a file of results. Exits the process as `_run` says."""
+    _run(_parser("lp-generate", GENERATE_USAGE, GenerateConfig), GenerateConfig, arguments)
+
+
+def chat_main(arguments: list[str] | None = None) -> None:
+    """lp-chat: a conversation on the terminal. Exits the process as `_run` says."""
+    _run(_parser("lp-chat", CHAT_USAGE, ChatConfig), ChatConfig, arguments)
+
+
+def serve_main(arguments: list[str] | None = None) -> None:
+    """lp-serve: an HTTP server that speaks the OpenAI API. Exits the process as `_run` says."""
+    _run(_parser("lp-serve", SERVE_USAGE, ServeConfig), ServeConfig, arguments)
+
+
+def bench_main(arguments: list[str] | None = None) -> None:
+    """lp-bench: this runtime beside transformers' own decoding. Exits the process as `_run` says."""
+    _run(_parser("lp-bench", BENCH_USAGE, BenchConfig), BenchConfig, arguments)
+
+
+def _run(
+    parser: argparse.ArgumentParser,
+    schema: type[RuntimeConfig],
+    arguments: list[str] | None,
+) -> None:
+    """Run a command; exits the process with 0, 2 (bad input), 1 (failed while working) or 130 (Ctrl-C)."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    rank = 0
+    try:
+        if started_by_torchrun():
+            rank = ReplicaContext.from_torchrun().rank
+        options = parser.parse_args(arguments)
+        try:
+            config = load_config(schema, options.overrides, options.config_dir)
+            if not options.cfg:
+                check_location(config.model)
+        except LookaheadError:
+            if rank:  # rank 0 meets the same error; torchrun would end it before it can say so if this rank failed too
+                return
+            raise
+        if options.cfg:
+            print(as_yaml(config), end="")
+            return
+        from lp_runtime.entrypoints.commands import (
+            run_command,  # here, where seconds of imports are not spent on bad settings
+        )
+
+        run_command(config, is_leader=rank == 0)
+    except LookaheadError as error:
+        line = " ".join(str(error).splitlines())  # what it quotes may have several
+        print(f"error: {f'rank {rank}: ' if rank else ''}{line}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT if isinstance(error, BAD_INPUT) else EXIT_FAILED)
+    except BrokenPipeError:  # whoever read our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain once more at exit
+        sys.exit(EXIT_FAILED)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _parser(name: str, usage: str, schema: type[RuntimeConfig]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=name,
+        usage=usage,
+        description="Generate text with lookahead parallelism. Settings are Hydra overrides.",
+        epilog=help_keys(schema),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="see below; groups are chosen by name")
+    parser.add_argument("--cfg", action="store_true", help="print the resulting settings and exit")
+    parser.add_argument("--config-dir", metavar="DIR", help="a folder with further configuration groups")
+    return parser

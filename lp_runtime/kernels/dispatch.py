@@ -1,0 +1,50 @@
+"""Whether Triton's kernels can be used on a device."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+
+import torch
+
+from lp_runtime.errors import first_line
+
+try:
+    from lp_runtime.kernels import triton_gpu
+except ImportError:  # without Triton
+    triton_gpu = None
+
+log = logging.getLogger(__name__)
+
+SIGMOID_OF_ONE = 0.7310586
+LEAST_CAPABILITY = (8, 0)  # of GPUs whose registers and shared memory the kernels were made for
+
+
+def kernels_for(device: torch.device) -> ModuleType | None:
+    """triton_gpu.py where it can be used on a device; else None, after a warning if that is not to be expected."""
+    return triton_gpu if device.type == "cuda" and _can_run(device) else None
+
+
+@functools.cache
+def _can_run(device: torch.device) -> bool:
+    if triton_gpu is None or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return False
+    try:  # a kernel is compiled when it is first launched, which takes a C compiler and Python's headers
+        with on(device):
+            value = triton_gpu.gate(torch.ones(1, 2, device=device)).item()
+    except Exception as error:
+        log.warning("Triton does not run on %s: %s; going on without its kernels", device, first_line(error))
+        return False
+    if not abs(value - SIGMOID_OF_ONE) < 1e-5:
+        log.warning(
+            "Triton computes %s instead of %s on %s; going on without its kernels", value, SIGMOID_OF_ONE, device
+        )
+        return False
+    return True
+
+
+def on(device: torch.device) -> AbstractContextManager:
+    """Launch on a device: Triton launches on the current one, wherever its tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,204 @@
+"""What lies between a small model's matrix products on a CPU, compiled by Numba: norms, and rotary embedding into the
+cache.
+
+torch does each as several operations, which for the few tokens of a step cost more to launch than to compute. Float32
+only, and on one thread: what is large is left to torch.
+
+Letters: T tokens, E hidden size, H key/value heads, g query heads for each, D head size.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import numpy as np
+import torch
+
+from lp_runtime.errors import first_line
+from lp_runtime.utils.jit import bound, compiled, with_fresh_cache
+
+log = logging.getLogger(__name__)
+
+MAX_SIZE = 1 << 17  # numbers that are worked on; with more, several threads of torch are faster
+ORDER_IS_FREE = frozenset({"reassoc", "contract", "nsz"})  # of sums: they are vectorized
+
+
+def takes(states: torch.Tensor) -> bool:
+    """Whether the kernels are for this: few numbers on a CPU, of a type that they know, which nobody differentiates."""
+    return (
+        states.dtype is torch.float32
+        and states.numel() <= MAX_SIZE
+        and states.is_cpu
+        and not states.requires_grad
+        and states.is_contiguous()
+        and _can_run()
+    )
+
+
+def norm(states: torch.Tensor, weight: np.ndarray, epsilon: float) -> torch.Tensor:
+    """Root-mean-square normalization over the last dimension, x w / sqrt(mean(x^2) + epsilon).
+
+    Args:
+        states: [..., E] that `takes` it.
+        weight: [E] float32.
+    """
+    rows = states.numpy()
+    normed = np.empty_like(rows)
+    _kernels()[0](rows.reshape(-1, len(weight)), weight, epsilon, normed.reshape(-1, len(weight)))
+    return torch.from_numpy(normed)
+
+
+def add_and_norm(
+    states: torch.Tensor, added: torch.Tensor, weight: np.ndarray, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of two that it `takes`, [..., E] each, and that sum normalized as by `norm`."""
+    rows = states.numpy()
+    total, normed = np.empty_like(rows), np.empty_like(rows)
+    shape = (-1, len(weight))
+    arrays = (each.reshape(shape) for each in (rows, added.numpy(), total, normed))
+    _kernels()[1](*arrays, weight, epsilon)
+    return torch.from_numpy(total), torch.from_numpy(normed)
+
+
+def rotate_and_write(
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    first: tuple[int, int, int],
+    sizes: tuple[int, int],
+    cos: np.ndarray,
+    sin: np.ndarray,
+    start: int,
+    keys: np.ndarray,
+    values: np.ndarray,
+) -> torch.Tensor:
+    """Rotary embedding of queries and keys, x cos + (-x2, x1) sin with x1 and x2 the halves of x; keys and values go
+    into a cache. All is float32 and contiguous.
+
+    Args:
+        query, key, value: [1, T, heads, D] each; may be one, in which they stand behind each other.
+        first: in which head of these each begins.
+        sizes: g H and H.
+        cos, sin: [1, T, D].
+        start: where in the cache the first token goes.
+        keys, values: [1, H, capacity, D], written to.
+
+    Returns:
+        [1, g H, T, D] rotated queries.
+    """
+    _, num_tokens, _, size = query.shape
+    assert start + num_tokens <= keys.shape[2]
+    rotated = np.empty((1, sizes[0], num_tokens, size), np.float32)
+    _kernels()[2](query, key, value, cos, sin, *first, *sizes, start, rotated, keys, values)
+    return torch.from_numpy(rotated)
+
+
+@functools.lru_cache(maxsize=4)  # by identity: all layers of a pass are given the same
+def array_of(states: torch.Tensor) -> np.ndarray:
+    """A tensor's numbers, contiguous."""
+    return states.contiguous().numpy()
+
+
+@functools.cache
+def _can_run() -> bool:
+    """Compile the kernels, or load them from where they are kept, and look at what they compute."""
+    try:
+        with_fresh_cache(_try_kernels)
+    except Exception as error:
+        log.warning("kernels for the CPU do not run: %s; going on without", first_line(error))
+        return False
+    return True
+
+
+@functools.cache
+def _kernels():
+    """For arguments of their types: looking at these at every call would take longer than some of the calls."""
+    row, rows, tokens, heads = (np.zeros((1,) * num, np.float32) for num in range(1, 5))
+    return (
+        bound(_norm, rows, row, 0.0, rows),
+        bound(_add_and_norm, *[rows] * 4, row, 0.0),
+        bound(_rotate_and_write, *[heads] * 3, *[tokens] * 2, *[0] * 6, *[heads] * 3),
+    )
+
+
+def _try_kernels() -> None:
+    _kernels.cache_clear()
+    ones = np.ones(2, np.float32)
+    normed = norm(torch.tensor([[3.0, 4.0]]), ones, 0.0)
+    added = add_and_norm(torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 2.0]]), ones, 0.0)
+    sums = torch.tensor([3.0, 4.0])
+    expected = sums / 12.5**0.5
+    states = np.arange(1, 7, dtype=np.float32).reshape(1, 1, 3, 2)
+    angles, memory = np.array([[[[0, 0]]], [[[1, 1]]]], np.float32), np.zeros((2, 1, 1, 1, 2), np.float32)
+    rotated = rotate_and_write(states, states, states, (0, 1, 2), (1, 1), *angles, 0, *memory)
+    found = torch.cat(
+        [*(each.view(-1) for each in (normed, *added)), rotated.view(-1), torch.from_numpy(memory).view(-1)]
+    )
+    wanted = torch.cat([expected, sums, expected, torch.tensor([-2.0, 1.0, -4.0, 3.0, 5.0, 6.0])])
+    if not torch.allclose(found, wanted):
+        raise ArithmeticError(f"{found.tolist()} instead of {wanted.tolist()}")
+
+
+@compiled(fastmath=ORDER_IS_FREE)
+def _norm(states: np.ndarray, weight: np.ndarray, epsilon: float, normed: np.ndarray) -> None:
+    """[T, E], [E], and [T, E] that is written."""
+    size = states.shape[1]
+    for token in range(states.shape[0]):
+        total = np.float32(0.0)
+        for place in range(size):
+            total += states[token, place] * states[token, place]
+        factor = np.float32(1.0 / np.sqrt(total / size + epsilon))
+        for place in range(size):
+            normed[token, place] = states[token, place] * factor * weight[place]
+
+
+@compiled(fastmath=ORDER_IS_FREE)
+def _add_and_norm(
+    states: np.ndarray, added: np.ndarray, total: np.ndarray, normed: np.ndarray, weight: np.ndarray, epsilon: float
+) -> None:
+    """[T, E] twice, and twice that is written; [E]."""
+    for token in range(states.shape[0]):
+        for place in range(states.shape[1]):
+            total[token, place] = states[token, place] + added[token, place]
+    _norm(total, weight, epsilon, normed)
+
+
+@compiled(fastmath=ORDER_IS_FREE)
+def _rotate_and_write(
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    first_query: int,
+    first_key: int,
+    first_value: int,
+    num_queries: int,
+    num_keys: int,
+    start: int,
+    rotated: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+) -> None:
+    """[1, T, heads, D] thrice, [1, T, D] twice; written: [1, g H, T, D], and [1, H, capacity, D] twice."""
+    half = query.shape[3] // 2
+    for token in range(query.shape[1]):
+        at = start + token
+        for head in range(num_queries):
+            source = first_query + head
+            for low in range(half):
+                high = low + half
+                x, y = query[0, token, source, low], query[0, token, source, high]
+                rotated[0, head, token, low] = x * cos[0, token, low] - y * sin[0, token, low]
+                rotated[0, head, token, high] = y * cos[0, token, high] + x * sin[0, token, high]
+        for head in range(num_keys):  # written out: a function for both took twice as long, without vectors
+            source = first_key + head
+            for low in range(half):
+                high = low + half
+                x, y = key[0, token, source, low], key[0, token, source, high]
+                keys[0, head, at, low] = x * cos[0, token, low] - y * sin[0, token, low]
+                keys[0, head, at, high] = y * cos[0, token, high] + x * sin[0, token, high]
+            source = first_value + head
+            for place in range(2 * half):
+                values[0, head, at, place] = value[0, token, source, place]

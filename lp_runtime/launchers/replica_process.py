@@ -1,0 +1,44 @@
+"""The process of a spawned replica: `python -m lp_runtime.launchers.replica_process FD`, FD being its pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+from lp_runtime.launchers.messages import Failed
+from lp_runtime.launchers.replica_server import ReplicaServer
+
+
+def be_replica(pipe: Connection) -> None:
+    """Serve the driver at the other end of a pipe; ends the process with it."""
+    lock = threading.Lock()
+
+    def send(message: object) -> None:
+        with lock, contextlib.suppress(OSError):  # the driver is gone: see `listen`
+            pipe.send(message)
+
+    def listen(server: ReplicaServer) -> None:
+        while True:
+            try:
+                server.post(pipe.recv())
+            except (EOFError, OSError):
+                os._exit(0)  # the driver closed the pipe or died: there is nothing left to do, wherever we are
+            except Exception as error:  # what a caller's own class may raise as it is unpickled
+                send(Failed.from_error(error))
+                os._exit(1)
+
+    try:
+        config, device_index, num_local = pipe.recv()
+    except (EOFError, OSError):
+        return  # the driver was gone before it could say what to do
+    server = ReplicaServer(config, device_index, num_local, send)
+    threading.Thread(target=listen, args=(server,), daemon=True).start()
+    server.run()
+    os._exit(1)  # not through atexit, where a broken group may block
+
+
+if __name__ == "__main__":
+    be_replica(Connection(int(sys.argv[1])))

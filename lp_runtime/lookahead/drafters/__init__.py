@@ -1,0 +1,1 @@
+"""Drafters: what a step's token tree proposes."""

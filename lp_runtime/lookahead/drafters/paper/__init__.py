@@ -1,0 +1,1 @@
+"""The paper's drafter: the Jacobi window and the n-gram pool."""

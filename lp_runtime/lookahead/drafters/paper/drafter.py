@@ -1,0 +1,97 @@
+"""The paper's own drafting: the Jacobi window, and up to G guesses from its n-gram pool (paper, section 3)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from lp_runtime.lookahead.drafters.base import CountingDrafter, VerificationResult
+from lp_runtime.lookahead.drafters.paper.pool import NGramPool
+from lp_runtime.lookahead.drafters.paper.window import Slots, Window
+from lp_runtime.lookahead.tree import TokenTree, accept
+
+
+class PaperDrafter(CountingDrafter):
+    """Window and pool.
+
+    Args:
+        W, N, G: window columns, n-gram size, largest number of guesses (the paper's letters).
+        pool_from_prompt: insert the prompt's n-grams into the pool.
+        window_seed: seed of the tokens that slots of the window start from.
+        only_guesses: accept along guesses only, as the paper does; else along any node of the tree.
+        samples: whether successors are sampled; the window's tokens are the likeliest ones then, too.
+        budget: nodes at most, pending tokens included; None for no other limit than W, N and G.
+    """
+
+    def __init__(
+        self,
+        W: int,
+        N: int,
+        G: int,
+        pool_from_prompt: bool = True,
+        window_seed: int = 0,
+        only_guesses: bool = False,
+        samples: bool = False,
+        budget: int | None = None,
+    ):
+        super().__init__("guesses", "window")
+        self.W, self.N, self.G = W, N, G
+        self.max_nodes = 1 + max(0, W * (N - 1) - 1) + G * (N - 1)
+        self.max_run = max(W + N - 3 if W else 0, N - 1 if G else 0) + 1
+        self.num_top_k = 1 if samples and W else 0
+        self.pool = NGramPool(N, G)
+        self.window: Window | None = None
+        self._pool_from_prompt = pool_from_prompt
+        self._random = random.Random(window_seed)
+        self._only_guesses = only_guesses
+        self._budget = budget
+        self._prompt: list[int] = []
+        self._pool_first = 0
+        self._slots: Slots = []
+        self._guess_nodes: set[int] = set()
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self._prompt = list(tokens)
+        self._pool_first = 0 if self._pool_from_prompt else len(tokens)
+        self.pool.insert_text(tokens, self._pool_first, 0)
+        self.window = Window(self.W, self.N, self._refill) if self.W else None
+
+    def _refill(self, previous: int | None) -> int:
+        """First guess for a window slot: what followed the token before it, else a token of the prompt."""
+        expected = None if previous is None else self.pool.expect(previous)
+        return self._prompt[self._random.randrange(len(self._prompt))] if expected is None else expected
+
+    def propose(
+        self, tokens: Sequence[int], num_cached: int, max_depth: int, num_wanted: int | None = None
+    ) -> TokenTree:
+        tree = TokenTree(tokens[num_cached:], max_depth, self._budget)
+        self._slots = self.window.place(tree) if self.window else []
+        self._guess_nodes = set()
+        for guess in self.pool.guesses(tokens[-1]):
+            self._guess_nodes.update(tree.add_branch(guess))
+        return tree
+
+    def accept(self, tree: TokenTree, found: VerificationResult) -> tuple[list[int], list[int]]:
+        run, path = accept(tree, found.successors)
+        if self._only_guesses:
+            num_guessed = next((i for i, node in enumerate(path) if node not in self._guess_nodes), len(path))
+            run, path = run[: num_guessed + 1], path[:num_guessed]
+        return run, path
+
+    def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
+        self.pool.insert_text(tokens, self._pool_first, len(self._prompt))
+
+    def advance(
+        self, tokens: Sequence[int], tree: TokenTree, found: VerificationResult, run: Sequence[int], path: Sequence[int]
+    ) -> None:
+        drawn = found.drawn.tolist()
+        if found.top_k is not None:  # the window's own successors: the likeliest tokens, whatever is sampled
+            drawn = [-1] * tree.root + found.top_k[:, 0].tolist()
+        ngrams = self.window.ngrams(tree, self._slots, drawn) if self.window else []
+        for ngram in ngrams:
+            self.pool.insert(ngram)
+        self.pool.insert_text(tokens, self._pool_first, len(tokens) - len(run))
+        self.pool.record_step(path, self._guess_nodes)
+        self.count(tree, path, [self._guess_nodes, range(tree.root + 1, len(tree))])
+        if self.window:
+            self.window.advance(self._slots, drawn, len(run))

@@ -1,0 +1,62 @@
+"""Prompt lookup: what followed the longest earlier occurrence of the text's last tokens is proposed as it stands.
+
+After https://github.com/apoorvumang/prompt-lookup-decoding, whose n-grams have at most 3 tokens, as here; the longest
+n-gram wins, and of its occurrences the earliest one that has something behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lp_runtime.lookahead.drafters.base import CountingDrafter, VerificationResult
+from lp_runtime.lookahead.tree import TokenTree
+
+MAX_NGRAM = 3
+
+
+class PromptLookupDrafter(CountingDrafter):
+    """One chain of copied tokens.
+
+    Args:
+        num_copied: tokens to copy at most.
+        budget: nodes at most, pending tokens included; None for no other limit.
+    """
+
+    def __init__(self, num_copied: int, budget: int | None = None):
+        super().__init__("text")
+        self.max_nodes = 1 + num_copied
+        self.max_run = num_copied + 1
+        self._num_copied = num_copied
+        self._budget = budget
+        self._places: dict[tuple[int, ...], int] = {}  # behind the first occurrence of every n-gram
+        self._num_seen = 0
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self._note(tokens)
+
+    def _note(self, tokens: Sequence[int]) -> None:
+        # The last token has nothing behind it yet, so n-grams that end with it wait.
+        for end in range(max(1, self._num_seen), len(tokens)):
+            for size in range(1, min(MAX_NGRAM, end) + 1):
+                self._places.setdefault(tuple(tokens[end - size : end]), end)
+        self._num_seen = len(tokens)
+
+    def propose(
+        self, tokens: Sequence[int], num_cached: int, max_depth: int, num_wanted: int | None = None
+    ) -> TokenTree:
+        tree = TokenTree(tokens[num_cached:], max_depth, self._budget)
+        for size in range(min(MAX_NGRAM, len(tokens)), 0, -1):
+            place = self._places.get(tuple(tokens[-size:]))
+            if place is not None:
+                tree.add_branch(tokens[place : place + self._num_copied])
+                break
+        return tree
+
+    def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
+        self._note(tokens)
+
+    def advance(
+        self, tokens: Sequence[int], tree: TokenTree, found: VerificationResult, run: Sequence[int], path: Sequence[int]
+    ) -> None:
+        self._note(tokens)
+        self.count(tree, path, [range(tree.root + 1, len(tree))])

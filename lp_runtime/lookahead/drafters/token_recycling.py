@@ -1,0 +1,74 @@
+"""Token recycling (Luo et al., arXiv 2408.08696): a static tree over a table of the last runners-up of every token.
+
+The rule is the published code's (Spec-Bench, inference_recycling.py): the table starts as zeros, every node that is fed
+overwrites its token's row with its 8 likeliest successors, the prefill's tokens do not; the tree is its template 2.2.2,
+written here as how many children each node has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lp_runtime.lookahead.drafters.base import CountingDrafter, VerificationResult
+from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.tree import TokenTree
+
+# For each node that has children, by its path of ranks from the root: how many.
+CHILDREN = {
+    "": 8,
+    **{"0": 8, "1": 4, "2": 3, "3": 2, "4": 1, "5": 1, "6": 1, "7": 1},
+    **{"00": 8, "01": 3, "02": 2, "03": 1, "04": 1, "05": 1, "06": 1, "07": 1},
+    **{"10": 2, "11": 1, "20": 1, "30": 1, "40": 1, "50": 1},
+    **{"000": 5, "001": 2, "002": 1, "003": 1, "004": 1, "010": 1, "020": 1, "100": 1, "200": 1, "300": 1},
+    **{"0000": 3, "0001": 1, "0002": 1, "0010": 1, "0100": 1, "1000": 1},
+    **{"00000": 2, "00010": 1},
+}
+TEMPLATE = [
+    (path, rank) for path in sorted(CHILDREN, key=lambda path: (len(path), path)) for rank in range(CHILDREN[path])
+]
+
+
+class TokenRecyclingDrafter(CountingDrafter):
+    """The template's tree, filled in from the table.
+
+    Args:
+        budget: nodes at most, pending tokens included; None for the whole template.
+    """
+
+    num_top_k = K
+
+    def __init__(self, budget: int | None = None):
+        super().__init__("runners-up")
+        self.max_nodes = 1 + len(TEMPLATE)
+        self.max_run = 2 + max(len(path) for path in CHILDREN)  # the deepest child's depth and the bonus token
+        self._budget = budget
+        self._table: dict[int, np.ndarray] = {}
+        self._unseen = np.zeros(K, dtype=np.int64)
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        pass
+
+    def propose(
+        self, tokens: Sequence[int], num_cached: int, max_depth: int, num_wanted: int | None = None
+    ) -> TokenTree:
+        tree = TokenTree(tokens[num_cached:], max_depth, self._budget)
+        nodes: dict[str, int | None] = {"": tree.root}
+        for path, rank in TEMPLATE:
+            parent = nodes[path]
+            if parent is not None:
+                row = self._table.get(tree.tokens[parent], self._unseen)
+                parent = tree.add(parent, int(row[rank]))
+            nodes[path + str(rank)] = parent
+        return tree
+
+    def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
+        pass
+
+    def advance(
+        self, tokens: Sequence[int], tree: TokenTree, found: VerificationResult, run: Sequence[int], path: Sequence[int]
+    ) -> None:
+        for token, row in zip(tree.tokens[tree.root :], found.top_k, strict=True):
+            self._table[token] = row
+        self.count(tree, path, [range(tree.root + 1, len(tree))])

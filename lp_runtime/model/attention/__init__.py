@@ -1,0 +1,1 @@
+"""Attention over a token tree, its masks, and the strict variant."""

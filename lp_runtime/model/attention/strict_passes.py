@@ -1,0 +1,45 @@
+"""A tree as passes that all have the same number of tokens: what exactness=strict feeds (strict.py says why).
+
+Letters: T tokens fed, B tokens of a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from lp_runtime.model.attention.mask import LayerMasks, MaskBuilder
+from lp_runtime.model.attention.strict import BLOCK, KEYS, POSITION, WINDOW, tail_table
+from lp_runtime.model.inputs import InputLayout
+from lp_runtime.utils.tensors import tensor_on
+
+
+def strict_passes(
+    fed: InputLayout, size: int, num_cached: int, masks: MaskBuilder, device: torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, LayerMasks]]:
+    """The inputs of passes of B tokens each; the last one is filled up.
+
+    Args:
+        fed: T tokens.
+        size: B.
+        num_cached: committed tokens.
+        masks: know the model's kinds of layers.
+        device: the model's.
+
+    Yields:
+        ids [B], positions [B], and what strict_attention takes as masks.
+    """
+    # What fills up stands at position 0 and sees the first committed token, so that it stays finite.
+    num_filling = -len(fed.tokens) % size
+    tables = {window: tail_table(num_cached, fed.parents, window) for window in masks.windows_by_kind.values()}
+    for window, table in tables.items():
+        filling = np.full((num_filling, table.shape[1]), -1, dtype=np.int64)
+        filling[:, [POSITION, WINDOW, KEYS + BLOCK]] = 0
+        tables[window] = tensor_on(device, np.concatenate([table, filling]))
+    ids, positions = tensor_on(device, np.pad(np.stack([fed.tokens, fed.positions]), ((0, 0), (0, num_filling))))
+    for start in range(0, len(ids), size):
+        rows = slice(start, start + size)
+        by_kind = {kind: tables[window][rows][None, None] for kind, window in masks.windows_by_kind.items()}
+        yield ids[rows], positions[rows], by_kind if masks.by_kind else next(iter(by_kind.values()))

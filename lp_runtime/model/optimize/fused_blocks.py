@@ -1,0 +1,197 @@
+"""Blocks of a decoder layer that compute what transformers' do, in fewer, larger operations; fusing.py puts them in.
+
+Letters: T tokens, E hidden size, H key/value heads, g query heads for each, D head size, F the MLP's inner size.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lp_runtime.kernels import numba_cpu
+from lp_runtime.kernels.dispatch import kernels_for, triton_gpu
+from lp_runtime.model.attention.tree_attention import Committed
+from lp_runtime.model.kv_cache.cache import TreeCache
+
+
+class FusedNorm(nn.Module):
+    """Root-mean-square normalization over the last dimension, of a norm like LlamaRMSNorm; computed in float32."""
+
+    def __init__(self, norm: nn.Module):
+        super().__init__()
+        self.weight = norm.weight
+        self.variance_epsilon: float = norm.variance_epsilon
+        self._shape = tuple(norm.weight.shape)
+        # x w / sqrt(|x|^2 / E + epsilon) = x (w sqrt(E)) / hypot(|x|, sqrt(E epsilon)): four operations.
+        scale = torch.tensor(float(norm.weight.numel())).sqrt()
+        self._scaled = norm.weight.detach().float() * scale
+        self._on_host = norm.weight.detach().float().numpy() if norm.weight.is_cpu else None
+        self._least = (scale * self.variance_epsilon**0.5).to(norm.weight.device)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if hidden_states.is_cuda:  # where this is one kernel
+            return nn.functional.rms_norm(hidden_states, self._shape, self.weight, self.variance_epsilon)
+        if self._on_host is not None and numba_cpu.takes(hidden_states):
+            return numba_cpu.norm(hidden_states, self._on_host, self.variance_epsilon)
+        length = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True, dtype=torch.float32)
+        normed = (hidden_states * self._scaled).div_(torch.hypot(length, self._least))
+        return normed.to(hidden_states.dtype)
+
+    def after_adding(self, states: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of two, and that normalized."""
+        if self._on_host is not None and numba_cpu.takes(states) and numba_cpu.takes(added):
+            return numba_cpu.add_and_norm(states, added, self._on_host, self.variance_epsilon)
+        total = states + added
+        return total, self(total)
+
+
+class FusedMLP(nn.Module):
+    """A gated MLP like LlamaMLP, [..., E] to [..., E]: one product gives gate and up, [..., 2 F]."""
+
+    def __init__(self, mlp: nn.Module):
+        super().__init__()
+        self.gate_up_proj = _merge(mlp.gate_proj, mlp.up_proj)
+        self.down_proj = mlp.down_proj
+        self.act_fn = mlp.act_fn
+        is_silu = isinstance(mlp.act_fn, nn.SiLU | type(ACT2FN["silu"]))
+        self._has_kernel = is_silu and kernels_for(self.gate_up_proj.weight.device) is not None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate_up = self.gate_up_proj(x)
+        if self._has_kernel:
+            return self.down_proj(triton_gpu.gate(gate_up))
+        gate, up = gate_up.chunk(2, -1)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+class FusedAttention(nn.Module):
+    """Attention like that of Llama, Mistral or Qwen: one product gives queries, keys and values, [..., (g + 2) H D];
+    queries and keys are rotated together, by a kernel also written into the cache."""
+
+    def __init__(self, attention: nn.Module):
+        super().__init__()
+        self.config, self.layer_idx = attention.config, attention.layer_idx
+        self.head_dim, self.scaling = attention.head_dim, attention.scaling
+        self.num_key_value_groups, self.is_causal = attention.num_key_value_groups, attention.is_causal
+        self.qkv_proj = _merge(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.o_proj = attention.o_proj
+        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        num_heads = attention.k_proj.out_features // self.head_dim
+        self._sizes = (attention.q_proj.out_features // self.head_dim, num_heads, num_heads)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values=None,
+        committed: Committed | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As the block that it replaces; `position_embeddings` are cosines and sines, [1, T, D] each."""
+        shape = hidden_states.shape[:-1]
+        states = self.qkv_proj(hidden_states).view(*shape, -1, self.head_dim)
+        if committed is not None and committed.kernels:
+            query, key, value = self._norm(*states.split(self._sizes, 2))
+            memory = past_key_values.memory(self.layer_idx)
+            rotate_and_write = committed.kernels.rotate_and_write
+            query = rotate_and_write(query, key, value, *position_embeddings, committed.length, *memory)
+            query, (key, value) = query.transpose(1, 2), memory
+        elif self._writes_on_host(states, past_key_values):
+            query, key, value = self._rotated_on_host(states, *position_embeddings, past_key_values)
+        else:
+            query, key, value = (each.transpose(1, 2) for each in self._rotated(states, *position_embeddings))
+            if past_key_values is not None:
+                key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        options = {"dropout": 0.0, "scaling": self.scaling, "committed": committed, **kwargs}
+        output, weights = attend(self, query, key, value, attention_mask, **options)
+        return self.o_proj(output.reshape(*shape, -1)), weights
+
+    def _writes_on_host(self, states: torch.Tensor, cache) -> bool:
+        return isinstance(cache, TreeCache) and numba_cpu.takes(states)
+
+    def _rotated_on_host(
+        self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: TreeCache
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, [1, g H, T, D], and all that the cache holds, [1, H, L + T, D] twice, with these written into it."""
+        num_queries, num_keys, _ = self._sizes
+        query = key = value = states.numpy()
+        first = (0, num_queries, num_queries + num_keys)
+        if self.q_norm is not None:
+            normed = self._norm(*(each.contiguous() for each in states.split(self._sizes, 2)))
+            query, key, _ = (each.numpy() for each in normed)
+            first = (0, 0, first[2])
+        angles = (numba_cpu.array_of(each) for each in (cos, sin))
+        start, memory = cache.place, cache.arrays(self.layer_idx, num_keys, self.head_dim)
+        query = numba_cpu.rotate_and_write(query, key, value, first, (num_queries, num_keys), *angles, start, *memory)
+        return query, *(each.narrow(2, 0, start + states.shape[1]) for each in cache.memory(self.layer_idx))
+
+    def _norm(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return (query, key, value) if self.q_norm is None else (self.q_norm(query), self.k_norm(key), value)
+
+    def _rotated(
+        self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, [1, T, heads, D] each, of [1, T, (g + 2) H, D]."""
+        num_queries, num_keys, _ = self._sizes
+        if self.q_norm is not None:
+            query, key, value = self._norm(*states.split(self._sizes, 2))
+            return rotate(query, cos, sin), rotate(key, cos, sin), value
+        rotated = rotate(states[:, :, : num_queries + num_keys], cos, sin)
+        return *rotated.split((num_queries, num_keys), 2), states[:, :, num_queries + num_keys :]
+
+
+class FusedLayer(nn.Module):
+    """A decoder layer like LlamaDecoderLayer, [1, T, E] to [1, T, E], made of the blocks above."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.input_layernorm, self.self_attn = layer.input_layernorm, layer.self_attn
+        self.post_attention_layernorm, self.mlp = layer.post_attention_layernorm, layer.mlp
+        if hasattr(layer, "attention_type"):  # some models ask their layers
+            self.attention_type = layer.attention_type
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values=None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        # The blocks are called as functions are: what torch does around a module takes as long as some of them.
+        normed = self.input_layernorm.forward(hidden_states)
+        output, _ = self.self_attn.forward(normed, position_embeddings, attention_mask, past_key_values, **kwargs)
+        hidden_states, normed = self.post_attention_layernorm.after_adding(hidden_states, output)
+        return hidden_states + self.mlp.forward(normed)
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding, [1, T, heads, D], by cosines and sines, [1, T, D]: x cos + (-x2, x1) sin, x1 and x2 the halves
+    of x."""
+    half = states.shape[-1] // 2
+    return torch.addcmul(states * cos.unsqueeze(2), states.roll(half, -1), _signed(sin))
+
+
+@functools.lru_cache(maxsize=4)  # by identity: all layers of a pass are given the same sines
+def _signed(sin: torch.Tensor) -> torch.Tensor:
+    """[1, T, 1, D]: sines, the first half of them negated."""
+    first, second = sin.chunk(2, -1)
+    return torch.cat((-first, second), -1).unsqueeze(2)
+
+
+def _merge(*linears: nn.Linear) -> nn.Linear:
+    """One linear layer that gives what several give, one behind the other."""
+    first, num_outputs = linears[0], sum(each.out_features for each in linears)
+    merged = nn.Linear(first.in_features, num_outputs, first.bias is not None, device="meta", dtype=first.weight.dtype)
+    merged.weight = nn.Parameter(torch.cat([each.weight.detach() for each in linears]), requires_grad=False)
+    if first.bias is not None:
+        merged.bias = nn.Parameter(torch.cat([each.bias.detach() for each in linears]), requires_grad=False)
+    return merged

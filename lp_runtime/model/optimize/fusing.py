@@ -1,0 +1,162 @@
+"""Puts blocks that compute the same in fewer, larger operations (fused_blocks.py) in the place of transformers' own.
+
+For the few tokens of a step an operation costs more to launch than to compute: a layer of transformers' Llama launches
+some forty, most of them for norms and rotary embeddings. A block is replaced, instance by instance, where its class
+runs the very code of one of the library's blocks that are known here, and where the replacement computes the same from
+random input. What is left of a model stays as it is; no class is touched.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+from lp_runtime.errors import first_line
+from lp_runtime.kernels.dispatch import on
+from lp_runtime.model.optimize.fused_blocks import FusedAttention, FusedLayer, FusedMLP, FusedNorm
+from lp_runtime.model.optimize.packing import is_hooked, is_plain, places_of
+
+log = logging.getLogger(__name__)
+
+ATTENTIONS = (llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, qwen3.Qwen3Attention)
+NUM_TOKENS = 3  # that blocks are compared with
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+BLOCKS = {  # of a layer
+    "self_attn": FusedAttention,
+    "mlp": FusedMLP,
+    "input_layernorm": FusedNorm,
+    "post_attention_layernorm": FusedNorm,
+}
+
+
+def fuse_blocks(model: nn.Module) -> int:
+    """Replace the blocks of a model that are known here, one by one; the weights of each are freed.
+
+    Returns:
+        how many were replaced.
+    """
+    kinds = (
+        (_is_attention, FusedAttention, _attention_input),
+        (_is_mlp, FusedMLP, _mlp_input),
+        (_is_norm, FusedNorm, _norm_input),
+        (_is_layer, FusedLayer, _layer_input),
+    )
+    count = 0
+    for is_kind, fused, make_input in kinds:
+        for parent, name in places_of(model, is_kind):
+            block = getattr(parent, name)
+            try:
+                replacement = fused(block)
+                if not _agree(block, replacement, make_input(block)):
+                    continue
+            except Exception as error:  # it looks like what is known here, and is not; or there is no room for both
+                log.info("%s stays as it is: %s", type(block).__name__, first_line(error))
+                continue
+            setattr(parent, name, replacement)
+            count += 1
+    return count
+
+
+def _is_attention(module: nn.Module) -> bool:
+    names = {name for name, _ in module.named_children()}
+    return (
+        names
+        in ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"})
+        and any(_runs_code_of(module, known) for known in ATTENTIONS)
+        and _same_code(_global(module, "apply_rotary_pos_emb"), llama.apply_rotary_pos_emb)
+        and _same_code(_global(module, "rotate_half"), llama.rotate_half)
+        and module.config._attn_implementation in ALL_ATTENTION_FUNCTIONS
+        and _can_merge(module.q_proj, module.k_proj, module.v_proj)
+    )
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    return _runs_code_of(module, llama.LlamaMLP) and _can_merge(module.gate_proj, module.up_proj)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    blocks = {name: type(child) for name, child in module.named_children()}
+    return (
+        _runs_code_of(module, llama.LlamaDecoderLayer)
+        and blocks == BLOCKS
+        and not any(map(is_hooked, module.children()))
+        and module.input_layernorm.weight.is_cpu  # a GPU's passes are captured: there it would change nothing
+    )
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return _runs_code_of(module, llama.LlamaRMSNorm) and type(module.weight) is nn.Parameter
+
+
+def _can_merge(*linears: nn.Module) -> bool:
+    """Whether they are plain linear layers of one kind."""
+    return (
+        all(map(is_plain, linears)) and len({(x.weight.dtype, x.weight.device, x.bias is None) for x in linears}) == 1
+    )
+
+
+def _runs_code_of(module: nn.Module, known: type[nn.Module]) -> bool:
+    return not is_hooked(module) and _same_code(type(module).forward, known.forward)
+
+
+def _same_code(left: Callable | None, right: Callable) -> bool:
+    """Whether two functions are the same but for their annotations and their names."""
+    if left is None:
+        return False
+    left, right = inspect.unwrap(left).__code__, inspect.unwrap(right).__code__
+    names = ("co_code", "co_names", "co_varnames", "co_freevars")
+    # The first constant is the docstring, if there is one.
+    return left.co_consts[1:] == right.co_consts[1:] and all(getattr(left, x) == getattr(right, x) for x in names)
+
+
+def _global(module: nn.Module, name: str) -> Callable | None:
+    """What a name means to a module's forward."""
+    return inspect.unwrap(type(module).forward).__globals__.get(name)
+
+
+def _attention_input(attention: nn.Module) -> dict[str, object]:
+    weight = next(attention.parameters())
+    cos, sin = (_random(weight, attention.head_dim) for _ in range(2))
+    return {
+        "hidden_states": _random(weight, attention.o_proj.out_features),
+        "position_embeddings": (cos, sin),
+        "attention_mask": None,
+    }
+
+
+def _mlp_input(mlp: nn.Module) -> dict[str, object]:
+    return {"x": _random(mlp.gate_proj.weight, mlp.gate_proj.in_features)}
+
+
+def _norm_input(norm: nn.Module) -> dict[str, object]:
+    return {"hidden_states": _random(norm.weight, len(norm.weight))}
+
+
+def _layer_input(layer: nn.Module) -> dict[str, object]:
+    attention = layer.self_attn
+    return _attention_input(attention)
+
+
+def _random(like: torch.Tensor, size: int) -> torch.Tensor:
+    """[1, NUM_TOKENS, size]"""
+    generator = torch.Generator().manual_seed(size)
+    return torch.randn(1, NUM_TOKENS, size, generator=generator).to(like)
+
+
+@torch.inference_mode()
+def _agree(block: nn.Module, replacement: nn.Module, arguments: dict[str, object]) -> bool:
+    with on(next(block.parameters()).device):
+        outputs = [each(**arguments) for each in (block, replacement)]
+    expected, actual = (each[0] if isinstance(each, tuple) else each for each in outputs)
+    tolerance = TOLERANCES.get(expected.dtype, 0.0)
+    difference = (actual.float() - expected.float()).norm()
+    return actual.dtype == expected.dtype and bool(difference <= tolerance * expected.float().norm())

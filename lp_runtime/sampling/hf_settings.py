@@ -1,0 +1,134 @@
+"""transformers' generation settings, made ready by transformers: the model's defaults, ours over them, processors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList
+
+from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.errors import ConfigError, first_line
+from lp_runtime.utils.warnings import without_warnings
+
+# Defaults of a model's generation_config.json that are applied unless overridden. The others are about beams, caches
+# and outputs, which are not ours to set, or are read elsewhere (end-of-sequence ids).
+APPLIED_DEFAULTS = (
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "top_h",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "min_length",
+    "min_new_tokens",
+    "sequence_bias",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "forced_eos_token_id",
+    "exponential_decay_length_penalty",
+    "max_new_tokens",
+    "max_length",
+    "max_time",
+    "stop_strings",
+)
+
+
+def defaults_of(model) -> dict[str, Any]:
+    """What a model's generation_config.json sets of APPLIED_DEFAULTS."""
+    values = model.generation_config.to_dict()
+    return {name: values[name] for name in APPLIED_DEFAULTS if values.get(name) is not None}
+
+
+def build_processors(
+    model,
+    prompt_ids: Sequence[int],
+    sampling: SamplingConfig,
+    max_new_tokens: int,
+    eos_token_ids: Sequence[int],
+    processors: Sequence = (),
+) -> LogitsProcessorList:
+    """A request's logits processors, in transformers' own order: from a call of `generate` that does not decode.
+
+    Args:
+        model: a loaded model.
+        prompt_ids: the prompt.
+        sampling: what overrides the model's defaults.
+        max_new_tokens: tokens to generate at most.
+        eos_token_ids: where the request stops; some processors look at it.
+        processors: the user's own.
+
+    Raises:
+        ConfigError: if transformers refuses a value.
+    """
+    captured = LogitsProcessorList()
+
+    def capture(_model, _input_ids, logits_processor, stopping_criteria, generation_config, **_kwargs):
+        captured.extend(logits_processor)
+
+    try:
+        with without_warnings(), _without_stop_strings(model.generation_config):
+            ids = torch.tensor([list(prompt_ids)], dtype=torch.int64, device=model.device)
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=_generation_config(model, sampling, max_new_tokens, eos_token_ids),
+                logits_processor=LogitsProcessorList(processors),
+                custom_generate=capture,
+            )
+    except Exception as error:  # transformers checks values in many places, in its own words
+        raise ConfigError(f"sampling: {first_line(error)}") from error
+    return captured
+
+
+@contextmanager
+def _without_stop_strings(config: GenerationConfig) -> Iterator[None]:
+    """`generate` wants a tokenizer where the model's defaults have any; it is we who look for them."""
+    strings, config.stop_strings = config.stop_strings, None
+    try:
+        yield
+    finally:
+        config.stop_strings = strings
+
+
+def _generation_config(
+    model, sampling: SamplingConfig, max_new_tokens: int, eos_token_ids: Sequence[int]
+) -> GenerationConfig:
+    """What is None here is taken from the model's own defaults by `generate`, then from transformers' own."""
+    defaults = model.generation_config
+    given = {
+        "do_sample": sampling.draws(defaults_of(model)),
+        "temperature": sampling.temperature or None,
+        # transformers' own default is 50, which nobody asked for; a model's file may
+        "top_k": defaults.top_k or 0 if sampling.top_k is None else sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "typical_p": sampling.typical_p,
+        "repetition_penalty": None if sampling.repetition_penalty is None else float(sampling.repetition_penalty),
+        "no_repeat_ngram_size": sampling.no_repeat_ngram_size,
+        "bad_words_ids": sampling.bad_words_ids or None,
+        "min_new_tokens": sampling.min_new_tokens,
+        "sequence_bias": _sequence_bias(sampling),
+    }
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        num_beams=1,
+        num_return_sequences=1,
+        eos_token_id=sorted(eos_token_ids) or [-1],  # None would be the model's
+        pad_token_id=0,  # nothing is padded; None is warned about
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def _sequence_bias(sampling: SamplingConfig) -> list | None:
+    if not sampling.logit_bias:
+        return None
+    return [[[token], float(bias)] for token, bias in sampling.logit_bias.items()]

@@ -1,0 +1,1 @@
+"""What any part may use: compiled functions, files, tensors."""

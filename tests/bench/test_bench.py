@@ -1,0 +1,194 @@
+"""lp-bench: what it reports is what was run; critical paths take the steps that so many replicas would."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from lp_runtime import LookaheadConfig
+from lp_runtime.bench.command import read_sources
+from lp_runtime.bench.critical_path import CriticalPath, CriticalPathRunner
+from lp_runtime.bench.methods import HuggingFace
+from lp_runtime.bench.report import quartiles
+from lp_runtime.config.commands import BenchConfig
+from lp_runtime.config.overrides import load_config
+from lp_runtime.config.settings import ModelConfig
+from lp_runtime.engine.calibration import Calibration
+from lp_runtime.engine.engine import Engine
+from lp_runtime.engine.output import Report
+from lp_runtime.engine.request import Request
+from lp_runtime.entrypoints.cli import bench_main
+from lp_runtime.model.loader import load_model
+from lp_runtime.model.runner import ModelRunner
+
+CPU = torch.device("cpu")
+FIXED = ["lookahead.W=5", "lookahead.N=4", "lookahead.G=5", "lookahead.prior=none", "cache_dir=null"]
+
+
+def test_a_report_of_all_methods(tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "def add(a, b):"}\n{"text": "import os"}\n{"text": "never read"}\n')
+    out = tmp_path / "out"
+    bench_main(
+        [
+            f"prompts={prompts}:text",
+            "limit=2",
+            "rounds=2",
+            "max_new_tokens=12",
+            "degrees=[1,2]",
+            "exchange_us=[0,1e6]",
+            f"output={out}",
+            *FIXED,
+        ]  # fmt: skip
+    )
+    found = json.loads((out / "bench.json").read_text(), parse_constant=pytest.fail)
+    rows = {(row["method"], row["exchange_us"]): row for row in found["rows"]}
+    assert found["head"]["prompts"] == 2
+    assert [name for name, _ in rows] == [
+        "hf", "hf_prompt_lookup", "plain", "paper", "default", *["critical path, 1"] * 2, *["critical path, 2"] * 2
+    ]  # fmt: skip
+    assert all(row["outputs_that_differ"] == 0 for row in rows.values())
+    assert rows["hf", None]["S"] == rows["plain", None]["S"] == 1
+    assert rows["hf", None]["over_hf"] == 1
+    assert rows["default", None]["S"] == rows["critical path, 1", 0]["S"] > 1
+    assert rows["default", None]["tokens_a_step"] == pytest.approx(rows["critical path, 1", 0]["tokens_a_step"])
+    assert rows["critical path, 2", 0]["tokens_a_step"] < rows["critical path, 1", 0]["tokens_a_step"]
+    # A second's exchange in every step: so many seconds a step more.
+    free, dear = rows["critical path, 2", 0], rows["critical path, 2", 1e6]
+    assert dear["step_ms"] - free["step_ms"] == pytest.approx(1000)
+    for (name, _), row in rows.items():
+        assert (row["other_us"] is None) == name.startswith("hf")
+        assert row["other_us"] is None or 0 < row["other_us"] < 1000 * row["step_ms"]
+        assert row["lower_quartile"] <= row["tokens_per_second"] <= row["upper_quartile"]
+    printed = capsys.readouterr().out
+    assert printed.count("\n| ") == 2 + len(rows)
+    assert printed.strip() == (out / "bench.md").read_text().strip()
+
+
+@pytest.mark.parametrize(
+    "lookahead",
+    [LookaheadConfig(W=4, N=3, G=4, drafter="paper"), LookaheadConfig(W=6, N=4, G=6, prior="none"), LookaheadConfig()],
+    ids=["paper", "full", "auto"],
+)
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_a_critical_path_is_that_of_the_same_decoding(lookahead, num_replicas, demo_model_dir):
+    model = ModelRunner(load_model(ModelConfig(path=str(demo_model_dir)), CPU, "float32"), 2048)
+    tuning = Calibration(model, 0, 1, CPU, None)
+    request = Request((5, 6, 7, 5, 6), lookahead, 24)
+    *_, report = Engine(model, 0, 1, CPU, tuning).run(request)
+    assert isinstance(report, Report)
+    plain = Request(request.prompt_ids, LookaheadConfig(W=0, N=2, G=0, drafter="paper"), 24)
+    *runs, _ = Engine(model, 0, 1, CPU).run(plain)
+    path = CriticalPathRunner(model, tuning, num_replicas).run(request)
+    assert path.token_ids == [token for run in runs for token in run.token_ids]
+    if not lookahead.is_auto:
+        assert path.num_steps == report.num_steps  # the tree is the same, however it is cut
+        assert (path.step_tokens < report.step_tokens) == (num_replicas > 1)
+
+
+def test_the_script_for_gpus_asks_for_what_there_is(tmp_path):
+    """`scripts/gpu.sh OUT bench`, with a python that notes what it is asked for."""
+    python, noted = tmp_path / "python", tmp_path / "noted"
+    python.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {noted}\n')
+    python.chmod(0o755)
+    for name, field in (("humaneval", "prompt"), ("gsm8k", "question")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({field: name}) + "\n")
+    (tmp_path / "7b").mkdir()
+    (tmp_path / "7b" / "config.json").write_text("{}")
+    environment = os.environ | {"PYTHON": str(python), "MODELS": str(tmp_path), "DATA": str(tmp_path)}
+    script = Path(__file__).parents[2] / "scripts" / "gpu.sh"
+    subprocess.run([script, tmp_path / "out", "bench"], env=environment, check=True, capture_output=True)
+    code, *overrides = noted.read_text().splitlines()[1:]
+    assert "bench_main()" in code
+    config = load_config(BenchConfig, overrides)
+    assert read_sources(config) == ["humaneval", "gsm8k"]
+    assert config.degrees == [1, 2, 4, 8] and config.dtype == "bfloat16" and config.model.path == str(tmp_path / "7b")
+
+
+def test_seconds_add_up():
+    path = CriticalPath([1] * 10, 4, 3.0, prefill_seconds=0.5, forward_seconds=2.0, other_seconds=0.25)
+    assert path.seconds(0) == 2.75
+    assert path.seconds(0.5) == 4.75
+
+
+def test_quartiles():
+    assert quartiles([3.0]) == (3.0, 3.0, 3.0)
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 3.0, 4.0)
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_anything_runs(tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "import os"}\n' + json.dumps({"text": "x = 1\n" * 3000}) + "\n")
+    with pytest.raises(SystemExit) as exit_status:
+        bench_main([f"prompts={prompts}:text", *FIXED])
+    assert exit_status.value.code == 2
+    assert "the prompt is too long" in capsys.readouterr().err
+
+
+def test_a_model_that_samples_by_default_is_compared_greedily(tmp_path, capsys, demo_model_dir):
+    shutil.copytree(demo_model_dir, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.9}')
+    bench_main(
+        [
+            f"model.path={tmp_path / 'model'}",
+            "limit=1",
+            "max_new_tokens=8",
+            "methods=[hf,plain]",
+            "degrees=[1]",
+            f"output={tmp_path}",
+            *FIXED,
+        ]  # fmt: skip
+    )
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert [row["outputs_that_differ"] for row in rows] == [0] * 5
+
+
+def test_a_baseline_that_does_not_run_is_left_out(tmp_path, capsys, caplog, monkeypatch):
+    decode = HuggingFace.decode
+
+    def fails(self, prompt, **options):
+        if "cache_implementation" in options and self._num_passes:
+            raise RuntimeError("no compiler")
+        return decode(self, prompt, **options)
+
+    monkeypatch.setattr(HuggingFace, "decode", fails)
+    settings = ["limit=2", "max_new_tokens=4", f"output={tmp_path}", *FIXED]
+    bench_main(["methods=[hf,hf_compiled,plain]", *settings])
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert [row["method"] for row in rows] == ["hf", "plain"]
+    assert "hf_compiled does not run here, so it is left out: no compiler" in caplog.text
+    with pytest.raises(SystemExit) as exit_status:
+        bench_main(["methods=[hf_compiled]", *settings])
+    assert exit_status.value.code == 1 and "no compiler" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("prompts=nowhere.jsonl:text", "prompts=nowhere.jsonl: cannot be read"),
+        ("prompts=file.jsonl", "prompts=file.jsonl: must be FILE:FIELD"),
+        ("methods=[fastest]", "methods=fastest: must be one of hf, hf_compiled"),
+        ("degrees=[2,0]", "degrees=0: must be an integer >= 1"),
+        ("exchange_us=[]", "exchange_us=[]: must have"),
+        ("exchange_us=[-1]", "exchange_us=-1"),
+        ("rounds=0", "rounds=0: must be"),
+        ("threads=0", "threads=0: must be"),
+        ("sampling.temperature=0.5", "sampling.temperature=0.5: lp-bench compares greedy"),
+        ("sampling.repetition_penalty=1.2", "sampling.repetition_penalty=1.2: lp-bench compares greedy"),
+        ("degree=[1]", "did you mean degrees?"),
+        ("model.packing=maybe", "model.packing=maybe: must be one of auto, off"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_one_line(override, message, capsys):
+    with pytest.raises(SystemExit) as exit_status:
+        bench_main([override])
+    assert exit_status.value.code == 2
+    line = capsys.readouterr().err.strip()
+    assert message in line
+    assert "\n" not in line

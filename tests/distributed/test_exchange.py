@@ -1,0 +1,175 @@
+"""The exchange, among real processes that meet over gloo."""
+
+import os
+import signal
+import socket
+
+import pytest
+import torch
+from support.ranks import CPU, TIMEOUT, run_ranks, running_ranks
+
+from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.exchange import HEADER, Exchange, broadcast_object
+from lp_runtime.distributed.partition import partition
+from lp_runtime.distributed.process_group import host_store, process_group
+from lp_runtime.errors import LaunchError, ReplicaError, StateMismatchError
+from lp_runtime.lookahead.tree import TokenTree
+
+
+def make_tree() -> TokenTree:
+    tree = TokenTree([1, 2], max_depth=9)
+    for branch in ([3, 4, 5], [3, 6], [7, 8, 9], [10]):
+        tree.add_branch(branch)
+    return tree
+
+
+def gather(exchange: Exchange, rank: int, num_replicas: int, digest: int = 5, control: int = 0, offset: int = 0):
+    tree = make_tree()
+    shares = partition(tree, [1.0] * num_replicas)
+    values = torch.tensor([[100 * node + offset] for node in shares[rank].owned], dtype=torch.int64)
+    return exchange.all_gather(shares, values, digest, control)
+
+
+def three_ranks(rank: int, num_replicas: int):
+    """Three steps on one exchange, a broadcast, then a step in which rank 1's state has parted from the others'."""
+    exchange = Exchange(rank, num_replicas, capacity=12, device=CPU)
+    outcomes = [
+        gather(exchange, rank, num_replicas),
+        gather(exchange, rank, num_replicas, offset=1, control=rank),
+        gather(exchange, rank, num_replicas, digest=2**56 - 1, offset=2),
+    ]
+    value = broadcast_object({"rank": rank, "ids": list(range(1000))}, rank, num_replicas, CPU)
+    try:
+        gather(exchange, rank, num_replicas, digest=7 if rank == 1 else 6)
+    except ReplicaError as error:
+        return outcomes, exchange.bytes_sent, value, error
+
+
+@pytest.fixture(scope="module")
+def three_results():
+    return run_ranks(three_ranks, 3)
+
+
+def test_all_replicas_learn_every_value_and_every_control_bit(three_results):
+    tree = make_tree()
+    for outcomes, bytes_sent, _, _ in three_results:
+        for offset, outcome in enumerate(outcomes):
+            expected = [-1] * tree.root + [100 * node + offset for node in range(tree.root, len(tree))]
+            assert outcome.values[:, 0].tolist() == expected
+        assert [outcome.control for outcome in outcomes] == [0, 0 | 1 | 2, 0]
+        assert bytes_sent == 4 * 8 * (HEADER + 12)  # the steps' nodes are rounded up to the capacity
+
+
+def test_a_broadcast_is_rank_0s_value_everywhere(three_results):
+    assert [value for _, _, value, _ in three_results] == [{"rank": 0, "ids": list(range(1000))}] * 3
+
+
+def test_replicas_whose_digests_differ_all_say_so(three_results):
+    for *_, error in three_results:
+        assert type(error) is StateMismatchError
+        assert "rank 0 0x6, rank 1 0x7, rank 2 0x6" in str(error)
+        assert len(str(error).splitlines()) == 1
+
+
+def lose_rank_1(rank: int, num_replicas: int):
+    """Rank 1 is killed between two steps; afterwards the others try to broadcast, too."""
+    exchange = Exchange(rank, num_replicas, capacity=12, device=CPU)
+    gather(exchange, rank, num_replicas)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    errors = []
+    for attempt in (
+        lambda: gather(exchange, rank, num_replicas),
+        lambda: broadcast_object("value", rank, num_replicas, CPU),
+    ):
+        try:
+            attempt()
+        except Exception as error:
+            errors.append(error)
+    return errors
+
+
+def test_the_peer_of_a_killed_replica_gets_an_error():
+    with running_ranks(lose_rank_1, 2) as (processes, results):
+        rank, errors = results.get(timeout=TIMEOUT)
+        processes[1].join(TIMEOUT)
+        assert processes[1].exitcode == -signal.SIGKILL
+    assert rank == 0
+    assert [type(error) for error in errors] == [ReplicaError, ReplicaError]
+    for error in errors:
+        assert str(error).startswith("rank 0 lost a peer")
+        assert len(str(error).splitlines()) == 1
+
+
+@pytest.mark.parametrize("error", [torch.AcceleratorError, torch.OutOfMemoryError, RuntimeError])
+def test_an_error_of_this_replicas_own_device_is_no_peers(monkeypatch, error):
+    def fails(*_):
+        raise error("illegal access")
+
+    monkeypatch.setattr("lp_runtime.distributed.exchange._all_gather", fails)
+    with pytest.raises(ReplicaError if error is RuntimeError else error):
+        gather(Exchange(0, 2, capacity=12, device=CPU), 0, 2)
+
+
+def test_a_single_replica_needs_no_group():
+    exchange = Exchange(0, 1, capacity=10, device=CPU)
+    with process_group(ReplicaContext(), CPU, TIMEOUT) as device:
+        assert device == CPU
+        outcome = gather(exchange, 0, 1, control=2)
+        assert not torch.distributed.is_initialized()
+    assert outcome.values[:, 0].tolist() == [-1, *(100 * node for node in range(1, len(make_tree())))]
+    assert outcome.control == 2
+    assert gather(exchange, 0, 1).control == 0
+    value = object()
+    assert broadcast_object(value, 0, 1, CPU) is value
+
+
+def test_a_taken_port_is_an_error_in_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"127.0.0.1:{port}") as caught:
+            host_store("127.0.0.1", port, 1.0)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_host_that_is_not_this_machine_is_an_error_in_one_line():
+    with pytest.raises(LaunchError, match="192.0.2.1:0") as caught:
+        host_store("192.0.2.1", 0, 1.0)  # an address that documentation may use and no machine has
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_group_that_nobody_else_joins_is_an_error_in_one_line():
+    store = host_store("127.0.0.1", 0, 1.0)
+    with (
+        pytest.raises(LaunchError, match="rank 0 of 2 could not join") as caught,
+        process_group(ReplicaContext(0, 2, host="127.0.0.1", port=store.port), CPU, 1.0, store),
+    ):
+        pass
+    assert len(str(caught.value).splitlines()) == 1
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_process_that_torchrun_did_not_start_is_told_how(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(LaunchError, match="RANK is not set.*torchrun --nproc-per-node"):
+        ReplicaContext.from_torchrun()
+
+
+def test_torchruns_variables_become_the_context(monkeypatch):
+    values = {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4, "MASTER_PORT": 29500}
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    assert ReplicaContext.from_torchrun() == ReplicaContext(5, 8, 1, 4, "node0", 29500)
+
+
+def test_backends_are_for_their_devices():
+    with process_group(ReplicaContext(), torch.device("cuda", 0), TIMEOUT, backend="gloo") as device:
+        assert device == CPU
+    with process_group(ReplicaContext(), torch.device("cuda", 0), TIMEOUT) as device:
+        assert device == torch.device("cuda", 0)
+    with (
+        pytest.raises(LaunchError, match="launcher.backend=nccl: this replica is on cpu"),
+        process_group(ReplicaContext(), CPU, TIMEOUT, backend="nccl"),
+    ):
+        pass

@@ -1,0 +1,206 @@
+"""A device that works on its own: what steps have to tell is told while it does, and nothing else changes.
+
+There is none here. A model that is said to have a timer has its passes launched, and waited for, like a GPU's.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from support.ranks import CPU, run_ranks
+from test_run_together import FIXED, KEEPING, decode_alone, decode_batch
+
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.config.settings import ModelConfig
+from lp_runtime.distributed.exchange import Exchange
+from lp_runtime.engine.engine import Arrival, Engine
+from lp_runtime.engine.output import Report
+from lp_runtime.engine.request import Request
+from lp_runtime.errors import ModelError
+from lp_runtime.model.loader import load_model
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.sizing.budget import StepBudget
+
+PROMPT = tuple(range(300, 312))
+REQUESTS = {
+    "fixed": Request(PROMPT, FIXED, 40),
+    "auto": Request(PROMPT[3:], LookaheadConfig(prior="none"), 60),
+    "paper": Request(PROMPT[:5], LookaheadConfig(7, 5, 7, drafter="paper"), 30),
+    "sampled": Request(PROMPT[1:], KEEPING, 50, sampling=SamplingConfig(temperature=0.8, seed=5)),
+    "logprobs": Request(PROMPT[2:], FIXED, 20, logprobs=True),
+}
+
+
+class Timer:
+    """Every pass is said to take so many seconds."""
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self.num_started = 0
+
+    def start(self) -> None:
+        self.num_started += 1
+
+    def stop(self) -> None:
+        pass
+
+    def seconds(self) -> float:
+        return self._seconds
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_model(ModelConfig(), CPU, "float32")
+
+
+@pytest.fixture(scope="module")
+def blocking(loaded) -> ModelRunner:
+    return ModelRunner(loaded, 512, own_attention=True)
+
+
+@pytest.fixture
+def model(loaded) -> ModelRunner:
+    """Its passes are said to take a minute, so that whoever is told is always quick beside them."""
+    made = ModelRunner(loaded, 512, own_attention=True)
+    made.timer = Timer(60.0)
+    return made
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_alone(model, blocking, name):
+    request = REQUESTS[name]
+    expected, logprobs, before = decode_alone(blocking, request)
+    tokens, found, report = decode_alone(model, request)
+    assert tokens == expected and found == pytest.approx(logprobs, abs=1e-4)
+    if request.lookahead.is_auto:  # the size of steps follows the clock
+        return
+    assert report.num_steps == before.num_steps
+    assert model.timer.num_started == report.num_steps - 1  # the prefill's is not timed
+
+
+def test_requests_together(model, blocking):
+    together = decode_batch(
+        Engine(model, 0, 1, CPU),
+        {number + 1: [Arrival(name, request)] for number, (name, request) in enumerate(REQUESTS.items())},
+    )
+    for name, (tokens, _, report) in together.items():
+        assert tokens == decode_alone(blocking, REQUESTS[name])[0], name
+        assert report.finish_reason == "length"
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_run_is_told_behind_the_next_launch_if_whoever_is_told_is_quick(model, quick):
+    """But the first, which comes of the prefill, and the second, before which nobody knows."""
+    if not quick:
+        model.timer = Timer(0.001)
+    launched = []  # passes that had been launched when each run was told
+    for event in Engine(model, 0, 1, CPU).run(REQUESTS["fixed"]):
+        if not isinstance(event, Report):
+            launched.append(model.timer.num_started)
+        time.sleep(0.0 if quick else 0.002)
+    num_runs = len(launched)
+    behind = [0, *range(2, num_runs), num_runs - 1]
+    assert num_runs > 5
+    assert launched == (behind if quick else list(range(num_runs)))
+
+
+def test_together_nothing_waits_for_a_prompt(model, monkeypatch):
+    """What is to be told is told before the next chunk of another's prompt is fed."""
+    model.prefill_chunk = 16
+    long = replace(REQUESTS["fixed"], prompt_ids=PROMPT * 20)
+    first = replace(REQUESTS["fixed"], max_new_tokens=80)
+    arriving = iter([[Arrival("first", first)], [], [], [Arrival("long", long)]])
+    order = []
+    loop = Engine(model, 0, 1, CPU)
+    step, feed = loop._step, model._forward
+
+    def noted_step(*args):
+        runs = yield from step(*args)
+        order.append("committed")
+        return runs
+
+    def noted_feed(ids, *args):
+        if len(ids) == model.prefill_chunk:
+            order.append("chunk")
+        return feed(ids, *args)
+
+    monkeypatch.setattr(loop, "_step", noted_step)
+    monkeypatch.setattr(model, "_forward", noted_feed)
+    for key, event in loop.run_batch(lambda: next(arriving, [])):
+        if not isinstance(event, Report):
+            order.append(f"told {key}")
+    begin, end = order.index("chunk"), len(order) - order[::-1].index("chunk")
+    assert order[begin:end].count("chunk") == len(long.prompt_ids) // 16
+    assert order[begin:end].count("committed") > 10
+    for what, after in zip(order[begin:end], order[begin + 1 : end], strict=False):
+        assert (what, after) != ("committed", "chunk")
+
+
+@pytest.mark.parametrize("kind", [ModelError, torch.OutOfMemoryError])
+def test_what_is_committed_is_told_before_what_goes_wrong(model, monkeypatch, kind):
+    loop = Engine(model, 0, 1, CPU)
+    *whole, _ = loop.run(REQUESTS["fixed"])
+    forward = model.forward
+
+    def fails(*args, **options):
+        if model.timer.num_started == 6:
+            raise kind("no more")
+        return forward(*args, **options)
+
+    model.timer.num_started = 0
+    monkeypatch.setattr(model, "forward", fails)
+    told = []
+    with pytest.raises(kind):
+        told.extend(loop.run(REQUESTS["fixed"]))
+    assert told == whole[:6]
+    model.timer.num_started, told = 3, []
+    with pytest.raises(kind):
+        told.extend(loop.run_batch(iter([[Arrival("one", REQUESTS["fixed"])], [], [], []]).__next__))
+    assert [run for _, run in told] == whole[:3]
+    assert not loop._memories.lent
+
+
+def test_one_that_is_left_while_a_pass_is_under_way(model, blocking):
+    loop = Engine(model, 0, 1, CPU)
+    events = loop.run(REQUESTS["fixed"])
+    for _ in range(4):
+        next(events)
+    events.close()
+    assert decode_alone(model, REQUESTS["fixed"])[0] == decode_alone(blocking, REQUESTS["fixed"])[0]
+    assert not loop._memories.lent
+
+
+def on_a_rank(rank: int, num_replicas: int):
+    """(tokens by request, clocks that were sent, whether the budget took them for late ones)."""
+    model = ModelRunner(load_model(ModelConfig(), CPU, "float32"), 512, own_attention=True)
+    model.timer = Timer(0.0001 * (1 + rank))
+    clocks, lateness = [], []
+    start = Exchange.start
+
+    def noted(exchange, shares, values, digest, control, clock=0):
+        clocks.append(clock >> 31)
+        start(exchange, shares, values, digest, control, clock)
+
+    Exchange.start = noted
+    observe = StepBudget.observe
+    StepBudget.observe = lambda *args, is_late: lateness.append(is_late) or observe(*args, is_late=is_late)
+    loop = Engine(model, rank, num_replicas, CPU)
+    found = {}
+    for name in ("fixed", "auto", "sampled"):
+        *runs, _ = loop.run(REQUESTS[name])
+        found[name] = [token for run in runs for token in run.token_ids]
+    return found, clocks, lateness
+
+
+def test_replicas_tell_of_the_pass_before(blocking):
+    results = run_ranks(on_a_rank, 2)
+    for rank, (found, clocks, lateness) in enumerate(results):
+        for name, tokens in found.items():
+            assert tokens == decode_alone(blocking, REQUESTS[name])[0], name
+        # Of a prefill, and of what came before the first step, nothing is told.
+        assert clocks[:2] == [0, 0] and set(clocks[2:6]) == {100 * (1 + rank)}
+        assert set(lateness) == {True}

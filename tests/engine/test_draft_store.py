@@ -1,0 +1,58 @@
+"""The file in which what drafting has seen outlives a runtime."""
+
+import pytest
+
+from lp_runtime import LookaheadConfig, LookaheadRuntime
+from lp_runtime.config.lookahead import PLAIN
+from lp_runtime.errors import ConfigError
+
+PROMPT = "def fib(n):\n    "
+OPTIONS = {"device": "cpu", "dtype": "float32"}
+
+
+def settings(draft_tables) -> LookaheadConfig:
+    return LookaheadConfig(W=5, N=5, G=5, draft_tables=str(draft_tables), draft_tables_bytes=1 << 20, prior="none")
+
+
+def steps(runtime: LookaheadRuntime, **options) -> int:
+    return runtime.generate(PROMPT, 40, eos=False, **options).steps
+
+
+def test_what_was_seen_is_known_to_the_next_runtime_and_changes_no_output(demo_model_dir, tmp_path):
+    file = tmp_path / "draft_tables.npz"
+    with LookaheadRuntime(str(demo_model_dir), lookahead=settings(file), **OPTIONS) as runtime:
+        plain = runtime.generate(PROMPT, 40, eos=False, lookahead=PLAIN)
+        first = runtime.generate(PROMPT, 40, eos=False)
+        second = runtime.generate(PROMPT, 40, eos=False)
+        assert second.steps < first.steps
+        assert steps(runtime, lookahead=settings("request")) == first.steps
+        with pytest.raises(ConfigError, match="lookahead.draft_tables=/elsewhere: of a request it must be"):
+            steps(runtime, lookahead=settings("/elsewhere"))
+    with LookaheadRuntime(str(demo_model_dir), lookahead=settings(file), gpus=2, **OPTIONS) as runtime:
+        third = runtime.generate(PROMPT, 40, eos=False)
+    assert third.steps <= second.steps
+    assert plain.token_ids == first.token_ids == second.token_ids == third.token_ids
+    assert [path.name for path in tmp_path.iterdir()] == ["draft_tables.npz"]
+
+
+def test_a_runtime_forgets_between_requests_unless_told_otherwise(demo_model_dir):
+    with LookaheadRuntime(str(demo_model_dir), lookahead=settings("request"), **OPTIONS) as runtime:
+        assert steps(runtime) == steps(runtime)
+        first, second = (steps(runtime, lookahead=settings("runtime")) for _ in range(2))
+        assert second < first == steps(runtime)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("junk.npz", b"junk", "it is not saved draft tables; give another path, or delete it"),
+        ("none/where.npz", None, "cannot be kept there (File exists)"),
+    ],
+)
+def test_a_file_that_will_not_do_is_refused_at_start(demo_model_dir, tmp_path, name, content, message):
+    (tmp_path / "none").write_text("a file, not a folder")
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        LookaheadRuntime(str(demo_model_dir), lookahead=settings(tmp_path / name), **OPTIONS)
+    assert str(caught.value) == f"lookahead.draft_tables={tmp_path / name}: {message}"

@@ -1,0 +1,207 @@
+"""Sampling is exact: one seed, one output, whatever is shared and however; processors do what they do in `generate`."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.ranks import CPU, run_ranks
+from transformers import LogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
+
+from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
+from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.config.settings import ModelConfig
+from lp_runtime.engine.engine import Engine
+from lp_runtime.engine.output import Report
+from lp_runtime.engine.request import Request
+from lp_runtime.errors import ConfigError
+from lp_runtime.model.loader import load_model
+from lp_runtime.model.runner import ModelRunner
+
+PROMPT = (1, 2, 3, 1, 2, 4, 1, 2, 3, 1)
+EOS = frozenset({7, 30})
+
+
+@pytest.fixture(scope="module")
+def model(random_model):
+    return random_model("Llama", seed=5, initializer_range=0.15)
+
+
+@pytest.fixture(scope="module")
+def loop(model):
+    return Engine(ModelRunner(model, 2048), 0, 1, CPU)
+
+
+def decode(loop: Engine, request: Request, **options) -> tuple[list[int], Report]:
+    *runs, report = loop.run(request, **options)
+    return [token for run in runs for token in run.token_ids], report
+
+
+optional = st.sampled_from
+samplings = st.builds(
+    SamplingConfig,
+    temperature=st.sampled_from([0.5, 0.8, 1.0, 1.5]),
+    top_k=optional([None, 0, 5, 20]),
+    top_p=optional([None, 0.9, 1.0]),
+    min_p=optional([None, 0.05]),
+    typical_p=optional([None, 0.9]),
+    repetition_penalty=optional([None, 1.3, 0.8]),
+    no_repeat_ngram_size=optional([None, 3]),
+    bad_words_ids=optional([None, [[3], [5, 6]]]),
+    min_new_tokens=optional([None, 8]),
+    logit_bias=optional([None, {4: 2.0, 9: -1.5}]),
+    seed=st.integers(0, 2**64 - 1),
+)
+lookaheads = st.builds(LookaheadConfig, W=st.integers(0, 8), N=st.integers(2, 6), G=st.integers(0, 8))
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 63), min_size=1, max_size=20), samplings, lookaheads, st.booleans(), st.integers(0, 3))
+def test_one_seed_one_output_whatever_W_N_G(loop, prompt, sampling, lookahead, eos, sample):
+    request = Request(tuple(prompt), lookahead, 24, EOS if eos else frozenset(), sampling, sample)
+    tokens, report = decode(loop, request)
+    expected, plain = decode(loop, replace(request, lookahead=PLAIN))
+    assert tokens == expected
+    assert report.finish_reason == plain.finish_reason
+    assert report.num_steps <= plain.num_steps == len(expected)
+
+
+RANK_REQUESTS = [
+    Request(PROMPT, LookaheadConfig(6, 4, 6), 24, EOS, SamplingConfig(temperature=1.0, seed=3)),
+    Request(
+        PROMPT,
+        LookaheadConfig(5, 3, 5),
+        24,
+        sampling=SamplingConfig(temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=9),
+        sample=2,
+        logprobs=True,
+    ),
+]
+
+
+def sample_on_a_rank(rank: int, num_replicas: int, folder: str):
+    model = load_model(ModelConfig(path=folder), CPU, "float32")
+    loop = Engine(ModelRunner(model, 2048), rank, num_replicas, CPU)
+    return [decode(loop, request)[0] for request in RANK_REQUESTS]
+
+
+@pytest.mark.parametrize("num_replicas", [3])
+def test_one_seed_one_output_on_any_number_of_replicas(make_model_dir, num_replicas):
+    folder = str(make_model_dir(seed=5, initializer_range=0.15))
+    alone = sample_on_a_rank(0, 1, folder)
+    assert run_ranks(sample_on_a_rank, num_replicas, folder) == [alone] * num_replicas
+
+
+def test_samples_and_seeds_differ(loop):
+    request = Request(PROMPT, LookaheadConfig(5, 3, 5), 12, sampling=SamplingConfig(temperature=1.5, seed=1))
+    outs = [decode(loop, replace(request, sample=sample))[0] for sample in range(4)]
+    outs.append(decode(loop, replace(request, sampling=SamplingConfig(temperature=1.5, seed=2)))[0])
+    assert len({tuple(out) for out in outs}) == 5
+
+
+class EvenTokensOnly(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        scores[:, 1::2] = float("-inf")
+        return scores
+
+
+GREEDY = [
+    {"repetition_penalty": 1.5},
+    {"no_repeat_ngram_size": 2},
+    {"bad_words_ids": [[2], [42, 24]]},
+    {"min_new_tokens": 20},
+    {"logit_bias": {24: -9.0, 9: 2.0}},
+    {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 9, "bad_words_ids": [[1, 2]]},
+    {},
+]
+
+
+@pytest.mark.parametrize("processors", [(), (EvenTokensOnly(),)], ids=["", "own"])
+@pytest.mark.parametrize("values", GREEDY, ids=lambda values: "+".join(values))
+def test_greedy_with_processors_is_generate_with_them(loop, model, values, processors):
+    ids = torch.tensor([PROMPT])
+    eos = {24} if "min_new_tokens" in values else {7}  # 24 is what this model soon says
+    theirs = dict(values)
+    if bias := theirs.pop("logit_bias", None):
+        theirs["sequence_bias"] = [[[token], value] for token, value in bias.items()]
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=30,
+        eos_token_id=sorted(eos),
+        pad_token_id=0,
+        logits_processor=list(processors),
+        **theirs,
+    )
+    request = Request(
+        PROMPT, LookaheadConfig(5, 4, 5), 30, frozenset(eos), SamplingConfig(**values), processors=processors
+    )
+    tokens, report = decode(loop, request)
+    assert tokens == output[0, len(PROMPT) :].tolist()
+    if values or processors:
+        assert tokens != decode(loop, replace(request, sampling=SamplingConfig(), processors=()))[0]
+
+
+def test_the_models_own_defaults_apply_unless_overridden(random_model):
+    model = random_model("Llama", seed=5, initializer_range=0.15)
+    loop = Engine(ModelRunner(model, 2048), 0, 1, CPU)
+    request = Request(PROMPT, LookaheadConfig(5, 4, 5), 20, sampling=SamplingConfig(seed=4))
+    greedy = decode(loop, request)[0]
+    model.generation_config.update(do_sample=True, temperature=0.7, top_k=3, repetition_penalty=1.4)
+    given = SamplingConfig(temperature=0.7, top_k=3, repetition_penalty=1.4, seed=4)
+    default = decode(loop, request)[0]
+    assert default == decode(loop, replace(request, sampling=given))[0] != greedy
+    overridden = SamplingConfig(temperature=0, repetition_penalty=1.0)
+    assert decode(loop, replace(request, sampling=overridden))[0] == greedy
+
+
+def test_a_processor_that_cannot_do_trees_is_one_line(loop):
+    processors = (UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, None),)
+    with pytest.raises(ConfigError, match="^UnbatchedClassifierFreeGuidanceLogitsProcessor: keeps a state"):
+        decode(loop, Request(PROMPT, PLAIN, 4, processors=processors))
+    assert decode(loop, Request(PROMPT, PLAIN, 4, sampling=SamplingConfig(bad_words_ids=[])))[1].num_steps == 4
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=0.7, top_k=5, seed=8)])
+@pytest.mark.parametrize("lookahead", [PLAIN, LookaheadConfig(5, 4, 5)])
+def test_log_probabilities_are_the_models(loop, model, sampling, lookahead):
+    request = Request(PROMPT, lookahead, 20, sampling=sampling, logprobs=True)
+    *runs, _ = loop.run(request)
+    tokens = [token for run in runs for token in run.token_ids]
+    logprobs = [value for run in runs for value in run.logprobs]
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=1e-4, atol=1e-4)
+    assert decode(loop, replace(request, logprobs=False))[0] == tokens
+
+
+def test_a_time_limit_ends_a_request_after_a_step(loop):
+    def slow() -> bool:
+        time.sleep(0.02)
+        return False
+
+    request = Request(PROMPT, PLAIN, 200, max_time=0.1)
+    tokens, report = decode(loop, request, should_cancel=slow)
+    assert report.finish_reason == "time"
+    assert 1 <= len(tokens) <= 6
+    assert tokens == decode(loop, replace(request, max_time=None))[0][: len(tokens)]
+
+
+@pytest.mark.parametrize("num_kept", [1, 2])
+def test_a_stop_inside_a_run_cuts_it(loop, num_kept):
+    """Asked about every run, once, it may keep part of it."""
+    request = Request(PROMPT, LookaheadConfig(5, 4, 5), 60)
+    everything = decode(loop, request)[0]
+    seen = []
+
+    def stop(run):
+        seen.append(list(run))
+        return num_kept if len(run) > 2 else None
+
+    tokens, report = decode(loop, request, stop=stop)
+    assert report.finish_reason == "stop"
+    before = [token for run in seen[:-1] for token in run]
+    assert tokens == before + seen[-1][:num_kept] == everything[: len(tokens)]

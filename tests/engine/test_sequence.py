@@ -1,0 +1,307 @@
+"""The decoding loop: its tokens are those of transformers' greedy `generate`, on one replica and on several."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.ranks import CPU, run_ranks
+
+from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
+from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.config.settings import ModelConfig
+from lp_runtime.engine import sampler_factory
+from lp_runtime.engine.calibration import Calibration
+from lp_runtime.engine.engine import Engine
+from lp_runtime.engine.output import Report, Run
+from lp_runtime.engine.request import Request
+from lp_runtime.errors import StateMismatchError
+from lp_runtime.model.loader import load_model
+from lp_runtime.model.runner import ModelRunner
+
+ARCHITECTURES = {
+    "llama": ("Llama", {"initializer_range": 0.3}),
+    "mistral": ("Mistral", {"initializer_range": 0.3, "sliding_window": 8}),
+    "gpt2": ("GPT2", {"initializer_range": 0.3}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "initializer_range": 0.3,
+            "head_dim": 8,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def models(random_model) -> dict:
+    """A few random models whose logits are spread widely enough that texts differ."""
+    return {key: random_model(name, seed=5, **settings) for key, (name, settings) in ARCHITECTURES.items()}
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, dict]:
+    """What Calibration has measured of each model."""
+    return {name: {} for name in ARCHITECTURES}
+
+
+def greedy_text(model, request: Request) -> list[int]:
+    """What transformers generates."""
+    eos = sorted(request.eos_token_ids) or None
+    ids = torch.tensor([request.prompt_ids])
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=request.max_new_tokens,
+        eos_token_id=eos,
+        pad_token_id=0 if eos else None,
+    )
+    return output[0, len(request.prompt_ids) :].tolist()
+
+
+def decode(loop: Engine, request: Request, **options) -> tuple[list[int], list[list[int]], Report]:
+    *runs, report = loop.run(request, **options)
+    assert isinstance(report, Report)
+    runs = [run.token_ids for run in runs]
+    return sum(runs, []), runs, report
+
+
+papers = st.builds(
+    LookaheadConfig,
+    W=st.integers(0, 8),
+    N=st.integers(2, 6),
+    G=st.integers(0, 6),
+    drafter=st.just("paper"),
+    acceptance=st.sampled_from(["tree", "guesses"]),
+    budget=st.sampled_from([None, None, 1, 2, 5, 20]),
+    pool_from_prompt=st.booleans(),
+    window_seed=st.integers(0, 3),
+)
+others = st.builds(
+    LookaheadConfig,
+    W=st.sampled_from([None, 0, 4, 15]),
+    drafter=st.sampled_from(["full", "full", "prompt_lookup", "recycling"]),
+    prior=st.sampled_from(["vocabulary", "none"]),
+    draft_tables=st.sampled_from(["request", "runtime"]),
+    draft_tables_bytes=st.sampled_from([1 << 16, 1 << 20]),
+    budget=st.sampled_from([None, 1, 2, 5, 20]),
+)
+lookaheads = papers | others
+requests = st.builds(
+    Request,
+    prompt_ids=st.lists(st.integers(0, 63), min_size=1, max_size=40).map(tuple),
+    lookahead=lookaheads,
+    max_new_tokens=st.integers(1, 40),
+    eos_token_ids=st.sampled_from([frozenset(), frozenset(range(0, 64, 9))]),
+)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(requests, st.sampled_from([1, 5, 2048]))
+def test_the_output_is_greedy_whatever_the_settings(models, measured, architecture, request, chunk):
+    model = models[architecture]
+    tree_model = ModelRunner(model, chunk)
+    loop = Engine(tree_model, 0, 1, CPU, Calibration(tree_model, 0, 1, CPU, None, measured[architecture]))
+    tokens, runs, report = decode(loop, request)
+    assert tokens == greedy_text(model, request)
+    assert report.num_steps == len(runs) <= len(tokens)
+    assert all(runs)
+    assert report.finish_reason == ("eos" if tokens[-1] in request.eos_token_ids else "length")
+    assert report.exchange_bytes == 0
+    assert report.step_tokens <= (request.lookahead.budget or 10_000)
+
+
+def test_a_step_feeds_what_W_N_G_say(models):
+    loop = Engine(ModelRunner(models["llama"], 2048), 0, 1, CPU)
+    _, runs, report = decode(loop, Request((1, 2, 3), PLAIN, max_new_tokens=12))
+    assert runs == [[token] for run in runs for token in run]
+    assert (report.num_steps, report.step_tokens) == (12, 1.0)
+    for drafter in ("paper", "full"):
+        settings = LookaheadConfig(W=4, N=3, G=4, drafter=drafter)
+        _, _, report = decode(loop, Request((1, 2, 3), settings, max_new_tokens=40))
+        assert 1 < report.step_tokens <= 16
+
+
+def test_guesses_from_a_looping_text_save_steps(models):
+    loop = Engine(ModelRunner(models["llama"], 2048), 0, 1, CPU)
+    _, _, report = decode(loop, Request((1, 2, 3), LookaheadConfig(W=8, N=5, G=8, drafter="paper"), max_new_tokens=150))
+    assert report.num_steps < 110
+    assert report.pool.hit_rate > 0.3
+    assert report.pool.accepted_length > 0
+
+
+def test_one_loop_serves_requests_of_any_length_one_after_the_other(models):
+    loop = Engine(ModelRunner(models["llama"], 2048), 0, 1, CPU)
+    for length in (30, 2, 50, 3):
+        request = Request(tuple(range(length)), LookaheadConfig(W=5, N=4, G=5), max_new_tokens=length)
+        assert decode(loop, request)[0] == greedy_text(models["llama"], request)
+
+
+def test_transformers_is_asked_for_processors_once_where_there_are_none(models, monkeypatch):
+    """It takes milliseconds."""
+    loop = Engine(ModelRunner(models["llama"], 512), 0, 1, CPU)
+    asked, build = [], sampler_factory.build_processors
+    monkeypatch.setattr(sampler_factory, "build_processors", lambda *args: (asked.append(args[2]), build(*args))[1])
+    plain = Request((5, 6, 7), PLAIN, 40, frozenset({1}))
+    penalized = replace(plain, sampling=SamplingConfig(repetition_penalty=5.0))
+
+    def texts(*requests: Request) -> tuple[list, int]:
+        asked.clear()
+        return [decode(loop, each)[0] for each in requests], len(asked)
+
+    first, num = texts(plain, penalized)
+    assert num == 2 and first[0] != first[1]
+    again, num = texts(plain, penalized)
+    assert again == first and num == 1
+    others = [
+        replace(plain, max_new_tokens=41),
+        replace(plain, eos_token_ids=frozenset()),
+        replace(plain, sampling=SamplingConfig(temperature=1.0, seed=1)),
+        replace(plain, processors=(lambda ids, scores: scores,)),
+    ]
+    assert texts(*others)[1] == 4
+    seeds = [replace(others[2], sampling=SamplingConfig(temperature=1.0, seed=seed)) for seed in (2, 3)]
+    assert texts(replace(plain, prompt_ids=(7, 8)), *others[:3], *seeds)[1] == 0
+    assert texts(others[3])[1] == 1
+
+
+def test_an_abandoned_request_does_not_touch_the_next(models):
+    loop = Engine(ModelRunner(models["llama"], 2048), 0, 1, CPU)
+    request = Request((5, 6, 7), LookaheadConfig(W=5, N=4, G=5), max_new_tokens=30)
+    events = loop.run(Request((9, 8, 7, 6, 5), LookaheadConfig(), max_new_tokens=60))
+    for _ in range(4):
+        next(events)
+    events.close()
+    assert decode(loop, request)[0] == greedy_text(models["llama"], request)
+
+
+def test_cancelling_stops_after_the_step_that_asked(models):
+    loop = Engine(ModelRunner(models["llama"], 2048), 0, 1, CPU)
+    request = Request((1, 2, 3), LookaheadConfig(W=5, N=4, G=5), max_new_tokens=100)
+    asked = iter([False, False, True])
+    tokens, runs, report = decode(loop, request, should_cancel=lambda: next(asked))
+    assert report.finish_reason == "cancelled"
+    assert len(runs) == report.num_steps == 3
+    assert tokens == greedy_text(models["llama"], request)[: len(tokens)]
+
+
+RANKS_REQUESTS = [
+    Request(prompt, lookahead, max_new_tokens, eos)
+    for prompt, lookahead, max_new_tokens, eos in [
+        ((1, 2, 3), LookaheadConfig(W=15, N=5, G=15), 60, frozenset()),
+        (tuple(range(40)), LookaheadConfig(W=5, N=3, G=5), 50, frozenset()),
+        ((7,), LookaheadConfig(W=1, N=2, G=0), 20, frozenset()),
+        ((4, 4, 4, 4), LookaheadConfig(W=0, N=6, G=3, pool_from_prompt=False), 70, frozenset()),
+        ((9, 9), LookaheadConfig(W=7, N=2, G=7), 1, frozenset()),
+        ((9, 1), LookaheadConfig(W=7, N=5, G=7, window_seed=3), 60, frozenset(range(0, 64, 9))),
+        ((3, 1), PLAIN, 10, frozenset()),
+    ]
+]
+
+
+@dataclass(frozen=True)
+class RankResult:
+    outputs: list
+    reports: list
+    cancelled: list
+    cancel_report: Report
+    unread: tuple[list[int], str, int]
+    read: list[int]
+    found_by: list[int]
+    found_here: list[bool]
+    error: Exception | None
+
+
+LONG = Request(tuple(range(1, 22)), LookaheadConfig(3, 4, 3, prior="none"), 12)
+
+
+def decode_on_a_rank(rank: int, num_replicas: int, path: str) -> RankResult:
+    model = ModelRunner(load_model(ModelConfig(path=path), CPU, "float32"), 2048)
+    loop = Engine(model, rank, num_replicas, CPU)
+    found = [decode(loop, request) for request in RANKS_REQUESTS]
+    # only the last rank is asked to stop, in the third step
+    asked = iter([False, False, rank == num_replicas - 1])
+    cancelled, _, cancel_report = decode(loop, RANKS_REQUESTS[0], should_cancel=lambda: next(asked))
+    # a long prompt, in chunks of 4: given up by the last rank after the second, and read to its end
+    model.prefill_chunk = 4
+    num_prefilled_tokens = model.num_prefilled_tokens
+    asked = iter([False, rank == num_replicas - 1])
+    given_up, _, report = decode(loop, LONG, should_cancel=lambda: next(asked))
+    unread = (given_up, report.finish_reason, model.num_prefilled_tokens - num_prefilled_tokens)
+    read = decode(loop, LONG)[0]
+    # which of the nodes that were committed this rank had
+    found_here = []
+    traced = loop.run(
+        replace(RANKS_REQUESTS[0], trace=True),
+        observe=lambda nodes, owned, *_: found_here.extend(node in owned for node in nodes),
+    )
+    found_by = [finder for run in traced if isinstance(run, Run) for finder in run.found_by]
+    # rank 1 is given another prompt than its peers, of another length
+    error = None
+    try:
+        decode(loop, Request((1, 2, 3, 4, 5, 6, 7)[: 3 + 3 * (rank == 1)], LookaheadConfig(), 20))
+    except StateMismatchError as caught:
+        error = caught
+    outputs, reports = [f[0] for f in found], [f[2] for f in found]
+    return RankResult(outputs, reports, cancelled, cancel_report, unread, read, found_by, found_here, error)
+
+
+@pytest.fixture(scope="module", params=[3])
+def ranks(request, make_model_dir):
+    """(model directory, what each rank found)."""
+    path = make_model_dir("Llama", seed=5, initializer_range=0.3)
+    return path, run_ranks(decode_on_a_rank, request.param, str(path))
+
+
+def test_every_rank_decodes_the_greedy_text(ranks):
+    path, results = ranks
+    model = load_model(ModelConfig(path=str(path)), CPU, "float32")
+    expected = [greedy_text(model, request) for request in RANKS_REQUESTS]
+    for result in results:
+        assert result.outputs == expected
+
+
+def test_steps_do_not_depend_on_the_number_of_replicas(ranks):
+    path, results = ranks
+    loop = Engine(ModelRunner(load_model(ModelConfig(path=str(path)), CPU, "float32"), 2048), 0, 1, CPU)
+    alone = [decode(loop, request)[2] for request in RANKS_REQUESTS]
+    for result in results:
+        assert [report.num_steps for report in result.reports] == [report.num_steps for report in alone]
+        assert [report.finish_reason for report in result.reports] == [report.finish_reason for report in alone]
+        assert [report.pool for report in result.reports] == [report.pool for report in alone]
+        assert result.reports[0].step_tokens < 0.75 * alone[0].step_tokens
+        assert all(report.exchange_bytes > 0 for report in result.reports)
+
+
+def test_a_wish_of_one_rank_to_cancel_stops_all_in_the_same_step(ranks):
+    _, results = ranks
+    for result in results:
+        assert result.cancel_report.finish_reason == "cancelled"
+        assert result.cancel_report.num_steps == 3
+        assert result.cancelled == results[0].cancelled == result.outputs[0][: len(result.cancelled)]
+
+
+def test_a_prompt_is_given_up_by_all_after_the_same_chunk(ranks):
+    path, results = ranks
+    expected = greedy_text(load_model(ModelConfig(path=str(path)), CPU, "float32"), LONG)
+    for result in results:
+        assert result.unread == ([], "cancelled", 8)
+        assert result.read == expected
+
+
+def test_every_token_is_said_to_be_found_by_the_rank_that_had_its_node(ranks):
+    _, results = ranks
+    for rank, result in enumerate(results):
+        assert len(result.found_by) == len(result.outputs[0])
+        assert [finder == rank for finder in result.found_by] == result.found_here
+
+
+def test_ranks_with_different_requests_notice_at_once(ranks):
+    _, results = ranks
+    for result in results:
+        assert isinstance(result.error, StateMismatchError)

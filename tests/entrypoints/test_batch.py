@@ -1,0 +1,316 @@
+"""A file of prompts in, a file of results out; cut off and resumed; and what it refuses to touch."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+from support.processes import marked, start_cli, wait_until
+
+from lp_runtime.entrypoints.batch import OutputFile
+from lp_runtime.entrypoints.cli import main
+from lp_runtime.errors import LookaheadError
+
+FIELDS = [
+    "index",
+    "sample",
+    "prompt",
+    "text",
+    "token_ids",
+    "num_tokens",
+    "steps",
+    "compression_ratio",
+    "step_tokens",
+    "seconds",
+    "finish_reason",
+    "seed",
+]
+
+
+class Job:
+    """A prompts file of token ids for the tiny model, and its output."""
+
+    def __init__(self, folder, model_dir, records):
+        self.model_dir = model_dir
+        self.source = folder / "in.jsonl"
+        self.output = folder / "out.jsonl"
+        self.source.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    def arguments(self, *overrides: str) -> list[str]:
+        paths = [f"model.path={self.model_dir}", f"prompts={self.source}", f"output={self.output}"]
+        return [*paths, "max_new_tokens=12", *overrides]
+
+    def run(self, *overrides: str) -> list[dict]:
+        main(self.arguments(*overrides))
+        return self.results()
+
+    def results(self) -> list[dict]:
+        return [json.loads(line) for line in self.output.read_text().splitlines()]
+
+
+@pytest.fixture
+def job(tmp_path, tiny_model_dir):
+    return Job(tmp_path, tiny_model_dir, [{"prompt": [1, 2, index]} for index in range(5)])
+
+
+@pytest.fixture
+def refusal(capsys):
+    """Runs a job that must be refused; returns what it says."""
+
+    def run(job: Job, *overrides: str) -> str:
+        with pytest.raises(SystemExit) as caught:
+            job.run(*overrides)
+        assert caught.value.code == 2
+        out, err = capsys.readouterr()
+        lines = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert (out, len(lines)) == ("", 1)
+        return lines[0]
+
+    return run
+
+
+def test_one_line_a_prompt_with_the_contracts_fields(job):
+    results = job.run("ids=true")
+    assert [result["index"] for result in results] == [0, 1, 2, 3, 4]
+    for result in results:
+        assert list(result) == FIELDS
+        assert result["prompt"] == [1, 2, result["index"]]
+        assert len(result["token_ids"]) == result["num_tokens"] == 12
+        assert result["finish_reason"] == "length"
+        assert 1 <= result["steps"] <= 12
+        assert result["compression_ratio"] == result["num_tokens"] / result["steps"]
+        assert result["step_tokens"] >= 1
+        assert result["seconds"] > 0
+
+
+def test_text_prompts(tmp_path, demo_model_dir):
+    job = Job(tmp_path, demo_model_dir, [{"q": "def größe(n):"}, {"q": "import"}])
+    results = job.run("prompt_field=q", "eos=false")
+    assert [result["prompt"] for result in results] == ["def größe(n):", "import"]
+    for result in results:
+        assert result["text"]
+        assert result["num_tokens"] == 12
+    assert "größe" in job.output.read_text(encoding="utf-8")
+
+
+def test_a_list_of_turns_takes_the_first(tmp_path, demo_model_dir):
+    turns = {"question_id": 81, "category": "writing", "turns": ["def f():", "now in C"]}
+    (result,) = Job(tmp_path, demo_model_dir, [turns]).run("prompt_field=turns")
+    assert result["prompt"] == "def f():"
+
+
+def test_blank_lines_do_not_count(job):
+    job.source.write_text("\n" + job.source.read_text().replace("\n", "\n\n"))
+    assert [result["index"] for result in job.run("ids=true")] == [0, 1, 2, 3, 4]
+
+
+def test_limit_and_then_more(job):
+    first = job.run("ids=true", "limit=2")
+    assert [result["index"] for result in first] == [0, 1]
+    more = job.run("ids=true")
+    assert more[:2] == first
+    assert [result["index"] for result in more] == [0, 1, 2, 3, 4]
+    assert job.run("ids=true", "limit=2") == more
+
+
+def test_lines_beyond_the_limit_are_not_read(job):
+    job.source.write_text(job.source.read_text() + "not JSON\n")
+    assert len(job.run("ids=true", "limit=5")) == 5
+
+
+def test_two_replicas_give_the_same_tokens(tmp_path, job, tiny_model_dir):
+    (tmp_path / "other").mkdir()
+    other = Job(tmp_path / "other", tiny_model_dir, [{"prompt": [1, 2, index]} for index in range(5)])
+    assert [r["token_ids"] for r in other.run("ids=true", "gpus=2")] == [r["token_ids"] for r in job.run("ids=true")]
+
+
+@pytest.mark.parametrize("policy", ["throughput", "fair"])
+def test_prompts_at_once_give_the_same_lines(tmp_path, job, tiny_model_dir, policy):
+    other = Job(tmp_path, tiny_model_dir, [{"prompt": [1, 2, index]} for index in range(5)])
+    other.output = tmp_path / "other.jsonl"
+    expected = [(line["index"], line["token_ids"]) for line in job.run("ids=true")]
+    found = other.run("ids=true", "gpus=2", f"policy={policy}")
+    assert [(line["index"], line["token_ids"]) for line in found] == expected
+
+
+def test_a_finished_file_is_left_as_it_is(job):
+    job.run("ids=true")
+    before = job.output.read_bytes()
+    job.run("ids=true")
+    assert job.output.read_bytes() == before
+
+
+@pytest.mark.parametrize("cut", [1, 5, 60])
+def test_resume_after_a_line_was_cut_off(job, cut):
+    whole = job.run("ids=true")
+    lines = job.output.read_bytes().splitlines(keepends=True)
+    job.output.write_bytes(b"".join(lines[:3]) + lines[3][:-cut])
+    again = job.run("ids=true")
+    assert again[:3] == whole[:3]
+    assert [result["index"] for result in again] == [0, 1, 2, 3, 4]
+    assert [result["token_ids"] for result in again] == [result["token_ids"] for result in whole]
+
+
+def test_resume_fills_gaps(job):
+    whole = job.run("ids=true")
+    lines = job.output.read_bytes().splitlines(keepends=True)
+    job.output.write_bytes(lines[0] + lines[4])
+    again = job.run("ids=true")
+    assert [result["index"] for result in again] == [0, 4, 1, 2, 3]
+    assert {r["index"]: r["token_ids"] for r in again} == {r["index"]: r["token_ids"] for r in whole}
+
+
+@pytest.mark.parametrize("gpus", [2])
+def test_resume_after_the_process_was_killed(tmp_path, demo_model_dir, gpus):
+    job = Job(tmp_path, demo_model_dir, [{"prompt": [40 + index, 50, 60]} for index in range(20)])
+    overrides = ["ids=true", "eos=false", "max_new_tokens=200", f"gpus={gpus}"]
+    with marked() as mark:
+        driver = start_cli(*job.arguments(*overrides), cwd=tmp_path, environment=mark.environment)
+        wait_until(lambda: driver.poll() is not None or (job.output.exists() and job.output.read_bytes().count(b"\n")))
+        driver.send_signal(signal.SIGKILL)
+        _, err = driver.communicate(timeout=60)
+        assert driver.returncode == -signal.SIGKILL, err.decode()
+        mark.assert_gone()
+    before = job.output.read_bytes()
+    kept = before[: before.rindex(b"\n") + 1]
+    assert 1 <= kept.count(b"\n") < 20
+    results = job.run(*overrides)
+    assert job.output.read_bytes().startswith(kept)
+    assert [result["index"] for result in results] == list(range(20))
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("max_new_tokens=13", "max_new_tokens"),
+        ("lookahead.W=3", "lookahead"),
+        ("gpus=2", "gpus"),
+        ("eos=false", "eos"),
+        ("dtype=bfloat16", "dtype"),
+        ("prompt_field=other", "prompt_field"),
+    ],
+)
+def test_changed_settings_are_refused(job, refusal, override, key):
+    job.source.write_text("".join(json.dumps({"prompt": [1, i], "other": [1, i]}) + "\n" for i in range(2)))
+    job.run("ids=true", "limit=1")
+    before = job.output.read_bytes()
+    message = refusal(job, "ids=true", override)
+    assert f"output={job.output}: holds results of other settings ({key} was " in message
+    assert job.output.read_bytes() == before
+
+
+def test_fewer_ranks_go_on_after_torchruns_restart(job, refusal, monkeypatch):
+    job.run("ids=true", "limit=1")
+    settings = job.output.with_name(job.output.name + ".settings")
+    settings.write_text(settings.read_text().replace('"gpus": 1', '"gpus": 2'))
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "test"}
+    for name, value in rank.items():
+        monkeypatch.setenv(name, value)
+    assert "(gpus was 2, is 1)" in refusal(job, "ids=true")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert len(job.run("ids=true")) == 5
+
+
+def test_changed_prompts_are_refused(job, refusal):
+    job.run("ids=true", "limit=1")
+    before = job.output.read_bytes()
+    job.source.write_text(job.source.read_text().replace("[1, 2, 4]", "[1, 2, 5]"))
+    assert "(prompts was " in refusal(job, "ids=true")
+    assert job.output.read_bytes() == before
+
+
+def test_another_model_is_refused(job, refusal, make_model_dir):
+    job.run("ids=true", "limit=1")
+    job.model_dir = make_model_dir(seed=1)
+    assert "(model was " in refusal(job, "ids=true")
+
+
+@pytest.mark.parametrize("text", ["my notes\n", '{"index": 0}\n', "no newline"])
+def test_a_foreign_file_is_not_touched(job, refusal, text):
+    job.output.write_text(text)
+    assert "was not written by lp-generate; it is left as it is" in refusal(job, "ids=true")
+    assert job.output.read_text() == text
+    assert sorted(path.name for path in job.output.parent.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_the_prompts_are_never_the_output(job, refusal):
+    job.output = job.source
+    before = job.source.read_bytes()
+    assert "it is left as it is" in refusal(job, "ids=true")
+    assert job.source.read_bytes() == before
+
+
+def test_a_damaged_output_is_not_touched(job, refusal):
+    job.run("ids=true")
+    text = "damaged\n" + job.output.read_text()
+    job.output.write_text(text)
+    assert f"output={job.output} line 1: is no result of lp-generate" in refusal(job, "ids=true")
+    assert job.output.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([1] * 250, "line 6: the prompt is too long: 250 tokens + max_new_tokens=12 are more than"),
+        ([64], "line 6: token id 64 of the prompt: must be an integer 0 to 63"),
+        ([], "line 6: the prompt is empty"),
+    ],
+)
+def test_a_prompt_that_cannot_be_decoded_is_named_before_any_is(job, refusal, prompt, message):
+    with job.source.open("a") as file:
+        file.write(json.dumps({"prompt": prompt}) + "\n")
+    assert message in refusal(job, "ids=true")
+    assert not job.output.exists()
+
+
+def test_progress_is_shown_on_stderr(job, capsys):
+    job.run("ids=true")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "5/5" in err
+
+
+def test_a_full_disk_loses_nothing_that_was_there(tmp_path):
+    (tmp_path / "out").symlink_to("/dev/full")
+    output = OutputFile(tmp_path / "out", {}, None)
+    output.resume()
+    with pytest.raises(LookaheadError, match=f"output={tmp_path}/out: writing failed: No space left on device"):
+        output.write({"index": 0})
+
+
+def test_an_output_that_will_not_do_is_refused_before_replicas_start(job, refusal, monkeypatch):
+    monkeypatch.setattr("lp_runtime.entrypoints.commands.LookaheadRuntime", None)
+    job.output.mkdir()
+    assert "cannot be written: is a directory" in refusal(job, "ids=true")
+
+
+def test_lines_behind_the_limit_are_not_read(job):
+    with job.source.open("a") as file:
+        file.write("not JSON\n")
+    job.run("ids=true", "limit=5")
+    assert len(job.output.read_text().splitlines()) == 5
+
+
+def test_samples_are_resumed_with_the_seed_of_the_first_run(job):
+    sampling = ("ids=true", "sampling.temperature=1.0", "num_samples=2", "logprobs=true", "sampling.logit_bias={4:1}")
+    job.run(*sampling, "limit=2")
+    first = job.output.read_text()
+    results = [json.loads(line) for line in first.splitlines()]
+    assert [(result["index"], result["sample"]) for result in results] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(len(result["logprobs"]) == result["num_tokens"] for result in results)
+    seed = results[0]["seed"]
+    assert [result["seed"] for result in results] == [seed, seed, seed + 1, seed + 1]
+    assert results[0]["token_ids"] != results[1]["token_ids"]
+    job.run(*sampling)
+    assert job.output.read_text().startswith(first)
+    again = [json.loads(line) for line in job.output.read_text().splitlines()]
+    assert {result["seed"] - result["index"] for result in again} == {seed}
+    assert len(again) == 10
+
+
+def test_several_samples_of_greedy_decoding_are_refused(job, refusal):
+    assert "num_samples=2: decoding is greedy; give sampling.temperature > 0" in refusal(
+        job, "ids=true", "num_samples=2"
+    )

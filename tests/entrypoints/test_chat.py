@@ -1,0 +1,119 @@
+"""lp-chat: a conversation by the model's chat template, streamed; stopped answers; models that cannot chat."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from support.processes import PATIENCE, marked
+
+from lp_runtime import LookaheadRuntime
+from lp_runtime.entrypoints.cli import chat_main
+
+CHAT = "from lp_runtime.cli import chat_main; chat_main()"
+TEMPLATE = (
+    "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}# assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chat_dir(demo_model_dir, tmp_path_factory):
+    """The demo model with a chat template."""
+    folder = shutil.copytree(demo_model_dir, tmp_path_factory.mktemp("chat") / "model")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def run_chat(folder, lines: str, *overrides: str, cwd) -> subprocess.CompletedProcess:
+    with marked() as mark:
+        result = subprocess.run(
+            [sys.executable, "-c", CHAT, f"model.path={folder}", "max_new_tokens=12", *overrides],
+            input=lines,
+            capture_output=True,
+            text=True,
+            cwd=cwd,
+            env=mark.environment,
+            timeout=PATIENCE,
+        )
+        mark.assert_gone()
+    return result
+
+
+def test_a_conversation_remembers_undoes_and_starts_again(chat_dir, tmp_path):
+    lines = "Write a loop.\n\nAnd a test.\n/undo\nAnd a class.\n/reset\n/help\nWrite a loop.\n/quit\nnever read\n"
+    result = run_chat(chat_dir, lines, "system=Be brief.", "gpus=2", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    with LookaheadRuntime(chat_dir, device="cpu", dtype="float32") as runtime:
+
+        def answer(*turns: str) -> str:
+            roles = ["system", *["user", "assistant"] * len(turns)]
+            messages = [
+                {"role": role, "content": text} for role, text in zip(roles, ["Be brief.", *turns], strict=False)
+            ]
+            return runtime.generate(messages=messages, max_new_tokens=12).text
+
+        first = answer("Write a loop.")
+        expected = [
+            first,
+            answer("Write a loop.", first, "And a test."),
+            answer("Write a loop.", first, "And a class."),
+            first,
+        ]
+    assert result.stdout == "".join(f"{text}\n" for text in expected)
+
+
+def test_a_conversation_that_grows_too_long_says_so_and_goes_on(chat_dir, tmp_path):
+    result = run_chat(chat_dir, "x " * 5000 + "\nhello\n", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "error: the prompt is too long" in result.stderr
+    assert "(/reset starts again)" in result.stderr
+    assert len(result.stdout.splitlines()) >= 1
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_conversation(chat_dir, tmp_path):
+    with marked() as mark:
+        process = subprocess.Popen(
+            [sys.executable, "-c", CHAT, f"model.path={chat_dir}", "max_new_tokens=3000", "gpus=2"],
+            cwd=tmp_path,
+            env=mark.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        process.stdin.write(b"Write a very long loop.\n")
+        process.stdin.flush()
+        assert process.stdout.read(20)  # it is answering
+        process.send_signal(signal.SIGINT)
+        process.stdin.write(b"/quit\n")
+        process.stdin.flush()
+        _, err = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, err
+        mark.assert_gone()
+
+
+def test_a_model_without_a_template_is_refused_before_anything_starts(demo_model_dir, capsys):
+    with pytest.raises(SystemExit) as caught:
+        chat_main([f"model.path={demo_model_dir}", "gpus=2"])
+    assert caught.value.code == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "error: messages: the model has no chat template; give a prompt instead\n")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("promt=x", "unknown setting promt=x: see --help"),
+        ("prompt=x", "unknown setting prompt=x"),
+        ("max_new_tokens=0", "max_new_tokens=0: must be an integer >= 1"),
+    ],
+)
+def test_bad_settings(override, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        chat_main([override])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")

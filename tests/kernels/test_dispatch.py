@@ -1,0 +1,57 @@
+"""Where Triton's kernels are used: on GPUs that they were made for, and only if one of them turns out to run."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lp_runtime.kernels import dispatch
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 7)
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> SimpleNamespace:
+    """A GPU that is not there, and what its kernel does."""
+    there = SimpleNamespace(capability=(9, 0), gate=lambda states: torch.tensor(0.73105857))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: there.capability)
+    monkeypatch.setattr(torch, "ones", lambda *sizes, device: None)
+    monkeypatch.setattr(dispatch, "on", lambda device: nullcontext())
+    monkeypatch.setattr(dispatch, "triton_gpu", SimpleNamespace(gate=lambda states: there.gate(states)))
+    dispatch._can_run.cache_clear()
+    yield there
+    dispatch._can_run.cache_clear()
+
+
+def test_on_a_gpu_whose_kernel_runs(gpu, caplog):
+    assert dispatch.kernels_for(GPU) is dispatch.triton_gpu
+    assert dispatch.kernels_for(CPU) is None
+    assert not caplog.records
+
+
+def test_not_where_triton_cannot_compile(gpu, caplog):
+    def fail(states):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+    gpu.gate = fail
+    assert dispatch.kernels_for(GPU) is None and dispatch.kernels_for(GPU) is None
+    (record,) = caplog.records  # said once
+    assert "Triton does not run on cuda:7: " in record.message and "Failed to find C compiler" in record.message
+
+
+@pytest.mark.parametrize("value", [0.5, float("nan")])
+def test_not_where_what_it_computes_is_wrong(gpu, value):
+    gpu.gate = lambda states: torch.tensor(value)
+    assert dispatch.kernels_for(GPU) is None
+
+
+def test_not_on_older_gpus_nor_without_triton(gpu, monkeypatch):
+    gpu.capability = (7, 5)
+    assert dispatch.kernels_for(GPU) is None
+    dispatch._can_run.cache_clear()
+    gpu.capability = (8, 0)
+    monkeypatch.setattr(dispatch, "triton_gpu", None)
+    assert dispatch.kernels_for(GPU) is None

@@ -1,0 +1,306 @@
+"""Triton's kernels: interpreted where there is no GPU, and compiled for some that need not be there."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support.small_models import FAMILIES
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.engine.engine import Engine
+from lp_runtime.engine.request import Request
+from lp_runtime.kernels import numba_cpu
+from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model import cuda_graph
+from lp_runtime.model.attention.mask import ancestor_mask
+from lp_runtime.model.optimize import fused_blocks
+from lp_runtime.model.optimize.fused_blocks import rotate
+from lp_runtime.model.optimize.fusing import fuse_blocks
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.self_check import check_model
+from lp_runtime.sampling import sampler
+from lp_runtime.sampling.processors import TreeProcessors
+
+kernels = pytest.importorskip("lp_runtime.kernels.triton_gpu", reason="needs Triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter has no products in bfloat16
+if DEVICE == "cuda":
+    TOLERANCES[torch.bfloat16] = 3e-2
+MOST_SHARED = 99 << 10  # bytes that a program has on every GPU from compute capability 8.0 on
+MOST_STACK = 64  # bytes; a few registers more or less
+
+
+def random_seen(num_tokens: int) -> torch.Tensor:
+    """[T, T] bool, of a random tree."""
+    rng = random.Random(num_tokens)
+    return torch.from_numpy(ancestor_mask([-1, *(rng.randrange(node) for node in range(1, num_tokens))]))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("num_processors", [1, 8])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_cached", "groups", "size"),
+    [
+        (1, 1, 1, 16),
+        (1, 300, 2, 64),
+        (5, 63, 4, 20),
+        (33, 70, 1, 80),
+        (2, 64, 2, 128),
+        (40, 1, 2, 16),
+        (3, 200, 1, 256),
+    ],
+)
+def test_attention(num_tokens, num_cached, groups, size, num_processors, dtype):
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def draw(heads: int, tokens: int) -> torch.Tensor:
+        return (2 * torch.randn(1, tokens, heads, size, generator=generator)).to(DEVICE, dtype).transpose(1, 2)
+
+    num_keys = num_cached + num_tokens
+    query = draw(2 * groups, num_tokens)
+    keys, values = (draw(2, num_keys + 70).contiguous() for _ in range(2))
+    keys[:, :, num_keys:] = values[:, :, num_keys:] = torch.nan  # anything may be there
+    seen = random_seen(num_tokens).to(DEVICE)
+    mask = torch.zeros(seen.shape, dtype=dtype, device=DEVICE).masked_fill_(~seen, torch.finfo(dtype).min)
+    length = torch.tensor([num_cached], device=DEVICE)
+    actual = kernels.attend(query, keys, values, mask, length, 0.3, num_processors)
+
+    expanded = (each[:, :, :num_keys].double().repeat_interleave(groups, dim=1) for each in (keys, values))
+    key, value = expanded
+    scores = query.double() @ key.transpose(2, 3) * 0.3
+    scores[..., num_cached:].masked_fill_(~seen, -torch.inf)
+    expected = (scores.softmax(-1) @ value).transpose(1, 2)
+    assert actual.dtype == dtype and actual.is_contiguous()
+    torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("is_apart", [True, False])
+@pytest.mark.parametrize(("num_tokens", "num_cached", "groups", "size"), [(1, 9, 1, 16), (7, 3, 3, 20), (3, 5, 2, 64)])
+def test_rotating_and_writing(num_tokens, num_cached, groups, size, is_apart, dtype):
+    """Queries, keys and values may lie apart, or in one row for each token."""
+    sizes = (2 * groups, 2, 2)
+    states = torch.randn(1, num_tokens, sum(sizes), size, device=DEVICE).to(dtype)
+    query, key, value = ((each.contiguous() if is_apart else each) for each in states.split(sizes, 2))
+    cos, sin = torch.randn(2, 1, num_tokens, size, device=DEVICE).to(dtype)
+    keys, values = torch.zeros(2, 1, 2, num_cached + num_tokens + 4, size, device=DEVICE, dtype=dtype)
+    length = torch.tensor([num_cached], device=DEVICE)
+    rotated = kernels.rotate_and_write(query, key, value, cos, sin, length, keys, values)
+    tolerance = {"rtol": TOLERANCES[dtype], "atol": 2 * TOLERANCES[dtype]}
+    torch.testing.assert_close(rotated, rotate(query, cos, sin), **tolerance)
+    new = slice(num_cached, num_cached + num_tokens)
+    torch.testing.assert_close(keys[:, :, new].transpose(1, 2), rotate(key, cos, sin), **tolerance)
+    assert torch.equal(values[:, :, new].transpose(1, 2), value)
+    for memory in (keys, values):
+        memory[:, :, new] = 0
+        assert not memory.any()  # nothing else was written
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 8), (3, 1500), (5, kernels.GATE_BLOCK)])
+def test_gating(num_tokens, size, dtype):
+    gate_up = torch.randn(1, num_tokens, 2 * size, device=DEVICE).to(dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    expected = torch.nn.functional.silu(gate) * up
+    actual = kernels.gate(gate_up)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("num", [1, 3, K])
+@pytest.mark.parametrize("kind", ["drawn", "equal", "few", "infinite"])
+@pytest.mark.parametrize("size", [5, kernels.CHUNK, 2 * kernels.CHUNK + 100])
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter: inf - inf
+def test_runners_up(num, kind, size):
+    """Beside those that are found on a CPU."""
+    scores = {
+        "drawn": torch.randn(3, size, generator=torch.Generator().manual_seed(size)),
+        "equal": torch.zeros(3, size),
+        "few": torch.full((3, size), -torch.inf).index_fill_(1, torch.tensor([1, size - 1]), 1.0),
+        "infinite": torch.randn(3, size).index_fill_(1, torch.tensor([0, size - 2]), torch.inf),
+    }[kind]
+    first = torch.tensor([0, 1 << 31, (1 << 60) + 7])
+    expected = np.zeros((3, 1 + (num + 1) // 2), dtype=np.int64)
+    sampler.pack_top_k(scores.numpy(), num, expected)
+    expected[:, 0] = first
+    constants = sampler.NO_TOKEN, sampler.MARGIN_UNIT, sampler.MAX_MARGIN
+    packed = kernels.pack_top_k(scores.to(DEVICE), first.to(DEVICE), num, *constants)
+    assert packed.tolist() == expected.tolist()
+
+
+class Launches(TorchDispatchMode):
+    """Counts torch's operations that launch something: no views, empty tensors and conversions to the same type."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        is_view = not isinstance(output, torch.Tensor) or (
+            not name.endswith("_") and isinstance(args[0], torch.Tensor) and output.data_ptr() == args[0].data_ptr()
+        )
+        if not is_view and "empty" not in name:
+            self.counts[name] += 1
+        return output
+
+
+def counted_kernels(launches: Launches) -> SimpleNamespace:
+    """The kernels, of which each call counts as one launch."""
+
+    def counted(name: str):
+        kernel = getattr(kernels, name)
+
+        def call(*args):
+            before = launches.counts.copy()
+            output = kernel(*args)
+            launches.counts = before + Counter([name])  # without the interpreter's own
+            return output
+
+        return call
+
+    names = ("rotate_and_write", "attend", "gate", "pack_top_k")
+    return SimpleNamespace(launches=launches, **{name: counted(name) for name in names})
+
+
+def use_kernels(patch, kernels) -> None:
+    """Have models that are fused, and passes of fixed sizes, use these."""
+    patch.setattr(cuda_graph, "kernels_for", lambda device: kernels)
+    patch.setattr(fused_blocks, "kernels_for", lambda device: kernels)
+    patch.setattr(fused_blocks, "triton_gpu", kernels)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("Llama", {}), ("Qwen3", {"head_dim": 8}), ("Phi3", {}), ("Gemma", {"head_dim": 8})]
+)
+def test_steps_through_the_kernels(random_model, name, settings, monkeypatch):
+    """Passes of fixed sizes of fused blocks, as on a GPU, beside the unchanged model."""
+    counted = counted_kernels(Launches())
+    use_kernels(monkeypatch, counted)
+    free, fixed = (
+        ModelRunner(random_model(name, seed=3, **settings).to(DEVICE), 512, own_attention=True) for _ in range(2)
+    )
+    fuse_blocks(fixed.model)
+    fixed.fix_sizes(capture=False)
+    rng = random.Random(0)
+    for model in (free, fixed):
+        model.begin(300)
+        model.prefill(list(range(40)))
+    for num_pending, num_guesses in ((1, 0), (3, 4), (2, 20), (1, 9)):
+        tree = TokenTree([rng.randrange(60) for _ in range(num_pending)], max_depth=16)
+        while len(tree) < num_pending + num_guesses:
+            tree.add(rng.randrange(tree.root, len(tree)), rng.randrange(60))
+        nodes = list(range(len(tree)))
+        logits = [model.forward(tree, nodes, nodes) for model in (free, fixed)]
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+        greedy = sampler.Sampler(TreeProcessors([], logits[1].device), None, num_top_k=K)
+        expected, _ = greedy.draw(logits[1], tree, nodes, [0])
+        assert fixed.text.drawn.tolist() == expected.tolist() and free.text.drawn is None
+    assert counted.launches.counts["attend"] == 4 * 2
+    assert check_model(fixed) < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_through_the_kernels(random_model, family, monkeypatch):
+    """A step of each, beside eager attention where the model has it."""
+    name, settings = FAMILIES[family]
+    use_kernels(monkeypatch, kernels)
+    eager = ModelRunner(random_model(name, seed=1, attention="eager", **settings).to(DEVICE), 512)
+    fixed = ModelRunner(random_model(name, seed=1, **settings).to(DEVICE), 512, own_attention=True)
+    if not fixed.masks.is_own:
+        pytest.skip("has an attention of its own: its passes are not captured")
+    fuse_blocks(fixed.model)
+    fixed.fix_sizes(capture=False)
+    tree = TokenTree([1, 2], max_depth=4)
+    for branch in ([3, 4], [3, 5], [6]):
+        tree.add_branch(branch)
+    nodes = list(range(len(tree)))
+    logits = []
+    for model in (eager, fixed):
+        model.begin(100)
+        model.prefill([7, 8, 9])
+        logits.append(model.forward(tree, nodes, nodes))
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("temperature", "logprobs"), [(0.0, False), (0.0, True), (0.8, False)])
+def test_decoding_through_the_kernels(random_model, temperature, logprobs, monkeypatch):
+    """What a pass drew on its own is taken where that is all that is asked for."""
+    use_kernels(monkeypatch, kernels)
+    taken, draw = [], sampler.Sampler.draw
+
+    def watched(*args):
+        packed, scores = draw(*args)
+        taken.append(packed is args[-1])
+        return packed, scores
+
+    monkeypatch.setattr(sampler.Sampler, "draw", watched)
+    sampling = SamplingConfig(temperature=temperature, seed=1)
+    lookahead = LookaheadConfig(W=2, N=3, G=2, prior="none")
+    request = Request((5, 6, 7, 5, 6), lookahead, 12, sampling=sampling, logprobs=logprobs)
+    texts = []
+    for fixed in (False, True):
+        taken.clear()
+        model = ModelRunner(random_model("Llama", initializer_range=0.3).to(DEVICE), 512, own_attention=True)
+        if fixed:
+            fuse_blocks(model.model)
+            model.fix_sizes(capture=False)
+        *runs, _ = Engine(model, 0, 1, torch.device("cpu")).run(request)
+        texts.append([token for run in runs for token in run.token_ids])
+    assert texts[0] == texts[1] and len(texts[0]) == 12
+    is_greedy = temperature == 0 and not logprobs
+    assert taken == [False] + [is_greedy] * (len(taken) - 1)  # not of the prefill
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts a CPU's operations")
+def test_what_is_launched_for_a_layer(random_model, monkeypatch):
+    """Four products, two norms (four operations each on a CPU, one on a GPU), two additions, and ours (attention is two
+    launches)."""
+    monkeypatch.setattr(numba_cpu, "takes", lambda states: False)
+    counts = []
+    for num_layers in (2, 3):
+        launches = Launches()
+        use_kernels(monkeypatch, counted_kernels(launches))
+        model = ModelRunner(random_model("Llama", num_hidden_layers=num_layers), 512, own_attention=True)
+        fuse_blocks(model.model)
+        model.fix_sizes(capture=False)
+        model.begin(300)
+        model.prefill(list(range(20)))
+        tree = TokenTree([1], max_depth=4)
+        tree.add_branch([2, 3])
+        launches.counts.clear()
+        with launches:
+            model.forward(tree, [0, 1, 2], [0, 1, 2])
+        counts.append(launches.counts)
+    norms = {name: 2 for name in ("linalg_vector_norm", "hypot", "mul", "div_")}
+    ours = {"rotate_and_write": 1, "attend": 1, "gate": 1}
+    assert counts[1] - counts[0] == {"linear": 4, "add": 2, **norms, **ours}
+
+
+def test_they_compile_for_gpus_that_are_not_there():
+    """For compute capability 8.0 (A100) and 9.0 (H100, H200), within what a program may have there."""
+    root = Path(__file__).parents[2]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(root)
+    command = [sys.executable, "-W", "ignore", str(root / "tests" / "support" / "compile_kernels.py"), "80", "90"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 * 12
+    for line in lines:
+        used = dict(part.split("=") for part in line.split("}")[1].split())
+        assert int(used["shared"]) <= MOST_SHARED, line
+        assert int(used["stack"]) <= MOST_STACK or (line.startswith("attend_part") and " fp32 " in line), line

@@ -1,0 +1,210 @@
+"""launcher=ray: actors of a cluster started with `ray start --head`, from here and as a submitted job; a local one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+
+import pytest
+from support import reference
+from support.processes import PATIENCE, RAY_SETTINGS, command_line, marked, run_cli, wait_until
+
+from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
+from lp_runtime.config.settings import FailureConfig, ModelConfig, RuntimeConfig
+from lp_runtime.errors import ConfigError, LaunchError
+from lp_runtime.launchers.messages import Failed
+from lp_runtime.launchers.ray_launcher import ReplicaActor
+
+FIXED = LookaheadConfig(15, 5, 15)  # nothing is measured at start
+
+ray = pytest.importorskip("ray")
+RAY = str(Path(sys.executable).with_name("ray"))
+
+
+def free_ports(count: int) -> list[int]:
+    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [server.getsockname()[1] for server in servers]
+    for server in servers:
+        server.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A head node of our own, on ports and in a folder of its own; all of it is ended by its mark."""
+    folder = tempfile.mkdtemp(prefix="lpr", dir="/tmp")  # short: Ray puts sockets in it
+    port, dashboard, client, agent = free_ports(4)  # Ray's own choices may be another cluster's
+    with marked(RAY_TMPDIR=folder, **RAY_SETTINGS) as mark:
+        command = [RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}"]
+        command += [f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}", f"--temp-dir={folder}"]
+        command += [f"--dashboard-agent-listen-port={agent}", "--num-cpus=2", "--num-gpus=0"]
+        command += ["--disable-usage-stats", "--object-store-memory=100000000"]
+        with open(f"{folder}/head.log", "w") as log:
+            head = subprocess.Popen(command, env=mark.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        try:
+            wait_until(lambda: answers(f"http://127.0.0.1:{dashboard}/api/jobs/"), Path(log.name).read_text)
+            mark.address, mark.dashboard = f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
+            yield mark
+        finally:
+            ray.shutdown()
+            mark.kill()  # all at once: what outlives its parent could not be found
+            head.wait()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(url, timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def launcher(cluster) -> LauncherConfig:
+    return LauncherConfig(name="ray", address=cluster.address)
+
+
+def actors(cluster) -> list[int]:
+    return [pid for pid in cluster.alive() if command_line(pid).startswith("ray::ReplicaActor")]
+
+
+@pytest.fixture(scope="module")
+def runtime(cluster, demo_model_dir):
+    """Two replicas as actors."""
+    with LookaheadRuntime(
+        str(demo_model_dir), gpus=2, launcher=launcher(cluster), device="cpu", dtype="float32", lookahead=FIXED
+    ) as runtime:
+        yield runtime
+    wait_until(lambda: not actors(cluster))
+
+
+def test_equals_transformers_generate(runtime, greedy):
+    assert runtime.num_replicas == 2
+    for setting in [(15, 5, 15), (5, 3, 5)]:
+        for prompt, expected in zip(reference.PROMPTS, greedy, strict=True):
+            out = runtime.generate(prompt, reference.MAX_NEW_TOKENS, eos=False, lookahead=LookaheadConfig(*setting))
+            assert out.token_ids == expected, (setting, prompt)
+            assert out.steps < reference.MAX_NEW_TOKENS
+
+
+def test_pieces_and_a_stream_closed_early(runtime, greedy):
+    stream = runtime.stream(reference.PROMPTS[0], 2000, eos=False)
+    seen = next(stream).token_ids + next(stream).token_ids
+    stream.close()
+    assert seen == greedy[0][: len(seen)]
+    pieces = list(runtime.stream(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False))
+    assert [token for piece in pieces for token in piece.token_ids] == greedy[0]
+
+
+def test_sampling_is_that_of_one_token_a_step(runtime, sampled):
+    out = runtime.generate(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False, sampling=reference.SAMPLING)
+    assert out.token_ids == sampled
+    assert out.steps < len(sampled)
+
+
+def test_replicas_are_actors_and_the_driver_is_none(runtime, cluster):
+    assert len(actors(cluster)) == 2
+    assert os.getpid() not in actors(cluster)
+
+
+def test_more_replicas_than_gpus_in_the_cluster(runtime, cluster, demo_model_dir):
+    with pytest.raises(ConfigError, match="gpus=3: the Ray cluster has 0"):
+        LookaheadRuntime(str(demo_model_dir), gpus=3, launcher=launcher(cluster), device="cuda")
+    assert len(actors(cluster)) == 2
+
+
+def test_a_replica_that_fails_at_start_is_named(runtime, cluster, tiny_model_dir, tmp_path):
+    broken = shutil.copytree(tiny_model_dir, tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(Exception, match=r"rank \d failed at start: model.path=.*: cannot be loaded"):
+        LookaheadRuntime(str(broken), gpus=2, launcher=launcher(cluster), device="cpu")
+    wait_until(lambda: len(actors(cluster)) == 2)
+
+
+def test_port_that_is_taken(runtime, cluster, tiny_model_dir):
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        config = LauncherConfig(name="ray", address=cluster.address, port=port)
+        with pytest.raises(LaunchError, match=f"rank 0 failed at start: cannot listen on .*:{port}"):
+            LookaheadRuntime(str(tiny_model_dir), gpus=1, launcher=config, device="cpu")
+
+
+def test_replicas_that_are_killed_and_that_hang(cluster, runtime, demo_model_dir):
+    """The others finish, with the same tokens; Ray starts the lost ones again."""
+    expected = runtime.generate(reference.PROMPTS[1], 300, eos=False).token_ids
+    before = actors(cluster)
+    config = RuntimeConfig(
+        model=ModelConfig(path=str(demo_model_dir)),
+        gpus=2,
+        launcher=launcher(cluster),
+        failure=FailureConfig(timeout=3.0),
+        device="cpu",
+        dtype="float32",
+        lookahead=FIXED,
+    )
+    with LookaheadRuntime.from_config(config) as disturbed:
+        team = disturbed._launcher
+
+        def stop() -> None:
+            os.kill(min(set(actors(cluster)) - set(before)), signal.SIGSTOP)
+
+        for harm in (lambda: ray.kill(team._actors[0]), stop):
+            tokens = []
+            stream = disturbed.stream(reference.PROMPTS[1], 300, eos=False)
+            for number, piece in enumerate(stream):
+                tokens += piece.token_ids
+                if number == 3:
+                    harm()
+            assert tokens == expected and stream.generation.losses == 1
+            wait_until(lambda: not team.num_loading)
+            assert len(set(actors(cluster)) - set(before)) == 2
+    wait_until(lambda: set(actors(cluster)) <= set(before))
+
+
+def test_a_submitted_job(cluster, demo_model_dir, greedy, tmp_path):
+    output = tmp_path / "out.jsonl"
+    (tmp_path / "in.jsonl").write_text(f'{{"prompt": "{reference.PROMPTS[2].strip()}\\n"}}\n')
+    entrypoint = [sys.executable, "-m", "lp_runtime", "launcher=ray", "gpus=3", "device=cpu", "dtype=float32"]
+    entrypoint += [f"model.path={demo_model_dir}", f"prompts={tmp_path}/in.jsonl", f"output={output}", "eos=false"]
+    entrypoint += [f"max_new_tokens={reference.MAX_NEW_TOKENS}"]
+    result = subprocess.run(
+        [RAY, "job", "submit", f"--address={cluster.dashboard}", "--", *entrypoint],
+        cwd=tmp_path,
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE,
+        stdin=subprocess.DEVNULL,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "succeeded" in result.stdout
+    (line,) = output.read_text().splitlines()
+    assert f'"token_ids": {greedy[2]}' in line
+
+
+def test_a_local_cluster_that_it_starts_and_ends(demo_model_dir, tmp_path):
+    folder = tempfile.mkdtemp(prefix="lpr", dir="/tmp")
+    with marked(RAY_TMPDIR=folder, **RAY_SETTINGS) as mark:
+        mark.environment.pop("RAY_ADDRESS", None)
+        overrides = ["prompt=def f():", "launcher=ray", "gpus=2", "device=cpu", "max_new_tokens=8", "eos=false"]
+        result = run_cli(f"model.path={demo_model_dir}", *overrides, cwd=tmp_path, environment=mark.environment)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.startswith("def f():")
+        assert "2 replicas on cpu" in result.stderr
+        mark.assert_gone()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_message_that_cannot_be_read_ends_the_replica_with_a_reason():
+    actor = ReplicaActor(RuntimeConfig())
+    actor.post(b"no pickle")
+    failed = actor._said.get_nowait()
+    assert isinstance(failed, Failed) and "UnpicklingError" in failed.message
+    assert actor._said.get_nowait() is None

@@ -1,0 +1,85 @@
+"""launcher=local: one replica in process and several spawned ones decode what transformers decodes; a killed one."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Pipe
+
+import psutil
+import pytest
+from support import reference
+from support.processes import own_replicas, wait_until
+from support.ranks import interfaces
+
+from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
+from lp_runtime.config.lookahead import PLAIN
+from lp_runtime.distributed.process_group import address_of
+from lp_runtime.launchers.spawn import _Line
+
+# Sizes of steps are given, so that nothing depends on the machine's mood, and nothing is measured at start.
+FIXED = LookaheadConfig(15, 5, 15)
+SETTINGS = [FIXED, LookaheadConfig(0, 4, 6), LookaheadConfig(7, 5, 7, drafter="paper"), LookaheadConfig(budget=12)]
+
+
+@pytest.mark.parametrize("gpus", [1, 3])
+def test_equals_transformers_generate(demo_model_dir, greedy, gpus):
+    options = {"launcher": "local", "device": "cpu", "dtype": "float32"}
+    with LookaheadRuntime(str(demo_model_dir), gpus=gpus, lookahead=FIXED, **options) as runtime:
+        assert runtime.num_replicas == gpus
+        fewest = reference.MAX_NEW_TOKENS
+        for setting in SETTINGS:
+            for prompt, expected in zip(reference.PROMPTS, greedy, strict=True):
+                out = runtime.generate(prompt, reference.MAX_NEW_TOKENS, eos=False, lookahead=setting)
+                assert out.token_ids == expected, (setting, prompt)
+                assert out.exchange_bytes > 0 or gpus == 1
+                fewest = min(fewest, out.steps)
+        assert fewest < reference.MAX_NEW_TOKENS
+
+
+@pytest.mark.parametrize("gpus", [2])
+def test_sampling_is_that_of_one_token_a_step(demo_model_dir, sampled, gpus):
+    interface = interfaces()[-1]
+    options = {"launcher": LauncherConfig(interface=interface), "device": "cpu", "dtype": "float32"}
+    with LookaheadRuntime(demo_model_dir, gpus=gpus, lookahead=FIXED, **options) as runtime:
+        used = [c.laddr.ip for pid in own_replicas() for c in psutil.Process(pid).net_connections("tcp")]
+        assert {address.removeprefix("::ffff:") for address in used} == {address_of(interface)}
+        out = runtime.generate(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False, sampling=reference.SAMPLING)
+        assert out.token_ids == sampled
+        assert out.steps < len(sampled)
+        text = out.text[:20]
+        stopped = runtime.generate(reference.PROMPTS[0], 48, eos=False, sampling=reference.SAMPLING, stop=[text])
+        assert (stopped.text, stopped.finish_reason) == (text, "stop")
+
+
+def test_strict_bits_are_those_of_one_token_a_step_on_one_replica(demo_model_dir):
+    options = {"device": "cpu", "dtype": "bfloat16", "exactness": "strict", "strict_tokens": 16}
+    texts = []
+    for gpus in (1, 2):
+        with LookaheadRuntime(demo_model_dir, gpus=gpus, lookahead=FIXED, **options) as runtime:
+            for lookahead in (PLAIN, LookaheadConfig(3, 5, 3, prior="none")):
+                out = runtime.generate(reference.PROMPTS[0], 8, eos=False, lookahead=lookahead, logprobs=True)
+                texts.append((out.token_ids, out.logprobs))
+    assert texts == texts[:1] * 4
+
+
+def test_a_stream_closed_after_all_was_decoded(demo_model_dir, greedy):
+    """What the replicas said meanwhile, rank 1's end among it, is still to be read when the stream is closed."""
+    with LookaheadRuntime(str(demo_model_dir), gpus=2, device="cpu", dtype="float32") as runtime:
+        stream = runtime.stream(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False)
+        next(stream)
+        wait_until(lambda: sum(inbox.messages.qsize() for inbox in runtime.launcher._inboxes.values()) > 4)
+        stream.close()
+        out = runtime.generate(reference.PROMPTS[1], reference.MAX_NEW_TOKENS, eos=False)
+        assert out.token_ids == greedy[1]
+
+
+def test_what_a_replica_that_hangs_is_told_keeps_nobody_waiting():
+    ours, theirs = Pipe()
+    line = _Line(ours)
+    for _ in range(3):
+        line.say(bytes(1 << 20))  # more than a pipe holds
+    line.close(timeout=0.1)
+    assert not ours.closed
+    assert theirs.recv() == bytes(1 << 20)
+    theirs.close()
+    line.close()
+    assert ours.closed

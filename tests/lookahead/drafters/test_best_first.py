@@ -1,0 +1,310 @@
+"""Best-first drafting, driven by a toy language model whose runners-up are known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lp_runtime.lookahead.drafters.base import Drafter, VerificationResult
+from lp_runtime.lookahead.drafters.best_first import candidates, growth, tables
+from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
+from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
+from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
+from lp_runtime.lookahead.drafters.prompt_lookup import PromptLookupDrafter
+from lp_runtime.lookahead.drafters.token_recycling import TokenRecyclingDrafter
+from lp_runtime.lookahead.state import DecodingRules, DecodingState
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.sampling.gumbel import GumbelNoise
+
+VOCABULARY = 11
+ONE_CERTAIN = 1 << growth.PROBABILITY_BITS
+
+
+def toy_ranking(tokens: list[int], seed: int) -> list[int]:
+    """The toy model: all tokens, the likeliest first, by a hash of the last two, and of the position now and then."""
+    value = seed
+    for token in tokens[-2:]:
+        value = (value * 31 + token + 7) % 10_007
+    if len(tokens) % 5 == 0:
+        value += len(tokens)
+    return sorted(range(VOCABULARY), key=lambda token: (value * (token + 3)) % 101)
+
+
+def entries_of(rankings: list[list[int]]) -> np.ndarray:
+    """Runners-up as a step tells of them, gaps of 1, 2, 3 ... nats."""
+    entries = np.full((len(rankings), tables.ENTRY), -1, np.int32)
+    gaps = np.tile(np.arange(tables.K, dtype=np.uint8) * 16, (len(rankings), 1))
+    entries[:, tables.MARGINS : tables.STAMP] = gaps.view(np.int32)
+    entries[:, : tables.K] = [ranking[: tables.K] for ranking in rankings]
+    return entries
+
+
+def found_of(tree: TokenTree, committed: list[int], drafter: Drafter, seed: int) -> VerificationResult:
+    """What the toy model says of a tree; `committed` ends with its root."""
+    texts: list[list[int]] = []
+    for node, token in enumerate(tree.tokens):
+        parent = tree.parents[node]
+        before = texts[parent] if parent >= 0 else committed[: len(committed) - tree.root - 1]
+        texts.append([*before, token])
+    rankings = [toy_ranking(text, seed) for text in texts]
+    entries = entries_of(rankings[tree.root :]) if drafter.num_top_k else None
+    return VerificationResult([ranking[0] for ranking in rankings], entries)
+
+
+def decode(
+    prompt: list[int], drafter: Drafter, seed: int, num_new: int, fit=None
+) -> tuple[DecodingState, list[TokenTree]]:
+    state = DecodingState(prompt, DecodingRules(num_new), drafter)
+    proposal = state.propose_prefill()
+    state.advance_prefill(proposal, found_of(proposal.tree, state.tokens, drafter, seed))
+    trees = []
+    while state.finish_reason is None:
+        proposal = state.propose(fit)
+        trees.append(proposal.tree)
+        state.advance(proposal, found_of(proposal.tree, state.tokens, drafter, seed))
+    return state, trees
+
+
+def greedy_text(prompt: list[int], seed: int, num_new: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_new):
+        tokens.append(toy_ranking(tokens, seed)[0])
+    return tokens[len(prompt) :]
+
+
+DRAFTERS = {
+    "full": lambda: BestFirstDrafter(24, DraftTables(1 << 16)),
+    "full, one node": lambda: BestFirstDrafter(1, DraftTables(1 << 16)),
+    "full, flat": lambda: BestFirstDrafter(40, DraftTables(1 << 16), max_depth=1),
+    "full, noise": lambda: BestFirstDrafter(30, DraftTables(1 << 16), noise=(5, 0)),
+    "paper": lambda: PaperDrafter(4, 3, 4),
+    "paper, guesses alone": lambda: PaperDrafter(4, 3, 4, only_guesses=True),
+    "paper, budget": lambda: PaperDrafter(4, 3, 4, budget=7),
+    "prompt lookup": lambda: PromptLookupDrafter(5),
+    "prompt lookup, budget": lambda: PromptLookupDrafter(5, budget=3),
+    "recycling": TokenRecyclingDrafter,
+    "recycling, budget": lambda: TokenRecyclingDrafter(budget=9),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=12), st.integers(0, 50), st.integers(1, 60))
+def test_no_policy_changes_the_output(name, prompt, seed, num_new):
+    drafter = DRAFTERS[name]()
+    state, trees = decode(prompt, drafter, seed, num_new)
+    assert state.new_tokens == greedy_text(prompt, seed, num_new)
+    for tree in trees:
+        assert max(tree.depths) <= drafter.max_run - 1
+        assert len(tree) - tree.root <= drafter.max_nodes
+        assert len(set(zip(tree.parents, tree.tokens, strict=True))) == len(tree)  # siblings differ
+        assert all(parent < node for node, parent in enumerate(tree.parents))
+    accepted, fed = drafter.counts.accepted.sum(), drafter.counts.fed.sum()
+    assert fed == sum(len(tree) - tree.root - 1 for tree in trees)
+    assert state.num_steps - 1 <= len(state.new_tokens) - 1 <= accepted + state.num_steps - 1 + (num_new == 1)
+
+
+@pytest.mark.parametrize("budget", [7, 9])
+def test_a_budget_caps_what_is_fed_pending_tokens_included(budget):
+    for drafter in (
+        PaperDrafter(6, 4, 6, budget=budget),
+        PromptLookupDrafter(20, budget),
+        TokenRecyclingDrafter(budget),
+    ):
+        _, trees = decode([1, 2, 3], drafter, 3, 80)
+        assert max(map(len, trees)) == budget
+
+
+def test_equal_histories_make_equal_trees():
+    first, second = (decode([1, 2, 3], BestFirstDrafter(30, DraftTables(1 << 16)), 4, 60)[1] for _ in range(2))
+    assert [tree.tokens for tree in first] == [tree.tokens for tree in second]
+    assert [tree.parents for tree in first] == [tree.parents for tree in second]
+    assert all((a.reach == b.reach).all() for a, b in zip(first, second, strict=True))
+
+
+def test_nodes_stand_in_the_order_of_their_reach():
+    _, trees = decode([1, 2, 3], BestFirstDrafter(40, DraftTables(1 << 16)), 4, 60)
+    assert len(trees[-2]) > 10
+    for tree in trees:
+        below = tree.reach[tree.root :]
+        assert below[0] == ONE_CERTAIN
+        assert (np.diff(below) <= 0).all()
+        parents = np.array(tree.parents[tree.root + 1 :], dtype=np.int64)
+        assert (tree.reach[tree.root + 1 :] < tree.reach[parents]).all()
+
+
+def test_the_first_nodes_are_the_smaller_tree():
+    """What a smaller budget feeds is the beginning of what a larger one does, at the same state."""
+    draft_tables = DraftTables(1 << 16)
+    state, _ = decode([1, 2, 3], BestFirstDrafter(24, draft_tables), 4, 60)
+    trees = []
+    for max_nodes in (8, 24, 60):
+        drafter = BestFirstDrafter(max_nodes, draft_tables)
+        trees.append(drafter.propose(state.tokens, len(state.tokens) - 2, max_depth=20))
+    assert [len(tree) for tree in trees] == [8, 24, 60]
+    for small, large in zip(trees, trees[1:], strict=False):
+        assert small.tokens == large.tokens[: len(small)]
+        assert small.parents == large.parents[: len(small)]
+
+
+def test_more_nodes_take_fewer_steps():
+    steps = [
+        decode([1, 2, 3], BestFirstDrafter(size, DraftTables(1 << 16)), 7, 150)[0].num_steps for size in (1, 4, 16, 64)
+    ]
+    assert steps[0] == 150
+    assert steps == sorted(steps, reverse=True)
+    assert steps[-1] < 60
+
+
+def test_a_text_that_repeats_is_copied():
+    # The toy model knows two tokens back, but for the position; a text without that part repeats for ever.
+    text = [3, 1, 4, 1, 5, 9, 2, 6]
+    drafter = BestFirstDrafter(12, DraftTables(1 << 16))
+    tokens = text * 3 + text[:3]
+    drafter.begin(tokens)
+    tree = drafter.propose(tokens, len(tokens) - 1, max_depth=30)
+    chain = [tree.tokens[node] for node in range(1, len(tree)) if tree.parents[node] == node - 1]
+    assert chain[:5] == [1, 5, 9, 2, 6]
+    assert len(tree) == 12
+
+
+def test_what_follows_each_token_alone_is_a_start():
+    vocabulary = entries_of([[(token + rank + 1) % VOCABULARY for rank in range(8)] for token in range(VOCABULARY)])
+    drafter = BestFirstDrafter(6, DraftTables(1 << 16), vocabulary)
+    drafter.begin([4])
+    tree = drafter.propose([4], 0, max_depth=30)
+    assert (tree.tokens[1], tree.parents[1]) == (5, 0)
+    assert len(tree) == 6
+    none = BestFirstDrafter(6, DraftTables(1 << 16))
+    none.begin([4])
+    assert len(none.propose([4], 0, max_depth=30)) == 1
+
+
+def test_a_source_that_is_often_wrong_starves():
+    """Rates are learned: a context whose first runner-up is never what comes loses its place to one that is."""
+    draft_tables = DraftTables(1 << 16)
+    feature = candidates.TEXT_FEATURES  # order 1, rank 0, the narrowest margin
+    before = draft_tables.rates.rate.copy()
+    draft_tables.rates.tried[feature] += 50
+    draft_tables.rates.tried[0] += 50
+    draft_tables.rates.taken[0] += 50
+    draft_tables.estimate()
+    assert draft_tables.rates.rate[feature] < before[feature] / 5
+    assert draft_tables.rates.rate[0] > before[0]
+    assert (draft_tables.rates.rate > 0).all() and (draft_tables.rates.rate <= candidates.ONE).all()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**33 + 5, 2**64 - 1])
+def test_the_kernels_noise_is_that_of_sampling(seed):
+    noise = GumbelNoise(seed, 3, 64, torch.device("cpu"))
+    key = tables.make_noise(True, seed, 3)
+    rows = noise.at([0, 7, 100_000])
+    for row, position in zip(rows, (0, 7, 100_000), strict=True):
+        ours = [tables.gumbel(key, position, token) for token in range(64)]
+        assert ours == [tables.gumbel(key, position, token) for token in range(64)]  # as they are kept
+        assert np.abs(np.array(ours) / tables.SCORE_UNIT - row.numpy()).max() <= 0.5 / tables.SCORE_UNIT + 1e-5
+
+
+def test_with_noise_the_likeliest_candidate_is_what_would_be_drawn():
+    draft_tables, key = DraftTables(1 << 16), (9, 0)
+    drafter = BestFirstDrafter(9, draft_tables, noise=key)
+    drafter.begin([1, 2])
+    tokens = [1, 2, 3]
+    drafter.advance_prefill(tokens, VerificationResult([3]))
+    tree = drafter.propose(tokens, 2, max_depth=30)
+    ranking = [5, 6, 7, 8, 9, 10, 0, 1]
+    drafter.advance([*tokens, 3], tree, VerificationResult([3] * len(tree), entries_of([ranking] * len(tree))), [3], [])
+    # The root is 3 again, so what was found under 3 is ranked anew by the noise of the next position.
+    noise = tables.make_noise(True, *key)
+    values = [tables.gumbel(noise, 4, token) - 16 * rank for rank, token in enumerate(ranking)]
+    tree = drafter.propose([*tokens, 3], 3, max_depth=1)
+    first = [tree.tokens[node] for node in range(1, len(tree))]
+    assert ranking[int(np.argmax(values))] in first[:2]  # the token drawn before stands there, too
+
+
+def merged_one_by_one(rates, found, num_rows: int, least: int) -> list[tuple[int, int, int]]:
+    """(token, feature, how many agree) as `merge` has them, from one list by token."""
+    naming: dict[int, list[tuple[int, bool, int]]] = {}
+    for token, feature in zip(found.tokens[:num_rows].flat, found.features[:num_rows].flat, strict=True):
+        if token >= 0:
+            is_strong = bool(rates.most[feature] >= least)
+            naming.setdefault(int(token), []).append((int(rates.rate[feature]), is_strong, int(feature)))
+    return [
+        (token, max(named, key=lambda each: each[:2])[2], min(len(named), candidates.MAX_AGREEING) - 1)
+        for token, named in naming.items()
+        if any(is_strong for _, is_strong, _ in named)
+    ]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32 - 1), st.integers(0, candidates.NUM_ROWS), st.integers(0, 40))
+def test_candidates_of_one_token_become_one(seed, num_rows, least):
+    random = np.random.default_rng(seed)
+    rates, found = DraftTables(1 << 16).rates, candidates.make_candidates()
+    rates.rate[:], rates.most[:] = random.integers(0, 9, (2, candidates.NUM_FEATURES)) * 5
+    found.features[:] = random.integers(0, candidates.NUM_FEATURES, found.features.shape)
+    for row in found.tokens:
+        num = random.integers(0, tables.K + 1)
+        row[:num], row[num:] = random.permutation(14)[:num], -1
+    expected = merged_one_by_one(rates, found, num_rows, least)
+    num = candidates.merge(rates, found, num_rows, least)
+    merged = zip(found.merged[:num], found.best[:num], found.agreeing[:num], strict=True)
+    assert [tuple(map(int, each)) for each in merged] == expected
+
+
+def test_contents_tell_trees_apart():
+    texts = [([1, 2, 3], seed, max_depth) for seed in range(4) for max_depth in (1, 24)]
+    trees = [
+        tree
+        for prompt, seed, max_depth in texts + texts
+        for tree in decode(prompt, BestFirstDrafter(24, DraftTables(1 << 16), max_depth=max_depth), seed, 60)[1]
+    ]
+    kinds = {(tuple(tree.tokens), tuple(tree.parents)): tree.content() for tree in trees}
+    assert len(trees) > len(kinds) > 100
+    assert all(tree.content() == kinds[tuple(tree.tokens), tuple(tree.parents)] for tree in trees)
+    assert len(set(kinds.values())) == len(kinds)
+    # The same tokens, as a chain and side by side.
+    pair = []
+    for top_k in ({0: [1], 1: [2]}, {0: [1, 2]}):
+        vocabulary = np.full((3, tables.ENTRY), -1, np.int32)
+        for token, following in top_k.items():
+            vocabulary[token, : len(following)] = following
+        drafter = BestFirstDrafter(3, DraftTables(1 << 16), vocabulary)
+        drafter.begin([0])
+        pair.append(drafter.propose([0], 0, max_depth=5))
+    assert pair[0].tokens == pair[1].tokens == [0, 1, 2]
+    assert pair[0].content() != pair[1].content()
+    contents = [trees[-2].content()]
+    while len(trees[-2]) > trees[-2].root + 1:
+        trees[-2].truncate(len(trees[-2]) - 1)
+        contents.append(trees[-2].content())
+    assert len(set(contents)) == len(contents) > 10
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_successors_may_be_an_array(name, monkeypatch):
+    expected, _ = decode([1, 2, 3], DRAFTERS[name](), 4, 40)
+    made = found_of
+
+    def found_as_array(*args) -> VerificationResult:
+        found = made(*args)
+        return VerificationResult(np.array(found.successors), found.top_k)
+
+    monkeypatch.setitem(globals(), "found_of", found_as_array)
+    state, _ = decode([1, 2, 3], DRAFTERS[name](), 4, 40)
+    assert state.tokens == expected.tokens and state.num_steps == expected.num_steps
+    assert {type(token) for token in state.tokens} == {int}
+
+
+def test_accepted_tokens_are_counted_by_source_and_depth():
+    drafter = BestFirstDrafter(24, DraftTables(1 << 16))
+    state, trees = decode([1, 2, 3], drafter, 7, 150)
+    counts = drafter.counts
+    assert counts.sources == candidates.SOURCES
+    assert (counts.accepted <= counts.fed).all()
+    assert counts.accepted[0].sum() > 0  # from the text
+    assert counts.accepted[1:].sum() > 0
+    assert len(state.new_tokens) - state.num_steps <= counts.accepted.sum() <= len(state.new_tokens)

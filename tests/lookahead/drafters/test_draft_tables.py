@@ -1,0 +1,130 @@
+"""The tables that drafts are made from: bounded, forgotten, kept."""
+
+import numpy as np
+import pytest
+from test_best_first import VOCABULARY, decode
+
+from lp_runtime.lookahead.drafters.best_first import tables
+from lp_runtime.lookahead.drafters.best_first.candidates import make_nodes, match_text
+from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
+from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
+
+SIZE = 1 << 16
+
+
+def num_bytes(draft_tables: DraftTables) -> int:
+    tables = (draft_tables._top_k, draft_tables._text, draft_tables.rates)
+    return sum(array.nbytes for table in tables for array in table)
+
+
+@pytest.mark.parametrize("size", [1 << 16, 1 << 20, 3 << 20, 16 << 20])
+def test_a_memory_is_as_large_as_it_may_be(size):
+    assert size / 3 <= num_bytes(DraftTables(size)) <= size * 1.1
+
+
+def test_a_small_memory_forgets_and_does_not_grow():
+    draft_tables = DraftTables(SIZE)
+    before = num_bytes(draft_tables)
+    for seed in range(6):
+        decode([seed, 2, 3], BestFirstDrafter(60, draft_tables), seed, 120)
+    assert num_bytes(draft_tables) == before
+    assert np.count_nonzero(draft_tables._top_k.keys) > 0.8 * len(draft_tables._top_k.keys)
+
+
+def test_what_was_seen_helps_the_next_request_and_a_cleared_memory_does_not():
+    draft_tables = DraftTables(1 << 20)
+
+    def steps() -> int:
+        return decode([1, 2, 3], BestFirstDrafter(12, draft_tables), 5, 100)[0].num_steps
+
+    first, second = steps(), steps()
+    assert second < 0.6 * first
+    draft_tables.clear()
+    assert steps() == first
+
+
+def test_nothing_of_an_earlier_request_is_taken_for_this_ones_positions():
+    """What was drawn at a position belongs to a request."""
+    draft_tables = DraftTables(1 << 20)
+    text = draft_tables._text
+    first = tables.position_key(text, 7, -1)
+    draft_tables.begin_text([1, 2, 3])
+    draft_tables.begin_text([1, 2, 3])
+    assert tables.position_key(text, 7, -1) != first
+
+
+def test_a_saved_memory_is_the_same_memory():
+    draft_tables = DraftTables(SIZE)
+    decode([1, 2, 3], BestFirstDrafter(12, draft_tables), 5, 60)
+    again = DraftTables.load(draft_tables.dump(VOCABULARY), SIZE, VOCABULARY)
+    runs = [decode([3, 2, 1], BestFirstDrafter(12, each), 5, 60) for each in (draft_tables, again)]
+    assert [tree.tokens for tree in runs[0][1]] == [tree.tokens for tree in runs[1][1]]
+    assert (draft_tables.rates.taken == again.rates.taken).all()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda data: b"", "not saved draft tables"),
+        (lambda data: b"junk" * 100, "not saved draft tables"),
+        (lambda data: data[: len(data) // 2], "not saved draft tables"),
+    ],
+)
+def test_what_is_not_a_saved_memory_is_refused(spoil, message):
+    with pytest.raises(ValueError, match=message):
+        DraftTables.load(spoil(DraftTables(SIZE).dump(VOCABULARY)), SIZE, VOCABULARY)
+
+
+def test_a_memory_of_another_size_is_refused():
+    with pytest.raises(ValueError, match="draft_tables_bytes=65536"):
+        DraftTables.load(DraftTables(SIZE).dump(VOCABULARY), 2 * SIZE, VOCABULARY)
+
+
+def match(draft_tables: DraftTables, tail: list[int]) -> tuple[int, int]:
+    """(place, length) of the longest match of a chain of nodes under the text's last token."""
+    nodes = make_nodes(len(tail) + 1)
+    nodes.hashes[0] = draft_tables._text.hashes
+    nodes.tokens[1:] = tail
+    nodes.parents[:] = np.arange(-1, len(tail))
+    for node in range(1, len(tail) + 1):
+        tables.extend_hashes(nodes.hashes, node - 1, nodes.tokens[node], nodes.hashes, node)
+    return match_text(draft_tables._text, nodes, 0, len(tail))
+
+
+def test_the_longest_match_in_the_text_wins():
+    draft_tables = DraftTables(SIZE)
+    #                    0  1  2  3  4  5  6  7  8  9
+    draft_tables.begin_text([7, 1, 2, 3, 4, 9, 2, 3, 5, 8])
+    assert match(draft_tables, [1, 2, 3]) == (4, 3)  # 1 2 3 -> 4, though 2 3 -> 5 is later
+    assert match(draft_tables, [8, 2, 3]) == (8, 2)  # 2 3 -> 5
+    assert match(draft_tables, [6])[1] == 0
+
+
+def test_a_match_reaches_from_a_branch_into_the_text():
+    draft_tables = DraftTables(SIZE)
+    draft_tables.begin_text([1, 2, 3, 4, 9, 1, 2])
+    assert match(draft_tables, [3]) == (3, 3)
+
+
+@pytest.mark.parametrize("num_committed", [0, 20, 39])
+def test_a_long_match_is_followed_back(num_committed):
+    draft_tables = DraftTables(1 << 20)
+    draft_tables.begin_text([*range(100, 140), 1, *range(100, 100 + num_committed)])
+    assert match(draft_tables, [*range(100 + num_committed, 140)]) == (40, tables.MAX_MATCH)
+
+
+def test_a_match_ends_where_the_request_begins():
+    draft_tables = DraftTables(1 << 20)
+    draft_tables.begin_text([*range(100, 140)])
+    draft_tables.begin_text([*range(130, 139)])
+    assert match(draft_tables, [139])[1] == 0  # nothing followed it
+    draft_tables.begin_text([*range(120, 129)])
+    assert match(draft_tables, [129]) == (30, 10)
+
+
+def test_text_that_is_overwritten_is_not_matched():
+    draft_tables = DraftTables(SIZE)
+    size = len(draft_tables._text.buffer)
+    draft_tables.begin_text([1, 2, 3, 4])
+    draft_tables.append_text([5 + i % 3 for i in range(2 * size)])
+    assert match(draft_tables, [1, 2, 3])[1] == 0

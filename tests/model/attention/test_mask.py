@@ -1,0 +1,88 @@
+"""Masks of a token tree."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lp_runtime.model.attention.mask import MaskBuilder, ancestor_mask
+
+CPU = torch.device("cpu")
+# Two pending tokens, a branch of two, a branch of one.
+PARENTS = [-1, 0, 1, 2, 1]
+POSITIONS = torch.tensor([4, 5, 6, 7, 6])
+FULL = [
+    [1, 1, 1, 1, 1, 0, 0, 0, 0],
+    [1, 1, 1, 1, 1, 1, 0, 0, 0],
+    [1, 1, 1, 1, 1, 1, 1, 0, 0],
+    [1, 1, 1, 1, 1, 1, 1, 1, 0],
+    [1, 1, 1, 1, 1, 1, 0, 0, 1],
+]
+WINDOW_OF_3 = [
+    [0, 0, 1, 1, 1, 0, 0, 0, 0],
+    [0, 0, 0, 1, 1, 1, 0, 0, 0],
+    [0, 0, 0, 0, 1, 1, 1, 0, 0],
+    [0, 0, 0, 0, 0, 1, 1, 1, 0],
+    [0, 0, 0, 0, 1, 1, 0, 0, 1],
+]
+
+
+def build(attention="sdpa", dtype=torch.float32, **config):
+    return MaskBuilder(SimpleNamespace(**config), attention, dtype, CPU).build(PARENTS, POSITIONS, num_cached=4)
+
+
+@given(st.lists(st.integers(0, 100), max_size=15))
+def test_a_node_sees_itself_and_its_ancestors(choices):
+    parents = [choice % (node + 1) - 1 for node, choice in enumerate(choices)]
+    mask = ancestor_mask(parents)
+    for node in range(len(parents)):
+        ancestors = set()
+        above = node
+        while above >= 0:
+            ancestors.add(above)
+            above = parents[above]
+        assert set(mask[node].nonzero()[0]) == ancestors
+
+
+def test_sdpa_takes_a_boolean_mask():
+    mask = build()
+    assert mask.dtype == torch.bool
+    assert mask[0, 0].int().tolist() == FULL
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_eager_takes_an_additive_mask(dtype):
+    mask = build("eager", dtype)
+    assert mask.dtype == dtype
+    assert (mask == 0).int()[0, 0].tolist() == FULL
+    assert set(mask.unique().tolist()) == {0.0, torch.finfo(dtype).min}
+
+
+def test_a_sliding_window_is_written_into_the_mask():
+    assert build(sliding_window=3)[0, 0].int().tolist() == WINDOW_OF_3
+    assert build(sliding_window=None)[0, 0].int().tolist() == FULL
+    assert build(sliding_window=100)[0, 0].int().tolist() == FULL
+
+
+def test_each_layer_type_gets_its_mask():
+    masks = build(sliding_window=3, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    assert {kind: mask[0, 0].int().tolist() for kind, mask in masks.items()} == {
+        "sliding_attention": WINDOW_OF_3,
+        "full_attention": FULL,
+    }
+
+
+def test_full_layers_alone_ignore_a_window_that_the_config_mentions():
+    assert build(sliding_window=3, layer_types=["full_attention"])[0, 0].int().tolist() == FULL
+
+
+def test_windows():
+    def windows(**config):
+        return MaskBuilder(SimpleNamespace(**config), "sdpa", torch.float32, CPU).windows
+
+    assert windows() == windows(sliding_window=None) == []
+    assert windows(sliding_window=7) == [7]
+    assert windows(sliding_window=7, layer_types=["sliding_attention", "full_attention"]) == [7]
+    assert windows(sliding_window=7, attention_chunk_size=9) == [7, 9]

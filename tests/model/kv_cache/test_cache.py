@@ -1,0 +1,68 @@
+"""The cache: written behind the committed tokens, cut back by moving a length."""
+
+import pytest
+import torch
+
+from lp_runtime.model.kv_cache.cache import TreeCache
+
+
+def states(*values: float) -> torch.Tensor:
+    """[1, 2 heads, T, 3] with one value a token."""
+    return torch.tensor(values)[None, None, :, None].expand(1, 2, len(values), 3).clone()
+
+
+def seen(returned: torch.Tensor) -> list[float]:
+    assert returned.shape[:2] == (1, 2)
+    assert (returned == returned[:, :1, :, :1]).all()
+    return returned[0, 0, :, 0].tolist()
+
+
+def test_a_forward_sees_the_committed_tokens_and_its_own():
+    cache = TreeCache(num_layers=2, capacity=10)
+    keys, values = cache.update(states(1, 2, 3), states(-1, -2, -3), 0)
+    assert seen(keys) == [1, 2, 3]
+    assert seen(values) == [-1, -2, -3]
+    cache.update(states(5, 6, 7), states(-5, -6, -7), 1)
+    assert cache.length == 0
+    cache.commit(2)
+    assert cache.length == cache.get_seq_length(0) == cache.get_seq_length(1) == 2
+    assert seen(cache.update(states(4), states(-4), 0)[0]) == [1, 2, 4]
+    assert seen(cache.update(states(8), states(-8), 1)[1]) == [-5, -6, -8]
+
+
+def test_what_was_not_committed_is_overwritten():
+    cache = TreeCache(num_layers=1, capacity=10)
+    cache.update(states(1, 2, 3, 4), states(1, 2, 3, 4), 0)
+    cache.commit(1)
+    assert seen(cache.update(states(5, 6), states(5, 6), 0)[0]) == [1, 5, 6]
+    cache.commit(0)
+    assert seen(cache.update(states(7), states(7), 0)[0]) == [1, 7]
+
+
+def test_clear_keeps_the_memory():
+    cache = TreeCache(num_layers=1, capacity=4)
+    cache.update(states(1, 2, 3), states(1, 2, 3), 0)
+    memory = cache.layers[0].keys.data_ptr()
+    cache.commit(3)
+    cache.clear()
+    assert cache.length == 0
+    assert seen(cache.update(states(9), states(9), 0)[0]) == [9]
+    assert cache.layers[0].keys.data_ptr() == memory
+
+
+def test_committing_and_cutting_back_copies_nothing():
+    cache = TreeCache(num_layers=1, capacity=8)
+    keys, _ = cache.update(states(1, 2, 3), states(1, 2, 3), 0)
+    cache.commit(2)
+    again, _ = cache.update(states(4), states(4), 0)
+    assert keys.data_ptr() == again.data_ptr() == cache.layers[0].keys.data_ptr()
+
+
+def test_mask_sizes_and_limits():
+    cache = TreeCache(num_layers=1, capacity=8)
+    cache.update(states(1, 2), states(1, 2), 0)
+    cache.commit(2)
+    assert cache.get_mask_sizes(3, 0) == (5, 0)
+    assert cache.layers[0].get_max_length() == 8
+    with pytest.raises(AssertionError):
+        cache.commit(7)

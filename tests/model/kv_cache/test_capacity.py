@@ -1,0 +1,57 @@
+"""How much text fits into memory, and what is refused because it does not."""
+
+import pytest
+import torch
+
+from lp_runtime.model.kv_cache import capacity
+from lp_runtime.model.runner import ModelRunner
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine's files: call it with the available kB, and a container's limit and use in bytes."""
+    monkeypatch.setattr(capacity, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(capacity, "CGROUP", tmp_path)
+
+    def write(available=None, limit=None, used=None):
+        if available is not None:
+            (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:   {available} kB\n")
+        (tmp_path / "memory.stat").write_text("anon 7\ninactive_file 100\nactive_file 20\nslab_reclaimable 3\n")
+        for name, value in (("memory.max", limit), ("memory.current", used)):
+            if value is not None:
+                (tmp_path / name).write_text(f"{value}\n")
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"available": 5}, 5 * 1024),
+        ({"available": 5, "limit": "max", "used": 100}, 5 * 1024),
+        ({"available": 5, "limit": 3000, "used": 1000}, 2123),
+        ({"limit": 3000, "used": 4000}, 0),
+    ],
+)
+def test_free_memory_is_the_machines_or_the_containers(files, expected, machine):
+    machine(**files)
+    assert capacity.free_bytes(CPU) == expected
+
+
+def test_tokens_that_fit(random_model, machine):
+    model = random_model()
+    config = model.config
+    tree_model = ModelRunner(model, 2048)
+    assert capacity.capacity_in_tokens(tree_model, 1) is None  # nothing is known of its cache yet
+    tree_model.begin(50)
+    tree_model.prefill([1, 2, 3])
+    each = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    assert tree_model.cache_bytes_per_token == each
+    machine(available=1000 * each)  # kB
+    assert capacity.capacity_in_tokens(tree_model, 1) == pytest.approx(1_024_000 * 0.9 - 1024, abs=2)
+    assert capacity.capacity_in_tokens(tree_model, 4) == pytest.approx(256_000 * 0.9 - 1024, abs=2)
+    machine(available=1)
+    assert capacity.capacity_in_tokens(tree_model, 1) == 0

@@ -1,0 +1,149 @@
+"""Passes of fixed sizes, without capturing them: a CUDA graph needs a GPU, but what it would replay does not."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from lp_runtime.config.settings import ModelConfig, RuntimeConfig
+from lp_runtime.engine import replica
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model import cuda_graph
+from lp_runtime.model.cuda_graph import SIZES
+from lp_runtime.model.runner import GRANULE, ModelRunner
+from lp_runtime.model.self_check import check_model
+
+FAMILIES = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 8},
+    "Mistral": {"sliding_window": 24},
+    "Phi3": {},
+    "GPT2": {},
+}
+
+
+def pair(random_model, name: str = "Llama", **settings) -> tuple[ModelRunner, ModelRunner]:
+    """The same model twice: fed in passes of any size, and of fixed sizes."""
+    models = [ModelRunner(random_model(name, seed=3, **settings), 512, own_attention=True) for _ in range(2)]
+    models[1].fix_sizes(capture=False)
+    return models[0], models[1]
+
+
+def random_tree(rng: random.Random, num_pending: int, num_guesses: int) -> TokenTree:
+    tree = TokenTree([rng.randrange(60) for _ in range(num_pending)], max_depth=16)
+    while len(tree) < num_pending + num_guesses:
+        tree.add(rng.randrange(tree.root, len(tree)), rng.randrange(60))
+    return tree
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_steps_equal_those_of_any_size(random_model, name, monkeypatch):
+    free, fixed = pair(random_model, name, **FAMILIES[name])
+    fed = []
+    forward = cuda_graph.CudaGraphRunner.forward
+    monkeypatch.setattr(
+        cuda_graph.CudaGraphRunner, "forward", lambda self, *args: fed.append(args) or forward(self, *args)
+    )
+    rng = random.Random(0)
+    for model in (free, fixed):
+        model.begin(400)
+        model.prefill(list(range(10)))
+    # The sliding window of 24 is crossed on the way; from there on sizes are not fixed.
+    for num_pending, num_guesses in ((1, 0), (1, 6), (3, 0), (2, 31), (5, 3), (1, 90), (4, 20), (1, 2)):
+        tree = random_tree(rng, num_pending, num_guesses)
+        nodes = list(range(len(tree)))
+        wanted = nodes[tree.root :: 2]
+        logits = [model.forward(tree, nodes, wanted) for model in (free, fixed)]
+        assert logits[0].shape == logits[1].shape and logits[1].dtype == torch.float32
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    assert len(fed) == (8 if name != "Mistral" else 3)
+
+
+def test_shares_without_their_neighbours(random_model):
+    """A share of a tree is fed without committing, then another one with."""
+    free, fixed = pair(random_model)
+    tree = random_tree(random.Random(1), 2, 12)
+    path = [node for node in range(len(tree)) if node <= tree.root or tree.parents[node] <= tree.root]
+    for model in (free, fixed):
+        model.begin(64)
+        model.prefill([5, 6, 7])
+    for nodes, commit in ((list(range(len(tree))), False), (path, True), (path, True)):
+        logits = [model.forward(tree, nodes, nodes[1:], commit) for model in (free, fixed)]
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_what_lies_behind_the_committed_tokens_does_not_matter(random_model):
+    free, fixed = pair(random_model)
+    for model in (free, fixed):
+        model.begin(64)
+        model.prefill([5, 6, 7])
+        with torch.inference_mode():
+            for layer in model.text.cache.layers:
+                layer.keys[:, :, 3:] = layer.values[:, :, 3:] = torch.nan
+    tree = random_tree(random.Random(2), 1, 8)
+    nodes = list(range(len(tree)))
+    torch.testing.assert_close(*(model.forward(tree, nodes, nodes) for model in (free, fixed)), rtol=1e-4, atol=1e-4)
+
+
+def test_a_larger_tree_and_a_longer_text(random_model):
+    """Larger trees are fed as ever; a longer text moves the cache, and passes are made anew."""
+    free, fixed = pair(random_model, max_position_embeddings=4096)
+    rng = random.Random(4)
+    text = [rng.randrange(60) for _ in range(GRANULE + 40)]
+    for length in (20, len(text)):
+        for model in (free, fixed):
+            model.begin(length + 400)
+            model.prefill(text[:length])
+        assert fixed.text.cache.capacity % GRANULE == 0
+        for tree in (random_tree(rng, 1, 20), random_tree(rng, 1, SIZES[-1] + 10)):
+            nodes = list(range(len(tree)))
+            logits = [model.forward(tree, nodes, nodes) for model in (free, fixed)]
+            torch.testing.assert_close(*logits, rtol=2e-4, atol=2e-4)
+
+
+def test_every_size_and_the_next(random_model):
+    free, fixed = pair(random_model)
+    for size in [each + more for each in SIZES for more in (0, 1)]:
+        tree = random_tree(random.Random(size), 1, size - 1)
+        nodes = list(range(len(tree)))
+        for model in (free, fixed):
+            model.begin(256 + 32)
+            model.prefill([1, 2, 3])
+        logits = [model.forward(tree, nodes, nodes) for model in (free, fixed)]
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_every_size_is_compiled(random_model, monkeypatch):
+    """Where it is asked for; of more than so many, 8, torch would run the rest as they are."""
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    model = ModelRunner(random_model("Llama"), 512, own_attention=True)
+    model.fix_sizes(capture=False, compiled=True)
+    model.begin(40)
+    model.prefill([1, 2, 3])
+    rng = random.Random(0)
+    for number, size in enumerate(SIZES[:10]):
+        tree = random_tree(rng, 1, size - 1)
+        model.forward(tree, list(range(size)), [0], commit=False)
+        assert counter.frame_count == number + 1
+
+
+def test_the_self_check_goes_through_them(random_model):
+    _, fixed = pair(random_model)
+    assert fixed.fixed_sizes and check_model(fixed) < 1e-4
+    fixed.free_sizes()
+    assert fixed.fixed_sizes is None and check_model(fixed) < 1e-4
+
+
+def test_a_model_whose_passes_cannot_be_captured_goes_without(tiny_model_dir, monkeypatch, caplog):
+    """Here for want of a GPU; anything else that fails at the start is met alike."""
+    monkeypatch.setattr(replica, "can_capture", lambda model: True)
+    config = RuntimeConfig(model=ModelConfig(path=str(tiny_model_dir)))
+    model, difference = replica.ready_model(config, torch.device("cpu"))
+    assert model.fixed_sizes is None and difference < 1e-4
+    assert "going on with compile=off" in caplog.text

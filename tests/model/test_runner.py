@@ -1,0 +1,201 @@
+"""A tree's forward pass against plain forward passes of the same text, on tiny random models."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import small_models
+
+from lp_runtime.distributed.partition import partition
+from lp_runtime.errors import ModelError
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.attention.tree_attention import NAME as TREE
+from lp_runtime.model.hf_config import attention_settings, of_text_model
+from lp_runtime.model.runner import ModelRunner
+
+WINDOW = 8  # shorter than every text below
+ALTERNATING = {
+    "head_dim": 8,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "num_hidden_layers": 3,
+}
+ARCHITECTURES = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": WINDOW}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-sliding": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "gemma3": ("Gemma3", ALTERNATING),
+    "phi3": ("Phi3", {"sliding_window": WINDOW}),
+    "gpt2": ("GPT2", {}),
+    "gpt_neox": ("GPTNeoX", {}),
+}
+
+
+@pytest.fixture(scope="module", params=[(a, n) for a in ARCHITECTURES for n in ("sdpa", "eager", "own")], ids="-".join)
+def model(request, random_model):
+    architecture, attention = request.param
+    name, settings = ARCHITECTURES[architecture]
+    if attention != "own":
+        return random_model(name, seed=1, attention=attention, **settings)
+    model = random_model(name, seed=1, attention="sdpa", **settings)
+    ModelRunner(model, 2048, own_attention=True)
+    assert model.config.get_text_config()._attn_implementation == TREE
+    return model
+
+
+@torch.inference_mode()
+def plain_logits(model, tokens: list[int]) -> torch.Tensor:
+    """[V] logits after the last of the tokens, without a cache."""
+    return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+
+
+def path_text(tree: TokenTree, node: int) -> list[int]:
+    tokens = []
+    while node >= 0:
+        tokens.append(tree.tokens[node])
+        node = tree.parents[node]
+    return tokens[::-1]
+
+
+def draw(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(64) for _ in range(count)]
+
+
+def random_tree(rng: random.Random, num_pending: int) -> TokenTree:
+    tree = TokenTree(draw(rng, num_pending), max_depth=9)
+    for _ in range(4):
+        tree.add_branch(draw(rng, rng.randint(1, 5)))
+    for _ in range(6):
+        tree.add(rng.randrange(tree.root, len(tree)), rng.randrange(64))
+    return tree
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    # random models have logits of about 0.1, so that an absolute tolerance would hide much
+    scale = expected.std()
+    torch.testing.assert_close(actual / scale, expected / scale, rtol=0, atol=1e-4)
+
+
+def test_trees_equal_plain_text_step_after_step(model):
+    rng = random.Random(2)
+    tree_model = ModelRunner(model, prefill_chunk=2048)
+    text = draw(rng, 21)
+    tree_model.begin(200)
+    assert_close(tree_model.prefill(text)[0], plain_logits(model, text))
+    for num_pending in (1, 3, 1, 5):
+        tree = random_tree(rng, num_pending)
+        wanted = list(range(tree.root, len(tree)))
+        logits = tree_model.forward(tree, range(len(tree)), wanted)
+        assert logits.shape == (len(wanted), 64)
+        for node, found in zip(wanted, logits, strict=True):
+            assert_close(found, plain_logits(model, text + path_text(tree, node)))
+        text += tree.tokens[: tree.root + 1]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "gpt2"])
+def test_attention_to_prefix_and_tree_apart_as_on_a_gpu(architecture, random_model):
+    rng = random.Random(6)
+    name, settings = ARCHITECTURES[architecture]
+    model = random_model(name, seed=1, attention="sdpa", **settings)
+    tree_model = ModelRunner(model, 2048, own_attention=True)
+    tree_model.masks._additive, tree_model.masks._only_tree = False, True
+    text = draw(rng, 6 if "sliding_window" in settings else 40)  # the window hides nothing at first
+    tree_model.begin(200)
+    tree_model.prefill(text)
+    for num_pending in (1, 3, 1):
+        tree = random_tree(rng, num_pending)
+        logits = tree_model.forward(tree, range(len(tree)), range(tree.root, len(tree)))
+        for node, found in zip(range(tree.root, len(tree)), logits, strict=True):
+            assert_close(found, plain_logits(model, text + path_text(tree, node)))
+        text += tree.tokens[: tree.root + 1]
+
+
+def test_shares_find_what_the_whole_tree_finds(model):
+    rng = random.Random(3)
+    prompt = draw(rng, 13)
+    steps = [random_tree(rng, num_pending) for num_pending in (2, 4)]
+    whole = ModelRunner(model, prefill_chunk=2048)
+    whole.begin(200)
+    whole.prefill(prompt)
+    expected = [whole.forward(tree, range(len(tree)), range(tree.root, len(tree))) for tree in steps]
+    for rank in range(3):
+        replica = ModelRunner(model, prefill_chunk=2048)
+        replica.begin(200)
+        replica.prefill(prompt)
+        for tree, all_logits in zip(steps, expected, strict=True):
+            share = partition(tree, [1.0] * 3)[rank]
+            logits = replica.forward(tree, share.nodes, share.owned)
+            assert_close(logits, all_logits[[node - tree.root for node in share.owned]])
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+def test_a_prefill_in_chunks_equals_one_in_one_piece(model, chunk):
+    rng = random.Random(4)
+    prompt = draw(rng, 20)
+    tree = random_tree(rng, 2)
+    found = []
+    for size in (2048, chunk):
+        tree_model = ModelRunner(model, prefill_chunk=size)
+        tree_model.begin(100)
+        last = tree_model.prefill(prompt)
+        assert last.shape == (1, 64)
+        found.append(torch.cat([last, tree_model.forward(tree, range(len(tree)), range(tree.root, len(tree)))]))
+    assert_close(found[1], found[0])
+
+
+def test_a_request_leaves_nothing_behind_for_the_next(random_model):
+    rng = random.Random(5)
+    model = random_model()
+    tree_model = ModelRunner(model, prefill_chunk=2048)
+    tree = random_tree(rng, 2)
+    for capacity in (100, 60, 150):
+        prompt = draw(rng, 11)
+        tree_model.begin(capacity)
+        assert_close(tree_model.prefill(prompt)[0], plain_logits(model, prompt))
+        (found,) = tree_model.forward(tree, range(len(tree)), [len(tree) - 1])
+        assert_close(found, plain_logits(model, prompt + path_text(tree, len(tree) - 1)))
+
+
+def test_a_share_without_leaves_still_caches_the_pending_tokens(random_model):
+    rng = random.Random(6)
+    model = random_model()
+    tree_model = ModelRunner(model, prefill_chunk=2048)
+    prompt = draw(rng, 9)
+    tree_model.begin(100)
+    tree_model.prefill(prompt)
+    first, second = TokenTree([1, 2, 3], max_depth=5), TokenTree([4], max_depth=5)
+    assert tree_model.forward(first, [0, 1, 2], []).shape == (0, 64)
+    assert_close(tree_model.forward(second, [0], [0])[0], plain_logits(model, prompt + [1, 2, 3, 4]))
+
+
+def test_an_attention_that_takes_no_tree_is_refused(random_model):
+    model = random_model()
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ModelError, match="attn_implementation=flash_attention_2: must be one of sdpa, eager"):
+        ModelRunner(model, prefill_chunk=2048)
+
+
+def test_long_rope_is_used_within_its_original_context(random_model):
+    """Beyond it transformers takes other factors for a whole pass, so trees would not be the text's."""
+    name, settings = small_models.FAMILIES["phi3_longrope"]
+    assert ModelRunner(random_model(name, **settings), 2048).context_length == 64
+    assert ModelRunner(random_model("Phi3"), 2048).context_length == 256
+
+
+def test_the_attention_of_sub_models_is_told_apart(random_model):
+    model = random_model("Llama")
+    assert attention_settings(model) == "sdpa"
+    assert of_text_model(model, "eager") == "eager"
+    parts = SimpleNamespace(
+        sub_configs={"text_config": None, "vision_config": None},
+        _attn_implementation="sdpa",
+        text_config=SimpleNamespace(_attn_implementation="sdpa"),
+        vision_config=SimpleNamespace(_attn_implementation="eager"),
+    )
+    parts.get_text_config = lambda: parts.text_config
+    model = SimpleNamespace(config=parts)
+    assert attention_settings(model) == {"": "sdpa", "text_config": "sdpa", "vision_config": "eager"}
+    assert of_text_model(model, "x") == {"": "sdpa", "text_config": "x", "vision_config": "eager"}

@@ -1,0 +1,132 @@
+"""transformers' processors on a tree give every node what they would give its text alone."""
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process as library
+
+from lp_runtime.errors import ConfigError
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.sampling.processors import TreeProcessors, of_row
+
+CPU = torch.device("cpu")
+TEXT = [1, 2, 3, 4, 1, 2, 3]
+
+
+class NoSuccessorOfItself(LogitsProcessor):
+    """A user's processor that knows one prompt at a time only."""
+
+    def __call__(self, input_ids, scores):
+        assert len(input_ids) == len(scores) == 1
+        scores[:, input_ids[0, -1]] = float("-inf")
+        return scores
+
+
+PROCESSORS = [
+    library.RepetitionPenaltyLogitsProcessor(1.7),
+    library.NoRepeatNGramLogitsProcessor(2),
+    library.NoBadWordsLogitsProcessor([[5], [1, 2], [3, 4, 5]], torch.tensor([0])),
+    library.SequenceBiasLogitsProcessor([[[7], 3.0], [[2, 3], -4.0]]),
+    library.MinNewTokensLengthLogitsProcessor(7, 2, torch.tensor([0])),
+    library.MinLengthLogitsProcessor(9, torch.tensor([0])),
+    library.ForcedEOSTokenLogitsProcessor(9, 0),
+    library.ExponentialDecayLengthPenalty((1, 1.5), torch.tensor([0]), 7),
+    library.SuppressTokensLogitsProcessor([3, 4]),
+    library.SuppressTokensAtBeginLogitsProcessor([3, 4], 8),
+    library.EncoderRepetitionPenaltyLogitsProcessor(2.0, torch.tensor([TEXT])),
+    library.EncoderNoRepeatNGramLogitsProcessor(2, torch.tensor([TEXT])),
+    library.PrefixConstrainedLogitsProcessor(lambda row, ids: [row, int(ids[-1]), len(ids)], 1),
+    NoSuccessorOfItself(),
+    library.TemperatureLogitsWarper(0.7),
+    library.TopKLogitsWarper(5),
+    library.TopPLogitsWarper(0.8),
+    library.MinPLogitsWarper(0.1),
+    library.TypicalLogitsWarper(0.8),
+    library.EpsilonLogitsWarper(0.05),
+    library.EtaLogitsWarper(0.05),
+    library.LogitNormalization(),
+]
+
+
+def make_tree() -> TokenTree:
+    tree = TokenTree([2, 3], max_depth=9)
+    for branch in ([4, 1, 2], [4, 5], [1, 2, 3], [9]):
+        tree.add_branch(branch)
+    return tree
+
+
+def alone(processors, logits, tree, node) -> torch.Tensor:
+    ids = torch.tensor([TEXT + tree.path(node)])
+    return LogitsProcessorList(processors)(ids, logits[None].clone())[0]
+
+
+@pytest.mark.parametrize(
+    "processors",
+    [[processor] for processor in PROCESSORS] + [PROCESSORS[i : i + 18 : 5] for i in range(4)],
+    ids=lambda processors: "+".join(type(processor).__name__ for processor in processors),
+)
+def test_every_node_as_alone(processors):
+    tree = make_tree()
+    nodes = [node for node in range(tree.root, len(tree)) if node != 3]  # a share need not own all
+    logits = torch.randn((len(nodes), 16), generator=torch.Generator().manual_seed(1))
+    before = logits.clone()
+    scores = TreeProcessors(processors, CPU)(logits, tree, nodes, TEXT)
+    assert torch.equal(logits, before)
+    changed = False
+    for row, node in enumerate(nodes):
+        expected = alone(processors, logits[row], tree, node)
+        torch.testing.assert_close(scores[row], expected, rtol=1e-6, atol=1e-6)
+        changed |= not torch.equal(expected, logits[row])
+    assert changed
+
+
+def test_committed_tokens_are_followed():
+    processors = TreeProcessors([NoSuccessorOfItself()], CPU)
+    for text in (TEXT, [*TEXT, 8], [*TEXT, 8, 2, 5]):
+        scores = processors(torch.zeros((1, 16)), TokenTree(text[-1:], max_depth=0), [0], text)
+        assert scores[0].isinf().nonzero().flatten().tolist() == [text[-1]]
+
+
+def test_a_share_without_nodes():
+    processors = TreeProcessors(PROCESSORS, CPU)
+    assert processors(torch.empty((0, 16)), make_tree(), [], TEXT).shape == (0, 16)
+
+
+def test_processors_with_a_memory_are_refused():
+    processor = library.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, None)
+    with pytest.raises(ConfigError, match="UnbatchedClassifierFreeGuidanceLogitsProcessor: keeps a state"):
+        TreeProcessors([processor], CPU)
+
+
+def test_processors_of_one_row_of_a_batch():
+    padded = library.RepetitionPenaltyLogitsProcessor(1.5)
+    padded.prompt_ignore_length = torch.tensor([0, 2])  # as newer versions of transformers make it for a padded batch
+    batch = LogitsProcessorList(
+        [
+            padded,
+            library.PrefixConstrainedLogitsProcessor(lambda row, ids: [row], 1),
+            library.TopKLogitsWarper(5),
+        ]
+    )
+    penalty, constrained, top_k = of_row(batch, 1, 2, False)
+    assert penalty.prompt_ignore_length is None and penalty.penalty == 1.5
+    scores = constrained(torch.tensor([TEXT]), torch.zeros((1, 16)))
+    assert (scores[0] == 0).nonzero().flatten().tolist() == [1]
+    assert top_k is batch[2]
+    with pytest.raises(ConfigError, match="EncoderRepetitionPenaltyLogitsProcessor: is for one prompt without padding"):
+        of_row([PROCESSORS[10]], 0, 0, False)
+
+
+class ForABatch(LogitsProcessor):
+    """A user's own that takes its batch for two prompts."""
+
+    def __call__(self, input_ids, scores):
+        return scores + torch.ones((2, 16))
+
+
+def test_a_processor_that_wants_a_batch_is_refused():
+    processors = TreeProcessors([ForABatch()], CPU)
+    with pytest.raises(
+        ConfigError, match=r"ForABatch: of scores of shape \(1, 16\) it made \(2, 16\); it must do with"
+    ):
+        processors(torch.zeros((1, 16)), TokenTree([1], max_depth=0), [0], TEXT)

@@ -1,0 +1,118 @@
+"""The inflated model computes what the small one does, at its own cost."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lp_runtime.config.settings import DEMO_MODEL
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "inflate_model.py"
+spec = importlib.util.spec_from_file_location("inflate_model", SCRIPT)
+inflate_model = importlib.util.module_from_spec(spec)
+sys.modules["inflate_model"] = inflate_model
+spec.loader.exec_module(inflate_model)
+
+SHAPES = {
+    "wider and deeper": inflate_model.Shape(384, 8, 1024, 8, 4, 64),
+    "no shared keys": inflate_model.Shape(384, 7, 800, 6, 6, 64),
+    "larger heads": inflate_model.Shape(512, 6, 704, 4, 4, 128),
+    "larger groups": inflate_model.Shape(256, 6, 704, 8, 2, 64),
+    "the same": inflate_model.Shape(256, 6, 704, 4, 2, 64),
+}
+
+
+@pytest.fixture(scope="module")
+def small():
+    return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
+
+
+@pytest.fixture(params=SHAPES)
+def big(request, tmp_path):
+    shape = SHAPES[request.param]
+    count = inflate_model.inflate(DEMO_MODEL, tmp_path, shape, "float32")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert sum(weight.numel() for weight in model.parameters()) == count
+    return model
+
+
+PROMPT = "def fibonacci(n):\n    "
+
+
+@torch.inference_mode()
+def test_the_big_model_says_what_the_small_one_says(small, big):
+    ids = AutoTokenizer.from_pretrained(DEMO_MODEL)(PROMPT, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    torch.testing.assert_close(big(ids).logits, small(ids).logits, rtol=1e-4, atol=1e-4)
+    texts = [model.generate(ids, max_new_tokens=48, min_new_tokens=48, do_sample=False) for model in (small, big)]
+    assert texts[0].tolist() == texts[1].tolist()
+
+
+@torch.inference_mode()
+def test_one_that_is_made_in_memory_is_the_one_that_is_written(tmp_path):
+    shape = SHAPES["wider and deeper"]
+    cpu = torch.device("cpu")
+    inflate_model.inflate(DEMO_MODEL, tmp_path, shape, "float32", cpu)
+    written = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    made = inflate_model.inflated(DEMO_MODEL, shape, "float32", cpu)
+    assert not made.training and made.dtype == torch.float32
+    assert inflate_model.shape_of(made.config) == shape and made.config.rms_norm_eps == written.config.rms_norm_eps
+    states = made.state_dict(), written.state_dict()
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    ids = torch.arange(2, 40)[None]  # what no checkpoint has, too
+    assert torch.equal(made(ids).logits, written(ids).logits)
+
+
+def test_only_what_would_reach_the_result_is_zero(big):
+    hidden, D = big.config.hidden_size, big.config.head_dim
+    for name, weight in big.named_parameters():
+        if weight.dim() == 1 or "embed" in name or "o_proj" in name or "down_proj" in name:
+            continue
+        empty = (weight == 0).all(dim=1)
+        if "q_proj" not in name or D == 64:
+            assert not empty.any(), name
+            assert torch.linalg.matrix_rank(weight.double()) == min(weight.shape), name
+        assert (weight == 0).float().mean() <= 0.5, name
+    assert not big.config.tie_word_embeddings
+    assert big.lm_head.weight.shape[1] == hidden
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hidden", "100"], "--hidden=100: must be at least 256"),
+        (["--layers", "5"], "--layers=5: must be at least 6"),
+        (["--head-dim", "96"], "--head-dim=96: must be a multiple of 64"),
+        (["--heads", "4"], "--heads=4: must be a multiple of --kv-heads=8"),
+        (["--heads", "2", "--kv-heads", "2"], "--kv-heads=2: too few"),
+        (["--heads", "24"], "--hidden=1024: must be a multiple of --heads=24"),
+        (["--from", "nowhere"], "nowhere"),
+        (["--kv-heads", "0"], "--kv-heads=0: must be at least 1"),
+        (["--out", str(DEMO_MODEL)], "has a model in it"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(arguments, message, tmp_path):
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--out", tmp_path / "out", *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_shapes_of_the_papers_models_have_their_sizes():
+    """Parameters of the decoder layers, as published: 6.5, 12.7 and 33.2 thousand million."""
+    sizes = {}
+    for name in ("7b", "13b", "34b"):
+        shape = inflate_model.SHAPES[name]
+        width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        layer = 2 * shape.hidden * width + 2 * shape.hidden * kv_width + 3 * shape.hidden * shape.intermediate
+        sizes[name] = round(shape.layers * layer / 1e9, 1)
+    assert sizes == {"7b": 6.5, "13b": 12.7, "34b": 33.2}

@@ -1,0 +1,319 @@
+"""How many tokens a step is worth, and who feeds how many: from curves, kept up to date."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lp_runtime.distributed.partition import partition_by_times
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.sizing.budget import (
+    LONGEST_REST,
+    NUM_TIMED,
+    PATH_PROBABILITY_BITS,
+    PROBE_AFTER,
+    PROBE_STEPS,
+    REST_AFTER,
+    LearnedCosts,
+    StepBudget,
+)
+from lp_runtime.sizing.cost_model import UNIT, assumed_times, interpolate
+
+MILLISECOND = 1_000_000
+
+
+def make_tree(num_nodes: int, num_pending: int = 1, rate: float = 0.7) -> TokenTree:
+    """A tree as the drafter `full` makes one: every node has two children, the likelier one first, best first."""
+    root = num_pending - 1
+    nodes = [(1.0, -1, 0)]
+    open_nodes = [(rate, 0), (0.3 * rate, 0)]
+    while len(nodes) < num_nodes - root:
+        open_nodes.sort(reverse=True)
+        reach, parent = open_nodes.pop(0)
+        nodes.append((reach, parent, nodes[parent][2] + 1))
+        open_nodes += [(reach * rate, len(nodes) - 1), (reach * 0.3 * rate, len(nodes) - 1)]
+    reach = np.concatenate([np.full(root, 1.0), [node[0] for node in nodes]])
+    parents = np.concatenate([np.arange(-1, root - 1), [root - 1], [root + node[1] for node in nodes[1:]]])
+    depths = np.concatenate([np.arange(-root, 0), [node[2] for node in nodes]])
+    tokens = np.arange(num_nodes)
+    return TokenTree.from_arrays(
+        tokens,
+        parents.astype(np.int64),
+        depths.astype(np.int64),
+        (reach * 2**PATH_PROBABILITY_BITS).astype(np.int64),
+        root,
+        99,
+    )
+
+
+def timed(times: np.ndarray) -> LearnedCosts:
+    """What is known once steps of the root alone were timed, and took what the curves say."""
+    learned = LearnedCosts.nothing(len(times))
+    learned.num_plain = 4
+    return learned
+
+
+def fitted(budget: StepBudget, tree: TokenTree) -> int:
+    return budget.fit(tree, tree.reach)
+
+
+def flat(num_tokens: int, free: int, slope: float) -> np.ndarray:
+    """A curve that is flat up to `free` tokens, and then rises by `slope` of it with every token."""
+    tokens = np.arange(num_tokens + 1)
+    return (MILLISECOND * (1 + slope * np.maximum(0, tokens - free))).astype(np.int64)[None]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 150), st.integers(1, 6), st.integers(1, 60), st.integers(1, 5))
+def test_no_replica_feeds_more_than_the_budget(size, num_replicas, budget, num_pending):
+    num_pending = min(num_pending, budget)
+    tree = make_tree(num_pending + size, num_pending)
+    step = StepBudget(assumed_times(num_replicas, len(tree)), False, budget)
+    tree.truncate(fitted(step, tree))
+    assert len(tree) >= num_pending
+    assert max(len(share.nodes) for share in step.shares(tree)) <= budget
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 4, 8])
+def test_the_budget_is_spent(num_replicas):
+    tree = make_tree(700)
+    step = StepBudget(assumed_times(num_replicas, len(tree)), False, 40)
+    num_nodes = fitted(step, tree)
+    assert num_nodes > 40 * num_replicas * 0.6
+    tree.truncate(num_nodes)
+    assert sum(len(share.nodes) for share in step.shares(tree)) > 0.9 * 40 * num_replicas
+
+
+def test_what_is_free_is_taken_and_what_is_dear_is_left():
+    tree = make_tree(200)
+    for free in (1, 8, 30, 100):
+        assert fitted(StepBudget(flat(200, free, 0.2), True, None), tree) == pytest.approx(free, abs=6)
+    assert fitted(StepBudget(flat(200, 1, 1.0), True, None), tree) == 1  # every token costs as much as the first
+    assert fitted(StepBudget(flat(200, 200, 0), True, 50), tree) == 50
+
+
+def test_a_tree_that_promises_little_is_not_fed():
+    times = flat(200, 1, 0.05)
+    assert fitted(StepBudget(times, True, None), make_tree(200, rate=0.8)) > 3
+    assert fitted(StepBudget(times, True, None), make_tree(200, rate=0.04)) == 1
+
+
+def test_the_choice_is_the_best_of_all():
+    tree = make_tree(120, num_pending=3)
+    times = np.maximum.accumulate(np.random.default_rng(0).integers(1, 9, 200).cumsum()[None] * 100_000 + MILLISECOND)
+    chosen = fitted(StepBudget(times, True, None), tree)
+    expected = np.cumsum(tree.reach[tree.root :] / 2**PATH_PROBABILITY_BITS)
+    rates = [expected[size - 3] / times[0, size] for size in range(3, 121)]
+    assert rates[chosen - 3] == pytest.approx(max(rates), rel=1e-4)
+
+
+def test_several_replicas_take_larger_trees():
+    tree = make_tree(400)
+    curve = flat(400, 8, 0.1)
+    sizes = [fitted(StepBudget(np.tile(curve, (num, 1)), True, None), tree) for num in (1, 2, 4, 8)]
+    assert sizes == sorted(sizes) and sizes[-1] >= 3 * sizes[0]
+
+
+def test_when_nothing_pays_drafting_rests_longer_and_longer():
+    tree = make_tree(50, rate=0.04)
+    budget = StepBudget(flat(50, 1, 0.5), True, None, timed(flat(50, 1, 0.5)))
+    shares = partition_by_times(make_tree(1), flat(50, 1, 0.5))
+    asked = []
+    for step in range(300):
+        if not budget.is_resting:
+            asked.append(step)
+            assert fitted(budget, tree) == 1
+        budget.observe(shares, [MILLISECOND], [0], 0)
+    assert asked[:REST_AFTER] == list(range(REST_AFTER))
+    pauses = np.diff(asked)
+    assert (np.diff(pauses) >= 0).all() and pauses[-1] == LONGEST_REST
+    # and it wakes up when something does
+    while budget.is_resting:
+        budget.observe(shares, [MILLISECOND], [0], 0)
+    assert fitted(budget, make_tree(50, rate=0.9)) > 1
+    assert not budget.is_resting
+
+
+@pytest.mark.parametrize("slowdown", [2, 4])
+def test_a_replica_that_turns_out_slow_gets_less(slowdown):
+    """Three replicas, the second of which takes longer than its curve says: all are done at about the same time."""
+    curves = flat(400, 1, 0.02).repeat(3, axis=0)
+    actual = curves * np.array([[1], [slowdown], [1]])
+    budget = StepBudget(curves, False, None)
+    tree = make_tree(200)
+    first = None
+    for _ in range(60):
+        shares = budget.shares(tree)
+        took = [int(actual[rank, len(share.nodes)]) for rank, share in enumerate(shares)]
+        first = first or max(took)
+        budget.observe(shares, took, [0, 0, 0], 0)
+    sizes = [len(share.nodes) for share in shares]
+    assert sizes[1] < 0.7 * min(sizes[0], sizes[2])
+    assert max(took) < 0.8 * first
+    best = partition_by_times(tree, actual)
+    assert max(took) <= 1.15 * max(actual[rank, size] for rank, size in enumerate(best.sizes))
+
+
+def test_small_differences_are_noise():
+    curves = flat(400, 1, 0.02).repeat(2, axis=0)
+    budget = StepBudget(curves, False, None)
+    tree = make_tree(100)
+    before = budget.shares(tree)
+    for step in range(20):
+        budget.observe(before, [MILLISECOND, MILLISECOND * (105 + step % 3) // 100], [0, 0], 0)
+    assert budget.shares(tree).owner.tolist() == before.owner.tolist()
+
+
+def test_a_curve_goes_through_its_points_and_does_not_fall():
+    curve = interpolate([1, 4, 8], [100, 90, 200], 16)
+    assert curve[[1, 4, 8]].tolist() == [100, 100, 200]
+    assert (np.diff(curve) >= 0).all()
+    assert curve[16] == 200 + 8 * 25
+    assert interpolate([1], [100], 5).tolist() == [100] * 6
+
+
+@pytest.mark.parametrize("is_auto", [True, False])
+@pytest.mark.parametrize("slow", [1, 3])
+def test_no_replica_feeds_more_than_the_budget_where_more_would_be_as_fast(is_auto, slow):
+    """Curves with a plateau, and replicas of unequal speed: the budget holds all the same."""
+    times = np.concatenate([flat(400, 64, 0.1), slow * flat(400, 64, 0.1)])
+    for size in (2, 40, 57, 200):
+        tree = make_tree(size)
+        budget = StepBudget(times, is_auto, 30)
+        tree.truncate(fitted(budget, tree))
+        assert max(len(share.nodes) for share in budget.shares(tree)) <= 30
+
+
+def test_promises_are_believed_as_far_as_they_were_kept():
+    tree = make_tree(200, rate=0.6)
+    times = flat(200, 1, 0.08)
+    hopeful, doubtful = (StepBudget(times, True, None, timed(times)) for _ in range(2))
+    for _ in range(60):
+        for budget, num_accepted in ((hopeful, 3), (doubtful, 0)):
+            size = fitted(budget, tree)
+            cut = make_tree(size, rate=0.6)
+            budget.observe(budget.shares(cut), [int(times[0, size])], [0], num_accepted)
+    fresh = fitted(StepBudget(times, True, None, timed(times)), tree)
+    assert fitted(doubtful, tree) < fresh <= fitted(hopeful, tree)
+
+
+def test_a_step_of_the_root_alone_is_timed_before_the_first_that_drafts():
+    """It is cheaper than its curve says, so that less pays than seemed."""
+    tree, times = make_tree(50, rate=0.5), flat(50, 1, 0.05)
+    budget = StepBudget(times, True, None)
+    assert fitted(budget, tree) > 1
+    budget = StepBudget(times, True, None)
+    shares = budget.shares(make_tree(1))
+    for _ in range(NUM_TIMED):
+        assert budget.is_resting
+        budget.observe(shares, [MILLISECOND // 3], [0], 0)
+    assert not budget.is_resting
+    assert fitted(budget, tree) == 1
+
+
+@pytest.mark.parametrize("is_auto", [True, False])
+def test_times_that_come_a_step_late_teach_the_same(is_auto):
+    times = np.tile(flat(64, 8, 0.05), (2, 1))
+    late, prompt = (StepBudget(times, is_auto, None, timed(times)) for _ in range(2))
+    tree = make_tree(40)
+    nanoseconds = [[0, 0], *([MILLISECOND * (10 + step), MILLISECOND * (40 - step)] for step in range(12))]
+    fed = [tree, make_tree(12), make_tree(25)]
+    for step in range(12):
+        shares = [budget.shares(fed[step % 3]) for budget in (late, prompt)][0]
+        for budget in (late, prompt):
+            budget.fit(fed[step % 3], fed[step % 3].reach)
+        prompt.observe(shares, nanoseconds[step + 1], [0, 0], 2)
+        late.observe(shares, nanoseconds[step], [0, 0], 2, is_late=True)
+    assert late._learned.scales.tolist() != prompt._learned.scales.tolist()
+    late.observe(shares, nanoseconds[12], [0, 0], 2, is_late=True)
+    assert late._learned.scales.tolist() == prompt._learned.scales.tolist() != [UNIT] * 2
+
+
+@pytest.mark.parametrize(("slope", "is_probed"), [(0.36, True), (0.001, False)])
+def test_what_hardly_pays_is_compared_with_fresh_times_now_and_then(slope, is_probed):
+    """A step of the root alone may have become cheaper while all steps drafted: a few are timed again."""
+    tree = make_tree(64)
+    times = flat(64, 1, slope)
+    step = StepBudget(times, True, None, timed(times))
+    rested = 0
+    for _ in range(3 * PROBE_AFTER):
+        if step.is_resting:
+            rested += 1
+            share = step.shares(TokenTree([0], max_depth=0))
+        else:
+            num_nodes = fitted(step, tree)
+            assert num_nodes > 1
+            part = make_tree(64)
+            part.truncate(num_nodes)
+            share = step.shares(part)
+        size = len(share[0].nodes)
+        step.observe(share, [int(times[0, size])], [1], int(size > 1))
+    assert (rested >= 2 * PROBE_STEPS) == is_probed
+    assert is_probed or rested == 0
+
+
+def settled(times: np.ndarray, overhead, steps: int = 60, tree: TokenTree | None = None) -> StepBudget:
+    """A budget after steps of a tree of 400 nodes, where the host takes so many nanoseconds for so many nodes."""
+    budget = StepBudget(times, True, None, timed(times))
+    budget._learned.host.plain = overhead(0)
+    told = 0
+    for _ in range(steps):
+        part = make_tree(400)
+        part.truncate(size := fitted(budget, part))
+        budget.observe(budget.shares(part), [MILLISECOND], [told], 3)
+        told = overhead(size - 1)  # with the next step
+    return budget
+
+
+def test_what_the_host_needs_for_each_node_is_a_part_of_its_price():
+    """Steps that draft take it longer: the more nodes, the longer, whatever the device takes."""
+    tree, times = make_tree(400), flat(400, 400, 0)
+    free = settled(times, lambda num: MILLISECOND // 10)
+    slow = settled(times, lambda num: MILLISECOND // 10 + 10_000 * num)
+    assert fitted(free, tree) > 300
+    assert 4 < fitted(slow, tree) < 60
+
+
+def test_what_drafting_takes_whatever_it_feeds_does_not_keep_trees_small():
+    """Growing takes the host the same for 2 nodes and for 30: that is no reason to feed 2."""
+    times, learned = flat(400, 1, 0.001), None
+    for overhead in (lambda num: 20_000 + 60_000 * (num > 0), lambda num: 20_000):
+        budget = StepBudget(times, True, None, learned or timed(times))
+        learned, told = budget._learned, 0
+        for _ in range(400):  # chains that promise little: two nodes, or none, pay
+            part = make_tree(3, rate=0.3)
+            part.truncate(size := fitted(budget, part))
+            budget.observe(budget.shares(part), [MILLISECOND], [told], int(size > 1))
+            told = overhead(size - 1)
+        assert fitted(budget, make_tree(400)) > 80
+
+
+def test_steps_in_which_nothing_paid_do_not_make_nodes_dear():
+    times = flat(400, 1, 0.001)
+    budget = settled(times, lambda num: 100_000 + 2_500 * num)
+    price = budget._learned.host.per_node
+    for _ in range(2000):
+        part = make_tree(40, rate=0.001)
+        size = 1
+        if not budget.is_resting:
+            part.truncate(size := fitted(budget, part))
+        assert size == 1
+        budget.observe(budget.shares(make_tree(1)), [MILLISECOND], [160_000], 0)
+    assert budget._learned.host.per_node < 2 * price
+    budget._rest = 0
+    assert fitted(budget, make_tree(400)) > 30
+
+
+def test_the_time_of_a_tree_is_known_before_it_is_cut():
+    """Once it is known how many tokens several replicas feed: within what a few tokens make of it."""
+    times = np.concatenate([flat(400, 8, 0.05), 2 * flat(400, 4, 0.1), flat(400, 8, 0.05)])
+    budget = StepBudget(times, True, None, timed(times))
+    for size in 6 * (60, 100, 140, 100):
+        part = make_tree(size)
+        shares = budget.shares(part)
+        actual = max(times[rank, fed] for rank, fed in enumerate(shares.sizes))
+        budget.observe(shares, [int(times[rank, fed]) for rank, fed in enumerate(shares.sizes)], [0] * 3, 2)
+        estimate = budget._times_of(1, size, 400)[size - 1]
+    assert estimate == pytest.approx(actual, rel=0.08)
+    fed = (sum(shares.sizes) - 3) / (size - 1)
+    assert budget._learned.repeated / UNIT == pytest.approx(fed, rel=0.03)

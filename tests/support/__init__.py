@@ -1,0 +1,1 @@
+"""What tests share: processes, reference outputs, a simulated GPU, small random models."""

@@ -1,0 +1,82 @@
+"""Compile Triton's kernels for GPUs that need not be there: a line for each, with what it takes of one: bytes of
+shared memory, registers, bytes of stack (registers that were spilled).
+
+    python tests/compile_kernels.py 80 90
+
+Letters as in triton_gpu.py.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lp_runtime.kernels import triton_gpu as kernels
+
+TYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
+POINTERS = "query key value keys values mask output total outputs totals merged rotated cos sin gate_up scores"
+WHOLE = "num_tokens num_found num_rows token_stride head_stride query_stride key_stride value_stride capacity size"
+ALIGNED = "token_stride head_stride query_stride key_stride value_stride capacity size"  # multiples of 16, as they are
+
+
+def compile_kernel(kernel, capability: int, dtype: str, others: dict[str, str], constants: dict, **options: int) -> str:
+    """A line on one kernel with arguments of these types."""
+    types = dict.fromkeys(POINTERS.split(), f"*{dtype}") | dict.fromkeys(WHOLE.split(), "i32") | {"scale": "fp32"}
+    types |= {"length": "*i64", **others}
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if name not in constants and (types[name].startswith("*") or name in ALIGNED.split())
+    }
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    stack, registers = (int(re.search(rf"{what}:(\d+)", used)[1]) for what in ("STACK", "REG"))
+    what = f"{kernel.__name__.lstrip('_')} sm_{capability} {dtype} {constants}"
+    return f"{what} shared={compiled.metadata.shared} registers={registers} stack={stack}"
+
+
+def main(capabilities: list[int]) -> None:
+    for capability in capabilities:
+        for dtype, size, tokens, groups in (
+            ("bf16", 128, 1, 1),
+            ("bf16", 128, 64, 4),
+            ("fp16", 64, 8, 2),
+            ("bf16", 96, 32, 1),
+            ("bf16", 256, 64, 1),
+            ("fp32", 128, 16, 4),
+        ):
+            blocks = kernels.blocks(tokens * groups, size, TYPES[dtype])
+            for num_parts in (8, 1) if tokens == 1 else (8,):
+                constants = {"GROUPS": groups, "SIZE": size, "NUM_PARTS": num_parts, **blocks}
+                others = {"output": "*fp32" if num_parts > 1 else f"*{dtype}", "total": "*fp32"}
+                if tokens == 1:  # which Triton takes for a constant, too
+                    constants["num_tokens"] = 1
+                print(compile_kernel(kernels._attend_part, capability, dtype, others, constants, num_stages=2))
+        merged = {"SIZE": 128, "NUM_PARTS": 5, "BLOCK_PARTS": 8, "BLOCK_SIZE": 128}
+        others = {"outputs": "*fp32", "totals": "*fp32"}
+        print(compile_kernel(kernels._merge_parts, capability, "bf16", others, merged))
+        heads = {"QUERY_HEADS": 32, "KEY_HEADS": 8, "HALF": 64, "BLOCK": 64}
+        print(compile_kernel(kernels._rotate_and_write, capability, "bf16", {}, heads))
+        one = {"NUM": 8, "NO_TOKEN": (1 << 24) - 1}
+        others = {"values": "*fp32", "ids": "*i32", "size": "i32", "stride": "i32", "first": "*i64", "packed": "*i64"}
+        chunk = {**one, "BLOCK": kernels.CHUNK}
+        print(compile_kernel(kernels._top_of_chunks, capability, "fp32", others, chunk))
+        row = {**one, "WIDTH": 5, "MARGIN_UNIT": 16, "MAX_MARGIN": 255, "BLOCK": 512}
+        print(compile_kernel(kernels._pack_top, capability, "fp32", others, row))
+        print(compile_kernel(kernels._gate, capability, "bf16", {}, {"BLOCK": kernels.GATE_BLOCK}))
+
+
+if __name__ == "__main__":
+    main([int(each) for each in sys.argv[1:]])

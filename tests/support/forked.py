@@ -1,0 +1,75 @@
+"""Replicas and ranks forked from one process that has imported everything: importing takes seconds of every start.
+
+Replicas of the command line's processes are started as they are for users.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import subprocess
+import threading
+import time
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from pathlib import Path
+
+import pytest
+
+REPLICA = "replica"
+_lock = threading.Lock()  # who reads of a process's end first is the only one to learn of it
+
+
+@functools.cache
+def forking() -> BaseContext:
+    """To start processes in; they are forked from one that has imported template.py, and has the environment of now."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(["support.template"])
+    with pytest.MonkeyPatch.context() as patch:  # Python 3.11 does not tell that process where modules are
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+        multiprocessing.forkserver.ensure_running()
+    return found
+
+
+class ForkedReplica:
+    """What a launcher uses of a subprocess.Popen."""
+
+    def __init__(self, pipe: Connection):
+        arguments = (pipe, os.sched_getaffinity(0))
+        with _lock:
+            self._process = forking().Process(target=_be_replica, args=arguments, name=REPLICA, daemon=True)
+            self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        with _lock:
+            return self._process.exitcode
+
+    def kill(self) -> None:
+        with _lock:
+            self._process.kill()
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.returncode) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(REPLICA, timeout)
+            time.sleep(0.005)
+        return code
+
+
+def _be_replica(pipe: Connection, cores: set[int]) -> None:
+    from lp_runtime.launchers.replica_process import be_replica
+
+    os.setsid()
+    os.sched_setaffinity(0, cores)
+    be_replica(pipe)
+
+
+def living_replicas() -> list[int]:
+    """Their process ids."""
+    with _lock:
+        return [process.pid for process in multiprocessing.active_children() if process.name == REPLICA]

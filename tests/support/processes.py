@@ -1,0 +1,140 @@
+"""Real processes for tests: started with a mark in their environment, by which all their descendants are found."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from support.forked import living_replicas
+
+MARK = "LP_RUNTIME_TEST"
+PATIENCE = 120.0  # seconds before a test gives up waiting; not a measure of anything
+
+# Of clusters that tests start. Actors are as important as the other test process: Ray would have them wait for it.
+RAY_SETTINGS = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
+
+
+class Marked:
+    """An environment with a mark of its own; every process started with it, and their children, carry the mark."""
+
+    def __init__(self, **variables: str):
+        self._mark = f"{MARK}={uuid.uuid4().hex}"
+        self.environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+        self.environment[MARK] = self._mark.partition("=")[2]
+
+    def alive(self) -> list[int]:
+        """Ids of the living processes that carry the mark, orphans included, and of their descendants.
+
+        (Ray's processes overwrite their environment with their title: these are known by their parents.)
+        """
+        found, parents = set(), {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                pid = int(folder.name)
+                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+                if state != "Z":
+                    parents[pid] = int(parent)
+                if self._mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    found.add(pid)
+            except OSError:
+                continue
+        while more := {pid for pid, parent in parents.items() if parent in found} - found:
+            found |= more
+        return sorted(found & parents.keys())
+
+    def workers(self) -> list[int]:
+        """Those of them that are spawned replicas."""
+        return [pid for pid in self.alive() if "lp_runtime.launchers.replica_process" in command_line(pid)]
+
+    def assert_gone(self) -> None:
+        """Wait until none is alive."""
+        wait_until(lambda: not self.alive(), lambda: f"left running: {[command_line(pid) for pid in self.alive()]}")
+
+    def kill(self) -> None:
+        """End whatever still carries the mark."""
+        for pid in self.alive():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Processes that are started here have one core, so that a lone replica has one thread: beside another test's, its
+    threads would wait for one another most of the time."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores) if os.getpid() % 2 else max(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+@contextmanager
+def marked(**variables: str) -> Iterator[Marked]:
+    """A Marked environment; nothing of it is left afterwards, whatever happens."""
+    mark = Marked(**variables)
+    try:
+        yield mark
+    finally:
+        mark.kill()
+
+
+def command_line(pid: int) -> str:
+    """The words of a process's command, or nothing if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def own_replicas() -> list[int]:
+    """Ids of the spawned replicas, or forked ones, that this process has started and that are alive, by age."""
+    children = []
+    for file in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        children += [int(pid) for pid in file.read_text().split()]
+    started = [pid for pid in children if "lp_runtime.launchers.replica_process" in command_line(pid)]
+    return sorted(started + living_replicas())
+
+
+def wait_until(condition: Callable[[], object], complaint: Callable[[], str] = lambda: "waited in vain") -> None:
+    """Return when the condition holds; fail if it never does."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, complaint()
+        time.sleep(0.05)
+
+
+def run_cli(*arguments: str, cwd: Path, environment: dict | None = None) -> subprocess.CompletedProcess:
+    """`python -m lp_runtime` to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "lp_runtime", *arguments],
+        cwd=cwd,
+        env=environment or Marked().environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+
+
+def start_cli(*arguments: str, cwd: Path, environment: dict) -> subprocess.Popen:
+    """`python -m lp_runtime`, still running; its stdout can be read."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "lp_runtime", *arguments],
+        cwd=cwd,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A background job of a shell, these tests perhaps, ignores Ctrl-C, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )

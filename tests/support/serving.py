@@ -1,0 +1,47 @@
+"""A server of a runtime in this process, over the HTTP stack that lp-serve uses."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lp_runtime import LookaheadRuntime, Scheduler
+from lp_runtime.config.settings import DEMO_MODEL
+from lp_runtime.model.loader import load_tokenizer
+from lp_runtime.server.app import Server, ServerSettings
+from lp_runtime.server.serve import http_server
+
+TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"
+
+
+@contextmanager
+def served(
+    runtime: LookaheadRuntime, max_waiting: int = 64, policy: str = "fair", **settings
+) -> Iterator[tuple[str, Scheduler]]:
+    """(base URL, scheduler) of a server of a model named demo; `settings` are ServerSettings'."""
+    with Scheduler(runtime, max_waiting, policy) as scheduler:
+        settings = ServerSettings("demo", **settings)
+        app = Server(runtime, scheduler, settings, load_tokenizer(runtime.config.model)).app()
+        listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        server = http_server(app)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        while not server.started and thread.is_alive():
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", scheduler
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def demo_model_that_chats(folder: Path) -> Path:
+    """A copy of the demo model with a chat template."""
+    shutil.copytree(DEMO_MODEL, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder

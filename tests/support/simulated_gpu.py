@@ -1,0 +1,593 @@
+"""A GPU that is not there: torch's device "cuda", computed on the CPU, and strict about what a program may do with it.
+
+Tensors say that they are on cuda:0; what is asked of them is computed in ordinary memory, in order, at once. What a
+program can see of a GPU's ways is kept:
+
+- tensors of host and device do not mix;
+- memory that nothing was written to holds NaN, or numbers far out of range;
+- what is queued is done once the host has waited for it, or for something behind it: until then what is copied to
+  pinned memory is not there, and what is copied from it must not change. `Gpu.waits` counts the waits for anything that
+  was not known to be done, and says where they were;
+- while a graph is captured nothing is computed, and nothing may wait; a replay computes with what is then in the same
+  memory, and leaves nothing in the memory of other graphs of its pool.
+
+It has no time of its own, one stream whatever is asked for, so that a missing wait for another one is not seen, pinned
+memory that is never given to anybody else, and stand-ins of Triton's kernels, which have tests of their own. Triton,
+torch.compile, NCCL, and whether a real kernel computes the same, are not simulated.
+
+With simulated_site in PYTHONPATH, processes have one from their start on: so tests/gpu and scripts/gpu.sh can be
+rehearsed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import subprocess
+import tempfile
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from lp_runtime.kernels import dispatch
+from lp_runtime.model.attention.tree_attention import attend_committed, attend_masked, merge
+from lp_runtime.model.optimize import fused_blocks, fusing
+from lp_runtime.sampling import sampler
+
+aten = torch.ops.aten
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+PACKAGE = Path(dispatch.__file__).parents[1]
+OUT_OF_RANGE = 0x5A
+READ_BY_HOST = (
+    "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim",
+    "unique_consecutive", "repeat_interleave", "bincount",
+)  # fmt: skip
+MAKE_EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+MAKE_OF_VALUES = (torch.tensor, torch.as_tensor)
+MAY_PIN = (torch.tensor, torch.empty, torch.zeros)
+SUBSCRIPTS = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+TAKE_NUMBERS = ("fill_", "fill", "masked_fill", "masked_fill_")  # of the host's, as what is pointwise does
+BY_INDICES = ("index", "_index_put_impl_", "index_put_", "index_put")  # which may be on the host, and are copied
+
+
+class Tensor(torch.Tensor):
+    """A tensor of the GPU's; `memory` is where it is in truth."""
+
+    memory: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, memory: torch.Tensor):
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, memory.shape, strides=memory.stride(), storage_offset=memory.storage_offset(), dtype=memory.dtype,
+            device=GPU,
+        )  # fmt: skip
+        made.memory = memory
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return Gpu.now.call(function, args, kwargs or {})
+
+    def data_ptr(self) -> int:
+        return self.memory.data_ptr()
+
+    def __repr__(self, **kwargs) -> str:
+        return f"simulated_gpu.Tensor({self.memory!r})"
+
+
+class Gpu(TorchDispatchMode):
+    """The device; there is one at a time.
+
+    Attributes:
+        waits: where the host waited for what was not known to be done, a line of the package for each.
+        seconds_slept: that it was told to be busy for; no host waits for these.
+    """
+
+    now: Gpu
+
+    def __init__(self):
+        super().__init__()
+        self.waits: list[str] = []
+        self.seconds_slept = 0.0
+        self._queued = self._done = 0
+        self._under_way: list[tuple[int, Callable[[], None]]] = []  # what happens when the host knows of something
+        self._pinned: dict[int, torch.Tensor] = {}  # by address
+        self._graph: Graph | None = None  # being captured
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return self.call(function, args, kwargs or {})
+
+    def queue(self) -> int:
+        """What was queued last has this number."""
+        self._queued += 1
+        return self._queued
+
+    def sleep(self, cycles: int) -> None:
+        """Be busy for so many, of a nanosecond each."""
+        self.queue()
+        self.seconds_slept += cycles * 1e-9
+
+    @property
+    def last(self) -> int:
+        """The number of what was queued last."""
+        return self._queued
+
+    def is_done(self, number: int) -> bool:
+        """Whether the host knows that it is."""
+        return number <= self._done
+
+    def check_not_capturing(self) -> None:
+        """Some things may not be asked for while a graph is captured."""
+        if self._graph is not None:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    def wait(self, number: int | None = None) -> None:
+        """For what was queued, up to a number."""
+        self.check_not_capturing()
+        number = self._queued if number is None else number
+        if self.is_done(number):
+            return
+        self._done = number
+        frames = [each for each in traceback.extract_stack() if each.filename.startswith(str(PACKAGE))]
+        self.waits.append(f"{Path(frames[-1].filename).name}: {frames[-1].name}" if frames else "elsewhere")
+        done = [happen for at, happen in self._under_way if at <= number]
+        self._under_way = [each for each in self._under_way if each[0] > number]
+        for happen in done:
+            happen()
+
+    def call(self, function, args, kwargs):
+        """What torch asks for."""
+        name = function.overloadpacket.__name__
+        if name == "copy_":
+            return self._copy(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        if name in ("pin_memory", "_pin_memory"):
+            return self.pin(args[0].clone())
+        if name == "is_pinned":
+            return self._is_pinned(args[0])
+        values = list(_leaves((args, kwargs)))
+        tensors = [each for each in values if isinstance(each, torch.Tensor)]
+        ours = [each for each in tensors if isinstance(each, Tensor)]
+        places = [each for each in values if isinstance(each, torch.device)]
+        if not ours and all(place.type != "cuda" for place in places):
+            return function(*args, **kwargs)
+        if function.namespace == "c10d":  # a collective is queued like anything else
+            self.queue()
+            given = {id(each.memory): each for each in ours}
+            made = function(*_changed(_on_host, args), **_changed(_on_host, kwargs))
+            return _changed(lambda each: given.get(id(each), each), made)
+        if name == "_to_copy":
+            return self._to_copy(args[0], dict(kwargs))
+        if name == "scaled_dot_product_attention":
+            pass  # which kernel is chosen differs; what it computes does not
+        elif torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd"):
+            with self:
+                made = function.decompose(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
+        if name in READ_BY_HOST:
+            self.wait()
+        place = places[0] if places else GPU
+        assert place.type == "cuda" or name.startswith("new_") or name.endswith("_like"), f"{name} to {place}"
+        indices = [each for each in args[1] if each is not None] if name in BY_INDICES else []
+        if any(not isinstance(each, Tensor) or each.dtype in (torch.bool, torch.uint8) for each in indices):
+            self.wait()  # it is copied from where it was, or it must be known how many it takes
+        takes_numbers = torch.Tag.pointwise in function.tags or name in TAKE_NUMBERS
+        for each in tensors:
+            if not isinstance(each, Tensor) and not (each.dim() == 0 and takes_numbers) and not _is_in(each, indices):
+                raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but found cuda:0 and cpu")
+        generator = kwargs.get("generator")
+        if generator is not None and getattr(generator, "place", CPU).type != "cuda":
+            raise RuntimeError(f"{name}: Expected a 'cuda' device type for generator but found 'cpu'")
+        return self._compute(STAND_INS.get(name, function), function, args, kwargs, name)
+
+    def _compute(self, compute, function, args, kwargs, name: str):
+        ours = [each for each in _tensors((args, kwargs)) if isinstance(each, Tensor)]
+        normal = {_address(each.memory) for each in ours if not each.is_inference()}
+        args, kwargs = _changed(_on_host, (args, kwargs))
+        kwargs.pop("pin_memory", None)
+        written = [
+            args[place] if place < len(args) else kwargs[each.name]
+            for place, each in enumerate(function._schema.arguments)
+            if each.alias_info is not None and each.alias_info.is_write and (place < len(args) or each.name in kwargs)
+        ]
+        if self._graph is not None:
+            self._graph.about_to_write(written)
+        made = compute(*args, **kwargs)
+        self.queue()
+        if name in MAKE_EMPTY:
+            _spoil(made)
+
+        def tensor_of(value):
+            if not isinstance(value, torch.Tensor):
+                return value
+            # What is made in inference mode is of its kind, but for views of others.
+            with torch.inference_mode(torch.is_inference_mode_enabled() and _address(value) not in normal):
+                return Tensor(value)
+
+        ours = _changed(tensor_of, made)
+        if self._graph is not None:
+            self._graph.record(compute, args, kwargs, made, ours)
+        return ours
+
+    def pin(self, made: torch.Tensor) -> torch.Tensor:
+        """From now on its memory is pinned."""
+        self._pinned[made.untyped_storage().data_ptr()] = made  # kept, so that no other has its address
+        return made
+
+    def _is_pinned(self, host: torch.Tensor) -> bool:
+        return not isinstance(host, Tensor) and host.untyped_storage().data_ptr() in self._pinned
+
+    def _to_copy(self, source: torch.Tensor, options: dict):
+        place = options.pop("device", None) or source.device
+        non_blocking, dtype = options.get("non_blocking", False), options.get("dtype") or source.dtype
+        if place.type == "cuda":
+            target = Tensor(torch.empty(source.shape, dtype=dtype))
+            if isinstance(source, Tensor):
+                options = {key: value for key, value in options.items() if key != "non_blocking"}
+                function = aten._to_copy.default
+                return self._compute(function, function, (source,), options, "_to_copy")
+        else:  # nothing waits for what is not pinned to begin with, but then it is
+            target = torch.empty(source.shape, dtype=dtype)
+        return self._copy(target, source, non_blocking)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+        to_gpu, of_gpu = isinstance(target, Tensor), isinstance(source, Tensor)
+        if to_gpu == of_gpu:
+            if to_gpu:
+                function = aten.copy_.default
+                self._compute(function, function, (target, source), {}, "copy_")
+            else:
+                target.copy_(source)
+            return target
+        host = source if to_gpu else target
+        if self._graph is not None:  # of pinned memory it is allowed; but whose is that when it is replayed?
+            raise RuntimeError("a copy between host and device while a graph is captured: operation not permitted")
+        # What is of another type, or not in one piece, is changed in memory of the host's that is not pinned.
+        is_alike = target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
+        is_behind = non_blocking and self._is_pinned(host) and is_alike
+        if to_gpu:
+            function = aten.copy_.default
+            self._compute(function, function, (target, Tensor(source)), {}, "copy_")
+            copied = source.clone()
+
+            def happen() -> None:
+                assert torch.equal(copied, source), "the host's memory was written to before it was copied"
+        else:
+            value = source.memory.clone()
+            self.queue()
+            _spoil(target)
+
+            def happen() -> None:
+                target.copy_(value)
+
+        self._under_way.append((self._queued, happen))
+        if not is_behind:
+            self.wait()
+        return target
+
+
+class ByHost(TorchFunctionMode):
+    """Has the host make what torch makes without asking, in memory that it then copies, or pins."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function in MAKE_OF_VALUES and kwargs.get("device") and torch.device(kwargs["device"]).type == "cuda":
+            return function(*args, **kwargs | {"device": CPU}).to(GPU)
+        if function in SUBSCRIPTS and isinstance(args[0], Tensor):
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+            indices = tuple(torch.tensor(each).to(GPU) if isinstance(each, list) else each for each in indices)
+            args = (args[0], indices, *args[2:])
+        if function is torch.Tensor.tolist and isinstance(args[0], Tensor):
+            return args[0].cpu().tolist()
+        if kwargs.get("pin_memory"):
+            if function not in MAY_PIN or isinstance(args[0], (torch.Tensor, np.ndarray)):
+                raise RuntimeError(f"{function.__name__}: Can't pin tensor constructed from numpy")
+            return Gpu.now.pin(function(*args, **kwargs | {"pin_memory": False}))
+        return function(*args, **kwargs)
+
+
+class Graph:
+    """A CUDA graph."""
+
+    by_pool: dict[object, list[Graph]] = {}
+
+    def __init__(self):
+        self._calls: list[tuple[Callable, tuple, dict, list[torch.Tensor]]] = []
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []  # what was written to, as it was
+        self._own: dict[int, torch.Tensor] = {}  # what was made, by address
+        self._seen: list[weakref.ref[Tensor]] = []  # the same, and views of it, as the program sees them
+        self.pool: object = self
+
+    def about_to_write(self, targets: list[torch.Tensor]) -> None:
+        """While it is captured nothing is written."""
+        self._before += [(each, each.clone()) for each in targets if _address(each) not in self._own]
+
+    def record(self, compute: Callable, args: tuple, kwargs: dict, made, ours) -> None:
+        """What was asked for while it is captured."""
+        given = set(map(_address, _tensors((args, kwargs))))
+        results = _tensors(made)
+        results = [None if _address(each) in given else each for each in results]
+        self._own |= {_address(each): each for each in results if each is not None}
+        self._seen += [weakref.ref(each) for each in _tensors(ours) if _address(each.memory) in self._own]
+        self._calls.append((compute, args, kwargs, results))
+
+    def end(self) -> None:
+        """Nothing has been computed."""
+        for target, value in reversed(self._before):
+            target.copy_(value)
+        self._before = []
+        self._spoil()
+        Graph.by_pool.setdefault(self.pool, []).append(self)
+
+    def _spoil(self) -> None:
+        """What is still seen of what was made holds nothing any longer."""
+        self._seen = [each for each in self._seen if each() is not None]
+        for each in self._seen:
+            if (tensor := each()) is not None:
+                _spoil(tensor.memory)
+
+    def replay(self) -> None:
+        """Queue it again."""
+        with _disable_current_modes():
+            for other in Graph.by_pool[self.pool]:
+                other._spoil()
+            for compute, args, kwargs, results in self._calls:
+                for result, value in zip(results, _tensors(compute(*args, **kwargs)), strict=True):
+                    if result is not None:
+                        result.copy_(value)
+        Gpu.now.queue()
+
+
+class Generator(torch.Generator):
+    """Draws on the CPU, and knows for which device."""
+
+    place: torch.device
+
+    def __new__(cls, device: object = "cpu"):
+        made = super().__new__(cls, "cpu")
+        made.place = torch.device(device)
+        return made
+
+
+class Event:
+    """An event; those of CUDA have happened where they were never recorded."""
+
+    def __init__(self, enable_timing: bool = False):
+        self._number, self._time, self._has_time = 0, 0.0, enable_timing
+
+    def record(self, stream: object = None) -> None:
+        self._number, self._time = Gpu.now.last, time.perf_counter() + Gpu.now.seconds_slept
+
+    def query(self) -> bool:
+        Gpu.now.check_not_capturing()
+        return Gpu.now.is_done(self._number)
+
+    def synchronize(self) -> None:
+        Gpu.now.wait(self._number)
+
+    def elapsed_time(self, other: Event) -> float:
+        """Milliseconds."""
+        assert self._has_time and other._has_time and other.query(), "an event that has not happened has no time"
+        return (other._time - self._time) * 1000
+
+
+class Stream:
+    """There is one, whatever is asked for."""
+
+    def __init__(self, device: object = None):
+        pass
+
+    def synchronize(self) -> None:
+        Gpu.now.wait()
+
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def capturing(graph: Graph, pool: object = None, **others: object) -> Iterator[None]:
+    """torch.cuda.graph"""
+    gpu = Gpu.now
+    gpu.wait()
+    graph.pool = pool or graph
+    gpu._graph = graph
+    try:
+        yield
+    finally:
+        gpu._graph = None
+    graph.end()
+
+
+@contextlib.contextmanager
+def unchanged(*args: object) -> Iterator[None]:
+    """A context of a device or a stream: there is one."""
+    yield
+
+
+def _leaves(value) -> Iterator[object]:
+    """What a nest of lists, tuples and dicts holds."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        yield value
+        return
+    for each in value:
+        yield from _leaves(each)
+
+
+def _tensors(value) -> list[torch.Tensor]:
+    return [each for each in _leaves(value) if isinstance(each, torch.Tensor)]
+
+
+def _changed(change: Callable, value):
+    """The same nest of what has been changed."""
+    if isinstance(value, dict):
+        return {key: _changed(change, each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_changed(change, each) for each in value])
+    return change(value)
+
+
+def _on_host(value):
+    if isinstance(value, Tensor):
+        return value.memory
+    return CPU if isinstance(value, torch.device) else value
+
+
+def _address(memory: torch.Tensor) -> int:
+    return memory.untyped_storage().data_ptr()
+
+
+def _spoil(memory: torch.Tensor) -> None:
+    if memory.dtype.is_floating_point:
+        memory.fill_(torch.nan)
+    elif memory.numel():
+        memory.contiguous().view(torch.uint8).fill_(OUT_OF_RANGE) if memory.is_contiguous() else memory.fill_(1)
+
+
+def _is_in(tensor: torch.Tensor, others: list[torch.Tensor]) -> bool:
+    return any(tensor is each for each in others)
+
+
+def _flash(query, key, value, dropout=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+    output, total = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, is_causal, scale=scale)
+    return output, total, None, None, query.shape[2], key.shape[2], None, None, None
+
+
+def _efficient(query, key, value, bias, with_total, dropout=0.0, is_causal=False, *, scale=None):
+    output, total = aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout, is_causal, attn_mask=bias, scale=scale
+    )
+    filling = -total.shape[2] % 32
+    return output, torch.nn.functional.pad(total, (0, filling), value=torch.inf), None, None
+
+
+STAND_INS = {
+    "_scaled_dot_product_flash_attention": _flash,
+    "_scaled_dot_product_efficient_attention": _efficient,
+}
+
+
+def rotate_and_write(query, key, value, cos, sin, length, keys, values):
+    """Stand-in, as all that follow, of Triton's kernel of that name."""
+    size = query.shape[3]
+    assert all(each.stride()[2:] == (size, 1) for each in (query, key, value))
+    assert keys.is_contiguous() and values.is_contiguous()
+    slots = length + torch.arange(query.shape[1], device=query.device)
+    rotated, key = (fused_blocks.rotate(each, cos, sin) for each in (query, key))
+    keys.index_copy_(2, slots, key.transpose(1, 2))
+    values.index_copy_(2, slots, value.transpose(1, 2))
+    return rotated
+
+
+def attend(query, keys, values, mask, length, scale, num_processors):
+    assert query.stride(3) == 1 and keys.is_contiguous() and values.is_contiguous() and mask.is_contiguous()
+    num_tokens, num_heads = query.shape[2], keys.shape[1]
+    folded = query.reshape(1, num_heads, -1, query.shape[3])
+    slots = length + torch.arange(num_tokens, device=query.device)
+    tree = attend_masked(folded, keys.index_select(2, slots), values.index_select(2, slots), mask, scale)
+    committed = SimpleNamespace(length=length)
+    merged = merge(*attend_committed(folded, keys, values, committed, scale), *tree).to(query.dtype)
+    return merged.reshape(1, query.shape[1], num_tokens, -1).transpose(1, 2).contiguous()
+
+
+def gate(gate_up):
+    assert gate_up.is_contiguous()
+    first, second = gate_up.float().chunk(2, -1)
+    return (torch.nn.functional.silu(first) * second).to(gate_up.dtype)
+
+
+def pack_top_k(scores, first, num, no_token, margin_unit, max_margin):
+    assert scores.stride(1) == 1 and scores.dtype == torch.float32
+    ids, gaps = sampler.top_k(scores, num)
+    words = torch.nn.functional.pad((ids << 8) | gaps, (0, num % 2), value=no_token << 8)
+    return torch.cat([first[:, None], words[:, 0::2] | (words[:, 1::2] << 32)], dim=1)
+
+
+KERNELS = SimpleNamespace(rotate_and_write=rotate_and_write, attend=attend, gate=gate, pack_top_k=pack_top_k)
+CUDA = {
+    "_lazy_init": lambda: None,
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "device_count": lambda: 1,
+    "current_device": lambda: 0,
+    "set_device": lambda device: None,
+    "get_device_capability": lambda device=None: (9, 0),
+    "get_device_name": lambda device=None: "a simulated GPU",
+    "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=132, total_memory=1 << 34),
+    "mem_get_info": lambda device=None: (1 << 34, 1 << 34),
+    "memory_reserved": lambda device=None: 0,
+    "memory_allocated": lambda device=None: 0,
+    "max_memory_allocated": lambda device=None: 0,
+    "reset_peak_memory_stats": lambda device=None: None,
+    "empty_cache": lambda: None,
+    "synchronize": lambda device=None: Gpu.now.wait(),
+    "current_stream": Stream,
+    "stream": unchanged,
+    "device": unchanged,
+    "graph": capturing,
+    "graph_pool_handle": object,
+    "CUDAGraph": Graph,
+    "_sleep": lambda cycles: Gpu.now.sleep(cycles),
+    "Event": Event,
+    "Stream": Stream,
+}
+
+
+@functools.cache
+def register_guard() -> None:
+    """Tell torch that there are devices of that name."""
+    root = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/device_guard.so"
+        source = str(Path(__file__).with_name("device_guard.cpp"))
+        paths = [f"-I{root}/include", f"-L{root}/lib", "-lc10"]
+        subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", source, "-o", library, *paths], check=True)
+        torch.ops.load_library(library)
+
+
+@contextlib.contextmanager
+def simulated_gpu() -> Iterator[Gpu]:
+    """While this is entered there is a GPU, for all threads of this process."""
+    register_guard()
+    gpu = Gpu.now = Gpu()
+    run = threading.Thread.run
+
+    def run_with_gpu(thread: threading.Thread) -> None:
+        with gpu, ByHost():
+            run(thread)
+
+    dispatch._can_run.cache_clear()
+    overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # a parameter cannot become one of ours
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, stand_in in CUDA.items():
+                patch.setattr(torch.cuda, name, stand_in)
+            patch.setattr(torch, "Generator", Generator)
+            for module in (dispatch, fused_blocks):
+                patch.setattr(module, "triton_gpu", KERNELS)
+            # A parameter on the GPU is of a class of its own, like those that the package leaves alone.
+            patch.setattr(fusing, "is_plain", lambda each: type(each) is nn.Linear and not fusing.is_hooked(each))
+            patch.setattr(fusing, "_is_norm", lambda each: fusing._runs_code_of(each, LlamaRMSNorm))
+            patch.setattr(threading.Thread, "run", run_with_gpu)
+            with gpu, ByHost():
+                yield gpu
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
+        dispatch._can_run.cache_clear()
+        Graph.by_pool.clear()

@@ -1,0 +1,18 @@
+"""Imported by the process that replicas of the tests are forked from: all that a replica imports, and its kernels."""
+
+import lp_runtime.launchers.replica_process  # noqa: F401
+from lp_runtime.distributed.exchange import compile_exchange
+from lp_runtime.distributed.partition import compile_partition
+from lp_runtime.lookahead.drafters.best_first.drafter import compile_kernels
+from lp_runtime.model.attention.mask import compile_masks
+from lp_runtime.model.inputs import compile_layout
+from lp_runtime.sampling.sampler import compile_sampler
+from lp_runtime.sizing.budget import compile_budget
+
+compile_kernels()
+compile_budget()
+compile_sampler()
+compile_layout()
+compile_masks()
+compile_exchange()
+compile_partition()

@@ -1,0 +1,411 @@
+"""The Python API on one replica and on two: the same answers, pieces that add up, errors, cancellation."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.processes import own_replicas
+
+from lp_runtime import (
+    LookaheadConfig,
+    LookaheadRuntime,
+    ModelConfig,
+    ModelError,
+    ReplicaError,
+    RequestError,
+    SamplingConfig,
+)
+from lp_runtime.config.lookahead import PLAIN
+from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.errors import ConfigError
+from lp_runtime.model.runner import ModelRunner
+
+PROMPT = "def fib(n):\n    "
+IDS = [1, 2, 3]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["gpus=1", "gpus=2"])
+def runtime(request, demo_model_dir):
+    """The demo model, on one and on two replicas."""
+    settings = LookaheadConfig(W=15, N=5, G=15)  # so that steps do not depend on the machine's mood
+    with LookaheadRuntime(
+        str(demo_model_dir), gpus=request.param, device="cpu", dtype="float32", lookahead=settings
+    ) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def single(demo_model_dir):
+    """One replica, to compare with."""
+    with LookaheadRuntime(ModelConfig(path=str(demo_model_dir)), device="cpu", dtype="float32") as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model_dir):
+    """A model without a tokenizer."""
+    with LookaheadRuntime(str(tiny_model_dir)) as runtime:
+        yield runtime
+
+
+def test_generate(runtime, single):
+    out = runtime.generate(PROMPT, max_new_tokens=40, eos=False)
+    assert out.num_tokens == len(out.token_ids) == 40
+    assert out.finish_reason == "length"
+    assert out.text == runtime.tokenizer.decode(out.token_ids, skip_special_tokens=True)
+    assert 1 < out.steps < 40
+    assert out.compression_ratio == 40 / out.steps
+    assert out.tokens_per_second == 40 / out.seconds
+    plain = single.generate(PROMPT, max_new_tokens=40, eos=False, lookahead=PLAIN)
+    assert (plain.token_ids, plain.text) == (out.token_ids, out.text)
+    assert plain.steps == 40
+
+
+def test_settings_of_one_request(runtime):
+    default = runtime.generate(PROMPT, max_new_tokens=24, eos=False)
+    outs = [
+        runtime.generate(PROMPT, max_new_tokens=24, eos=False, lookahead=LookaheadConfig(*setting, drafter=drafter))
+        for drafter in ("paper", "full")
+        for setting in [(5, 3, 5), (1, 2, 0), (0, 4, 3), (7, 2, 0)]
+    ]
+    assert all(out.token_ids == default.token_ids for out in outs)
+    assert all(out.step_tokens < default.step_tokens + 1 for out in outs)
+    assert runtime.generate(PROMPT, max_new_tokens=24, eos=False).steps == default.steps
+
+
+def test_text_and_its_ids_are_the_same_prompt(runtime):
+    text = runtime.generate(PROMPT, max_new_tokens=8, eos=False)
+    ids = runtime.generate(runtime.tokenizer(PROMPT).input_ids, max_new_tokens=8, eos=False)
+    assert (ids.token_ids, ids.text) == (text.token_ids, text.text)
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "s = 'größer 数 🎉", IDS])
+def test_pieces_add_up(runtime, prompt):
+    stream = runtime.stream(prompt, max_new_tokens=32, eos=False)
+    assert stream.generation is None
+    pieces = list(stream)
+    whole = runtime.generate(prompt, max_new_tokens=32, eos=False)
+    assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
+    assert "".join(piece.text for piece in pieces) == whole.text
+    decoded = runtime.tokenizer.decode(whole.token_ids, skip_special_tokens=True)
+    assert whole.text == decoded.rstrip("\ufffd")  # a character that was cut off by the length is not shown
+    assert stream.generation.token_ids == whole.token_ids
+    assert len([piece for piece in pieces if piece.token_ids]) == whole.steps
+
+
+def test_smallest_request(runtime):
+    out = runtime.generate(PROMPT, max_new_tokens=1)
+    assert (out.num_tokens, out.steps, out.step_tokens) == (1, 1, 0.0)
+
+
+def test_a_stream_closed_early_leaves_no_trace(runtime):
+    whole = runtime.generate(PROMPT, max_new_tokens=64, eos=False)
+    for pieces in (1, 2, 3):
+        stream = runtime.stream(PROMPT, max_new_tokens=2000, eos=False)
+        seen = [token for _ in range(pieces) for token in next(stream).token_ids]
+        stream.close()
+        assert stream.generation is None
+        assert list(stream) == []
+        assert seen == whole.token_ids[: len(seen)]
+        again = runtime.generate(PROMPT, max_new_tokens=64, eos=False)
+        assert (again.token_ids, again.steps) == (whole.token_ids, whole.steps)
+
+
+def test_a_stream_never_begun_costs_nothing(runtime):
+    stream = runtime.stream(PROMPT, max_new_tokens=2000, eos=False)
+    assert runtime.generate(PROMPT, max_new_tokens=4, eos=False).num_tokens == 4
+    stream.close()
+
+
+def test_one_request_at_a_time(runtime):
+    whole = runtime.generate(PROMPT, max_new_tokens=16, eos=False)
+    stream = runtime.stream(PROMPT, max_new_tokens=16, eos=False)
+    seen = list(next(stream).token_ids)
+    with pytest.raises(RequestError, match="another request is being decoded"):
+        runtime.generate("x", max_new_tokens=4)
+    seen += [token for piece in stream for token in piece.token_ids]
+    assert seen == whole.token_ids
+
+
+def test_eos(runtime, make_eos_runtime):
+    free = runtime.generate(IDS, max_new_tokens=24, eos=False)
+    eos = free.token_ids[11]
+    where = free.token_ids.index(eos)
+    with make_eos_runtime(eos, runtime.num_replicas) as stopping:
+        assert stopping.info.eos_token_ids == {eos}
+        out = stopping.generate(IDS, max_new_tokens=24)
+        assert (out.token_ids, out.finish_reason) == (free.token_ids[: where + 1], "eos")
+        out = stopping.generate(IDS, max_new_tokens=24, eos=False)
+        assert (out.token_ids, out.finish_reason) == (free.token_ids, "length")
+
+
+@pytest.fixture
+def make_eos_runtime(demo_model_dir, tmp_path):
+    """The demo model with another end-of-sequence token."""
+
+    def make(token: int, gpus: int) -> LookaheadRuntime:
+        path = shutil.copytree(demo_model_dir, tmp_path / "eos")
+        for name in ("config.json", "generation_config.json"):
+            settings = json.loads((path / name).read_text())
+            (path / name).write_text(json.dumps(settings | {"eos_token_id": token}))
+        return LookaheadRuntime(str(path), gpus=gpus, device="cpu", dtype="float32")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_new_tokens", "message"),
+    [
+        ([], 4, "the prompt is empty: it must have at least one token"),
+        ([64], 4, "token id 64 of the prompt: must be an integer 0 to 63"),
+        ([-1], 4, "token id -1 of the prompt: must be an integer 0 to 63"),
+        ([1.0], 4, "token id 1.0 of the prompt: must be an integer 0 to 63"),
+        (["a"], 4, "token id 'a' of the prompt: must be an integer 0 to 63"),
+        ([1], 0, "max_new_tokens=0: must be an integer >= 1"),
+        ([1], 2.0, "max_new_tokens=2.0: must be an integer >= 1"),
+        (
+            [1] * 253,
+            4,
+            "the prompt is too long: 253 tokens + max_new_tokens=4 are more than the model's context of 256",
+        ),
+    ],
+)
+def test_requests_that_cannot_be_served(tiny, prompt, max_new_tokens, message):
+    for call in (tiny.generate, tiny.stream):
+        with pytest.raises((RequestError, ConfigError)) as caught:
+            call(prompt, max_new_tokens)
+        assert str(caught.value).startswith(message)
+        assert isinstance(caught.value, ValueError)
+    assert tiny.generate([1], 4).num_tokens == 4
+
+
+def test_empty_text(single):
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        single.generate("", 4)
+
+
+def test_a_request_that_just_fits(tiny):
+    assert tiny.generate([1] * 246, 10).num_tokens == 10
+
+
+def test_ids_need_no_tokenizer(tiny):
+    out = tiny.generate(IDS, max_new_tokens=6)
+    assert (out.num_tokens, out.text) == (6, "")
+    with pytest.raises(ModelError, match="no usable tokenizer"):
+        tiny.generate("text")
+
+
+def test_settings_are_checked(tmp_path):
+    with pytest.raises(ConfigError, match="gpus=0: must be an integer >= 1"):
+        LookaheadRuntime(gpus=0)
+    with pytest.raises(ConfigError, match="lookahead.N=1: must be an integer >= 2"):
+        LookaheadRuntime(lookahead=LookaheadConfig(N=1))
+    with pytest.raises(ModelError, match="no such directory"):
+        LookaheadRuntime(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_closing_in_the_middle_of_a_stream(tiny_model_dir, gpus, capfd):
+    runtime = LookaheadRuntime(str(tiny_model_dir), gpus=gpus)
+    stream = runtime.stream(IDS, max_new_tokens=200)
+    next(stream)
+    runtime.close()
+    runtime.close()
+    del stream
+    with pytest.raises(ReplicaError, match="the runtime is closed"):
+        runtime.generate(IDS)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_close_ends_the_replicas(tiny_model_dir):
+    before = own_replicas()
+    runtime = LookaheadRuntime(str(tiny_model_dir), gpus=2)
+    assert len(own_replicas()) == len(before) + 2
+    runtime.close()
+    assert own_replicas() == before
+
+
+def test_replicas_share_the_tokens_of_a_step(runtime, single):
+    alone = single.generate(PROMPT, max_new_tokens=16, eos=False, lookahead=runtime.config.lookahead)
+    shared = runtime.generate(PROMPT, max_new_tokens=16, eos=False)
+    assert shared.steps == alone.steps
+    if runtime.num_replicas == 1:
+        assert shared.step_tokens == alone.step_tokens
+    else:
+        assert shared.step_tokens < 0.75 * alone.step_tokens
+
+
+def test_text_that_is_no_unicode(runtime):
+    with pytest.raises(RequestError, match="the prompt is not valid Unicode at character 4: surrogates not allowed"):
+        runtime.generate("def \ud800")
+
+
+def test_a_model_given_as_a_path(tiny_model_dir):
+    with LookaheadRuntime(Path(tiny_model_dir), device="cpu") as runtime:
+        assert runtime.generate([1], 2).num_tokens == 2
+
+
+def test_what_nobody_foresaw_is_one_line_and_one_process_outlives_it(tiny_model_dir, monkeypatch):
+    with LookaheadRuntime(tiny_model_dir, device="cpu") as runtime:
+        for error, shown in ((RuntimeError("no\nmemory"), ReplicaError), (KeyboardInterrupt(), KeyboardInterrupt)):
+            with monkeypatch.context() as patch:
+                patch.setattr(ModelRunner, "forward", raiser(error))
+                with pytest.raises(shown) as caught:
+                    runtime.generate([1], 4)
+            assert str(caught.value) in ("decoding failed: RuntimeError: no", "")
+        assert runtime.generate([1], 4).num_tokens == 4
+
+
+def test_an_interrupt_ends_the_request_and_not_the_replicas(tiny_model_dir):
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
+    with LookaheadRuntime(tiny_model_dir, gpus=2, device="cpu", lookahead=PLAIN) as runtime:
+        expected = runtime.generate([1], 200).token_ids
+        stream = runtime.stream([1], 200)
+        next(stream)
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            for _ in stream:
+                pass
+            timer.join()  # the interrupt comes here at the latest
+        assert runtime.generate([1], 200).token_ids == expected
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.parametrize("sampling", [None, SamplingConfig(temperature=1.0, seed=3)])
+def test_a_stop_string_ends_the_text_and_the_tokens(runtime, sampling):
+    """Nothing behind it is returned or streamed, whether it ends inside a token, a run, or spans tokens."""
+    everything = runtime.generate(PROMPT, 60, eos=False, sampling=sampling)
+    decode = runtime.tokenizer.decode
+    inside = [everything.text[i : i + size] for i in range(8, 60, 7) for size in (1, 3, 6)]
+    for string in inside:
+        stream = runtime.stream(PROMPT, 60, eos=False, sampling=sampling, stop=[string, "never there"])
+        streamed = "".join(piece.text for piece in stream)
+        out = stream.generation
+        assert streamed == out.text == everything.text[: everything.text.index(string) + len(string)]
+        assert out.finish_reason == "stop"
+        assert out.token_ids == everything.token_ids[: out.num_tokens]
+        assert string in decode(out.token_ids)
+        assert string not in decode(out.token_ids[:-1])
+    assert runtime.generate(PROMPT, 60, eos=False, sampling=sampling, stop=["never there"]).text == everything.text
+
+
+def test_log_probabilities_and_pieces(runtime):
+    stream = runtime.stream(PROMPT, 20, eos=False, logprobs=True)
+    pieces = list(stream)
+    assert [value for piece in pieces for value in piece.logprobs or ()] == stream.generation.logprobs
+    assert len(stream.generation.logprobs) == stream.generation.num_tokens
+    assert all(value <= 0 for value in stream.generation.logprobs)
+    assert runtime.generate(PROMPT, 4).logprobs is None
+
+
+def test_samples_of_one_seed(runtime):
+    sampling = SamplingConfig(temperature=1.5)
+    outs = runtime.samples(PROMPT, 3, 12, sampling=sampling, eos=False)
+    assert len({tuple(out.token_ids) for out in outs}) == 3
+    (seed,) = {out.seed for out in outs}
+    again = runtime.generate(PROMPT, 12, sampling=SamplingConfig(temperature=1.5, seed=seed), sample=2, eos=False)
+    assert again.token_ids == outs[2].token_ids
+    with pytest.raises(RequestError, match="num_samples=2: decoding is greedy"):
+        runtime.samples(PROMPT, 2)
+    assert runtime.generate(PROMPT, 4).seed is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stop": [""]}, "stop='': must be strings"),
+        ({"max_time": -1}, "max_time=-1: must be a number of seconds"),
+        ({"sample": -1}, "sample=-1: must be 0 to"),
+        ({"sampling": SamplingConfig(min_new_tokens=9)}, "sampling.min_new_tokens=9: must not be above max_new_tok"),
+        ({"sampling": SamplingConfig(top_p=0.5)}, "sampling.top_p=0.5: has no effect"),
+        ({"sampling": SamplingConfig(bad_words_ids=[[10**6]])}, "token id 1000000 in sampling.bad_words_ids"),
+        ({"sampling": SamplingConfig(logit_bias={10**6: 1.0})}, "token id 1000000 in sampling.logit_bias"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "prompt and messages: give one of them"),
+    ],
+)
+def test_options_that_will_not_do(runtime, options, message):
+    with pytest.raises(ValueError, match=message):
+        runtime.generate(PROMPT, 4, **options)
+
+
+@pytest.fixture(scope="module")
+def chat_dir(demo_model_dir, tmp_path_factory):
+    """The demo model with a chat template, which wants the roles to take turns."""
+    folder = shutil.copytree(demo_model_dir, tmp_path_factory.mktemp("chat") / "model")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}"
+        "{{ raise_exception('unknown role') }}{% endif %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"
+    )
+    return folder
+
+
+def test_messages(chat_dir, runtime):
+    messages = [{"role": "user", "content": "Write a loop."}]
+    with LookaheadRuntime(chat_dir, device="cpu", dtype="float32") as chatty:
+        out = chatty.generate(messages=messages, max_new_tokens=16)
+        assert out.token_ids == chatty.generate("# user: Write a loop.\n# assistant:", 16).token_ids
+        with pytest.raises(RequestError, match="messages: the model's chat template refuses them: unknown role"):
+            chatty.generate(messages=[{"role": "nobody", "content": "x"}])
+    with pytest.raises(RequestError, match="messages: the model has no chat template; give a prompt instead"):
+        runtime.generate(messages=messages)
+
+
+def test_the_models_own_settings_apply(demo_model_dir, tmp_path):
+    folder = shutil.copytree(demo_model_dir, tmp_path / "model")
+    config = json.loads((folder / "generation_config.json").read_text())
+    config |= {"do_sample": True, "temperature": 0.9, "top_k": 20, "max_new_tokens": 7, "stop_strings": ["zq"]}
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    with LookaheadRuntime(folder, device="cpu", dtype="float32") as own:
+        out = own.generate(PROMPT, eos=False)
+        assert out.num_tokens == 7
+        given = SamplingConfig(temperature=0.9, top_k=20, seed=out.seed)
+        with LookaheadRuntime(demo_model_dir, device="cpu", dtype="float32") as plain:
+            assert plain.generate(PROMPT, 7, eos=False, sampling=given).token_ids == out.token_ids
+        assert own.request(PROMPT).stop == ("zq",)
+        assert own.generate(PROMPT, sampling=SamplingConfig(temperature=0)).seed is None
+
+
+def raiser(error: BaseException):
+    def fail(*args, **kwargs):
+        raise error
+
+    return fail
+
+
+def test_a_profile_is_written_and_shown(tmp_path, capfd):
+    """A trace a replica, and where a step's time went; the output is the same."""
+    settings = {"lookahead": LookaheadConfig(W=4, N=3, G=4, prior="none"), "model": ModelConfig(), "gpus": 1}
+    config = RuntimeConfig(device="cpu", dtype="float32", **settings)
+    with LookaheadRuntime.from_config(config) as runtime:
+        expected = runtime.generate(PROMPT, 24).token_ids
+    config = replace(config, profile=True, profile_dir=str(tmp_path / "traces"))
+    with LookaheadRuntime.from_config(config) as runtime:
+        assert runtime.generate(PROMPT, 24).token_ids == expected
+        assert runtime.generate(PROMPT, 1).num_tokens == 1  # no step after the prefill
+    trace = json.loads((tmp_path / "traces" / "rank0.json").read_text())
+    assert any("linear" in str(event.get("name")) for event in trace["traceEvents"])
+    shown = capfd.readouterr().err
+    assert "Self CPU" in shown
+    assert "a step after the prefill" in shown
+
+
+def test_a_profile_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = RuntimeConfig(profile=True, profile_dir=str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="profile_dir="):
+        LookaheadRuntime.from_config(config)
+
+
+def test_a_text_that_does_not_fit_into_memory_is_refused(single, monkeypatch):
+    monkeypatch.setattr(single._launcher, "info", replace(single.info, room=20))
+    with pytest.raises(RequestError, match=r"no room in memory: 3 tokens \+ max_new_tokens=18 .* 20 "):
+        single.generate(IDS, 18)
+    assert single.generate(IDS, 17, eos=False).num_tokens == 17
