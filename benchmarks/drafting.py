@@ -81,7 +81,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace):
         config = ModelConfig(path=args.model)
         self.model = ModelRunner(load_model(config, CPU, "float32"), config.prefill_chunk)
-        self.tuning = Calibration(self.model, 0, 1, CPU, None)
+        self.calibration = Calibration(self.model, 0, 1, CPU, None)
         self.draft_tables = DraftTables(LookaheadConfig.draft_tables_bytes)
         self.max_new_tokens = args.max_new_tokens
         self.eos = eos_token_ids(self.model.model) if args.eos else frozenset()
@@ -111,13 +111,13 @@ class Bench:
                 self.draft_tables.clear()
             noise = None if drawing.noise is None else (drawing.noise.seed, drawing.noise.sample)
             limit = degree * (settings.budget or 1 << 12)
-            drafter = make_drafter(settings, noise, limit, lambda: self.draft_tables, self.tuning.vocabulary)
+            drafter = make_drafter(settings, noise, limit, lambda: self.draft_tables, self.calibration.vocabulary)
             cap = settings.budget
         else:
             drafter, cap = settings(), None
         drawing.num_top_k = drafter.num_top_k
         state = DecodingState(prompt, DecodingRules(self.max_new_tokens, self.eos), drafter)
-        num_nodes = drafter.max_nodes + drafter.max_run
+        num_nodes = drafter.max_nodes + drafter.max_committed
         budget = StepBudget(assumed_times(degree, num_nodes), False, cap)
         self.model.begin(len(prompt) + self.max_new_tokens + num_nodes)
         proposal = state.propose_prefill()
@@ -148,7 +148,7 @@ class Bench:
     @staticmethod
     def _found(drawing, packed: torch.Tensor, root: int) -> VerificationResult:
         successors, _, top_k = drawing.unpack(packed.numpy())
-        return VerificationResult.below(root, successors, top_k)
+        return VerificationResult.from_root(root, successors, top_k)
 
     @torch.inference_mode()
     def _show_prompt(self, drafter: SamDrafter, drawing, prompt: list[int]) -> None:

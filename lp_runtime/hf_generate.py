@@ -103,14 +103,14 @@ def lookahead_generate(
         was_measured = np.array([len(known[kind])], dtype=np.int64)
         if len(set(gather_rows(was_measured, context.num_replicas, exchange_device).ravel().tolist())) > 1:
             known[kind] = {}  # some rank is new, or has another past: all measure again
-        tuning = Calibration(
+        calibration = Calibration(
             tree_model, context.rank, context.num_replicas, exchange_device, RuntimeConfig.cache_dir, known[kind]
         )
         if call.do_sample and seed is None:
             drawn = int(torch.randint(2**63 - 1, ()))
             sampling.seed = broadcast_object(drawn, context.rank, context.num_replicas, exchange_device)
             call.samples = list(range(len(call.rows)))
-        rows = _Rows(call, tree_model, context, exchange_device, lookahead, sampling, tuning)
+        rows = _Rows(call, tree_model, context, exchange_device, lookahead, sampling, calibration)
         return rows.decode()
 
 
@@ -134,7 +134,7 @@ class _Rows:
         exchange_device: torch.device,
         lookahead: LookaheadConfig,
         sampling: SamplingConfig,
-        tuning: Calibration,
+        calibration: Calibration,
     ):
         self._call = call
         self._model = model
@@ -142,7 +142,7 @@ class _Rows:
         self._exchange_device = exchange_device
         self._lookahead = lookahead
         self._sampling = sampling
-        self._loop = Engine(model, context.rank, context.num_replicas, exchange_device, tuning)
+        self._loop = Engine(model, context.rank, context.num_replicas, exchange_device, calibration)
 
     def decode(self):
         call = self._call

@@ -405,7 +405,7 @@ def test_a_profile_that_cannot_be_written_is_refused(tmp_path):
 
 
 def test_a_text_that_does_not_fit_into_memory_is_refused(single, monkeypatch):
-    monkeypatch.setattr(single._launcher, "info", replace(single.info, room=20))
+    monkeypatch.setattr(single._launcher, "info", replace(single.info, capacity=20))
     with pytest.raises(RequestError, match=r"no room in memory: 3 tokens \+ max_new_tokens=18 .* 20 "):
         single.generate(IDS, 18)
     assert single.generate(IDS, 17, eos=False).num_tokens == 17

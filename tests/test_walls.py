@@ -23,7 +23,7 @@ LAYERS = [
     {"lookahead"},
     {"model", "parallel"},
     {"files"},
-    {"drafters", "tuning", "draft_store"},
+    {"drafters", "calibration", "draft_store"},
     {"clock", "telling"},
     {"decoding"},
     {"drawings"},

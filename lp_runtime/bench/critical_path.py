@@ -71,14 +71,14 @@ class CriticalPathRunner:
 
     Args:
         model: the only one there is.
-        tuning: what was measured of it.
+        calibration: what was measured of it.
         num_replicas: R.
     """
 
-    def __init__(self, model: ModelRunner, tuning: Calibration, num_replicas: int):
+    def __init__(self, model: ModelRunner, calibration: Calibration, num_replicas: int):
         self._model = model
         self._num_replicas = num_replicas
-        self._loop = Engine(model, 0, num_replicas, model.device, _Alike(tuning, num_replicas))
+        self._loop = Engine(model, 0, num_replicas, model.device, _Alike(calibration, num_replicas))
 
     def run(self, request: Request) -> CriticalPath:
         """Decode one request."""
@@ -87,7 +87,7 @@ class CriticalPathRunner:
         state, budget, _ = self._loop.begin(request, drawing, None)
         drafter = state.drafter
         drawing.num_top_k = drafter.num_top_k
-        model.begin(len(request.prompt_ids) + request.max_new_tokens + drafter.max_nodes + drafter.max_run)
+        model.begin(len(request.prompt_ids) + request.max_new_tokens + drafter.max_nodes + drafter.max_committed)
 
         started = time.perf_counter()
         proposal = state.propose_prefill()
@@ -101,7 +101,7 @@ class CriticalPathRunner:
         while state.finish_reason is None:
             started = time.perf_counter()
             is_resting = budget.is_resting
-            proposal = state.propose_root() if is_resting else state.propose(budget.fit, budget.num_wanted)
+            proposal = state.propose_root() if is_resting else state.propose(budget.fit, budget.tree_size_hint)
             tree = proposal.tree
             shares = budget.shares(tree)
             values = np.full((len(tree), drawing.width), -1, dtype=np.int64)
@@ -118,7 +118,7 @@ class CriticalPathRunner:
                 times.append(time.perf_counter() - started)
             started = time.perf_counter()
             successors, _, top_k = drawing.unpack(values[tree.root :], not is_resting)
-            run, _ = state.advance(proposal, VerificationResult.below(tree.root, successors, top_k))
+            run, _ = state.advance(proposal, VerificationResult.from_root(tree.root, successors, top_k))
             budget.observe(shares, [int(1e9 * each) for each in times], [int(1e9 * other)] * len(shares), len(run) - 1)
             other = proposing + time.perf_counter() - started
             num_fed += max(shares.sizes)

@@ -131,7 +131,7 @@ def critical_path_methods(config: BenchConfig, degrees: list[int]) -> dict[str, 
     """The default method's critical path by number of replicas."""
     if not degrees:
         return {}
-    model, tuning = replica_model(config)
+    model, calibration = replica_model(config)
 
     def decode(prompt: list[int], runner: CriticalPathRunner) -> Result:
         path = runner.run(Request(tuple(prompt), config.lookahead, config.max_new_tokens, sampling=GREEDY))
@@ -140,7 +140,7 @@ def critical_path_methods(config: BenchConfig, degrees: list[int]) -> dict[str, 
         other_us = 1e6 * path.other_seconds / max(1, path.num_steps - 1)
         return Result(path.token_ids, seconds, path.num_steps, path.step_tokens, share, other_us)
 
-    runners = {degree: CriticalPathRunner(model, tuning, degree) for degree in degrees}
+    runners = {degree: CriticalPathRunner(model, calibration, degree) for degree in degrees}
     return {
         f"critical path, {degree}": lambda prompt, runner=runner: decode(prompt, runner)
         for degree, runner in runners.items()

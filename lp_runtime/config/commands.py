@@ -58,7 +58,7 @@ class GenerateConfig(RuntimeConfig):
         if self.policy != "latency" and self.prompts is None:
             raise ConfigError(f"policy={self.policy}: only with prompts")
         require_int("max_batch", self.max_batch, 1)
-        self.launcher.apart |= self.policy != "latency"
+        self.launcher.own_process |= self.policy != "latency"
         if self.logprobs and self.prompts is None:
             raise ConfigError("logprobs=true: only with prompts")
         if self.limit is not None:
@@ -144,7 +144,7 @@ class ServeConfig(RuntimeConfig):
         check_limits(self.max_new_tokens, None, None)
         if self.queue_timeout is not None:
             require_seconds("queue_timeout", self.queue_timeout)
-        self.launcher.apart = True
+        self.launcher.own_process = True
         for name in ("host", "api_key", "served_name"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name}: is empty")

@@ -8,7 +8,7 @@ from typing import Optional
 from lp_runtime.config.checks import require_choice, require_int
 from lp_runtime.errors import ConfigError
 
-MAX_STRICT_RUN = 32  # tokens that a step may commit at most where exactness is strict (model/strict.py)
+MAX_STRICT_COMMITTED = 32  # tokens that a step may commit at most where exactness is strict (model/strict.py)
 DRAFTERS = ("full", "paper", "prompt_lookup", "recycling")
 ACCEPTANCES = ("tree", "guesses")
 PRIORS = ("vocabulary", "none")
@@ -79,7 +79,7 @@ class LookaheadConfig:
         return tuple(default if value is None else value for value, default in given)
 
     @property
-    def max_run(self) -> int:
+    def max_committed(self) -> int:
         """Tokens that one step commits at most: the deepest node's depth and the bonus token."""
         W, N, G = self.window
         depth = {
@@ -101,9 +101,9 @@ def check_exactness(exactness: str, lookahead: LookaheadConfig) -> None:
     Raises:
         ConfigError: names W and N.
     """
-    if exactness == "strict" and lookahead.max_run > MAX_STRICT_RUN:
+    if exactness == "strict" and lookahead.max_committed > MAX_STRICT_COMMITTED:
         W, N, _ = lookahead.window
         raise ConfigError(
-            f"lookahead.W={W} lookahead.N={N}: a step may commit {lookahead.max_run} tokens;"
-            f" with exactness=strict it must be at most {MAX_STRICT_RUN} (W + N - 2, or N without a window)"
+            f"lookahead.W={W} lookahead.N={N}: a step may commit {lookahead.max_committed} tokens;"
+            f" with exactness=strict it must be at most {MAX_STRICT_COMMITTED} (W + N - 2, or N without a window)"
         )

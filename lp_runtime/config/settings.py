@@ -77,7 +77,7 @@ class LauncherConfig:
     """Seconds that a replica may take to join its peers."""
     start_timeout: float = 600.0
     """Seconds until every replica must have loaded its model."""
-    apart: bool = False
+    own_process: bool = False
     """With one local replica: in a process of its own, not in this one, so that it can be started again after a failure
     and decode several requests at once. lp-serve turns it on."""
     interface: Optional[str] = None  # noqa: UP045

@@ -40,7 +40,7 @@ def make_drafter(
         return PromptLookupDrafter(NUM_COPIED, settings.budget)
     if settings.drafter == "recycling":
         drafter = TokenRecyclingDrafter(settings.budget)
-        assert drafter.max_run == RECYCLING_DEPTH + 1
+        assert drafter.max_committed == RECYCLING_DEPTH + 1
         return drafter
     return PaperDrafter(
         W,

@@ -16,7 +16,7 @@ from lp_runtime.engine.calibration import Calibration
 from lp_runtime.engine.delivery import Delivery
 from lp_runtime.engine.draft_pool import DraftPool
 from lp_runtime.engine.drafter_factory import make_drafter
-from lp_runtime.engine.output import Event, Run
+from lp_runtime.engine.output import Event
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import make_sampler
 from lp_runtime.engine.sequence import Member, Observer, Sequence
@@ -69,7 +69,7 @@ class Engine:
         model: this replica's.
         rank, num_replicas: its place in the group.
         exchange_device: where the group's backend wants its tensors.
-        tuning: what was measured of the model; by default measured when a request needs it, and not kept.
+        calibration: what was measured of the model; by default measured when a request needs it, and not kept.
         draft_tables: what is kept between requests that ask for it.
         reports_times_late: see Member; by default as this replica alone would.
     """
@@ -80,14 +80,14 @@ class Engine:
         rank: int,
         num_replicas: int,
         exchange_device: torch.device,
-        tuning: Calibration | None = None,
+        calibration: Calibration | None = None,
         draft_tables: DraftTables | None = None,
         reports_times_late: bool | None = None,
     ):
         self._model = model
         reports_times_late = model.timer is not None if reports_times_late is None else reports_times_late
         self._member = Member(rank, num_replicas, exchange_device, reports_times_late)
-        self._tuning = tuning or Calibration(model, rank, num_replicas, exchange_device, cache_dir=None)
+        self._calibration = calibration or Calibration(model, rank, num_replicas, exchange_device, cache_dir=None)
         self._draft_pool = DraftPool(draft_tables)
         self._plain_kinds: set[Hashable] = set()
         self._learned: dict[tuple[bool, bool], LearnedCosts] = {}  # by whether steps are sized, and decoding is greedy
@@ -103,9 +103,9 @@ class Engine:
             compile_kernels()
             with self._model.scratch():
                 if settings.is_auto:
-                    self._tuning.max_step_tokens()
+                    self._calibration.max_step_tokens()
                 if settings.prior == "vocabulary":
-                    self._tuning.vocabulary()
+                    self._calibration.vocabulary()
             self._draft_pool.find(settings.draft_tables != "request", settings.draft_tables_bytes)
 
     def begin(self, request: Request, drawing: Sampler, stop: Stop | None) -> Begun:
@@ -122,12 +122,12 @@ class Engine:
         with self._model.scratch():  # something may have to be measured
             limit = settings.budget
             if settings.is_auto:
-                limit = min(filter(None, (limit, self._tuning.max_step_tokens())))
+                limit = min(filter(None, (limit, self._calibration.max_step_tokens())))
             drafter = make_drafter(
-                settings, noise, num_replicas * (limit or MAX_NODES), draft_tables, self._tuning.vocabulary
+                settings, noise, num_replicas * (limit or MAX_NODES), draft_tables, self._calibration.vocabulary
             )
-            num_nodes = drafter.max_nodes + drafter.max_run
-            times = self._tuning.times(num_nodes) if settings.is_auto else assumed_times(num_replicas, num_nodes)
+            num_nodes = drafter.max_nodes + drafter.max_committed
+            times = self._calibration.times(num_nodes) if settings.is_auto else assumed_times(num_replicas, num_nodes)
         rules = DecodingRules(
             max_new_tokens=request.max_new_tokens,
             eos_token_ids=request.eos_token_ids,
@@ -191,11 +191,13 @@ class Engine:
             (key, event): of every request the runs that steps committed, then the report, or what went wrong with it.
         """
         assert self._member.num_replicas == 1
-        coming: dict[Hashable, tuple[_Running, Generator[None, None, Run | None]]] = {}  # their prompts are being fed
+        coming: dict[
+            Hashable, tuple[_Running, Generator[None, None, StepOutput | None]]
+        ] = {}  # their prompts are being fed
         running: dict[Hashable, _Running] = {}
         telling = Delivery()
 
-        def note(key: Hashable, what: Run | LookaheadError | None) -> None:
+        def note(key: Hashable, what: StepOutput | LookaheadError | None) -> None:
             if what is not None:
                 telling.events.append((key, what))
             if isinstance(what, LookaheadError):
@@ -240,7 +242,9 @@ class Engine:
             for one in (*running.values(), *(one for one, _ in coming.values())):
                 one.end()
 
-    def _step(self, together: list[Sequence], telling: Delivery) -> Generator[Any, None, list[Run | LookaheadError]]:
+    def _step(
+        self, together: list[Sequence], telling: Delivery
+    ) -> Generator[Any, None, list[StepOutput | LookaheadError]]:
         """A step of requests that share a forward pass: the run of each, or what went wrong with it alone.
 
         Yields:
@@ -272,7 +276,7 @@ class Engine:
             for one in together:
                 one.clock.lap_of_pass(seconds, told, num)
             telling.choose(seconds)
-        runs: list[Run | LookaheadError] = [errors.get(number) for number in range(num)]
+        runs: list[StepOutput | LookaheadError] = [errors.get(number) for number in range(num)]
         for number in fine:
             try:
                 runs[number] = together[number].advance()

@@ -10,7 +10,7 @@ from lp_runtime.lookahead.drafters.paper.pool import PoolStatistics
 
 
 @dataclass(frozen=True)
-class Run:
+class StepOutput:
     """What one step committed: token ids, and for each, if the request asks for it, the model's log-probability and the
     rank that has found it."""
 
@@ -50,4 +50,4 @@ class Report:
     losses: int = 0
 
 
-Event = Run | Report  # a run a step, and a report at the end
+Event = StepOutput | Report  # a run a step, and a report at the end

@@ -53,7 +53,7 @@ class ReplicaInfo:
         defaults: what the model's generation_config.json sets of lp_runtime.sampling.hf_settings.APPLIED_DEFAULTS.
         device, dtype: as torch names them.
         self_check: largest relative difference that the start-up self-check saw.
-        room: tokens of prompts and outputs together that every replica's memory had room for at start; None if that
+        capacity: tokens of prompts and outputs together that every replica's memory had room for at start; None if that
             could not be told.
         supports_batching: whether several requests can be decoded in one forward pass.
     """
@@ -65,7 +65,7 @@ class ReplicaInfo:
     device: str
     dtype: str
     self_check: float
-    room: int | None
+    capacity: int | None
     supports_batching: bool = False
 
 
@@ -89,8 +89,8 @@ class Replica:
         place = (context.rank, context.num_replicas, exchange_device)
         self._memory_file = DraftStore.of(config.lookahead, model.vocabulary_size)
         self._draft_tables = self._memory_file.load(*place) if self._memory_file else None
-        tuning = Calibration(model, *place, config.cache_dir, loaded.known)
-        self._loop = Engine(model, *place, tuning, self._draft_tables, reports_times_late)
+        calibration = Calibration(model, *place, config.cache_dir, loaded.known)
+        self._loop = Engine(model, *place, calibration, self._draft_tables, reports_times_late)
         self._loop.prepare(config.lookahead)
         self._device = model.device
         self._profile_dir = config.profile_dir if config.profile else None
@@ -184,7 +184,7 @@ def load_replica(config: RuntimeConfig, device_index: int, num_local: int, owns_
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         self_check=self_check,
-        room=capacity_in_tokens(model, num_sharing),
+        capacity=capacity_in_tokens(model, num_sharing),
         supports_batching=model.supports_batching and not config.profile,
     )
     return LoadedModel(model, info, {})
@@ -221,9 +221,11 @@ def join_group(
         is_abandoned,
         launcher.interface,
     ) as exchange_device:
-        mine = np.array([MUCH_ROOM if info.room is None else min(info.room, MUCH_ROOM), loaded.model.timer is not None])
+        mine = np.array(
+            [MUCH_ROOM if info.capacity is None else min(info.capacity, MUCH_ROOM), loaded.model.timer is not None]
+        )
         rooms, late = gather_rows(mine, context.num_replicas, exchange_device).T
-        info = replace(info, room=None if rooms.min() == MUCH_ROOM else int(rooms.min()))
+        info = replace(info, capacity=None if rooms.min() == MUCH_ROOM else int(rooms.min()))
         yield Replica(config, context, replace(loaded, info=info), exchange_device, bool(late.any()))
 
 

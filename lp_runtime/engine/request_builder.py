@@ -124,10 +124,10 @@ class RequestBuilder:
                 f"the prompt is too long: {len(ids)} tokens + max_new_tokens={max_new_tokens} are more than"
                 f" the model's context of {info.context_length}"
             )
-        if info.room is not None and len(ids) + max_new_tokens > info.room:
+        if info.capacity is not None and len(ids) + max_new_tokens > info.capacity:
             raise RequestError(
                 f"no room in memory: {len(ids)} tokens + max_new_tokens={max_new_tokens} are more than the"
-                f" {info.room} that a replica's cache can hold"
+                f" {info.capacity} that a replica's cache can hold"
             )
         return Request(
             prompt_ids=ids,

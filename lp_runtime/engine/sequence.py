@@ -1,6 +1,6 @@
 """One request on one replica, step by step, in concert with its peers.
 
-proposal = state.propose(budget.fit, num_wanted)        equal on every replica
+proposal = state.propose(budget.fit, tree_size_hint)        equal on every replica
 shares   = budget.shares(proposal.tree)                 equal on every replica
 found    = draw(model.forward(shares[rank]))            the only expensive thing
 outcome  = exchange(found)                              the only communication
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from lp_runtime.distributed.exchange import Exchange
-from lp_runtime.engine.output import Report, Run
+from lp_runtime.engine.output import Report
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.step_timer import StepTimer, StepTimes
 from lp_runtime.lookahead.drafters.base import VerificationResult
@@ -94,7 +94,7 @@ class Sequence:
         drawing.num_top_k = drafter.num_top_k
         capacity = min(drafter.max_nodes, budget.limit or drafter.max_nodes)
         self._exchange = Exchange(member.rank, member.num_replicas, capacity, member.exchange_device, drawing.width)
-        self._most_tokens = len(request.prompt_ids) + request.max_new_tokens + capacity + drafter.max_run
+        self._most_tokens = len(request.prompt_ids) + request.max_new_tokens + capacity + drafter.max_committed
         text = (*request.prompt_ids, *request.committed) if request.committed else ()
         self.text = model.texts.take(model.capacity_for(self._most_tokens), text)
         self.clock = StepTimer()
@@ -107,7 +107,7 @@ class Sequence:
     def is_over(self) -> bool:
         return self._state.finish_reason is not None or self._ended_by != 0
 
-    def prefill(self) -> Generator[None, None, Run | None]:
+    def prefill(self) -> Generator[None, None, StepOutput | None]:
         """Feed the prompt, and what is committed already; returns the first run, None if there was one before, or if
         the request was cancelled meanwhile.
 
@@ -130,7 +130,7 @@ class Sequence:
         self.clock = StepTimer()
         return run
 
-    def _prefill(self) -> Generator[None, None, Run | None]:
+    def _prefill(self) -> Generator[None, None, StepOutput | None]:
         model, request = self._model, self._request
         if request.committed:
             for _ in model.resume(request.prompt_ids, request.committed, self._most_tokens):
@@ -178,7 +178,7 @@ class Sequence:
         if self._is_resting:
             self._set(self._state.propose_root())
         else:
-            self._set(self._state.propose(budget.fit, budget.num_wanted))
+            self._set(self._state.propose(budget.fit, budget.tree_size_hint))
 
     def _set(self, proposal: Proposal) -> None:
         self._proposal = proposal
@@ -232,9 +232,9 @@ class Sequence:
         root = self._proposal.tree.root
         successors, logprobs, top_k = self._make_sampler.unpack(self._received[root:], not self._is_resting)
         self._logprobs = None if logprobs is None else [-1.0] * root + logprobs
-        return VerificationResult.below(root, successors, top_k)
+        return VerificationResult.from_root(root, successors, top_k)
 
-    def advance(self) -> Run:
+    def advance(self) -> StepOutput:
         """Commit what was accepted."""
         run, nodes = self._state.advance(self._proposal, self._unpack())
         clocks = StepTimer.unpacked(self._clocks)
@@ -244,11 +244,11 @@ class Sequence:
         self._extra_passes += self._model.num_passes(max(sizes)) - 1
         return self._committed(run, nodes)
 
-    def _committed(self, run: list[int], nodes: list[int]) -> Run:
+    def _committed(self, run: list[int], nodes: list[int]) -> StepOutput:
         self._ended_by = self._control_bits
         if self._observe:
             self._observe(nodes, self.fed.wanted.tolist(), self._logits, self._scores)
-        return Run(
+        return StepOutput(
             run,
             None if self._logprobs is None else [self._logprobs[node] for node in nodes],
             self._shares.owner[nodes].tolist() if self._request.trace else None,

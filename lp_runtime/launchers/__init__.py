@@ -29,7 +29,7 @@ def launch(config: RuntimeConfig) -> Launcher:
         from lp_runtime.launchers.ray_launcher import RayLauncher
 
         return RayLauncher(config)
-    if (config.gpus or 1) == 1 and not config.launcher.apart:
+    if (config.gpus or 1) == 1 and not config.launcher.own_process:
         from lp_runtime.launchers.local import InProcessLauncher
 
         return InProcessLauncher(config)

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lp_runtime.engine.output import Event, Report, Run
+from lp_runtime.engine.output import Event, Report
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import ReplicaError
 from lp_runtime.launchers.inbox import Group, Inbox, Lost
@@ -186,7 +186,7 @@ class RequestDriver:
         rest = best.token_ids[known:]
         if rest:
             self._told += rest
-            yield Run(rest, best.logprobs[known:] if request.logprobs else None)
+            yield StepOutput(rest, best.logprobs[known:] if request.logprobs else None)
 
 
 class _Joiners:

@@ -112,18 +112,18 @@ class DecodingState:
     def pending(self) -> list[int]:
         return self.tokens[self.num_cached :]
 
-    def propose(self, fit: Fit | None = None, num_wanted: int | None = None) -> Proposal:
+    def propose(self, fit: Fit | None = None, tree_size_hint: int | None = None) -> Proposal:
         """The tree of the next step. Nothing in it stands where its successor could not be committed.
 
         Args:
             fit: asked, where the drafter estimates what its nodes are worth, how many of them to feed; it must answer
                 alike on all replicas.
-            num_wanted: nodes that the tree should have at most, where the drafter can choose.
+            tree_size_hint: nodes that the tree should have at most, where the drafter can choose.
         """
         num_left = self.rules.max_new_tokens - (len(self.tokens) - self.prompt_length)
-        tree = self.drafter.propose(self.tokens, self.num_cached, num_left - 1, num_wanted)
-        if fit is not None and tree.reach is not None:
-            tree.truncate(fit(tree, tree.reach))
+        tree = self.drafter.propose(self.tokens, self.num_cached, num_left - 1, tree_size_hint)
+        if fit is not None and tree.path_probabilities is not None:
+            tree.truncate(fit(tree, tree.path_probabilities))
         return self._proposal(tree)
 
     def propose_root(self) -> Proposal:

@@ -26,7 +26,7 @@ class TokenTree:
         root: index of the root, P - 1.
         max_depth: no node is added below this depth.
         max_nodes: nor any once there are this many; None for no limit.
-        reach: [T] estimated probability that a node is on the accepted path, fixed point, where a drafter has it; the
+        path_probabilities: [T] estimated probability that a node is on the accepted path, fixed point, where a drafter has it; the
             nodes then stand in its order, the largest first, so that any first nodes are the best tree of their size.
     """
 
@@ -37,7 +37,7 @@ class TokenTree:
         "root",
         "max_depth",
         "max_nodes",
-        "reach",
+        "path_probabilities",
         "_children",
         "_arrays",
         "_digest",
@@ -51,7 +51,7 @@ class TokenTree:
         self.root = len(pending) - 1
         self.max_depth = max_depth
         self.max_nodes = max_nodes
-        self.reach: np.ndarray | None = None
+        self.path_probabilities: np.ndarray | None = None
         self._children: dict[tuple[int, int], int] = {}
         self._arrays: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
         self._digest: int | None = None
@@ -62,7 +62,7 @@ class TokenTree:
         tokens: np.ndarray,
         parents: np.ndarray,
         depths: np.ndarray,
-        reach: np.ndarray,
+        path_probabilities: np.ndarray,
         root: int,
         max_depth: int,
         digest: int | None = None,
@@ -74,7 +74,7 @@ class TokenTree:
         """
         tree = cls.__new__(cls)
         tree._tokens = tree._parents = tree._depths = None  # made when asked for: most trees are not
-        tree.root, tree.max_depth, tree.max_nodes, tree.reach = root, max_depth, None, reach
+        tree.root, tree.max_depth, tree.max_nodes, tree.path_probabilities = root, max_depth, None, path_probabilities
         tree._children, tree._arrays, tree._digest = {}, (tokens, parents, depths), digest
         return tree
 
@@ -85,8 +85,8 @@ class TokenTree:
             return
         for values in filter(None, (self._tokens, self._parents, self._depths)):
             del values[num_nodes:]
-        if self.reach is not None:
-            self.reach = self.reach[:num_nodes]
+        if self.path_probabilities is not None:
+            self.path_probabilities = self.path_probabilities[:num_nodes]
         if self._arrays is not None:
             tokens, parents, depths = self._arrays
             self._arrays = tokens[:num_nodes], parents[:num_nodes], depths[:num_nodes]

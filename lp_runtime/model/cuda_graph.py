@@ -166,9 +166,9 @@ class CudaGraphRunner:
                 self._capture_pass(one)
             else:
                 self._run(one)
-        num_wanted = len(fed.rows)
-        logits = one.logits.index_select(0, one.parts()[2][:num_wanted])
-        return logits, None if one.drawn is None else one.drawn[:num_wanted]
+        num_rows = len(fed.rows)
+        logits = one.logits.index_select(0, one.parts()[2][:num_rows])
+        return logits, None if one.drawn is None else one.drawn[:num_rows]
 
     def _run(self, one: _Pass) -> None:
         ids, places, wanted, length = one.parts()

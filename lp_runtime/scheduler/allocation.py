@@ -98,7 +98,7 @@ class Allocator:
         for share in self._running:
             for index in share.held:
                 shared.setdefault(index, []).append(share)
-        room = self._launcher.info.room
+        room = self._launcher.info.capacity
         found = []
         for index, shares in shared.items():
             if index not in ready:

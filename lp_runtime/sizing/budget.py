@@ -92,7 +92,7 @@ class StepBudget:
 
     Attributes:
         limit: the budget.
-        num_wanted: nodes that the next tree should have at most; None for no such wish.
+        tree_size_hint: nodes that the next tree should have at most; None for no such wish.
     """
 
     def __init__(self, times: np.ndarray, is_auto: bool, budget: int | None, learned: LearnedCosts | None = None):
@@ -114,7 +114,7 @@ class StepBudget:
         self._num_guessed = 0  # nodes below its root
         self._untimed: _Timed | None = None  # a step whose times are still to come
         self._since_plain = 0  # steps that drafted for little, since the last that did not
-        self.num_wanted: int | None = FIRST_WANTED * len(times) if is_auto else None
+        self.tree_size_hint: int | None = FIRST_WANTED * len(times) if is_auto else None
 
     def share(self, batch_size: int) -> None:
         """From now on a step's forward pass serves so many requests: each answers for its part of the time."""
@@ -128,12 +128,12 @@ class StepBudget:
         """Whether the next step is to feed the root alone, unasked: nothing paid lately, or it is to be timed."""
         return self._rest > 0 or (self._is_auto and self._learned.num_plain < NUM_TIMED)
 
-    def fit(self, tree: TokenTree, reach: np.ndarray) -> int:
+    def fit(self, tree: TokenTree, path_probabilities: np.ndarray) -> int:
         """How many of a tree's first nodes to feed.
 
         Args:
-            tree: its nodes in the order of `reach`.
-            reach: [T] estimated probability that a node is on the accepted path, fixed point of PATH_PROBABILITY_BITS.
+            tree: its nodes in the order of `path_probabilities`.
+            path_probabilities: [T] estimated probability that a node is on the accepted path, fixed point of PATH_PROBABILITY_BITS.
         """
         num_replicas, num_known = self._times.shape[0], self._times.shape[1] - 1
         limit = num_known if self.limit is None else min(num_known, self.limit)
@@ -144,14 +144,16 @@ class StepBudget:
         times = self._times_of(num_pending, len(tree), limit)
         alone = zip(self._times[:, num_pending].tolist(), learned.plain_scales.tolist(), strict=True)
         plain = learned.host.plain + max(time * scale // UNIT for time, scale in alone)
-        size, rate, plain_rate, promised = _best_size(reach, num_pending, len(tree), times, kept, made, plain)
+        size, rate, plain_rate, promised = _best_size(
+            path_probabilities, num_pending, len(tree), times, kept, made, plain
+        )
         if rate * 100 < plain_rate * LEAST_GAIN_PERCENT:
             size, promised = num_pending, 0
         elif num_replicas > 1:
             self._cut = tree, partition_by_times(tree, self._times, self.limit, size)
             if max(self._cut[1].sizes) > limit:
                 size = largest_fit(tree, num_replicas, limit, size)
-                promised = reach[num_pending:size].sum() >> (PATH_PROBABILITY_BITS - EXPECTED_BITS)
+                promised = path_probabilities[num_pending:size].sum() >> (PATH_PROBABILITY_BITS - EXPECTED_BITS)
         guesses = size > num_pending
         self._num_plain = 0 if guesses else self._num_plain + 1
         if not guesses:  # what is not tried keeps no promise: believe it a little more each time
@@ -164,7 +166,7 @@ class StepBudget:
             self._rest = min(1 << (self._num_plain - REST_AFTER + 1), LONGEST_REST)
         self._fitted = True
         self._promise = int(promised)
-        self.num_wanted = max(FIRST_WANTED * num_replicas, 4 * size // 3)
+        self.tree_size_hint = max(FIRST_WANTED * num_replicas, 4 * size // 3)
         return int(size)
 
     def _times_of(self, num_pending: int, num_nodes: int, limit: int) -> np.ndarray:
@@ -275,11 +277,11 @@ def compile_budget() -> None:
 
 
 @compiled
-def _best_size(reach, num_pending, num_nodes, times, kept, made, plain):
+def _best_size(path_probabilities, num_pending, num_nodes, times, kept, made, plain):
     """Of a tree's first nodes as many as commit the most tokens a nanosecond, the fewest of equals.
 
     Args:
-        reach: [T] see `StepBudget.fit`.
+        path_probabilities: [T] see `StepBudget.fit`.
         num_pending: nodes at least, >= 1.
         num_nodes: at most, T.
         times: [n] how long a step takes that drafts, of the first nodes: num_pending of them, one more, and so on; and
@@ -293,7 +295,7 @@ def _best_size(reach, num_pending, num_nodes, times, kept, made, plain):
     plain_rate = (np.int64(1) << EXPECTED_BITS + RATE_BITS) // plain
     best, best_rate, best_promise, promise = num_pending, plain_rate, np.int64(0), np.int64(0)
     for node in range(num_pending, min(num_nodes, num_pending + len(times) - 1)):
-        promise += reach[node] >> (PATH_PROBABILITY_BITS - EXPECTED_BITS)
+        promise += path_probabilities[node] >> (PATH_PROBABILITY_BITS - EXPECTED_BITS)
         expected = min((1 << EXPECTED_BITS) + promise * kept // made, MAX_EXPECTED)
         rate = (expected << RATE_BITS) // times[node + 1 - num_pending]
         if rate > best_rate:

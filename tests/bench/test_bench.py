@@ -79,13 +79,13 @@ def test_a_report_of_all_methods(tmp_path, capsys):
 @pytest.mark.parametrize("num_replicas", [1, 3])
 def test_a_critical_path_is_that_of_the_same_decoding(lookahead, num_replicas, demo_model_dir):
     model = ModelRunner(load_model(ModelConfig(path=str(demo_model_dir)), CPU, "float32"), 2048)
-    tuning = Calibration(model, 0, 1, CPU, None)
+    calibration = Calibration(model, 0, 1, CPU, None)
     request = Request((5, 6, 7, 5, 6), lookahead, 24)
-    *_, report = Engine(model, 0, 1, CPU, tuning).run(request)
+    *_, report = Engine(model, 0, 1, CPU, calibration).run(request)
     assert isinstance(report, Report)
     plain = Request(request.prompt_ids, LookaheadConfig(W=0, N=2, G=0, drafter="paper"), 24)
     *runs, _ = Engine(model, 0, 1, CPU).run(plain)
-    path = CriticalPathRunner(model, tuning, num_replicas).run(request)
+    path = CriticalPathRunner(model, calibration, num_replicas).run(request)
     assert path.token_ids == [token for run in runs for token in run.token_ids]
     if not lookahead.is_auto:
         assert path.num_steps == report.num_steps  # the tree is the same, however it is cut

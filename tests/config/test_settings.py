@@ -79,7 +79,7 @@ def test_lookahead_ranges(values, message):
     ],
 )
 def test_what_a_step_may_commit(settings, run):
-    assert LookaheadConfig(**settings).max_run == run
+    assert LookaheadConfig(**settings).max_committed == run
 
 
 def test_any_of_the_papers_letters_sets_all_of_them():
@@ -89,7 +89,7 @@ def test_any_of_the_papers_letters_sets_all_of_them():
 
 
 def test_plain_decoding_guesses_nothing():
-    assert PLAIN.max_run == 1
+    assert PLAIN.max_committed == 1
     assert not PLAIN.pool_from_prompt
 
 

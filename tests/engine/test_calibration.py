@@ -76,8 +76,12 @@ def test_what_there_is_no_time_for_is_left_out(model, monkeypatch):
 
 def tune_on_ranks(rank: int, num_replicas: int, folder: str):
     model = tree_model(folder)
-    tuning = Calibration(model, rank, num_replicas, CPU, None)
-    return tuning.times(20), tuning.vocabulary(), *(vocabulary_of(model, rank, each) for each in KNOWN.values())
+    calibration = Calibration(model, rank, num_replicas, CPU, None)
+    return (
+        calibration.times(20),
+        calibration.vocabulary(),
+        *(vocabulary_of(model, rank, each) for each in KNOWN.values()),
+    )
 
 
 def made_up(value: int) -> np.ndarray:

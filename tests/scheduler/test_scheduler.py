@@ -180,7 +180,9 @@ def test_many_prompts_at_once(alone, runtime):
 
 
 def test_one_replica_of_its_own_process_takes_several_and_comes_back(alone):
-    config = RuntimeConfig(gpus=1, device="cpu", dtype="float32", lookahead=SLOW, launcher=LauncherConfig(apart=True))
+    config = RuntimeConfig(
+        gpus=1, device="cpu", dtype="float32", lookahead=SLOW, launcher=LauncherConfig(own_process=True)
+    )
     cases = [case for case in CASES if case[1] == 160][:3]
     with one_core(), LookaheadRuntime.from_config(config) as runtime, Scheduler(runtime) as scheduler:
         jobs = [scheduler.submit(make(runtime, case)) for case in cases]

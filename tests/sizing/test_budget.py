@@ -29,10 +29,10 @@ def make_tree(num_nodes: int, num_pending: int = 1, rate: float = 0.7) -> TokenT
     open_nodes = [(rate, 0), (0.3 * rate, 0)]
     while len(nodes) < num_nodes - root:
         open_nodes.sort(reverse=True)
-        reach, parent = open_nodes.pop(0)
-        nodes.append((reach, parent, nodes[parent][2] + 1))
-        open_nodes += [(reach * rate, len(nodes) - 1), (reach * 0.3 * rate, len(nodes) - 1)]
-    reach = np.concatenate([np.full(root, 1.0), [node[0] for node in nodes]])
+        path_probabilities, parent = open_nodes.pop(0)
+        nodes.append((path_probabilities, parent, nodes[parent][2] + 1))
+        open_nodes += [(path_probabilities * rate, len(nodes) - 1), (path_probabilities * 0.3 * rate, len(nodes) - 1)]
+    path_probabilities = np.concatenate([np.full(root, 1.0), [node[0] for node in nodes]])
     parents = np.concatenate([np.arange(-1, root - 1), [root - 1], [root + node[1] for node in nodes[1:]]])
     depths = np.concatenate([np.arange(-root, 0), [node[2] for node in nodes]])
     tokens = np.arange(num_nodes)
@@ -40,7 +40,7 @@ def make_tree(num_nodes: int, num_pending: int = 1, rate: float = 0.7) -> TokenT
         tokens,
         parents.astype(np.int64),
         depths.astype(np.int64),
-        (reach * 2**PATH_PROBABILITY_BITS).astype(np.int64),
+        (path_probabilities * 2**PATH_PROBABILITY_BITS).astype(np.int64),
         root,
         99,
     )
@@ -54,7 +54,7 @@ def timed(times: np.ndarray) -> LearnedCosts:
 
 
 def fitted(budget: StepBudget, tree: TokenTree) -> int:
-    return budget.fit(tree, tree.reach)
+    return budget.fit(tree, tree.path_probabilities)
 
 
 def flat(num_tokens: int, free: int, slope: float) -> np.ndarray:
@@ -102,7 +102,7 @@ def test_the_choice_is_the_best_of_all():
     tree = make_tree(120, num_pending=3)
     times = np.maximum.accumulate(np.random.default_rng(0).integers(1, 9, 200).cumsum()[None] * 100_000 + MILLISECOND)
     chosen = fitted(StepBudget(times, True, None), tree)
-    expected = np.cumsum(tree.reach[tree.root :] / 2**PATH_PROBABILITY_BITS)
+    expected = np.cumsum(tree.path_probabilities[tree.root :] / 2**PATH_PROBABILITY_BITS)
     rates = [expected[size - 3] / times[0, size] for size in range(3, 121)]
     assert rates[chosen - 3] == pytest.approx(max(rates), rel=1e-4)
 
@@ -221,7 +221,7 @@ def test_times_that_come_a_step_late_teach_the_same(is_auto):
     for step in range(12):
         shares = [budget.shares(fed[step % 3]) for budget in (late, prompt)][0]
         for budget in (late, prompt):
-            budget.fit(fed[step % 3], fed[step % 3].reach)
+            budget.fit(fed[step % 3], fed[step % 3].path_probabilities)
         prompt.observe(shares, nanoseconds[step + 1], [0, 0], 2)
         late.observe(shares, nanoseconds[step], [0, 0], 2, is_late=True)
     assert late._learned.scales.tolist() != prompt._learned.scales.tolist()

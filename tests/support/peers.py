@@ -31,7 +31,7 @@ class SamDrafter(CountingDrafter):
     def __init__(self) -> None:
         super().__init__("text", "runners-up")
         self.max_nodes = max(NUM_PREDICTED, 1 + sum(NUM_CHILDREN.values()))
-        self.max_run = NUM_PREDICTED
+        self.max_committed = NUM_PREDICTED
         self._table: dict[int, np.ndarray] = {}
         self._copied = False
 
@@ -44,7 +44,7 @@ class SamDrafter(CountingDrafter):
             self._table[token] = row
 
     def propose(
-        self, tokens: Sequence[int], num_cached: int, max_depth: int, num_wanted: int | None = None
+        self, tokens: Sequence[int], num_cached: int, max_depth: int, tree_size_hint: int | None = None
     ) -> TokenTree:
         tree = TokenTree(tokens[num_cached:], max_depth)
         text = list(tokens[:-1])  # the last token is not in the automaton yet

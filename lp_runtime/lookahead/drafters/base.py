@@ -36,7 +36,7 @@ class VerificationResult:
     top_k: np.ndarray | None = None
 
     @classmethod
-    def below(cls, root: int, successors: np.ndarray, top_k: np.ndarray | None = None) -> VerificationResult:
+    def from_root(cls, root: int, successors: np.ndarray, top_k: np.ndarray | None = None) -> VerificationResult:
         """What was found of the nodes from the root on, [n]; of the pending tokens before it nothing is known."""
         if root:
             below, successors = successors, np.empty(root + len(successors), np.int64)
@@ -44,7 +44,7 @@ class VerificationResult:
         return cls(successors, top_k)
 
     @cached_property
-    def drawn(self) -> np.ndarray:
+    def successor_array(self) -> np.ndarray:
         """[T] int64, the successors."""
         return np.ascontiguousarray(self.successors, np.int64)
 
@@ -81,13 +81,13 @@ class Drafter(ABC):
     Attributes:
         num_top_k: K, how many likeliest successors of every node it wants to know; 0 for none.
         max_nodes: nodes of a tree at most, the root counted; pending tokens before it may come on top.
-        max_run: tokens that one step commits at most.
+        max_committed: tokens that one step commits at most.
         counts: what was fed and accepted, by source.
     """
 
     num_top_k: int = 0
     max_nodes: int
-    max_run: int
+    max_committed: int
     counts: Counts
 
     @abstractmethod
@@ -96,14 +96,14 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(
-        self, tokens: Sequence[int], num_cached: int, max_depth: int, num_wanted: int | None = None
+        self, tokens: Sequence[int], num_cached: int, max_depth: int, tree_size_hint: int | None = None
     ) -> TokenTree:
         """The next step's tree.
 
         Args:
             tokens: prompt and committed tokens; those from `num_cached` on are pending, the last one is the root.
             max_depth: no node may stand deeper below the root.
-            num_wanted: nodes at most, where the drafter can choose.
+            tree_size_hint: nodes at most, where the drafter can choose.
         """
 
     def accept(self, tree: TokenTree, found: VerificationResult) -> tuple[list[int], list[int]]:

@@ -25,7 +25,7 @@ class PromptLookupDrafter(CountingDrafter):
     def __init__(self, num_copied: int, budget: int | None = None):
         super().__init__("text")
         self.max_nodes = 1 + num_copied
-        self.max_run = num_copied + 1
+        self.max_committed = num_copied + 1
         self._num_copied = num_copied
         self._budget = budget
         self._places: dict[tuple[int, ...], int] = {}  # behind the first occurrence of every n-gram
@@ -42,7 +42,7 @@ class PromptLookupDrafter(CountingDrafter):
         self._num_seen = len(tokens)
 
     def propose(
-        self, tokens: Sequence[int], num_cached: int, max_depth: int, num_wanted: int | None = None
+        self, tokens: Sequence[int], num_cached: int, max_depth: int, tree_size_hint: int | None = None
     ) -> TokenTree:
         tree = TokenTree(tokens[num_cached:], max_depth, self._budget)
         for size in range(min(MAX_NGRAM, len(tokens)), 0, -1):

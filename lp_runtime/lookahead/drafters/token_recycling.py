@@ -42,7 +42,7 @@ class TokenRecyclingDrafter(CountingDrafter):
     def __init__(self, budget: int | None = None):
         super().__init__("runners-up")
         self.max_nodes = 1 + len(TEMPLATE)
-        self.max_run = 2 + max(len(path) for path in CHILDREN)  # the deepest child's depth and the bonus token
+        self.max_committed = 2 + max(len(path) for path in CHILDREN)  # the deepest child's depth and the bonus token
         self._budget = budget
         self._table: dict[int, np.ndarray] = {}
         self._unseen = np.zeros(K, dtype=np.int64)
@@ -51,7 +51,7 @@ class TokenRecyclingDrafter(CountingDrafter):
         pass
 
     def propose(
-        self, tokens: Sequence[int], num_cached: int, max_depth: int, num_wanted: int | None = None
+        self, tokens: Sequence[int], num_cached: int, max_depth: int, tree_size_hint: int | None = None
     ) -> TokenTree:
         tree = TokenTree(tokens[num_cached:], max_depth, self._budget)
         nodes: dict[str, int | None] = {"": tree.root}

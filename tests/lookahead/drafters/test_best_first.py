@@ -98,7 +98,7 @@ def test_no_policy_changes_the_output(name, prompt, seed, num_new):
     state, trees = decode(prompt, drafter, seed, num_new)
     assert state.new_tokens == greedy_text(prompt, seed, num_new)
     for tree in trees:
-        assert max(tree.depths) <= drafter.max_run - 1
+        assert max(tree.depths) <= drafter.max_committed - 1
         assert len(tree) - tree.root <= drafter.max_nodes
         assert len(set(zip(tree.parents, tree.tokens, strict=True))) == len(tree)  # siblings differ
         assert all(parent < node for node, parent in enumerate(tree.parents))
@@ -122,18 +122,18 @@ def test_equal_histories_make_equal_trees():
     first, second = (decode([1, 2, 3], BestFirstDrafter(30, DraftTables(1 << 16)), 4, 60)[1] for _ in range(2))
     assert [tree.tokens for tree in first] == [tree.tokens for tree in second]
     assert [tree.parents for tree in first] == [tree.parents for tree in second]
-    assert all((a.reach == b.reach).all() for a, b in zip(first, second, strict=True))
+    assert all((a.path_probabilities == b.path_probabilities).all() for a, b in zip(first, second, strict=True))
 
 
 def test_nodes_stand_in_the_order_of_their_reach():
     _, trees = decode([1, 2, 3], BestFirstDrafter(40, DraftTables(1 << 16)), 4, 60)
     assert len(trees[-2]) > 10
     for tree in trees:
-        below = tree.reach[tree.root :]
+        below = tree.path_probabilities[tree.root :]
         assert below[0] == ONE_CERTAIN
         assert (np.diff(below) <= 0).all()
         parents = np.array(tree.parents[tree.root + 1 :], dtype=np.int64)
-        assert (tree.reach[tree.root + 1 :] < tree.reach[parents]).all()
+        assert (tree.path_probabilities[tree.root + 1 :] < tree.path_probabilities[parents]).all()
 
 
 def test_the_first_nodes_are_the_smaller_tree():

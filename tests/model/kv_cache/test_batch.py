@@ -30,7 +30,7 @@ def begin(model: ModelRunner, lengths, rng: random.Random) -> list[tuple[CacheSl
     return texts
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["one-mask", "as-on-a-gpu"])
+@pytest.mark.parametrize("own_process", [False, True], ids=["one-mask", "as-on-a-gpu"])
 def test_each_text_gets_what_it_gets_alone(model, apart):
     rng = random.Random(3)
     tree_model = ModelRunner(model, 2048, own_attention=True)

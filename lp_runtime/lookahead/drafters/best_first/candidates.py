@@ -53,9 +53,9 @@ PROMISE_WEIGHT = 4  # tokens that an estimate of each level is taken to have pro
 # many features agreed, of ONE; how many of those candidates came. [MAX_AGREEING, F] an estimate as experience with
 # estimates like it says, of ONE; [F] the highest of these.
 Rates = namedtuple("Rates", "tried taken rate prior promised came kept most")
-# Of the nodes of a tree: [4, T] int64, tokens, parents, depths and reach, which is the estimated probability that a
+# Of the nodes of a tree: [4, T] int64, tokens, parents, depths and path_probabilities, which is the estimated probability that a
 # node is on the accepted path; each of these again, [T]; [T] sources; [T, NUM_HASHES] the hashes that end at each.
-Nodes = namedtuple("Nodes", "rows tokens parents depths reach sources hashes")
+Nodes = namedtuple("Nodes", "rows tokens parents depths path_probabilities sources hashes")
 # Candidates of a context. As they are collected, a row for each source, [NUM_ROWS, K] int32: tokens, -1 where there is
 # none, and features; the tokens again, [C]. With one of those of the same token, [C] int32 each: tokens, the best
 # feature, how many more agree, and which was the first. [K] scratch; [256] bins of gaps.

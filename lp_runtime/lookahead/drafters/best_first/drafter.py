@@ -51,14 +51,14 @@ class BestFirstDrafter(Drafter):
         max_depth: int = MAX_DEPTH,
     ):
         self.max_nodes = max_nodes
-        self.max_run = min(max_depth, max_nodes - 1) + 1
+        self.max_committed = min(max_depth, max_nodes - 1) + 1
         self.counts = Counts(SOURCES)
         self._max_depth = max_depth
         self._draft_tables = draft_tables
         self._drafts = draft_tables.drafts(NO_VOCABULARY if vocabulary is None else vocabulary)
         seed, sample = noise or (0, 0)
         self._noise = tables.make_noise(noise is not None, seed, sample)
-        room = max_nodes + self.max_run
+        room = max_nodes + self.max_committed
         self._nodes = make_nodes(room)
         self._pushed = growth.make_pushed(room)
         self._candidates = make_candidates()
@@ -70,7 +70,7 @@ class BestFirstDrafter(Drafter):
         self._draft_tables.begin_text(tokens)
 
     def propose(
-        self, tokens: Sequence[int], num_cached: int, max_depth: int, num_wanted: int | None = None
+        self, tokens: Sequence[int], num_cached: int, max_depth: int, tree_size_hint: int | None = None
     ) -> TokenTree:
         num_pending = len(tokens) - num_cached
         root = num_pending - 1
@@ -85,13 +85,13 @@ class BestFirstDrafter(Drafter):
             self._candidates,
             len(tokens),
             root,
-            max(root + 1, min(self.max_nodes, num_wanted or self.max_nodes)),
+            max(root + 1, min(self.max_nodes, tree_size_hint or self.max_nodes)),
             min(max_depth, self._max_depth),
         )
         return TokenTree.from_arrays(*nodes.rows[:, :size].copy(), root, max_depth, digest)
 
     def accept(self, tree: TokenTree, found: VerificationResult) -> tuple[list[int], list[int]]:
-        nodes, drawn = self._nodes, found.drawn
+        nodes, drawn = self._nodes, found.successor_array
         num = self._accept(nodes.tokens, nodes.parents, tree.root, len(tree), drawn, self._path)
         path = self._path[:num]
         return drawn[path].tolist(), path[1:].tolist()
@@ -115,7 +115,7 @@ class BestFirstDrafter(Drafter):
             len(tokens) - len(run),
             np.array([tree.root, *path], np.int64),
             np.array(run, np.int64),
-            found.drawn,
+            found.successor_array,
             np.ascontiguousarray(found.top_k, np.int32),
             self._draft_tables.next_stamp(),
         )

@@ -80,7 +80,7 @@ def pop(heap, size):
 
 @compiled
 def size_of(estimate):
-    """Which of NUM_SIZES an estimated reach is of: four for each doubling."""
+    """Which of NUM_SIZES an estimated path probability is of: four for each doubling."""
     bits = 0
     for step in (32, 16, 8, 4, 2, 1):
         if estimate >> (bits + step):
@@ -96,7 +96,7 @@ def smallest(size):
 
 @compiled
 def grow(drafts, noise, rates, nodes, pushed, candidates, position, root, max_nodes, max_depth):
-    """Grow a tree best first: of all candidates below all nodes, always the one that is likeliest to be reached.
+    """Grow a tree best first: of all candidates below all nodes, always the one that is likeliest to be parent_probability.
 
     Args:
         nodes: their tokens are those of the pending tokens, up to the root; the rest is written.
@@ -121,33 +121,33 @@ def grow(drafts, noise, rates, nodes, pushed, candidates, position, root, max_no
 def grow_below(drafts, noise, rates, nodes, pushed, candidates, position, root, max_nodes, max_depth):
     """Grow a tree from its root on: see `grow`. Returns the number of nodes."""
     num_nodes = root + 1
-    num_wanted = max_nodes - num_nodes
+    num_missing = max_nodes - num_nodes
     num_pushed = heap_size = 0
     pushed.sizes[:] = 0
     least, floor, num_counted = 0, np.int64(1), 0  # of what is below a size nothing need be pushed: so many are larger
     best = weigh(rates)
     node = root
-    nodes.reach[root] = np.int64(1) << PROBABILITY_BITS
+    nodes.path_probabilities[root] = np.int64(1) << PROBABILITY_BITS
     for i in range(NUM_HASHES):
         nodes.hashes[root, i] = drafts.text.hashes[0, i]
-    if num_wanted <= 0:
+    if num_missing <= 0:
         return num_nodes
     while True:
-        reached = nodes.reach[node] >> ONE_BITS
-        if nodes.depths[node] < max_depth and reached * best >= floor:
+        parent_probability = nodes.path_probabilities[node] >> ONE_BITS
+        if nodes.depths[node] < max_depth and parent_probability * best >= floor:
             num_rows = collect(drafts, noise, position + nodes.depths[node], nodes, root, node, candidates)
-            for i in range(merge(rates, candidates, num_rows, (floor + reached - 1) // reached)):
+            for i in range(merge(rates, candidates, num_rows, (floor + parent_probability - 1) // parent_probability)):
                 feature = candidates.best[i]
-                reach = reached * rates.kept[candidates.agreeing[i], feature]
-                if reach < floor or num_pushed == len(pushed.heap):
+                probability = parent_probability * rates.kept[candidates.agreeing[i], feature]
+                if probability < floor or num_pushed == len(pushed.heap):
                     continue
-                pushed.sizes[size_of(reach)] += 1
+                pushed.sizes[size_of(probability)] += 1
                 num_counted += 1
-                while num_counted - pushed.sizes[least] >= num_wanted:
+                while num_counted - pushed.sizes[least] >= num_missing:
                     num_counted -= pushed.sizes[least]
                     least += 1
                     floor = max(smallest(least), 1)
-                pushed.heap[heap_size] = (reach << SEQUENCE_BITS) | (MAX_PUSHED - num_pushed)
+                pushed.heap[heap_size] = (probability << SEQUENCE_BITS) | (MAX_PUSHED - num_pushed)
                 pushed.parents[num_pushed] = node
                 pushed.tokens[num_pushed] = candidates.merged[i]
                 pushed.sources[num_pushed] = source_of(feature)
@@ -164,7 +164,7 @@ def grow_below(drafts, noise, rates, nodes, pushed, candidates, position, root, 
         nodes.parents[node] = parent
         nodes.sources[node] = pushed.sources[index]
         nodes.depths[node] = nodes.depths[parent] + 1
-        nodes.reach[node] = top >> SEQUENCE_BITS
+        nodes.path_probabilities[node] = top >> SEQUENCE_BITS
         extend_hashes(nodes.hashes, parent, nodes.tokens[node], nodes.hashes, node)
         num_nodes += 1
 

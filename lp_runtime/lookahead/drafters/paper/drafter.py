@@ -37,7 +37,7 @@ class PaperDrafter(CountingDrafter):
         super().__init__("guesses", "window")
         self.W, self.N, self.G = W, N, G
         self.max_nodes = 1 + max(0, W * (N - 1) - 1) + G * (N - 1)
-        self.max_run = max(W + N - 3 if W else 0, N - 1 if G else 0) + 1
+        self.max_committed = max(W + N - 3 if W else 0, N - 1 if G else 0) + 1
         self.num_top_k = 1 if samples and W else 0
         self.pool = NGramPool(N, G)
         self.window: Window | None = None
@@ -62,7 +62,7 @@ class PaperDrafter(CountingDrafter):
         return self._prompt[self._random.randrange(len(self._prompt))] if expected is None else expected
 
     def propose(
-        self, tokens: Sequence[int], num_cached: int, max_depth: int, num_wanted: int | None = None
+        self, tokens: Sequence[int], num_cached: int, max_depth: int, tree_size_hint: int | None = None
     ) -> TokenTree:
         tree = TokenTree(tokens[num_cached:], max_depth, self._budget)
         self._slots = self.window.place(tree) if self.window else []
@@ -84,7 +84,7 @@ class PaperDrafter(CountingDrafter):
     def advance(
         self, tokens: Sequence[int], tree: TokenTree, found: VerificationResult, run: Sequence[int], path: Sequence[int]
     ) -> None:
-        drawn = found.drawn.tolist()
+        drawn = found.successor_array.tolist()
         if found.top_k is not None:  # the window's own successors: the likeliest tokens, whatever is sampled
             drawn = [-1] * tree.root + found.top_k[:, 0].tolist()
         ngrams = self.window.ngrams(tree, self._slots, drawn) if self.window else []
