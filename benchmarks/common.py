@@ -1,39 +1,118 @@
-"""What the benchmark commands share: prompts by file, settings by W,N,G, tables."""
+"""What the benchmark commands share: arguments, prompts, settings, and results written as JSON and Markdown.
+
+A command (`python benchmarks/COMMAND.py STUDY ...`) runs one of its studies: a module of benchmarks/studies/ with a
+docstring that says how to call it, `add_arguments(parser)`, and `run(args)`, which returns the exit status.
+Importing this module makes tests/support and the scripts importable.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import json
+import os
 import platform
-from collections.abc import Sequence
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from importlib import metadata
+from pathlib import Path
+from typing import Protocol, cast
 
+import psutil
 import torch
 
 from lp_runtime import Generation, LookaheadConfig
 from lp_runtime.utils.prompt_file import Prompt, read_prompts
 
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path += [str(REPOSITORY / "tests"), str(REPOSITORY / "scripts")]
+
 SETTINGS = ("5,3,5", "7,5,7", "15,5,15")
+REPLICA_MODULE = "lp_runtime.launchers.replica_process"
+Value = str | int | float | Sequence[float] | None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that every benchmark of prompts takes."""
+class Study(Protocol):
+    """A module of benchmarks/studies/."""
+
+    __doc__: str | None
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the study's own arguments."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Run the study and return the exit status: 0 if everything that must hold holds."""
+
+
+def run_command(description: str, studies: Mapping[str, str]) -> None:
+    """Run the study that the command line names, and exit with its status.
+
+    Args:
+        description: of the command.
+        studies: name of the module in benchmarks/studies/ by the study's name on the command line. Only the module
+            that is asked for is imported.
+    """
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=raw)
+    parser.add_argument("study", choices=studies, help="`STUDY --help` lists its arguments")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the study")
+    chosen = parser.parse_args()
+    study = cast(Study, importlib.import_module(f"studies.{studies[chosen.study]}"))
+    parser = argparse.ArgumentParser(
+        prog=f"{Path(sys.argv[0]).name} {chosen.study}", description=study.__doc__, formatter_class=raw
+    )
+    study.add_arguments(parser)
+    add_output_argument(parser)
+    sys.exit(study.run(parser.parse_args(chosen.arguments)))
+
+
+def add_output_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --output."""
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="also write the results there, as JSON and .md")
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --model."""
     parser.add_argument("--model", default=None, help="directory or hub id; the demo model if not given")
+
+
+def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int = 40, max_new_tokens: int = 128) -> None:
+    """Add --model, --prompts, --limit and --max-new-tokens.
+
+    Args:
+        parser: gets the arguments.
+        limit: default number of prompts of each file.
+        max_new_tokens: default number of new tokens.
+    """
+    add_model_argument(parser)
     parser.add_argument(
         "--prompts", nargs="+", required=True, metavar="FILE:FIELD", help="JSON-lines files and the field to read"
     )
-    parser.add_argument("--limit", type=int, default=40, help="prompts of each file")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--limit", type=int, default=limit, help="lines of each file")
+    parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens)
+
+
+def add_settings_argument(parser: argparse.ArgumentParser, settings: Sequence[str] = SETTINGS) -> None:
+    """Add --settings, whose values `parse_setting` reads.
+
+    Args:
+        parser: gets the argument.
+        settings: the default.
+    """
     parser.add_argument(
         "--settings",
         nargs="+",
-        default=SETTINGS,
-        metavar="[POLICY:]W,N,G",
-        help="or [POLICY:]auto; default drafter full",
+        default=settings,
+        metavar="[DRAFTER:]W,N,G",
+        help="or [DRAFTER:]auto; default drafter full",
     )
 
 
 def load_prompts(args: argparse.Namespace) -> list[Prompt]:
-    """The first `limit` prompts of every file, in order."""
+    """Return the prompts of the first `limit` lines of every file, in order."""
     prompts = []
     for source in args.prompts:
         path, _, field = source.rpartition(":")
@@ -41,28 +120,138 @@ def load_prompts(args: argparse.Namespace) -> list[Prompt]:
     return prompts
 
 
+def load_prompts_by_kind(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """Return (kind, prompt) of the first `each` prompts of every kind among the first `limit` lines of every file.
+
+    The kind of a line is its field `category`, or, in a file without categories, the name of the file.
+    """
+    by_kind: dict[str, list[str]] = {}
+    for source in args.prompts:
+        path, _, field = source.rpartition(":")
+        for line in Path(path).read_text().splitlines()[: args.limit]:
+            row = json.loads(line)
+            prompts = by_kind.setdefault(row.get("category", Path(path).stem), [])
+            if len(prompts) < args.each:
+                prompts.append(row[field][0] if isinstance(row[field], list) else row[field])
+    return [(kind, prompt) for kind, prompts in by_kind.items() for prompt in prompts]
+
+
 def parse_setting(text: str) -> LookaheadConfig:
-    """Settings from [POLICY:]W,N,G or [POLICY:]auto."""
+    """Return the settings that [DRAFTER:]W,N,G or [DRAFTER:]auto stands for."""
     drafter, _, sizes = text.rpartition(":")
     W, N, G = (None, None, None) if sizes == "auto" else map(int, sizes.split(","))
     return LookaheadConfig(W=W, N=N, G=G, drafter=drafter or "full")
 
 
-def totals(runs: Sequence[Generation]) -> tuple[float, float]:
-    """(S, tokens fed a step and replica) over all runs: new tokens / steps; the mean leaves out the prefills' steps."""
-    tokens, steps = sum(run.num_tokens for run in runs), sum(run.steps for run in runs)
-    fed = sum(run.step_tokens * (run.steps - 1) for run in runs)
-    return tokens / steps, fed / (steps - len(runs))
+def totals(generations: Sequence[Generation]) -> tuple[float, float]:
+    """Return (S, step tokens) over all generations.
+
+    S is new tokens / steps. Step tokens are tokens fed a step and replica, the mean over steps without the prefills'.
+    """
+    tokens, steps = sum(each.num_tokens for each in generations), sum(each.steps for each in generations)
+    fed = sum(each.step_tokens * (each.steps - 1) for each in generations)
+    return tokens / steps, fed / (steps - len(generations))
 
 
-def machine() -> str:
-    """Device and versions, for the line above a table."""
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers"))
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.processor() or 'CPU'}"
-    return f"{device}, {torch.get_num_threads()} threads, Python {platform.python_version()}, {versions}"
+def replica_processes() -> list[psutil.Process]:
+    """Return the living replicas that this process has spawned."""
+    found = []
+    for child in psutil.Process().children():
+        try:
+            if REPLICA_MODULE in child.cmdline():
+                found.append(child)
+        except psutil.Error:  # it has just ended
+            continue
+    return found
 
 
-def markdown(header: list[str], rows: list[list[object]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+class Results:
+    """Rows of one table: each is shown on stderr as it is added; the table is printed at the end, and written.
+
+    Args:
+        name: of the table and its files.
+        output: folder that gets NAME.json and NAME.md; None to print only.
+        formats: format specifications of numbers by column; integers as they are, other floats with two digits.
+    """
+
+    def __init__(self, name: str, output: Path | None, formats: Mapping[str, str] | None = None):
+        self.name = name
+        self.rows: list[dict[str, Value]] = []
+        self._output = output
+        self._formats = formats or {}
+
+    def add(self, row: Mapping[str, Value]) -> None:
+        """Add a row and show it on stderr.
+
+        Args:
+            row: values by column; a sequence is shown with slashes between its numbers.
+        """
+        self.rows.append(dict(row))
+        print(*(f"{column}={self._shown(column, value)}" for column, value in row.items()), file=sys.stderr, flush=True)
+
+    def finish(self, about: str) -> None:
+        """Print the table; write it as Markdown, and as JSON with the raw values, where there is a folder.
+
+        Args:
+            about: what holds for all rows.
+        """
+        environment = describe_environment()
+        head = f"{about}; {environment['device']}, {environment['threads']} threads, {environment['versions']}"
+        text = f"{head}\n\n{self.table()}\n"
+        print(text, flush=True)
+        if self._output is not None:
+            self._output.mkdir(parents=True, exist_ok=True)
+            where = f"Commit {environment['commit']}, {environment['date']}\n\n    {environment['command']}\n"
+            (self._output / f"{self.name}.md").write_text(f"{text}\n{where}")
+            data = {"study": self.name, "about": about, **environment, "rows": self.rows}
+            (self._output / f"{self.name}.json").write_text(json.dumps(data, indent=1) + "\n")
+
+    def table(self) -> str:
+        """Return the rows as a Markdown table; its columns are those of all rows."""
+        columns = list(dict.fromkeys(column for row in self.rows for column in row))
+        shown = [[self._shown(column, row.get(column)) for column in columns] for row in self.rows]
+        lines = [columns, ["---"] * len(columns), *shown]
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+    def _shown(self, column: str, value: Value) -> str:
+        if value is None:
+            return ""
+        if isinstance(value, str | int):
+            return str(value)
+        if isinstance(value, float):
+            return format(value, self._formats.get(column, ".2f"))
+        return " / ".join(self._shown(column, each) for each in value)
+
+
+def describe_environment() -> dict[str, str | int]:
+    """Return what a result depends on: device, threads, versions, commit, date and command line."""
+    packages = ["torch", "transformers", *(["ray"] if "ray" in sys.modules else [])]
+    versions = [f"Python {platform.python_version()}", *(f"{name} {metadata.version(name)}" for name in packages)]
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),
+        "cores": os.cpu_count() or 0,
+        "threads": torch.get_num_threads(),
+        "versions": ", ".join(versions),
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "command": shlex.join(["python", *sys.argv]),
+    }
+
+
+def _cpu_name() -> str:
+    """Return the processor's name where Linux tells it, else the architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]} (CPU)" if names else f"{platform.machine()} (CPU)"
+
+
+def _commit() -> str:
+    """Return the commit of the working tree, with `-dirty` if files differ from it; `unknown` outside of git."""
+    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -1,4 +1,4 @@
-"""lp_runtime: lookahead parallelism. One request of a large language model, shared by several GPUs.
+"""Lookahead parallelism: several GPUs share every decoding step of one request to a large language model.
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# Module of each public name. A module is imported when one of its names is first used: importing torch and
-# transformers takes seconds, which a command that only refuses its settings should not wait for.
+# Module of each public name, imported when the name is first used: importing torch and transformers takes seconds, for
+# which a command that only refuses its settings should not wait.
 _HOMES = {
     "BusyError": "errors",
     "ConfigError": "errors",
@@ -66,6 +66,7 @@ __all__ = [
     "BusyError",
     "ConfigError",
     "DeadlineError",
+    "Delta",
     "Generation",
     "GenerationStream",
     "Job",
@@ -76,7 +77,6 @@ __all__ = [
     "LookaheadRuntime",
     "ModelConfig",
     "ModelError",
-    "Delta",
     "ReplicaError",
     "RequestError",
     "RequestOptions",

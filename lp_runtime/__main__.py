@@ -1,4 +1,4 @@
-"""`python -m lp_runtime` is lp-generate."""
+"""Runs lp-generate as `python -m lp_runtime`."""
 
 from lp_runtime.entrypoints.cli import main
 

@@ -1,4 +1,4 @@
-"""The errors that users meet. Each message is one line that names the value and what is allowed."""
+"""Errors that users meet. Each message is one line that names the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class LookaheadError(Exception):
-    """Base of the errors below."""
+    """Base of all errors of this package."""
 
 
 class RequestError(LookaheadError, ValueError):
@@ -15,7 +15,7 @@ class RequestError(LookaheadError, ValueError):
 
 
 class ConfigError(LookaheadError, ValueError):
-    """A setting that is unknown, out of range or contradicts another."""
+    """A setting that is unknown, out of range, or contradicts another."""
 
 
 class ModelError(LookaheadError):
@@ -27,22 +27,25 @@ class LaunchError(LookaheadError):
 
 
 class ReplicaError(LookaheadError):
-    """A replica that failed or was lost while it worked."""
+    """A replica that failed or was lost while it decoded, or a request that ended with it."""
 
 
 class BusyError(LookaheadError):
-    """A request that is refused because too many are waiting."""
+    """A request that is refused because too many requests are waiting."""
 
 
 class DeadlineError(LookaheadError):
-    """A request that has not begun in the time that it was given."""
+    """A request that waited past its time limit without having begun."""
 
 
 class StateMismatchError(ReplicaError):
-    """Replicas whose decoding states have parted, as their digests show.
+    """Replicas whose decoding states differ, as their digests show.
 
     Args:
-        digests: of each rank.
+        digests: digest of each rank's state, by rank.
+
+    Attributes:
+        digests: see Args.
     """
 
     def __init__(self, digests: list[int]):
@@ -50,19 +53,27 @@ class StateMismatchError(ReplicaError):
         shown = ", ".join(f"rank {rank} {value:#x}" for rank, value in enumerate(digests))
         super().__init__(f"the replicas' states have parted, their digests differ: {shown}")
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[StateMismatchError], tuple[list[int]]]:
         return StateMismatchError, (self.digests,)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the name of its class."""
+    """Return the first line of an error's message, or the name of its class if the message is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
 
 @contextmanager
 def unforeseen_as(kind: type[LookaheadError], what: str) -> Iterator[None]:
-    """Turn any exception that is not a LookaheadError into `kind`, in one line that begins with `what`."""
+    """Turn any exception of the block that is not a LookaheadError into one, with a message of one line.
+
+    Args:
+        kind: class of the error to raise.
+        what: what the message begins with.
+
+    Raises:
+        LookaheadError: the block's own, or one of class `kind`.
+    """
     try:
         yield
     except LookaheadError:

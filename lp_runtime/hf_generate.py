@@ -1,11 +1,10 @@
-"""Lookahead decoding inside transformers: a callable for `model.generate(..., custom_generate=lookahead_generate)`."""
+"""The drop-in for transformers: a callable for `model.generate(..., custom_generate=lookahead_generate)`."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,34 +12,39 @@ import torch
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import LauncherConfig, ModelConfig, RuntimeConfig
-from lp_runtime.distributed.context import ReplicaContext, started_by_torchrun
+from lp_runtime.distributed.context import started_by_torchrun
 from lp_runtime.distributed.exchange import broadcast_object, gather_rows, merge_rows
+from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.process_group import existing_or_new_group
-from lp_runtime.engine.calibration import Calibration
+from lp_runtime.engine.calibration import Calibration, Measured
+from lp_runtime.engine.decoder import Samples
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.output import Report
 from lp_runtime.engine.request import Request
+from lp_runtime.engine.sampler_factory import SamplerSpec
+from lp_runtime.engine.step import Step
 from lp_runtime.errors import ConfigError, RequestError, first_line
 from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.generate_call import GenerateCall, fit_for_trees
 from lp_runtime.model.hf_config import attention_settings
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.self_check import check_model
+from lp_runtime.model.types import CausalLM, GenerationConfig
 from lp_runtime.sampling.gumbel import GumbelNoise
 from lp_runtime.sampling.processors import TreeProcessors
-from lp_runtime.sampling.sampler import Sampler
+from lp_runtime.sampling.types import LogitsProcessor
 
-# What is known of a model since an earlier call: how it has passed the self-check, and what was measured of it. Nothing
-# but time hangs on it.
-_known: weakref.WeakKeyDictionary[Any, dict[tuple, dict]] = weakref.WeakKeyDictionary()
+# What is known of a model since an earlier call: that it has passed the self-check, and what was measured of it. Only
+# time depends on it.
+_known: weakref.WeakKeyDictionary[CausalLM, dict[tuple, Measured]] = weakref.WeakKeyDictionary()
 
 
 def lookahead_generate(
-    model,
+    model: CausalLM,
     input_ids: torch.Tensor,
-    logits_processor: Sequence,
-    stopping_criteria: Sequence,
-    generation_config,
+    logits_processor: Sequence[LogitsProcessor],
+    stopping_criteria: Sequence[object],
+    generation_config: GenerationConfig,
     W: int | None = None,
     N: int | None = None,
     G: int | None = None,
@@ -49,35 +53,42 @@ def lookahead_generate(
     share_ranks: bool = True,
     exactness: str = "fast",
     strict_tokens: int = RuntimeConfig.strict_tokens,
-    **model_kwargs: Any,
-):
+    **model_kwargs: object,
+) -> torch.Tensor | object:
     """Decode as `generate` would, in fewer steps.
 
         model.generate(**inputs, custom_generate=lookahead_generate, max_new_tokens=128)
 
     Greedy search and sampling, with everything that `generate` prepares for them: generation configs, logits
     processors, stopping criteria, streamers, padded batches (each row is decoded as if alone, one after the other),
-    `return_dict_in_generate` with `output_scores` and `output_logits`. Greedy output is `generate`'s own; samples are
-    drawn from the same distribution, but with noise of ours: one seed gives one output at any W, N, G and number of
-    ranks. Under torchrun all ranks make the same call and share its work.
+    `return_dict_in_generate` with `output_scores` and `output_logits`. Greedy output is `generate`'s own. Samples are
+    drawn from the same distribution with other noise: one seed gives one output at any W, N, G and number of ranks.
+    Under torchrun all ranks make the same call and share its work.
 
     Args:
         model: loaded by the caller; it is left as it was found.
-        input_ids: [B, L].
-        logits_processor, stopping_criteria, generation_config, model_kwargs: from `generate`.
-        W, N, G: see LookaheadConfig; if none is given, every step's size is chosen by what pays on this machine.
+        input_ids: [B, L] int64.
+        logits_processor: as prepared by `generate`.
+        stopping_criteria: as prepared by `generate`.
+        generation_config: as prepared by `generate`.
+        W: window size in columns; if none of W, N and G is given, every step's size is chosen by what pays.
+        N: n-gram size.
+        G: largest number of guesses verified in a step.
         lookahead: a whole LookaheadConfig instead of W, N and G; its draft_tables must be "request".
-        seed: of the samples, 0 to 2**64 - 1: a row is sampled as if alone with this seed, and rows with the same
-            prompt are independent samples of it. Default: drawn from torch's generator, so `torch.manual_seed` counts;
-            all rows are then independent.
-        exactness, strict_tokens: see RuntimeConfig.
+        seed: of the samples, 0 to 2**64 - 1. A row is sampled as if alone with this seed, and rows with equal prompts
+            are independent samples. Default: drawn from torch's generator, so `torch.manual_seed` counts; all rows are
+            then independent.
         share_ranks: False where torchrun's ranks decode different prompts, each its own.
+        exactness: "fast" or "strict", see RuntimeConfig.
+        strict_tokens: see RuntimeConfig.
+        model_kwargs: what `generate` would give to the model.
 
     Returns:
-        What `generate` returns: [B, L + new tokens] token ids, or an output object.
+        what `generate` returns: [B, L + new tokens] token ids, or an output object.
 
     Raises:
-        ConfigError, RequestError: if something is asked for that cannot be done, or a setting is out of range.
+        ConfigError: if a setting is out of range, or asks for what cannot be done.
+        RequestError: if a prompt is empty or too long for the model.
         ModelError: if the model fails the self-check, which is made at its first call.
     """
     if lookahead is None:
@@ -93,34 +104,38 @@ def lookahead_generate(
     RuntimeConfig(lookahead=lookahead, exactness=exactness, strict_tokens=strict_tokens)  # checks them
     sampling = SamplingConfig(seed=seed)
     call = GenerateCall(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-    with fit_for_trees(model), _ranks(model.device, share_ranks) as (context, exchange_device):
-        tree_model = ModelRunner(model, ModelConfig.prefill_chunk, strict_tokens if exactness == "strict" else None)
-        kind = (tree_model.strict_tokens, tree_model.dtype, str(attention_settings(model)), context.num_replicas)
-        known = _known.setdefault(model, {})
-        if kind not in known:
-            check_model(tree_model)
-            known[kind] = {}
-        was_measured = np.array([len(known[kind])], dtype=np.int64)
-        if len(set(gather_rows(was_measured, context.num_replicas, exchange_device).ravel().tolist())) > 1:
-            known[kind] = {}  # some rank is new, or has another past: all measure again
-        calibration = Calibration(
-            tree_model, context.rank, context.num_replicas, exchange_device, RuntimeConfig.cache_dir, known[kind]
-        )
+    with fit_for_trees(model), _ranks(model.device, share_ranks) as group:
+        runner = ModelRunner(model, ModelConfig.prefill_chunk, strict_tokens if exactness == "strict" else None)
+        calibration = Calibration(runner, group, RuntimeConfig.cache_dir, _checked(runner, group))
         if call.do_sample and seed is None:
-            drawn = int(torch.randint(2**63 - 1, ()))
-            sampling.seed = broadcast_object(drawn, context.rank, context.num_replicas, exchange_device)
+            sampling.seed = broadcast_object(int(torch.randint(2**63 - 1, ())), group)
             call.samples = list(range(len(call.rows)))
-        rows = _Rows(call, tree_model, context, exchange_device, lookahead, sampling, calibration)
-        return rows.decode()
+        return _Rows(call, runner, group, lookahead, sampling, calibration).decode()
+
+
+def _checked(runner: ModelRunner, group: Group) -> Measured:
+    """Check a model at its first call; return what earlier calls have measured of it, equal on all ranks or empty."""
+    model = runner.model
+    kind = (runner.strict_tokens, runner.dtype, str(attention_settings(model)), group.size)
+    known = _known.setdefault(model, {})
+    if kind not in known:
+        check_model(runner)
+        known[kind] = Measured()
+    measured = known[kind]
+    was_measured = np.array([measured.steps is not None, measured.vocabulary is not None], dtype=np.int64)
+    if (gather_rows(was_measured, group) != was_measured).any():
+        known[kind] = Measured()  # some rank is new, or has another past: all measure again
+    return known[kind]
 
 
 @contextmanager
-def _ranks(device: torch.device, share_ranks: bool) -> Iterator[tuple[ReplicaContext, torch.device]]:
+def _ranks(device: torch.device, share_ranks: bool) -> Iterator[Group]:
+    """Yield the group of torchrun's ranks, or of this process alone."""
     if share_ranks and started_by_torchrun():
-        with existing_or_new_group(device, LauncherConfig.timeout) as found:
-            yield found
+        with existing_or_new_group(device, LauncherConfig.timeout) as group:
+            yield group
     else:
-        yield ReplicaContext(owns_process=False), device
+        yield Group.alone(device)
 
 
 class _Rows:
@@ -130,38 +145,36 @@ class _Rows:
         self,
         call: GenerateCall,
         model: ModelRunner,
-        context: ReplicaContext,
-        exchange_device: torch.device,
+        group: Group,
         lookahead: LookaheadConfig,
         sampling: SamplingConfig,
         calibration: Calibration,
     ):
-        self._call = call
-        self._model = model
-        self._context = context
-        self._exchange_device = exchange_device
-        self._lookahead = lookahead
-        self._sampling = sampling
-        self._loop = Engine(model, context.rank, context.num_replicas, exchange_device, calibration)
+        self._call, self._model, self._group = call, model, group
+        self._lookahead, self._sampling = lookahead, sampling
+        self._engine = Engine(model, group, calibration)
 
-    def decode(self):
+    def decode(self) -> torch.Tensor | object:
+        """Return what `generate` returns."""
         call = self._call
-        tokens, scores, logits = [], [], []
+        tokens: list[list[int]] = []
+        scores: list[torch.Tensor] = []
+        logits: list[torch.Tensor] = []
         for row in range(len(call.rows)):
             recorder = _Recorder(self._model.vocabulary_size)
             tokens.append(self._decode_row(row, recorder))
-            for wanted, kept, into in (
+            for is_wanted, recorded, into in (
                 (call.wants_scores, recorder.scores, scores),
                 (call.wants_logits, recorder.logits, logits),
             ):
-                if wanted:
-                    merged = torch.stack(kept[: len(tokens[-1])])
-                    into.append(merge_rows(merged, self._context.num_replicas, self._exchange_device))
+                if is_wanted:
+                    into.append(merge_rows(torch.stack(recorded[: len(tokens[-1])]), self._group))
         if call.streamer is not None:
             call.streamer.end()
         return call.output(tokens, scores if call.wants_scores else None, logits if call.wants_logits else None)
 
     def _decode_row(self, row: int, recorder: _Recorder) -> list[int]:
+        """Return the new tokens of one row."""
         call, model = self._call, self._model
         prompt = call.rows[row]
         context_length = model.context_length
@@ -182,10 +195,10 @@ class _Rows:
         noise = None
         if call.do_sample:
             noise = GumbelNoise(self._sampling.seed, request.sample, model.vocabulary_size, model.device)
-        drawing = Sampler(TreeProcessors(call.processors(row), model.device), noise)
+        spec = SamplerSpec(TreeProcessors(call.processors(row), model.device), noise)
         observe = recorder if call.wants_scores or call.wants_logits else None
         new_tokens: list[int] = []
-        for event in self._loop.run(request, drawing, self._stop(prompt), observe=observe):
+        for event in self._engine.run(request, spec, self._stop(prompt), observe=observe):
             if not isinstance(event, Report):
                 new_tokens += event.token_ids
                 if call.streamer is not None:
@@ -194,30 +207,33 @@ class _Rows:
         return new_tokens
 
     def _stop(self, prompt: Sequence[int]) -> Stop | None:
-        """The caller's own criteria, asked after every token. Where ranks share the work, the first one asks them, and
-        tells the others in a collective of its own: the tokens of this step must not be streamed before."""
+        """Return the caller's own criteria as a stop condition, asked after every token; None without any.
+
+        Where ranks share the work, rank 0 asks the criteria and tells the others in a collective of its own: the tokens
+        of this step must not be streamed before.
+        """
         if not self._call.criteria:
             return None
         text = list(prompt)
-        context = self._context
+        group = self._group
 
-        def ask(run: Sequence[int]) -> int | None:
-            for i, token in enumerate(run, start=1):
+        def ask(committed: Sequence[int]) -> int | None:
+            for i, token in enumerate(committed, start=1):
                 text.append(token)
                 if self._call.is_done(text):
                     return i
             return None
 
-        def stop(run: Sequence[int]) -> int | None:
+        def stop(committed: Sequence[int]) -> int | None:
             answer: int | Exception | None = None
-            if context.rank == 0:
+            if group.rank == 0:
                 try:
-                    answer = ask(run)
+                    answer = ask(committed)
                 except Exception as error:
-                    if context.num_replicas == 1:
+                    if group.is_alone:
                         raise
                     answer = RequestError(f"a stopping criterion failed: {type(error).__name__}: {first_line(error)}")
-            answer = broadcast_object(answer, context.rank, context.num_replicas, self._exchange_device)
+            answer = broadcast_object(answer, group)
             if isinstance(answer, Exception):
                 raise answer
             return answer
@@ -226,16 +242,26 @@ class _Rows:
 
 
 class _Recorder:
-    """Keeps the rows of logits and scores that committed tokens were drawn from; -inf where another rank has them."""
+    """Keeps the rows of logits and scores behind committed tokens; -inf where another rank has them.
+
+    Args:
+        vocabulary_size: V.
+
+    Attributes:
+        scores: [V] for each committed token, the processed logits that the token was chosen from.
+        logits: [V] for each committed token, the model's.
+    """
 
     def __init__(self, vocabulary_size: int):
         self._size = vocabulary_size
         self.scores: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
 
-    def __call__(self, nodes: list[int], owned: list[int], logits: torch.Tensor, scores: torch.Tensor) -> None:
-        place = {node: row for row, node in enumerate(owned)}
+    def __call__(self, nodes: list[int], step: Step, rank: int, samples: Samples) -> None:
+        """Record a step: an engine's Observer."""
+        row_of = {node: row for row, node in enumerate(step.shares[rank].owned.tolist())}
         for node in nodes:
-            for kept, values in ((self.scores, scores), (self.logits, logits)):
-                row = place.get(node)
-                kept.append(values.new_full((self._size,), float("-inf")) if row is None else values[row].clone())
+            for recorded, values in ((self.scores, samples.scores), (self.logits, samples.logits)):
+                row = row_of.get(node)
+                missing = values.new_full((self._size,), float("-inf"))
+                recorded.append(missing if row is None else values[row].clone())

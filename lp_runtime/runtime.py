@@ -1,4 +1,4 @@
-"""The Python API: a runtime that is up, prompts in, text out."""
+"""The Python API: a runtime whose replicas are up decodes prompts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import LauncherConfig, ModelConfig, RuntimeConfig
 from lp_runtime.engine.generation import Generation, GenerationStream
+from lp_runtime.engine.replica import ReplicaInfo
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.request_builder import RequestBuilder, RequestOptions
 from lp_runtime.errors import ConfigError, ModelError, RequestError
@@ -19,26 +20,33 @@ from lp_runtime.launchers.lease import ReplicaLease
 from lp_runtime.model.loader import load_tokenizer
 from lp_runtime.model.location import check_location
 from lp_runtime.model.tokenizer import StopStrings, TextStream
+from lp_runtime.model.types import Tokenizer
 
 
 class LookaheadRuntime:
     """Replicas of a model that share every decoding step of a request.
 
+    Use it in a `with` block, or call `close`. Under torchrun every rank runs the same program.
+
     Args:
         model: a directory or hub id, or a ModelConfig; the demo model if not given.
-        gpus: number of replicas, on CPUs too; default 1, under torchrun WORLD_SIZE.
+        gpus: number of replicas, >= 1, on CPUs too; default 1, under torchrun WORLD_SIZE.
         launcher: "auto", "local", "torchrun", "ray", or a LauncherConfig.
         device: "auto", "cpu" or "cuda".
         dtype: "auto", "float32", "bfloat16" or "float16".
-        lookahead: W, N, G; see LookaheadConfig.
-        sampling: how successors are drawn; see SamplingConfig. Default: as the model's generation_config.json says.
-        exactness: "fast" or "strict": bit for bit the output of one token a step, in half precision, too.
-        strict_tokens: see RuntimeConfig.
+        lookahead: settings of drafting; default: LookaheadConfig().
+        sampling: settings of sampling; default: the model's own, from its generation_config.json.
+        exactness: "fast", or "strict": bit for bit the output of one token a step, in half precision, too.
+        strict_tokens: tokens of every forward pass with exactness="strict", >= 2.
+        config: a whole configuration, given alone; see `from_config`.
 
-    Use it in a `with` block, or call `close`. Under torchrun every rank runs the same program.
+    Attributes:
+        config: the whole configuration.
 
     Raises:
-        ConfigError, ModelError, LaunchError: if it cannot start; nothing is left running then.
+        ConfigError: a setting is out of range.
+        ModelError: the model cannot be loaded.
+        LaunchError: the replicas cannot be started; none is left running.
     """
 
     def __init__(
@@ -52,63 +60,70 @@ class LookaheadRuntime:
         sampling: SamplingConfig | None = None,
         exactness: str = "fast",
         strict_tokens: int = RuntimeConfig.strict_tokens,
+        *,
+        config: RuntimeConfig | None = None,
     ):
-        if not isinstance(model, ModelConfig):
-            model = ModelConfig(path=None if model is None else str(model))
-        self._start(
-            RuntimeConfig(
-                model=model,
-                gpus=gpus,
-                launcher=launcher if isinstance(launcher, LauncherConfig) else LauncherConfig(name=launcher),
-                device=device,
-                dtype=dtype,
-                lookahead=lookahead or LookaheadConfig(),
-                sampling=sampling or SamplingConfig(),
-                exactness=exactness,
-                strict_tokens=strict_tokens,
-            )
+        given = RuntimeConfig(
+            model=model if isinstance(model, ModelConfig) else ModelConfig(path=None if model is None else str(model)),
+            gpus=gpus,
+            launcher=launcher if isinstance(launcher, LauncherConfig) else LauncherConfig(name=launcher),
+            device=device,
+            dtype=dtype,
+            lookahead=lookahead or LookaheadConfig(),
+            sampling=sampling or SamplingConfig(),
+            exactness=exactness,
+            strict_tokens=strict_tokens,
         )
+        if config is not None and given != RuntimeConfig():
+            raise ConfigError("config: give it alone, without other arguments")
+        self.config = given if config is None else config
+        check_location(self.config.model)
+        self._tokenizer: Tokenizer | None = None
+        self._launcher = launch(self.config)
 
     @classmethod
     def from_config(cls, config: RuntimeConfig) -> LookaheadRuntime:
-        """A runtime from a whole configuration, as the command line makes one."""
-        runtime = cls.__new__(cls)
-        runtime._start(config)
-        return runtime
+        """Start a runtime from a whole configuration, as the command line makes one.
 
-    def _start(self, config: RuntimeConfig) -> None:
-        check_location(config.model)
-        self.config = config
-        self._tokenizer = None
-        self._launcher = launch(config)
+        Raises:
+            ConfigError: a setting does not fit this machine.
+            ModelError: the model cannot be loaded.
+            LaunchError: the replicas cannot be started; none is left running.
+        """
+        return cls(config=config)
 
     @property
-    def info(self):
-        """The replicas' model: a lp_runtime.engine.replica.ReplicaInfo."""
+    def info(self) -> ReplicaInfo:
+        """The model that the replicas hold."""
         return self._launcher.info
 
     @property
     def num_replicas(self) -> int:
+        """Number of replicas, lost ones included."""
         return self._launcher.num_replicas
 
     @property
     def launcher(self) -> Launcher:
-        """What leads the replicas, for whoever runs several requests at once (scheduler.py)."""
+        """The launcher that leads the replicas; for the scheduler."""
         return self._launcher
 
     @property
     def num_ready(self) -> int:
-        """Replicas that are there, as far as is known: fewer than num_replicas while lost ones start again."""
+        """Number of replicas that are up, as far as is known; lost ones that start again are not."""
         return self._launcher.num_ready
 
     @property
     def is_leader(self) -> bool:
-        """False on the ranks of torchrun that follow rank 0."""
+        """Whether this process takes requests: under torchrun, rank 0 alone does."""
         return self._launcher.is_leader
 
     @property
-    def tokenizer(self):
-        """The model's tokenizer, loaded when text is first met."""
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, loaded when text is first met.
+
+        Raises:
+            ModelError: the model has no usable tokenizer.
+        """
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self.config.model)
         return self._tokenizer
@@ -127,9 +142,9 @@ class LookaheadRuntime:
             options: see RequestOptions.
 
         Raises:
-            ConfigError: if a setting is out of range.
-            RequestError: if the prompt is empty, has ids out of the vocabulary, or is too long for the model.
-            ReplicaError: if a replica fails or is lost.
+            ConfigError: a setting is out of range.
+            RequestError: the prompt is empty, has ids out of the vocabulary, or is too long for the model.
+            ReplicaError: a replica fails or is lost.
         """
         stream = self.stream(prompt, max_new_tokens, **options)
         for _ in stream:
@@ -143,7 +158,17 @@ class LookaheadRuntime:
         max_new_tokens: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[Generation]:
-        """Several independent samples of a prompt, of one seed. Arguments and errors as in `generate`."""
+        """Decode several independent samples of a prompt, of one seed.
+
+        Args:
+            prompt: text or token ids; left out where `messages` is given.
+            num_samples: number of samples, >= 1; more than 1 needs sampling.
+            max_new_tokens: tokens of each sample at most, >= 1; default: the model's own, else 128.
+            options: see RequestOptions; `sample` is the number of the first sample.
+
+        Raises:
+            LookaheadError: as `generate` does.
+        """
         if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
             raise ConfigError(f"num_samples={num_samples}: must be an integer >= 1")
         first = self.request(prompt, max_new_tokens, **options)
@@ -162,18 +187,31 @@ class LookaheadRuntime:
         max_new_tokens: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> GenerationStream:
-        """Decode a prompt and iterate over what each step adds. Arguments and errors as in `generate`."""
+        """Decode a prompt as a stream of deltas, one a step.
+
+        Args:
+            prompt: text or token ids; left out where `messages` is given.
+            max_new_tokens: tokens to generate at most, >= 1; default: the model's own, else 128.
+            options: see RequestOptions.
+
+        Raises:
+            LookaheadError: as `generate` does; of a replica, from the iteration.
+        """
         request = self.request(prompt, max_new_tokens, **options)
         return self.stream_request(request, needs_text=isinstance(prompt, str))
 
     def stream_request(
         self, request: Request, needs_text: bool = False, lease: ReplicaLease | None = None
     ) -> GenerationStream:
-        """Decode what `request` returned. See `stream`.
+        """Decode a checked request as a stream of deltas, one a step.
 
         Args:
-            needs_text: whether a model without a tokenizer is an error; pieces are token ids alone else.
-            lease: the replicas to use, for whoever runs several requests at once (scheduler.py); all if not given.
+            request: as the method `request` makes one.
+            needs_text: whether a model without a tokenizer is an error; if not, deltas are token ids alone.
+            lease: replicas to use, for the scheduler; all if not given.
+
+        Raises:
+            ModelError: text is needed, and the model has no usable tokenizer.
         """
         text_stream = self._text_stream(optional=not (needs_text or request.stop))
         stop_strings = StopStrings(self.tokenizer, request.stop) if request.stop else None
@@ -181,10 +219,11 @@ class LookaheadRuntime:
         return GenerationStream(events, text_stream, stop_strings)
 
     def _text_stream(self, optional: bool) -> TextStream | None:
+        """Return a decoder of token ids; None if it is optional and the model has no tokenizer."""
         try:
             return TextStream(self.tokenizer)
         except ModelError:
-            if optional:  # ids in, ids out: a model without a tokenizer will do
+            if optional:  # token ids in and out: a model without a tokenizer will do
                 return None
             raise
 
@@ -194,15 +233,25 @@ class LookaheadRuntime:
         max_new_tokens: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> Request:
-        """Turn a prompt and options into a checked request. Arguments and errors as in `generate`."""
-        return RequestBuilder(self.config, self.info, lambda: self.tokenizer).make(prompt, max_new_tokens, **options)
+        """Turn a prompt and options into a checked request.
+
+        Args:
+            prompt: text or token ids; left out where `messages` is given.
+            max_new_tokens: tokens to generate at most, >= 1; default: the model's own, else 128.
+            options: see RequestOptions.
+
+        Raises:
+            ConfigError: a setting is out of range.
+            RequestError: the prompt is empty, has ids out of the vocabulary, or is too long for the model.
+        """
+        return RequestBuilder(self.config, self.info, lambda: self.tokenizer).build(prompt, max_new_tokens, **options)
 
     def close(self) -> None:
-        """End every replica. Under torchrun, ranks other than 0 first serve what rank 0 still asks for."""
+        """End every replica. Under torchrun, ranks other than 0 first serve rank 0's remaining requests."""
         self._launcher.close()
 
     def __enter__(self) -> LookaheadRuntime:
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()

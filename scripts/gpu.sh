@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that a machine with one GPU can tell, stage by stage; each prints a table, and writes it under OUT.
+# Everything that a machine with one GPU can tell, stage by stage; each prints a table, and writes results under OUT.
 #
 #   scripts/gpu.sh OUT check   the tests of what only a GPU has, and Triton's kernels on it
 #   scripts/gpu.sh OUT floor   step times over the time to read the weights, SHAPE, kernels launched, captured, compiled
@@ -17,28 +17,28 @@ python=${PYTHON:-python3}
 shape=${SHAPE:-7b}
 models=${MODELS:-/tmp/lp_models}
 data=${DATA:-data}
-export PYTHONPATH=.:benchmarks${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 prompts=("$data/humaneval.jsonl:prompt" "$data/gsm8k.jsonl:question")
 
 run() {
     case $1 in
     check)
-        "$python" -m pytest -q -p no:cacheprovider tests/gpu tests/model/test_triton_kernels.py
+        "$python" -m pytest -q -p no:cacheprovider tests/gpu tests/kernels/test_triton_gpu.py
         ;;
     floor)
-        "$python" benchmarks/floor.py --shapes "$shape" --tokens 1 8 64 128 256 --compile off auto full --dtype bfloat16
+        "$python" benchmarks/micro.py floor --output "$out/floor" --shapes "$shape" --tokens 1 8 64 128 256 --compile off auto full --dtype bfloat16
         ;;
     large)
-        "$python" benchmarks/floor.py --shapes 13b 34b --tokens 1 64 128 --dtype bfloat16
+        "$python" benchmarks/micro.py floor --output "$out/large" --shapes 13b 34b --tokens 1 64 128 --dtype bfloat16
         ;;
     bench)
         [ -f "$models/$shape/config.json" ] ||
             "$python" scripts/inflate_model.py --shape "$shape" --dtype bfloat16 --out "$models/$shape" || return
-        "$python" -c "from lp_runtime.cli import bench_main; bench_main()" model.path="$models/$shape" dtype=bfloat16 limit=2 \
+        "$python" -c "from lp_runtime.entrypoints.cli import bench_main; bench_main()" model.path="$models/$shape" dtype=bfloat16 limit=2 \
             degrees='[1,2,4,8]' prompts="${prompts[0]},${prompts[1]}" output="$out"
         ;;
     shared)
-        "$python" benchmarks/equality.py --gpus 1 2 4 --device cuda --backend gloo --limit 4 --prompts "${prompts[@]}"
+        "$python" benchmarks/correctness.py equality --output "$out" --gpus 1 2 4 --device cuda --backend gloo --limit 4 --prompts "${prompts[@]}"
         ;;
     esac
 }

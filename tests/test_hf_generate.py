@@ -19,8 +19,10 @@ from transformers import (
     StopStringCriteria,
     TextIteratorStreamer,
 )
+from transformers.generation.streamers import BaseStreamer
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, ModelError, SamplingConfig, lookahead_generate
+from lp_runtime.model.generate_frame import arguments_of_generate
 
 PROMPT = "def fib(n):\n    "
 
@@ -171,6 +173,42 @@ def test_a_streamer_gets_everything(model, tokenizer, inputs):
     assert streamed == tokenizer.decode(expected)
 
 
+class Recorder(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self):
+        self.token_ids: list[int] = []
+        self.has_ended = False
+
+    def put(self, value):
+        self.token_ids += value.flatten().tolist()
+
+    def end(self):
+        self.has_ended = True
+
+
+def test_a_streamer_is_given_what_generate_gives_and_is_ended(model, inputs):
+    options = {"max_new_tokens": 20, "do_sample": False}
+    found, expected = Recorder(), Recorder()
+    ours(model, **inputs, streamer=found, **options)
+    model.generate(**inputs, streamer=expected, **options)
+    assert found.token_ids == expected.token_ids
+    assert found.has_ended and expected.has_ended
+
+
+def test_generate_passes_on_neither_a_streamer_nor_an_assistant(model, inputs):
+    """Once it does, model/generate_frame.py is needed no longer."""
+    streamer, calls = Recorder(), []
+
+    def custom(model, input_ids, *prepared, streamer=None, assistant_model=None, **model_kwargs):
+        calls.append(((streamer, assistant_model), arguments_of_generate()))
+        return input_ids
+
+    model.generate(**inputs, custom_generate=custom, streamer=streamer, assistant_model=model, max_new_tokens=2)
+    assert calls == [((None, None), (streamer, model))]
+    assert arguments_of_generate() == (None, None)  # nobody has called generate
+
+
 def test_sampling_is_reproducible_and_that_of_the_runtime(model, tokenizer, inputs, demo_model_dir):
     options = {"do_sample": True, "temperature": 0.9, "top_k": 0, "max_new_tokens": 40, "eos_token_id": -1}
     first = ours(model, **inputs, seed=7, **options)
@@ -181,10 +219,10 @@ def test_sampling_is_reproducible_and_that_of_the_runtime(model, tokenizer, inpu
         )
     assert first[0, inputs.input_ids.shape[1] :].tolist() == out.token_ids
     torch.manual_seed(3)
-    drawn = ours(model, **inputs, **options)
-    assert not torch.equal(drawn, ours(model, **inputs, **options))
+    sampled = ours(model, **inputs, **options)
+    assert not torch.equal(sampled, ours(model, **inputs, **options))
     torch.manual_seed(3)
-    assert torch.equal(drawn, ours(model, **inputs, **options))
+    assert torch.equal(sampled, ours(model, **inputs, **options))
 
 
 def test_repeated_rows_are_samples_of_their_own(model, inputs):
@@ -194,7 +232,7 @@ def test_repeated_rows_are_samples_of_their_own(model, inputs):
     different = torch.tensor([[1, 2, 3], [4, 5, 6]])
     flat = {"attention_mask": torch.ones_like(different), "temperature": 1e4, "top_k": 0, "max_new_tokens": 6}
     first, second = ours(model, different, do_sample=True, eos_token_id=-1, **flat)[:, 3:].tolist()
-    assert first != second  # with a drawn seed all rows are independent
+    assert first != second  # with a random seed all rows are independent
     assert torch.equal(found[:1], ours(model, **inputs, **options))
 
 

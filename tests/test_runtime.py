@@ -1,4 +1,4 @@
-"""The Python API on one replica and on two: the same answers, pieces that add up, errors, cancellation."""
+"""The Python API on one replica and on two: the same answers, deltas that add up, errors, cancellation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ IDS = [1, 2, 3]
 @pytest.fixture(scope="module", params=[1, 2], ids=["gpus=1", "gpus=2"])
 def runtime(request, demo_model_dir):
     """The demo model, on one and on two replicas."""
-    settings = LookaheadConfig(W=15, N=5, G=15)  # so that steps do not depend on the machine's mood
+    settings = LookaheadConfig(W=15, N=5, G=15)  # so that steps do not depend on measured times
     with LookaheadRuntime(
         str(demo_model_dir), gpus=request.param, device="cpu", dtype="float32", lookahead=settings
     ) as runtime:
@@ -87,17 +87,17 @@ def test_text_and_its_ids_are_the_same_prompt(runtime):
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, "s = 'größer 数 🎉", IDS])
-def test_pieces_add_up(runtime, prompt):
+def test_deltas_add_up(runtime, prompt):
     stream = runtime.stream(prompt, max_new_tokens=32, eos=False)
     assert stream.generation is None
-    pieces = list(stream)
+    deltas = list(stream)
     whole = runtime.generate(prompt, max_new_tokens=32, eos=False)
-    assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
-    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids
+    assert "".join(delta.text for delta in deltas) == whole.text
     decoded = runtime.tokenizer.decode(whole.token_ids, skip_special_tokens=True)
     assert whole.text == decoded.rstrip("\ufffd")  # a character that was cut off by the length is not shown
     assert stream.generation.token_ids == whole.token_ids
-    assert len([piece for piece in pieces if piece.token_ids]) == whole.steps
+    assert len([piece for delta in deltas if delta.token_ids]) == whole.steps
 
 
 def test_smallest_request(runtime):
@@ -107,9 +107,9 @@ def test_smallest_request(runtime):
 
 def test_a_stream_closed_early_leaves_no_trace(runtime):
     whole = runtime.generate(PROMPT, max_new_tokens=64, eos=False)
-    for pieces in (1, 2, 3):
+    for num_deltas in (1, 2, 3):
         stream = runtime.stream(PROMPT, max_new_tokens=2000, eos=False)
-        seen = [token for _ in range(pieces) for token in next(stream).token_ids]
+        seen = [token for _ in range(num_deltas) for token in next(stream).token_ids]
         stream.close()
         assert stream.generation is None
         assert list(stream) == []
@@ -130,7 +130,7 @@ def test_one_request_at_a_time(runtime):
     seen = list(next(stream).token_ids)
     with pytest.raises(RequestError, match="another request is being decoded"):
         runtime.generate("x", max_new_tokens=4)
-    seen += [token for piece in stream for token in piece.token_ids]
+    seen += [token for delta in stream for token in delta.token_ids]
     assert seen == whole.token_ids
 
 
@@ -203,6 +203,8 @@ def test_ids_need_no_tokenizer(tiny):
 
 
 def test_settings_are_checked(tmp_path):
+    with pytest.raises(ConfigError, match="config: give it alone"):
+        LookaheadRuntime(gpus=2, config=RuntimeConfig())
     with pytest.raises(ConfigError, match="gpus=0: must be an integer >= 1"):
         LookaheadRuntime(gpus=0)
     with pytest.raises(ConfigError, match="lookahead.N=1: must be an integer >= 2"):
@@ -281,13 +283,13 @@ def test_an_interrupt_ends_the_request_and_not_the_replicas(tiny_model_dir):
 
 @pytest.mark.parametrize("sampling", [None, SamplingConfig(temperature=1.0, seed=3)])
 def test_a_stop_string_ends_the_text_and_the_tokens(runtime, sampling):
-    """Nothing behind it is returned or streamed, whether it ends inside a token, a run, or spans tokens."""
+    """Nothing behind it is returned or streamed, whether it ends inside a token, inside a step output, or spans tokens."""
     everything = runtime.generate(PROMPT, 60, eos=False, sampling=sampling)
     decode = runtime.tokenizer.decode
     inside = [everything.text[i : i + size] for i in range(8, 60, 7) for size in (1, 3, 6)]
     for string in inside:
         stream = runtime.stream(PROMPT, 60, eos=False, sampling=sampling, stop=[string, "never there"])
-        streamed = "".join(piece.text for piece in stream)
+        streamed = "".join(delta.text for delta in stream)
         out = stream.generation
         assert streamed == out.text == everything.text[: everything.text.index(string) + len(string)]
         assert out.finish_reason == "stop"
@@ -297,10 +299,10 @@ def test_a_stop_string_ends_the_text_and_the_tokens(runtime, sampling):
     assert runtime.generate(PROMPT, 60, eos=False, sampling=sampling, stop=["never there"]).text == everything.text
 
 
-def test_log_probabilities_and_pieces(runtime):
+def test_log_probabilities_and_deltas(runtime):
     stream = runtime.stream(PROMPT, 20, eos=False, logprobs=True)
-    pieces = list(stream)
-    assert [value for piece in pieces for value in piece.logprobs or ()] == stream.generation.logprobs
+    deltas = list(stream)
+    assert [value for delta in deltas for value in delta.logprobs or ()] == stream.generation.logprobs
     assert len(stream.generation.logprobs) == stream.generation.num_tokens
     assert all(value <= 0 for value in stream.generation.logprobs)
     assert runtime.generate(PROMPT, 4).logprobs is None
@@ -405,7 +407,7 @@ def test_a_profile_that_cannot_be_written_is_refused(tmp_path):
 
 
 def test_a_text_that_does_not_fit_into_memory_is_refused(single, monkeypatch):
-    monkeypatch.setattr(single._launcher, "info", replace(single.info, capacity=20))
+    monkeypatch.setattr(single.launcher, "info", replace(single.info, capacity=20))
     with pytest.raises(RequestError, match=r"no room in memory: 3 tokens \+ max_new_tokens=18 .* 20 "):
         single.generate(IDS, 18)
     assert single.generate(IDS, 17, eos=False).num_tokens == 17

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from support.batches import decode_alone, decode_batch
 from support.ranks import CPU, run_ranks
 from support.simulated_gpu import Event, Gpu, Graph, Tensor, capturing, simulated_gpu
-from test_run_together import decode_alone, decode_batch
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
+from lp_runtime.distributed.group import Group
 from lp_runtime.engine.calibration import Calibration
 from lp_runtime.engine.engine import Arrival, Engine
 from lp_runtime.engine.replica import ready_model
@@ -76,7 +77,9 @@ def expected() -> dict[str, list[int]]:
 def loop_of(model: ModelRunner, rank: int = 0, num_replicas: int = 1) -> Engine:
     """One that need not measure steps, which takes seconds."""
     known = {"points": {name: values.copy() for name, values in POINTS.items()}}
-    return Engine(model, rank, num_replicas, CUDA, Calibration(model, rank, num_replicas, CUDA, None, known))
+    return Engine(
+        model, Group(rank, num_replicas, CUDA), Calibration(model, Group(rank, num_replicas, CUDA), None, known)
+    )
 
 
 def steps_and_waits(gpu: Gpu, loop: Engine, name: str) -> tuple[list[int], int, Counter]:
@@ -101,8 +104,8 @@ def check(found: tuple[list[int], int, Counter], expected: list[int]) -> None:
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_one_wait_a_step(gpu, model, expected, name):
-    assert model.fixed_sizes["capture"]
-    loop = Engine(model, 0, 1, CUDA) if name == "greedy" else loop_of(model)
+    assert model.graphs.capture
+    loop = Engine(model, Group.alone()) if name == "greedy" else loop_of(model)
     check(steps_and_waits(gpu, loop, name), expected[name])
 
 
@@ -111,7 +114,7 @@ def test_one_wait_a_step_without_captured_passes(gpu, expected, setting, monkeyp
     monkeypatch.setattr(self_check, "STRICT_LENGTHS", (20,))
     monkeypatch.setattr(self_check, "LONG_STRICT_LENGTHS", ())
     model, _ = ready_model(RuntimeConfig(dtype="float32", **setting), CUDA)
-    assert model.fixed_sizes is None
+    assert model.graphs is None
     for name in FEW:
         check(steps_and_waits(gpu, loop_of(model), name), expected[name])
 

@@ -17,31 +17,18 @@ NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
 # From the bottom up. A part may import parts of lower rows only, or itself.
 LAYERS = [
     {"errors"},
-    {"checks"},
+    {"utils"},
     {"config"},
-    {"command_config"},
     {"lookahead"},
-    {"model", "parallel"},
-    {"files"},
-    {"drafters", "calibration", "draft_store"},
-    {"clock", "telling"},
-    {"decoding"},
-    {"drawings"},
-    {"decoding_loop"},
-    {"profiling"},
-    {"worker"},
-    {"launchers"},
-    {"generation", "request", "drop_in"},
-    {"api"},
-    {"jobs", "degrees"},
-    {"dividing"},
+    {"distributed", "kernels"},
+    {"sizing", "sampling"},
+    {"model"},
+    {"engine"},
+    {"launchers", "hf_generate"},
+    {"runtime"},
     {"scheduler"},
-    {"single"},
-    {"batch"},
-    {"overrides"},
-    {"bench", "chat", "server"},
-    {"commands"},
-    {"cli"},
+    {"server", "bench"},
+    {"entrypoints"},
     {"__main__"},
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
@@ -90,9 +77,15 @@ def importers_of(*packages: str) -> set[str]:
 
 
 def test_this_test_sees_the_package():
-    assert {"lookahead/tree.py", "model/tree_model.py", "parallel/exchange.py", "worker.py", "cli.py"} <= set(NAMES)
-    assert "model/loading.py" in importers_of("transformers")
-    assert "parallel/exchange.py" in importers_of("torch.distributed")
+    assert {
+        "lookahead/tree.py",
+        "model/runner.py",
+        "distributed/exchange.py",
+        "runtime.py",
+        "entrypoints/cli.py",
+    } <= set(NAMES)
+    assert "model/loader.py" in importers_of("transformers")
+    assert "distributed/exchange.py" in importers_of("torch.distributed")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "__init__.py"])
@@ -107,25 +100,60 @@ def test_imports_go_downward_only(name):
         assert other == part or LEVEL[other] < LEVEL[part], f"{name} imports {module}, which stands above or beside it"
 
 
+def module_of(name: str) -> str:
+    return ("lp_runtime/" + name).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def test_no_import_circles():
+    """Not under TYPE_CHECKING nor inside functions either."""
+    modules = {module_of(name): name for name in NAMES}
+
+    def target(dotted_name: str) -> str | None:
+        """The module of the package that `from a import b` imports: a.b if that is one, else a."""
+        return next((each for each in (dotted_name, dotted_name.rpartition(".")[0]) if each in modules), None)
+
+    graph = {
+        module: {found for dotted_name, _ in IMPORTS[name] if (found := target(dotted_name))} - {module, "lp_runtime"}
+        for module, name in modules.items()
+        if module != "lp_runtime"
+    }
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " imports ".join([*path[path.index(module) :], module])
+        if module not in done:
+            for other in sorted(graph[module]):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
 def test_lookahead_is_pure():
     for name in (name for name in NAMES if part_of(name) == "lookahead"):
         for module, _ in IMPORTS[name]:
-            assert not under(module, "torch.distributed", "transformers", "ray", "hydra", "omegaconf"), name
+            assert not under(module, "torch", "transformers", "ray", "hydra", "omegaconf"), name
             if under(module, "lp_runtime"):
-                assert under(module, "lp_runtime.lookahead"), name
+                assert under(module, "lp_runtime.lookahead", "lp_runtime.utils.jit"), name
 
 
 def test_the_partition_is_pure():
-    modules = [module for module, _ in IMPORTS["parallel/partition.py"]]
+    modules = [module for module, _ in IMPORTS["distributed/partition.py"]]
     assert not any(under(module, "torch", "os") for module in modules)
 
 
-def test_transformers_lives_in_the_model():
-    assert {part_of(name) for name in importers_of("transformers")} == {"model"}
+def test_transformers_lives_in_model_and_sampling():
+    assert {part_of(name) for name in importers_of("transformers")} == {"model", "sampling"}
 
 
-def test_collectives_live_in_parallel():
-    outside = {name for name in importers_of("torch.distributed") if part_of(name) != "parallel"}
+def test_sizing_is_pure_integers():
+    for name in (name for name in NAMES if part_of(name) == "sizing"):
+        assert not any(under(module, "torch", "os", "time") for module, _ in IMPORTS[name]), name
+
+
+def test_collectives_live_in_distributed():
+    outside = {name for name in importers_of("torch.distributed") if part_of(name) != "distributed"}
     for name in outside:
         tree = ast.parse((PACKAGE / name).read_text())
         aliases = {
@@ -152,13 +180,13 @@ def test_nobody_reaches_collectives_through_torch():
 
 
 def test_ray_is_imported_lazily_and_in_its_modules():
-    users = {"launchers/ray_actors.py", "server/ray_serve.py"}
+    users = {"launchers/ray_launcher.py", "server/ray_serve.py"}
     assert importers_of("ray") == users
     assert all(lazy for name in users for module, lazy in IMPORTS[name] if under(module, "ray"))
 
 
 def test_hydra_stops_at_the_door():
-    assert importers_of("hydra", "omegaconf") == {"overrides.py"}
+    assert importers_of("hydra", "omegaconf") == {"config/overrides.py"}
 
 
 def test_the_environment_is_read_in_one_place():
@@ -168,7 +196,7 @@ def test_the_environment_is_read_in_one_place():
         if chains & {"os.environ", "os.getenv", "os.environb", "os.putenv"}:
             readers.add(name)
         assert not any(under(module, "os.environ", "os.getenv") for module, _ in IMPORTS[name]), name
-    assert readers == {"parallel/context.py", "parallel/group.py"}
+    assert readers == {"distributed/context.py", "distributed/process_group.py"}
 
 
 def test_no_global_statements():
@@ -190,7 +218,7 @@ import sys
 sys.modules["ray"] = None
 from lp_runtime import LookaheadRuntime
 with LookaheadRuntime(model=sys.argv[1]) as runtime:
-    assert type(runtime._launcher).__name__ == "TorchrunLauncher"
+    assert type(runtime.launcher).__name__ == "TorchrunLauncher"
     assert len(runtime.generate([1, 2, 3], max_new_tokens=5).token_ids) == 5
 """
 TORCHRUN = {
@@ -217,7 +245,7 @@ def test_importing_the_package_does_not_import_ray():
 # A mistyped override is refused at once, on every rank, before seconds of imports.
 REFUSE = """
 import sys
-from lp_runtime.cli import main
+from lp_runtime.entrypoints.cli import main
 try:
     main(["gqus=2"])
 except SystemExit as error:
@@ -232,8 +260,8 @@ def test_bad_settings_are_refused_before_torch_is_imported():
 
 
 def test_every_public_name_is_there():
-    assert set(lp_runtime.__all__) == {name for names in lp_runtime._HOMES.values() for name in names}
-    for name in lp_runtime.__all__:
+    assert set(lp_runtime.__all__) == {*lp_runtime._HOMES, "__version__"}
+    for name in lp_runtime._HOMES:
         assert getattr(lp_runtime, name).__module__.startswith("lp_runtime."), name
     with pytest.raises(AttributeError, match="no attribute 'LookaheadRuntme'"):
         lp_runtime.LookaheadRuntme  # noqa: B018

@@ -1,4 +1,4 @@
-"""lp-bench: every prompt by every method, in an order that turns from prompt to prompt; a table, JSON and a plot."""
+"""lp-bench: decodes every prompt by every method, in an order that rotates, and reports a table, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lp_runtime.bench.methods import (
     huggingface_methods,
     runtime_methods,
 )
-from lp_runtime.bench.report import Report
+from lp_runtime.bench.report import BenchReport
 from lp_runtime.config.commands import METHODS, BenchConfig
 from lp_runtime.errors import ConfigError, ReplicaError, first_line, unforeseen_as
 from lp_runtime.runtime import LookaheadRuntime
@@ -33,10 +33,10 @@ OWN_PROMPTS = (
 
 
 def read_sources(config: BenchConfig) -> list[str | list[int]]:
-    """The prompts: of the files that are given, else a few of its own.
+    """Return the prompts of the files that are given, else the built-in ones: texts or token ids.
 
     Raises:
-        ConfigError: if a file cannot be read, or lacks the field.
+        ConfigError: a file cannot be read, or lacks the field.
     """
     if config.prompts is None:
         return list(OWN_PROMPTS[: config.limit])
@@ -50,7 +50,7 @@ def read_sources(config: BenchConfig) -> list[str | list[int]]:
 
 
 def check_bench(config: BenchConfig) -> None:
-    """Refuse, before a model is loaded, what cannot be done.
+    """Refuse, before a model is loaded, settings that do not fit; make the output folder, and set torch's threads.
 
     Raises:
         ConfigError: names the setting.
@@ -68,22 +68,26 @@ def check_bench(config: BenchConfig) -> None:
 
 
 def bench(runtime: LookaheadRuntime, config: BenchConfig) -> None:
-    """Run the comparison on a runtime that is up, and print its table.
+    """Run the comparison, print its table, and write the report if an output folder is given.
+
+    Args:
+        runtime: decodes for the methods that are not transformers'.
+        config: settings of the command.
 
     Raises:
-        ConfigError, ModelError: if a prompt or a model cannot be used.
+        RequestError: a prompt cannot be decoded.
+        ConfigError: the report cannot be written.
+        ModelError: transformers' methods cannot load the model.
+        ReplicaError: a method has failed.
     """
-    prompts = [
-        runtime.tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
-        for prompt in read_sources(config)
-    ]
-    for prompt in prompts:  # what cannot be decoded is said before anything runs
+    prompts = _token_ids(runtime, read_sources(config))
+    for prompt in prompts:  # raises before anything runs
         runtime.request(prompt, config.max_new_tokens)
     is_cuda = runtime.info.device.startswith("cuda")
     names = config.methods or [name for name in METHODS if is_cuda or name != "hf_compiled"]
     with unforeseen_as(ReplicaError, "the comparison failed"):
         results = _run(config, runtime, names, prompts)
-    report = Report(config, runtime, len(prompts), results)
+    report = BenchReport(config, runtime, len(prompts), results)
     print(report.markdown())
     if config.output is not None:
         try:
@@ -92,22 +96,30 @@ def bench(runtime: LookaheadRuntime, config: BenchConfig) -> None:
             raise ConfigError(f"output={config.output}: {error.strerror or error}") from error
 
 
+def _token_ids(runtime: LookaheadRuntime, prompts: list[str | list[int]]) -> list[list[int]]:
+    """Return prompts as token ids, without the special tokens that a tokenizer adds."""
+    return [
+        runtime.tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
+        for prompt in prompts
+    ]
+
+
 def _run(
     config: BenchConfig, runtime: LookaheadRuntime, names: list[str], prompts: list[list[int]]
 ) -> dict[str, list[Result]]:
-    """Every prompt by every method, in every round."""
+    """Decode every prompt by every method in every round; return the results by method, in order."""
     methods: dict[str, Decode] = huggingface_methods(config, names)
     methods |= runtime_methods(config, runtime, names)
     methods |= critical_path_methods(config, config.degrees)
     results: dict[str, list[Result]] = {name: [] for name in methods}
-    for name, decode in list(methods.items()):  # what is made or measured at a first request is not to be timed
+    for name, decode in list(methods.items()):  # a first request compiles and measures, which is not to be timed
         if name != "hf_compiled":
             decode(prompts[0])
             continue
         try:
-            for prompt in prompts:  # it is compiled anew for another length
+            for prompt in prompts:  # compiled anew for every length
                 decode(prompt)
-        except Exception as error:  # of torch's compiler, or of transformers' use of it
+        except Exception as error:  # torch's compiler, or transformers' use of it, fails on some machines
             if len(methods) == 1:
                 raise
             log.warning("hf_compiled does not run here, so it is left out: %s", first_line(error))

@@ -16,12 +16,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lp_runtime.distributed.group import Group
 from lp_runtime.engine.calibration import Calibration
+from lp_runtime.engine.decoder import Decoder
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.request import Request
-from lp_runtime.engine.sampler_factory import make_sampler
-from lp_runtime.lookahead.drafters.base import VerificationResult
+from lp_runtime.engine.sampler_factory import make_sampler_spec
+from lp_runtime.engine.sequence import capacity_of
+from lp_runtime.engine.step import Step
+from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.step_inputs import StepLogits
 
 
 @dataclass(frozen=True)
@@ -50,14 +55,19 @@ class CriticalPath:
         return computing + exchange * self.num_steps
 
 
-class _Alike(Calibration):
-    """Replicas that are all as fast as this one."""
+class _EqualReplicas(Calibration):
+    """The calibration of replicas that are all as fast as one that was measured.
+
+    Args:
+        measured: of the one.
+        num_replicas: R.
+    """
 
     def __init__(self, measured: Calibration, num_replicas: int):
-        self._measured, self._alike = measured, num_replicas
+        self._measured, self._num_replicas = measured, num_replicas
 
     def times(self, num_tokens: int) -> np.ndarray:
-        return np.tile(self._measured.times(num_tokens), (self._alike, 1))
+        return np.tile(self._measured.times(num_tokens), (self._num_replicas, 1))
 
     def max_step_tokens(self) -> int:
         return self._measured.max_step_tokens()
@@ -77,51 +87,39 @@ class CriticalPathRunner:
 
     def __init__(self, model: ModelRunner, calibration: Calibration, num_replicas: int):
         self._model = model
-        self._num_replicas = num_replicas
-        self._loop = Engine(model, 0, num_replicas, model.device, _Alike(calibration, num_replicas))
+        group = Group(0, num_replicas, model.device)
+        self._engine = Engine(model, group, _EqualReplicas(calibration, num_replicas))
 
     def run(self, request: Request) -> CriticalPath:
         """Decode one request."""
-        model = self._model
-        drawing = make_sampler(model, request)
-        state, budget, _ = self._loop.begin(request, drawing, None)
-        drafter = state.drafter
-        drawing.num_top_k = drafter.num_top_k
-        model.begin(len(request.prompt_ids) + request.max_new_tokens + drafter.max_nodes + drafter.max_committed)
+        decoder = self._engine.open_decoder(request, make_sampler_spec(self._model, request))
+        try:
+            with self._model.slots.borrowed(capacity_of(request, decoder)) as slot:
+                return self._run(request, decoder, slot)
+        finally:
+            self._engine.close_decoder(decoder)
 
+    def _run(self, request: Request, decoder: Decoder, slot: CacheSlot) -> CriticalPath:
+        state, model = decoder.state, self._model
+        model.begin(slot, capacity_of(request, decoder))
         started = time.perf_counter()
-        proposal = state.propose_prefill()
-        logits = model.prefill(request.prompt_ids)
-        packed = drawing.draw(logits, proposal.tree, [0], state.tokens)[0].cpu().numpy()
-        successors, _, top_k = drawing.unpack(packed)
-        state.advance_prefill(proposal, VerificationResult(successors, top_k))
+        step = decoder.propose_prefill()
+        samples = decoder.sample(step, 0, StepLogits(model.prefill(slot, request.prompt_ids)))
+        decoder.advance_prefill(step, decoder.verify(step, samples.values.cpu().numpy()))
         prefill_seconds = time.perf_counter() - started
 
         num_fed, forward_seconds, other_seconds, other = 0, 0.0, 0.0, 0.0
         while state.finish_reason is None:
             started = time.perf_counter()
-            is_resting = budget.is_resting
-            proposal = state.propose_root() if is_resting else state.propose(budget.fit, budget.tree_size_hint)
-            tree = proposal.tree
-            shares = budget.shares(tree)
-            values = np.full((len(tree), drawing.width), -1, dtype=np.int64)
+            step = decoder.propose()
+            values = np.full((len(step.tree), decoder.sampler.width), -1, dtype=np.int64)
             proposing = time.perf_counter() - started
-            times = []
-            for rank, share in enumerate(shares):
-                started = time.perf_counter()
-                is_last = rank == len(shares) - 1
-                logits = model.forward(tree, share.nodes, share.owned, commit=is_last)
-                packed, _ = drawing.draw(
-                    logits[: len(share.owned)], tree, share.owned, state.tokens, not is_resting, model.text.drawn
-                )
-                values[share.owned] = packed.cpu().numpy()
-                times.append(time.perf_counter() - started)
+            times = [self._run_share(decoder, step, rank, slot, values) for rank in range(len(step.shares))]
             started = time.perf_counter()
-            successors, _, top_k = drawing.unpack(values[tree.root :], not is_resting)
-            run, _ = state.advance(proposal, VerificationResult.from_root(tree.root, successors, top_k))
-            budget.observe(shares, [int(1e9 * each) for each in times], [int(1e9 * other)] * len(shares), len(run) - 1)
+            forward_ns = [int(1e9 * each) for each in times]
+            decoder.advance(step, decoder.verify(step, values), forward_ns, [int(1e9 * other)] * len(times))
             other = proposing + time.perf_counter() - started
-            num_fed += max(shares.sizes)
+            num_fed += max(step.shares.sizes)
             forward_seconds += max(times)
             other_seconds += other
         return CriticalPath(
@@ -132,3 +130,12 @@ class CriticalPathRunner:
             forward_seconds=forward_seconds,
             other_seconds=other_seconds,
         )
+
+    def _run_share(self, decoder: Decoder, step: Step, rank: int, slot: CacheSlot, values: np.ndarray) -> float:
+        """Run one replica's share of a step; write what it samples into `values`, [T, width]. Returns its seconds."""
+        started = time.perf_counter()
+        is_last = rank == len(step.shares) - 1
+        found = self._model.forward(step.inputs(rank, slot), commit=is_last)
+        samples = decoder.sample(step, rank, found)
+        values[step.shares[rank].owned] = samples.values.cpu().numpy()
+        return time.perf_counter() - started

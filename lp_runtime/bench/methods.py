@@ -1,6 +1,6 @@
-"""The ways of decoding that are compared: each takes token ids and says what came, how long it took, in how many steps.
+"""The methods that lp-bench compares: each decodes token ids and reports the new tokens, seconds and steps.
 
-The model of transformers' own methods is one of its own on a CPU, as it was loaded; ours may be packed (packing.py).
+transformers' methods have a model of their own, as it was loaded; the runtime's may be packed (model/optimize/).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from lp_runtime.bench.critical_path import CriticalPathRunner
 from lp_runtime.config.commands import BenchConfig
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.distributed.group import Group
 from lp_runtime.engine.calibration import Calibration
 from lp_runtime.engine.replica import choose_device, ready_model
 from lp_runtime.engine.request import Request
@@ -22,8 +23,8 @@ from lp_runtime.model.loader import load_model, quiet
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.runtime import LookaheadRuntime
 
-NO_TOKEN = -1
-NUM_LOOKED_UP = 10  # tokens that transformers' prompt lookup copies, its own default
+NO_TOKEN = -1  # as end of text: matches no token id
+NUM_COPIED = 10  # tokens that transformers' prompt lookup copies: its own default
 GREEDY = SamplingConfig(temperature=0.0)
 PAPER = LookaheadConfig(W=15, N=5, G=15, drafter="paper")
 
@@ -33,12 +34,13 @@ class Result:
     """One prompt, decoded.
 
     Attributes:
-        token_ids: new tokens.
-        seconds: from start to end, the prefill included; by microseconds of the exchange where that is assumed.
-        num_steps: forward passes.
-        step_tokens: tokens fed a step by the busiest replica, the prefill excluded; None where it is not known.
-        other_share: of the time, what was neither forward pass nor exchange; None where it is not known.
-        other_us: microseconds of that in a step, the prefill excluded; None where it is not known.
+        token_ids: the new tokens.
+        seconds: seconds from start to end, the prefill included, by the exchange's assumed microseconds; the one key is
+            None where no exchange is assumed.
+        num_steps: number of forward passes.
+        step_tokens: tokens fed in a step, the prefill excluded; None where it is not known.
+        other_share: share of the time that was neither forward pass nor exchange; None where it is not known.
+        other_us: microseconds a step that were neither, the prefill excluded; None where it is not known.
     """
 
     token_ids: list[int]
@@ -53,14 +55,14 @@ Decode = Callable[[list[int]], Result]
 
 
 class HuggingFace:
-    """transformers' own `generate`.
+    """transformers' own `generate`, greedy.
 
     Args:
-        model: as transformers loaded it.
-        max_new_tokens: of every prompt.
+        model: a causal language model, as transformers loaded it.
+        max_new_tokens: tokens to generate for every prompt.
     """
 
-    def __init__(self, model, max_new_tokens: int):
+    def __init__(self, model: torch.nn.Module, max_new_tokens: int):
         self._model, self._max_new_tokens = model, max_new_tokens
         self._num_passes = 0
         model.register_forward_hook(self._count)
@@ -69,12 +71,17 @@ class HuggingFace:
         self._num_passes += 1
 
     def decode(self, prompt: list[int], **options: object) -> Result:
-        """Decode greedily, past any end of text."""
+        """Decode a prompt, past any end of text.
+
+        Args:
+            prompt: token ids.
+            options: further arguments of transformers' `generate`.
+        """
         ids = torch.tensor([prompt], device=self._model.device)
         self._num_passes = 0
         started = time.perf_counter()
-        with torch.inference_mode(), quiet():  # it has a warning about texts without an end
-            out = self._model.generate(
+        with torch.inference_mode(), quiet():  # transformers warns of decoding without an end-of-sequence token
+            output = self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
@@ -85,24 +92,24 @@ class HuggingFace:
                 pad_token_id=0,
                 **options,
             )
-        token_ids = out[0, len(prompt) :].tolist()
+        token_ids = output[0, len(prompt) :].tolist()
         seconds = time.perf_counter() - started
         return Result(token_ids, {None: seconds}, self._num_passes, None)
 
 
 def replica_model(config: BenchConfig) -> tuple[ModelRunner, Calibration]:
-    """A replica's model in this process, and what is measured of it."""
+    """Return a replica's model in this process, and its calibration."""
     device = choose_device(config.device, 0)
     model, _ = ready_model(config, device)
-    return model, Calibration(model, 0, 1, torch.device("cpu"), config.cache_dir)
+    return model, Calibration(model, Group.alone(), config.cache_dir)
 
 
 def huggingface_methods(config: BenchConfig, names: list[str]) -> dict[str, Decode]:
-    """transformers' methods by name."""
+    """Return those of the named methods that are transformers', by name."""
     options: dict[str, dict] = {
         "hf": {},
         "hf_compiled": {"cache_implementation": "static"},  # which transformers compiles on its own on CUDA
-        "hf_prompt_lookup": {"prompt_lookup_num_tokens": NUM_LOOKED_UP},
+        "hf_prompt_lookup": {"prompt_lookup_num_tokens": NUM_COPIED},
     }
     wanted = [name for name in names if name in options]
     if not wanted:
@@ -112,23 +119,25 @@ def huggingface_methods(config: BenchConfig, names: list[str]) -> dict[str, Deco
 
 
 def runtime_methods(config: BenchConfig, runtime: LookaheadRuntime, names: list[str]) -> dict[str, Decode]:
-    """Ours by name, on the runtime's replicas."""
+    """Return those of the named methods that run on the runtime's replicas, by name."""
     settings = {"plain": PLAIN, "paper": PAPER, "default": config.lookahead}
 
     def decode(prompt: list[int], lookahead: LookaheadConfig) -> Result:
         started = time.perf_counter()
-        done = runtime.generate(prompt, config.max_new_tokens, eos=False, lookahead=lookahead, sampling=GREEDY)
+        generation = runtime.generate(prompt, config.max_new_tokens, eos=False, lookahead=lookahead, sampling=GREEDY)
         seconds = time.perf_counter() - started
-        times = done.times
-        share = times.other / max(1e-9, times.forward + times.exchange + times.other)
-        other_us = 1e6 * times.other / max(1, done.steps - 1)
-        return Result(done.token_ids, {None: seconds}, done.steps, done.step_tokens, share, other_us)
+        times = generation.times
+        other_share = times.other / max(1e-9, times.forward + times.exchange + times.other)
+        other_us = 1e6 * times.other / max(1, generation.steps - 1)
+        return Result(
+            generation.token_ids, {None: seconds}, generation.steps, generation.step_tokens, other_share, other_us
+        )
 
     return {name: lambda prompt, of=settings[name]: decode(prompt, of) for name in names if name in settings}
 
 
 def critical_path_methods(config: BenchConfig, degrees: list[int]) -> dict[str, Decode]:
-    """The default method's critical path by number of replicas."""
+    """Return a method for each LP degree: the critical path of default decoding, by `critical path, DEGREE`."""
     if not degrees:
         return {}
     model, calibration = replica_model(config)
@@ -136,9 +145,9 @@ def critical_path_methods(config: BenchConfig, degrees: list[int]) -> dict[str, 
     def decode(prompt: list[int], runner: CriticalPathRunner) -> Result:
         path = runner.run(Request(tuple(prompt), config.lookahead, config.max_new_tokens, sampling=GREEDY))
         seconds = {each: path.seconds(1e-6 * each) for each in config.exchange_us}
-        share = path.other_seconds / max(1e-9, path.other_seconds + path.forward_seconds)
+        other_share = path.other_seconds / max(1e-9, path.other_seconds + path.forward_seconds)
         other_us = 1e6 * path.other_seconds / max(1, path.num_steps - 1)
-        return Result(path.token_ids, seconds, path.num_steps, path.step_tokens, share, other_us)
+        return Result(path.token_ids, seconds, path.num_steps, path.step_tokens, other_share, other_us)
 
     runners = {degree: CriticalPathRunner(model, calibration, degree) for degree in degrees}
     return {

@@ -1,12 +1,13 @@
-"""What lp-bench found, as a table, JSON and a plot."""
+"""The report of lp-bench: a table, JSON and a plot."""
 
 from __future__ import annotations
 
 import json
 import platform
 import statistics
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from importlib import metadata
 from pathlib import Path
@@ -25,24 +26,71 @@ LABELS = {
     "paper": "lp_runtime, paper drafter (15, 5, 15)",
     "default": "lp_runtime, default",
 }
+CRITICAL_PATH = "critical path"
+HEADER = (
+    "method",
+    "replicas",
+    "exchange us",
+    "tokens/s (quartiles)",
+    "over {base}",
+    "S",
+    "tokens a step",
+    "step ms",
+    "host",
+    "outputs that differ",
+)
+NOTE = (
+    "Times are of whole requests, prefills included, in an order that rotates; medians of tokens/s, and of ratios of"
+    " one prompt. Rows with an assumed exchange are critical paths: each replica's share of a step was run alone, in"
+    " turn, and the slowest counts."
+)
+GIT_TIMEOUT_SECONDS = 10.0  # a repository on a slow disk is no reason to wait longer
+
+Row = dict[str, str | int | float | None]
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile."""
+    """Return lower quartile, median and upper quartile of one or more values."""
     if len(values) == 1:
         return (values[0],) * 3
     lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
     return lower, median, upper
 
 
-class Report:
-    """Rows by method; ratios are of the same prompt in the same round, medians over all.
+def commit() -> str | None:
+    """Return the commit of the checkout that this package runs from, with "-dirty" if files differ; None elsewhere."""
+    package = Path(__file__).resolve().parent.parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(package), *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=GIT_TIMEOUT_SECONDS,
+        )
+        return done.stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")) != package.parent:  # a checkout of something else, with this in it
+            return None
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+class BenchReport:
+    """Rows by method. Ratios are of one prompt in one round; medians over all.
 
     Args:
-        config: of the command.
-        runtime: what ran; for its device, type and number of replicas.
-        num_prompts: how many there were.
-        results: of every method, prompt by prompt, round by round.
+        config: settings of the command.
+        runtime: what ran; gives device, type and number of replicas.
+        num_prompts: number of prompts.
+        results: results by method, prompt by prompt, round by round.
+
+    Attributes:
+        head: device, versions, commit, date and settings.
+        rows: one for each method and assumed exchange.
     """
 
     def __init__(
@@ -50,7 +98,7 @@ class Report:
     ):
         info = runtime.info
         device = torch.cuda.get_device_name() if info.device.startswith("cuda") else f"CPU ({platform.machine()})"
-        self.head = {
+        self.head: dict[str, str | int | None] = {
             "model": config.model.location,
             "device": device,
             "dtype": info.dtype,
@@ -61,89 +109,44 @@ class Report:
             "torch": metadata.version("torch"),
             "transformers": metadata.version("transformers"),
             "python": platform.python_version(),
+            "commit": commit(),
             "date": date.today().isoformat(),
         }
-        self.rows = []
-        first = next(iter(results))
-        for name, runs in results.items():
-            replicas = 1 if name.startswith("hf") else runtime.num_replicas
-            if name.startswith("critical path"):
-                replicas = int(name.rpartition(" ")[2])
-            for microseconds in runs[0].seconds:
-                self.rows.append(self._row(name, replicas, microseconds, runs, results[first], first))
-
-    @staticmethod
-    def _row(
-        name: str, replicas: int, microseconds: float | None, runs: list[Result], base: list[Result], base_name: str
-    ) -> dict:
-        rates = [len(run.token_ids) / run.seconds[microseconds] for run in runs]
-        base_rates = [len(run.token_ids) / min(run.seconds.values()) for run in base]
-        lower, median, upper = quartiles(rates)
-        num_steps = sum(run.num_steps for run in runs)
-        shares = [run.other_share for run in runs if run.other_share is not None]
-        return {
-            "method": name,
-            "label": LABELS.get(name, "lp_runtime, default, critical path"),
-            "replicas": replicas,
-            "exchange_us": microseconds,
-            "tokens_per_second": median,
-            "lower_quartile": lower,
-            "upper_quartile": upper,
-            f"over_{base_name}": statistics.median(a / b for a, b in zip(rates, base_rates, strict=True)),
-            "S": sum(len(run.token_ids) for run in runs) / num_steps,
-            "tokens_a_step": None if runs[0].step_tokens is None else statistics.mean(run.step_tokens for run in runs),
-            "step_ms": 1000 * sum(run.seconds[microseconds] for run in runs) / num_steps,
-            "other_share": statistics.median(shares) if shares else None,
-            "other_us": statistics.median(run.other_us for run in runs) if shares else None,
-            "outputs_that_differ": sum(a.token_ids != b.token_ids for a, b in zip(runs, base, strict=True)),
-        }
+        self.rows: list[Row] = []
+        base = next(iter(results))
+        for name, of_method in results.items():
+            num_replicas = 1 if name.startswith("hf") else runtime.num_replicas
+            if name.startswith(CRITICAL_PATH):
+                num_replicas = int(name.rpartition(" ")[2])
+            for exchange_us in of_method[0].seconds:
+                row = {
+                    "method": name,
+                    "label": LABELS.get(name, "lp_runtime, default, critical path"),
+                    "replicas": num_replicas,
+                    "exchange_us": exchange_us,
+                    **_speeds(of_method, exchange_us, results[base], f"over_{base}"),
+                    **_steps(of_method, exchange_us),
+                }
+                pairs = zip(of_method, results[base], strict=True)
+                row["outputs_that_differ"] = sum(one.token_ids != other.token_ids for one, other in pairs)
+                self.rows.append(row)
 
     def markdown(self) -> str:
-        """The table, and what it was measured on."""
+        """Return the table, with what it was measured on above it."""
         ratio = next(key for key in self.rows[0] if key.startswith("over_"))
         base = LABELS.get(ratio.removeprefix("over_"), ratio.removeprefix("over_"))
-        header = [
-            "method",
-            "replicas",
-            "exchange us",
-            "tokens/s (quartiles)",
-            f"over {base}",
-            "S",
-            "tokens a step",
-            "step ms",
-            "host",
-            "outputs that differ",
-        ]
-        lines = [header, ["---"] * len(header)]
-        for row in self.rows:
-            rate = f"{row['tokens_per_second']:.1f} ({row['lower_quartile']:.1f} to {row['upper_quartile']:.1f})"
-            assumed = "" if row["exchange_us"] is None else f"{row['exchange_us']:g}, assumed"
-            host = "" if row["other_share"] is None else f"{100 * row['other_share']:.1f}%, {row['other_us']:.0f} us"
-            fed = "" if row["tokens_a_step"] is None else f"{row['tokens_a_step']:.1f}"
-            lines.append(
-                [
-                    row["label"],
-                    row["replicas"],
-                    assumed,
-                    rate,
-                    f"{row[ratio]:.2f}",
-                    f"{row['S']:.2f}",
-                    fed,
-                    f"{row['step_ms']:.2f}",
-                    host,
-                    row["outputs_that_differ"],
-                ]
-            )
-        about = ", ".join(f"{key} {value}" for key, value in self.head.items())
+        header = [name.format(base=base) for name in HEADER]
+        lines = [header, ["---"] * len(header), *(_cells(row, ratio) for row in self.rows)]
+        about = ", ".join(f"{key} {value}" for key, value in self.head.items() if value is not None)
         table = "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-        return (
-            f"{about}\n\n{table}\n\nTimes are of whole requests, prefills included, in an order that turns; medians of"
-            " tokens/s, and of ratios of the same prompt. Rows with an assumed exchange are critical paths: each"
-            " replica's share of a step was run alone, in turn, and the slowest counts.\n"
-        )
+        return f"{about}\n\n{table}\n\n{NOTE}\n"
 
     def write(self, folder: Path) -> None:
-        """bench.md, bench.json and, where matplotlib is installed, bench.svg."""
+        """Write bench.md, bench.json and, where matplotlib is installed, bench.svg.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
         (folder / "bench.md").write_text(self.markdown(), encoding="utf-8")
         (folder / "bench.json").write_text(
             json.dumps({"head": self.head, "rows": self.rows}, indent=1, allow_nan=False)
@@ -154,6 +157,10 @@ class Report:
             print("matplotlib is not installed: no plot", file=sys.stderr)
             return
         matplotlib.use("svg")
+        self._plot(folder / "bench.svg")
+
+    def _plot(self, path: Path) -> None:
+        """Draw tokens per second of every row, with quartiles."""
         from matplotlib import pyplot
 
         figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(self.rows) + 1))
@@ -170,5 +177,52 @@ class Report:
         ]
         axes.barh(labels[::-1], rates[::-1], xerr=[side[::-1] for side in spread])
         axes.set_xlabel("tokens/s")
-        figure.savefig(folder / "bench.svg", bbox_inches="tight")
+        figure.savefig(path, bbox_inches="tight")
         pyplot.close(figure)
+
+
+def _speeds(of_method: list[Result], exchange_us: float | None, of_base: list[Result], ratio: str) -> Row:
+    """Return tokens per second, and, by the key `ratio`, how many times those of the first method they are."""
+    rates = [len(result.token_ids) / result.seconds[exchange_us] for result in of_method]
+    base_rates = [len(result.token_ids) / min(result.seconds.values()) for result in of_base]
+    lower, median, upper = quartiles(rates)
+    return {
+        "tokens_per_second": median,
+        "lower_quartile": lower,
+        "upper_quartile": upper,
+        ratio: statistics.median(rate / base_rate for rate, base_rate in zip(rates, base_rates, strict=True)),
+    }
+
+
+def _steps(of_method: list[Result], exchange_us: float | None) -> Row:
+    """Return the compression ratio, and tokens and time of a step."""
+    num_steps = sum(result.num_steps for result in of_method)
+
+    def known(figures: Iterable[float | None], summarize: Callable[[list[float]], float]) -> float | None:
+        values = [value for value in figures if value is not None]
+        return summarize(values) if values else None
+
+    return {
+        "S": sum(len(result.token_ids) for result in of_method) / num_steps,
+        "tokens_a_step": known((result.step_tokens for result in of_method), statistics.mean),
+        "step_ms": 1000 * sum(result.seconds[exchange_us] for result in of_method) / num_steps,
+        "other_share": known((result.other_share for result in of_method), statistics.median),
+        "other_us": known((result.other_us for result in of_method), statistics.median),
+    }
+
+
+def _cells(row: Row, ratio: str) -> list[str | int]:
+    """Return a row as the table shows it; `ratio` is the key of the speed over the first method's."""
+    rate = f"{row['tokens_per_second']:.1f} ({row['lower_quartile']:.1f} to {row['upper_quartile']:.1f})"
+    return [
+        row["label"],
+        row["replicas"],
+        "" if row["exchange_us"] is None else f"{row['exchange_us']:g}, assumed",
+        rate,
+        f"{row[ratio]:.2f}",
+        f"{row['S']:.2f}",
+        "" if row["tokens_a_step"] is None else f"{row['tokens_a_step']:.1f}",
+        f"{row['step_ms']:.2f}",
+        "" if row["other_share"] is None else f"{100 * row['other_share']:.1f}%, {row['other_us']:.0f} us",
+        row["outputs_that_differ"],
+    ]

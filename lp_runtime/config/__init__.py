@@ -1,1 +1,1 @@
-"""Settings as typed dataclasses, each checked where it is made. Hydra goes no further than overrides.py."""
+"""Settings as typed dataclasses, each checked at construction. Hydra goes no further than overrides.py."""

@@ -1,4 +1,4 @@
-"""What a step proposes, and how much of it."""
+"""Settings of drafting: what a step proposes, and how much of it."""
 
 from __future__ import annotations
 
@@ -8,53 +8,55 @@ from typing import Optional
 from lp_runtime.config.checks import require_choice, require_int
 from lp_runtime.errors import ConfigError
 
-MAX_STRICT_COMMITTED = 32  # tokens that a step may commit at most where exactness is strict (model/strict.py)
+MAX_STEP_TOKENS = 1200  # tokens that a step may feed: the largest calibrated step (1024) and pending tokens
+MAX_STRICT_COMMITTED = 32  # tokens that a step may commit with exactness=strict (model/attention/strict.py)
 DRAFTERS = ("full", "paper", "prompt_lookup", "recycling")
 ACCEPTANCES = ("tree", "guesses")
 PRIORS = ("vocabulary", "none")
 DEFAULT_WINDOW = (15, 5, 15)  # the paper's W, N, G for 7B models
-MAX_DEPTH = 24  # of a tree of the drafter full
-NUM_COPIED = 10  # tokens that prompt lookup copies at most
-RECYCLING_DEPTH = 6  # of token recycling's static tree
+MAX_DEPTH = 24  # levels of the drafter full's tree
+NUM_COPIED = 10  # tokens that the drafter prompt_lookup copies at most
+RECYCLING_DEPTH = 6  # levels of the drafter recycling's static tree
+MIN_DRAFT_TABLES_BYTES = 1 << 16
 
 
 @dataclass
 class LookaheadConfig:
-    """What a step proposes and how much of it. None of it changes the output, only the number and the cost of steps.
+    """What a step proposes and how much of it. No setting changes the output, only the number and the cost of steps.
 
     With none of W, N and G given, the drafter `full` measures this machine and chooses at every step what pays.
     """
 
-    W: Optional[int] = None  # noqa: UP045
-    """Window size in columns, >= 0; 0 for no window at all. 15 if only others are given."""
+    W: Optional[int] = None  # noqa: UP045 (OmegaConf reads this annotation)
+    """Window size in columns, >= 0; 0 is no window. 15 if only N or G is given."""
     N: Optional[int] = None  # noqa: UP045
-    """n-gram size, >= 2; 2 is Jacobi decoding. 5 if only others are given."""
+    """n-gram size, >= 2; 2 is Jacobi decoding. 5 if only W or G is given."""
     G: Optional[int] = None  # noqa: UP045
-    """Largest number of guesses verified in a step, >= 0. 15 if only others are given."""
+    """Largest number of guesses verified in a step, >= 0. 15 if only W or N is given."""
     drafter: str = "full"
-    """What is proposed: full (one tree, best first, from everything that is free; at most (W + G)(N - 1) tokens where
-    they are given), paper (the window and the pool's guesses), prompt_lookup or recycling."""
+    """What proposes the token tree: full (one tree, best first, from every free source; at most (W + G)(N - 1) tokens
+    where W, N or G is given), paper (the window and the n-gram pool's guesses), prompt_lookup or recycling."""
     acceptance: str = "tree"
-    """Drafter paper: accept along any node of the tree, or, as the paper does, along guesses only."""
+    """Drafter paper: accept along any node of the tree (tree) or, as in the paper, along guesses only (guesses)."""
     budget: Optional[int] = None  # noqa: UP045
-    """Tokens that a replica feeds in a step at most, >= 1, whatever they are for; the prefill is not meant. Of other
-    drafters than full it caps the whole tree."""
+    """Step budget: tokens that a replica feeds in a step at most, >= 1; the prefill is exempt. With drafters other than
+    full it caps the whole tree."""
     prior: str = "vocabulary"
-    """Drafter full: what it knows before it has seen any text: vocabulary (what the model says follows each token alone,
+    """Drafter full: what it knows before any token is seen: vocabulary (the model's prediction behind each token alone,
     computed once and kept on disk) or none."""
     draft_tables: str = "request"
-    """Drafter full: what it saw is forgotten after a request, or kept for the runtime, or in the file of this path."""
+    """Drafter full: how long the draft tables live: request, runtime, or, across runs, in the file of this path."""
     draft_tables_bytes: int = 16 * 2**20
-    """Bytes of that draft_tables, at least 65536; what is oldest goes first."""
+    """Size of the draft tables in bytes, >= 65536; the oldest entries are dropped first."""
     pool_from_prompt: bool = True
-    """Drafter paper: insert the prompt's n-grams into the pool."""
+    """Drafter paper: insert the prompt's n-grams into the n-gram pool."""
     window_seed: int = 0
-    """Drafter paper: seed of the prompt tokens that the window starts from."""
+    """Drafter paper: seed, >= 0, of the choice of prompt tokens that fill the first window."""
 
     def __post_init__(self) -> None:
-        for name, least in (("W", 0), ("N", 2), ("G", 0), ("budget", 1)):
+        for name, low in (("W", 0), ("N", 2), ("G", 0), ("budget", 1)):
             if getattr(self, name) is not None:
-                require_int(f"lookahead.{name}", getattr(self, name), least)
+                require_int(f"lookahead.{name}", getattr(self, name), low)
         require_choice("lookahead.drafter", self.drafter, DRAFTERS)
         require_choice("lookahead.acceptance", self.acceptance, ACCEPTANCES)
         require_choice("lookahead.prior", self.prior, PRIORS)
@@ -62,25 +64,25 @@ class LookaheadConfig:
             raise ConfigError(
                 f"lookahead.draft_tables={self.draft_tables!r}: must be request, runtime or the path of a file"
             )
-        require_int("lookahead.draft_tables_bytes", self.draft_tables_bytes, 1 << 16)
+        require_int("lookahead.draft_tables_bytes", self.draft_tables_bytes, MIN_DRAFT_TABLES_BYTES)
         require_int("lookahead.window_seed", self.window_seed, 0)
         if self.acceptance != "tree" and self.drafter != "paper":
             raise ConfigError(f"lookahead.acceptance={self.acceptance}: only with lookahead.drafter=paper")
 
     @property
     def is_auto(self) -> bool:
-        """Whether every step's size is chosen by what pays."""
+        """Whether measurements choose the size of every step: the drafter is full, and none of W, N and G is given."""
         return self.drafter == "full" and self.W is None and self.N is None and self.G is None
 
     @property
     def window(self) -> tuple[int, int, int]:
-        """W, N and G, with the defaults filled in."""
+        """W, N and G, with defaults filled in."""
         given = zip((self.W, self.N, self.G), DEFAULT_WINDOW, strict=True)
         return tuple(default if value is None else value for value, default in given)
 
     @property
     def max_committed(self) -> int:
-        """Tokens that one step commits at most: the deepest node's depth and the bonus token."""
+        """Largest number of tokens that one step commits: the deepest node's depth and the bonus token."""
         W, N, G = self.window
         depth = {
             "full": MAX_DEPTH if self.is_auto else min(MAX_DEPTH, max(0, (W + G) * (N - 1) - 1)),
@@ -98,8 +100,12 @@ PLAIN = LookaheadConfig(W=0, N=2, G=0, drafter="paper", pool_from_prompt=False)
 def check_exactness(exactness: str, lookahead: LookaheadConfig) -> None:
     """Refuse a window that is too deep for exactness=strict.
 
+    Args:
+        exactness: "fast" or "strict".
+        lookahead: settings of drafting.
+
     Raises:
-        ConfigError: names W and N.
+        ConfigError: a step with `lookahead` may commit more than MAX_STRICT_COMMITTED tokens; names W and N.
     """
     if exactness == "strict" and lookahead.max_committed > MAX_STRICT_COMMITTED:
         W, N, _ = lookahead.window

@@ -1,4 +1,4 @@
-"""Hydra overrides in, a checked settings class out. Hydra and OmegaConf go no further than this file."""
+"""Turns Hydra overrides into a checked settings class. Hydra and OmegaConf are used in this file alone."""
 
 from __future__ import annotations
 
@@ -20,26 +20,36 @@ from omegaconf.errors import OmegaConfBaseException
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.errors import ConfigError, first_line
 
-# Free text and paths: taken to the letter, where Hydra's grammar would want most of Python quoted.
+# Free text and paths are taken literally: Hydra's grammar would need quotes around most Python code.
 LITERAL_KEYS = ("prompt", "prompts", "output", "prompt_field", "model.path", "system")
-MAX_SHOWN = 200  # characters of an override that cannot be read
+# Settings by the names they had before, for the "did you mean" line.
+RENAMED = {
+    "lookahead.policy": "lookahead.drafter",
+    "lookahead.memory": "lookahead.draft_tables",
+    "lookahead.memory_bytes": "lookahead.draft_tables_bytes",
+    "launcher.apart": "launcher.own_process",
+}
+MAX_SHOWN = 200  # characters of a value that a message quotes: a line should fit a terminal
+MIN_SIMILARITY = 0.6  # of a suggested key to the unknown one, as difflib measures it; its default
 
 Config = TypeVar("Config", bound=RuntimeConfig)
+T = TypeVar("T")
 
 
 def as_yaml(config: RuntimeConfig) -> str:
-    """The settings as a YAML document."""
+    """Return settings as a YAML document."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def help_keys(schema: type[RuntimeConfig]) -> str:
-    """The groups and keys that can be overridden, for --help."""
+    """Return the groups and keys that can be overridden, one a line, for --help."""
     groups = [f"  {group}={'|'.join(names)}" for group, names in _groups().items()]
     return "\n".join(["groups:", *groups, "", "keys:", *(f"  {key}" for key in _keys(schema))])
 
 
 def _conf_dir() -> Path:
-    """The folder conf/: inside the installed package lp_runtime.conf, or beside lp_runtime in a bare checkout."""
+    """Return the folder conf/: inside the installed package lp_runtime.conf, or beside lp_runtime in a bare
+    checkout."""
     spec = importlib.util.find_spec("lp_runtime.conf")
     if spec is not None and spec.submodule_search_locations:
         return Path(list(spec.submodule_search_locations)[0])
@@ -47,14 +57,15 @@ def _conf_dir() -> Path:
 
 
 def _groups() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    """Return the presets' names by group, sorted."""
+    groups: dict[str, list[str]] = {}
     for file in sorted(_conf_dir().glob("*/*.yaml")):
-        found.setdefault(file.parent.name, []).append(file.stem)
-    return found
+        groups.setdefault(file.parent.name, []).append(file.stem)
+    return groups
 
 
 def _keys(schema: type, prefix: str = "") -> list[str]:
-    """Every key of a settings class, nested ones with dots."""
+    """Return every key of a settings class, nested ones with dots."""
     hints = get_type_hints(schema)
     keys = []
     for item in fields(schema):
@@ -66,19 +77,32 @@ def _keys(schema: type, prefix: str = "") -> list[str]:
 
 
 def load_config(schema: type[Config], overrides: list[str], config_dir: str | None = None) -> Config:
-    """Compose conf/ and the overrides into a checked settings class.
+    """Compose the files of conf/ and the overrides into a checked settings class.
 
     Args:
         schema: the class.
-        overrides: KEY=VALUE in Hydra's grammar; values of LITERAL_KEYS are taken to the letter, and `stop` is one
-            string to the letter or a JSON list of strings.
-        config_dir: a folder with further groups.
+        overrides: KEY=VALUE in Hydra's grammar. Values of LITERAL_KEYS are taken literally; `stop` is one string, taken
+            literally, or a JSON list of strings; `sampling.logit_bias` is {TOKEN_ID: BIAS, ...}.
+        config_dir: a folder with further groups; None is none.
 
     Raises:
-        ConfigError: if a key is unknown or a value is not allowed.
+        ConfigError: a key is unknown or a value is not allowed.
+    """
+    literal, composed = _split(schema, overrides, config_dir)
+    return _build(schema, _compose(schema, composed, config_dir), literal)
+
+
+def _split(schema: type, overrides: list[str], config_dir: str | None) -> tuple[dict[str, Any], list[str]]:
+    """Separate the overrides that are read here from those that Hydra reads.
+
+    Returns:
+        (values by key, overrides for Hydra).
+
+    Raises:
+        ConfigError: an override is not KEY=VALUE, is one of Hydra's own, or cannot be read.
     """
     literal: dict[str, Any] = {}
-    rest = []
+    composed = []
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not re.match(r"[\w.]+$", key):
@@ -93,28 +117,36 @@ def load_config(schema: type[Config], overrides: list[str], config_dir: str | No
             raise ConfigError(f"unknown setting {_cut(override)}: see --help")
         else:
             _check_group(key, value, config_dir)
-            rest.append(override)
+            composed.append(override)
+    return literal, composed
+
+
+def _compose(schema: type, overrides: list[str], config_dir: str | None) -> dict[str, Any]:
+    """Return the settings that Hydra composes, as a nested dict.
+
+    Raises:
+        ConfigError: Hydra refuses an override.
+    """
     ConfigStore.instance().store(name="schema", node=schema)
     search = [f"hydra.searchpath=[{Path(config_dir).resolve()}]"] if config_dir else []
     try:
         with initialize_config_dir(str(_conf_dir()), version_base="1.3"):
-            composed = compose("config", overrides=[*search, *rest])
-        values = OmegaConf.to_container(composed, resolve=True)
+            composed = compose("config", overrides=[*search, *overrides])
+        return OmegaConf.to_container(composed, resolve=True)
     except MissingConfigException as error:
         options = ", ".join(error.options or []) or "none"
-        raise ConfigError(f"{_culprit(str(error.missing_cfg_file), rest)}: must be one of {options}") from error
+        raise ConfigError(f"{_culprit(str(error.missing_cfg_file), overrides)}: must be one of {options}") from error
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain(schema, error, rest)) from error
+        raise ConfigError(_explain(schema, error, overrides)) from error
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets in brackets
-        raise ConfigError(f"{_unreadable(rest)}: cannot be read ({first_line(error)})") from error
-    return _build(schema, values, literal)
+        raise ConfigError(f"{_unreadable(overrides)}: cannot be read ({first_line(error)})") from error
 
 
 def _check_group(key: str, value: str, config_dir: str | None) -> None:
-    """Refuse what is no name of a group's; Hydra takes lists, too, and looks for files of any name.
+    """Refuse a value of a group's key that is not the name of a preset; Hydra would take lists and paths, too.
 
     Raises:
-        ConfigError: names those that are there.
+        ConfigError: lists the presets.
     """
     names = _groups().get(key)
     if names is None:
@@ -125,7 +157,7 @@ def _check_group(key: str, value: str, config_dir: str | None) -> None:
 
 
 def _unreadable(overrides: list[str]) -> str:
-    """The first override that Hydra's parser breaks at."""
+    """Return the first override that Hydra's parser cannot read."""
     parser = OverridesParser.create()
     for override in overrides:
         try:
@@ -136,11 +168,19 @@ def _unreadable(overrides: list[str]) -> str:
 
 
 def _cut(text: str) -> str:
+    """Return a text of at most MAX_SHOWN characters; dots mark what was cut off."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
-def _build(schema: type, values: dict, literal: dict[str, Any], prefix: str = ""):
-    """A settings class from a nested dict; `literal` has values by whole key, which OmegaConf would interpret."""
+def _build(schema: type[T], values: dict[str, Any], literal: dict[str, Any], prefix: str = "") -> T:
+    """Return an instance of a settings class.
+
+    Args:
+        schema: the class.
+        values: a nested dict of values by field.
+        literal: values by whole key, which replace those in `values`.
+        prefix: what the keys of this class begin with.
+    """
     hints = get_type_hints(schema)
     arguments = {}
     for name, value in values.items():
@@ -152,6 +192,7 @@ def _build(schema: type, values: dict, literal: dict[str, Any], prefix: str = ""
 
 
 def _strings(key: str, value: str) -> list[str]:
+    """Return the strings of a value that is one string or a JSON list."""
     if not value.startswith("["):
         return [value]
     try:
@@ -161,7 +202,7 @@ def _strings(key: str, value: str) -> list[str]:
 
 
 def _biases(key: str, value: str) -> dict[int, float]:
-    """{TOKEN_ID: BIAS, ...}; quotes around the ids, as JSON has them, may be there."""
+    """Return biases by token id of {TOKEN_ID: BIAS, ...}; the ids may be in quotes, as JSON has them."""
     biases = {}
     try:
         if not (value.startswith("{") and value.endswith("}")):
@@ -175,34 +216,42 @@ def _biases(key: str, value: str) -> dict[int, float]:
 
 
 def _culprit(missing: str, overrides: list[str]) -> str:
+    """Return the override that asked for a missing file GROUP/NAME."""
     group, _, name = missing.partition("/")
     wanted = f"{group}={name}"
     return next((override for override in overrides if override == wanted), wanted)
 
 
 def _explain(schema: type, error: Exception, overrides: list[str]) -> str:
-    """Hydra's several lines in one: which override, and what is allowed."""
-    text = f"{error}\n{error.__cause__ or ''}"
+    """Return Hydra's message of several lines in one: which override, and what is allowed."""
     if isinstance(error, OverrideParseException):
         return f"{error.override}: cannot be read ({first_line(error).rstrip('.')}); values are in Hydra's grammar"
-    match = re.search(r"(?:Could not [^']*|Key |argument |override )'?([\w.]+)", text)
-    key = match.group(1) if match else None
+    key = _key_in(f"{error}\n{error.__cause__ or ''}")
     override = next((o for o in reversed(overrides) if key and o.partition("=")[0] == key), None)
     if key and key not in _keys(schema):
-        known = [*_keys(schema), *_groups()]
-        close = [name for name in known if name.endswith(f".{key}")]
-        close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-        hint = f"did you mean {close[0]}?" if close else "see --help"
-        return f"unknown setting {override or key}: {hint}"
+        return f"unknown setting {override or key}: {_suggestion(schema, key)}"
+    reason = first_line(error.__cause__ or error)
     if override:
-        return (
-            _refusal(schema, key, override.partition("=")[2]) or f"{override}: {first_line(error.__cause__ or error)}"
-        )
-    return f"settings: {first_line(error.__cause__ or error)}"
+        return _refusal(schema, key, override.partition("=")[2]) or f"{override}: {reason}"
+    return f"settings: {reason}"
+
+
+def _key_in(message: str) -> str | None:
+    """Return the key that a message of Hydra's or OmegaConf's is about; None if it names none."""
+    match = re.search(r"(?:Could not [^']*|Key |argument |override )'?([\w.]+)", message)
+    return match.group(1) if match else None
+
+
+def _suggestion(schema: type, key: str) -> str:
+    """Return what to do instead of an unknown key: use its new name, the closest known key, or --help."""
+    known = [*_keys(schema), *_groups()]
+    close = [RENAMED[key]] if key in RENAMED else [name for name in known if name.endswith(f".{key}")]
+    close = close or difflib.get_close_matches(key, known, n=1, cutoff=MIN_SIMILARITY)
+    return f"did you mean {close[0]}?" if close else "see --help"
 
 
 def _refusal(schema: type, key: str, value: str) -> str | None:
-    """What the settings class itself says of a value that could not even be converted to the key's type."""
+    """Return the settings class's own message about a value that has not the key's type; None if it has none."""
     *groups, name = key.split(".")
     for group in groups:
         schema = get_type_hints(schema)[group]

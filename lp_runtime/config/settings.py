@@ -1,4 +1,4 @@
-"""Settings as typed dataclasses, each validated where it is made. Hydra fills the same classes (see cli.py)."""
+"""Settings of a runtime as typed dataclasses, each checked at construction; Hydra fills them, too (overrides.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from lp_runtime.config.checks import is_list, require_choice, require_int, require_seconds
+from lp_runtime.config.checks import is_list, require_choice, require_int, require_port, require_seconds
 from lp_runtime.config.lookahead import LookaheadConfig, check_exactness
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.errors import ConfigError
@@ -26,7 +26,7 @@ LAUNCHERS = ("auto", "local", "torchrun", "ray")
 
 @dataclass
 class ModelConfig:
-    """Which model, and how it is loaded. Passed on to transformers' from_pretrained."""
+    """Which model, and how it is loaded: arguments of transformers' from_pretrained, and what is done to it then."""
 
     path: Optional[str] = None  # noqa: UP045 (OmegaConf reads this annotation)
     """A directory or a hub id; the demo model if not given."""
@@ -35,21 +35,21 @@ class ModelConfig:
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     attn_implementation: str = "auto"
-    """auto, sdpa or eager."""
+    """Attention implementation that the model is loaded with: auto (transformers' choice), sdpa or eager."""
     device_map: Any = None
-    """Where the replica's model goes within its machine: a name or a mapping of transformers' (needs accelerate). If
-    not given, all of it goes to the replica's device."""
+    """Devices of one replica's layers: a name or a mapping of transformers' (needs accelerate). If not given, the whole
+    model goes to the replica's device."""
     quantization_config: Any = None
-    """Quantize while loading: a transformers quantization config, or a mapping of its fields. A checkpoint that is
-    quantized already needs none."""
+    """Quantization while loading: a transformers quantization config, or a mapping of its fields. A quantized
+    checkpoint needs none."""
     prefill_chunk: int = 2048
-    """Tokens of the prompt fed at once."""
+    """Tokens of a prompt that one forward pass of the prefill feeds, >= 1."""
     fusing: str = "auto"
-    """auto has known blocks (attention, MLPs and norms like Llama's) compute the same in fewer operations; off leaves
-    them."""
+    """auto: attention, MLPs and norms like Llama's run in fewer operations, with equal results; off: the model's own
+    modules run."""
     packing: str = "auto"
-    """auto packs linear layers on a CPU, so that several tokens cost hardly more than one, but where a small model is
-    faster without; off leaves them."""
+    """auto: linear layers on a CPU are packed, so that several tokens cost hardly more than one, except where a small
+    model is faster unpacked; off: none is packed."""
 
     def __post_init__(self) -> None:
         if self.path == "":
@@ -61,6 +61,7 @@ class ModelConfig:
 
     @property
     def location(self) -> str:
+        """The directory or hub id to load; the demo model's directory if no path is given."""
         return str(DEMO_MODEL) if self.path is None else self.path
 
 
@@ -69,25 +70,25 @@ class LauncherConfig:
     """How replicas are started and find one another."""
 
     name: str = "auto"
-    """local (in this process, or spawned), torchrun (already started by it) or ray; auto is torchrun where torchrun
-    started this process, else local."""
+    """How replicas start: local (in this process, or spawned), torchrun (which started this process) or ray; auto is
+    torchrun where torchrun started this process, else local."""
     port: int = 0
-    """Port on which replicas meet (local and ray); 0 takes a free one."""
+    """Port on which replicas meet (local and ray), 0 to 65535; 0 takes a free one."""
     timeout: float = 300.0
-    """Seconds that a replica may take to join its peers."""
+    """Seconds within which a replica must join its peers."""
     start_timeout: float = 600.0
-    """Seconds until every replica must have loaded its model."""
+    """Seconds within which every replica must have loaded its model."""
     own_process: bool = False
-    """With one local replica: in a process of its own, not in this one, so that it can be started again after a failure
-    and decode several requests at once. lp-serve turns it on."""
+    """Run a lone local replica in a process of its own, so that it can restart after a failure and decode several
+    requests at once. lp-serve turns it on."""
     interface: Optional[str] = None  # noqa: UP045
-    """Network interface that replicas meet and exchange over, by its name on every machine (eth0, ib0, lo); if not
+    """Network interface over which replicas meet and exchange, by its name on every machine (eth0, ib0, lo); if not
     given, gloo and NCCL choose one."""
     backend: str = "auto"
-    """auto (nccl on cuda, gloo on CPUs), nccl, or gloo, with which several replicas of a machine may share a GPU: for
-    trying things out, not for speed (local and torchrun)."""
+    """Transport between replicas (local and torchrun): auto (nccl on cuda, gloo on CPUs), nccl, or gloo, with which
+    several replicas may share a GPU, for trying things out."""
     placement: str = "pack"
-    """Where Ray puts the replicas: pack (on few nodes) or spread (over many)."""
+    """Nodes on which Ray puts the replicas: pack (few) or spread (many)."""
     address: Optional[str] = None  # noqa: UP045
     """Ray cluster to use; if not given, the one this machine or job belongs to, else a local one is started."""
 
@@ -95,9 +96,7 @@ class LauncherConfig:
         require_choice("launcher", self.name, LAUNCHERS)
         require_choice("launcher.backend", self.backend, BACKENDS)
         require_choice("launcher.placement", self.placement, PLACEMENTS)
-        require_int("launcher.port", self.port, 0)
-        if self.port > 65535:
-            raise ConfigError(f"launcher.port={self.port}: must be 0 to 65535")
+        require_port("launcher.port", self.port)
         if self.interface == "":
             raise ConfigError("launcher.interface: is empty; must be the name of a network interface")
         if self.address == "":
@@ -108,12 +107,12 @@ class LauncherConfig:
 
 @dataclass
 class FailureConfig:
-    """What happens when a replica is lost."""
+    """When a replica counts as lost, and how often it is started again."""
 
     timeout: float = 60.0
-    """Seconds that a replica may leave its peers without an answer in a step before it counts as lost."""
+    """Seconds without an answer in a step after which a replica counts as lost."""
     restarts: int = 3
-    """Times that each replica is started again after it was lost (local and ray); under torchrun that is torchrun's."""
+    """Times that each lost replica is started again, >= 0 (local and ray); torchrun has a setting of its own."""
 
     def __post_init__(self) -> None:
         require_seconds("failure.timeout", self.timeout)
@@ -122,7 +121,7 @@ class FailureConfig:
 
 @dataclass
 class RuntimeConfig:
-    """What a runtime is made of."""
+    """Settings of a runtime: model, replicas, drafting, sampling."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
@@ -130,30 +129,31 @@ class RuntimeConfig:
     failure: FailureConfig = field(default_factory=FailureConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     gpus: Optional[int] = None  # noqa: UP045
-    """Number of replicas, on CPUs too. Under torchrun it is WORLD_SIZE; elsewhere 1 if not given."""
+    """Number of replicas, >= 1, on CPUs too. If not given: WORLD_SIZE under torchrun, else 1."""
     gpus_per_replica: int = 1
-    """GPUs that one replica spans; only 1 so far."""
+    """GPUs that one replica spans; must be 1."""
     device: str = "auto"
-    """auto (cuda where there is one), cpu or cuda."""
+    """Device of the replicas: auto (cuda where there is a GPU), cpu or cuda."""
     dtype: str = "auto"
-    """auto (the checkpoint's on cuda, float32 on cpu), float32, bfloat16 or float16."""
+    """Type of weights and activations: auto (the checkpoint's on cuda, float32 on cpu), float32, bfloat16 or
+    float16."""
     exactness: str = "fast"
-    """fast, or strict: in half precision, too, the output is that of one token a step, bit for bit. float32 is exact
-    either way, up to ties that no text of ours has shown."""
+    """fast or strict. strict: the output is that of one token a step, bit for bit, in half precision too. float32 is
+    exact with either, up to ties of logits."""
     compile: str = "auto"
-    """auto: on CUDA, where the model allows it, steps are replayed as CUDA graphs of a few fixed sizes; full: what is
-    captured is compiled by torch.compile before (minutes at the first start); off: kernels are launched one by one.
-    CPUs go without."""
+    """How steps run on CUDA: auto (replayed as CUDA graphs of a few fixed sizes, where the model allows it), full
+    (compiled by torch.compile before capture; minutes at the first start) or off (kernels launched one by one). CPUs
+    ignore it."""
     strict_tokens: int = 128
-    """Tokens of every forward pass where exactness is strict; a step with more takes several. Another value is another
-    rounding, so outputs are comparable at equal values only."""
+    """Tokens of every forward pass with exactness=strict, >= 2; a step with more takes several passes. Rounding depends
+    on the value, so outputs are comparable at equal values only."""
 
     cache_dir: Optional[str] = "~/.cache/lp_runtime"  # noqa: UP045
-    """Where what was measured of a model on a device is kept; null measures it at every start."""
+    """Directory that keeps the measurements of a model on a device; null measures at every start."""
     profile: bool = False
-    """Trace the first steps of every request with torch's profiler, and print where a step's time goes."""
+    """Trace the first steps of every request with torch's profiler, and print how a step's time divides."""
     profile_dir: str = "lp_profile"
-    """Folder that gets the traces, one file a replica."""
+    """Directory that gets the traces, one file per replica."""
 
     def __post_init__(self) -> None:
         if self.gpus is not None:
@@ -178,8 +178,13 @@ class RuntimeConfig:
         check_exactness(self.exactness, self.lookahead)
 
 
-def check_limits(max_new_tokens: int | None, stop: Any, max_time: float | None) -> None:
-    """Check where a request is to stop.
+def check_limits(max_new_tokens: int | None, stop: object, max_time: float | None) -> None:
+    """Refuse limits of a request that are out of range.
+
+    Args:
+        max_new_tokens: tokens to generate at most, >= 1; None is no limit.
+        stop: list of stop strings, none of them empty; None is none.
+        max_time: seconds, > 0; None is no limit.
 
     Raises:
         ConfigError: names the value and what is allowed.

@@ -1,4 +1,4 @@
-"""Who a process is among the replicas, as torchrun tells it. Imports nothing that takes time."""
+"""Which replica a process is, and where the replicas meet. Imports nothing that takes long to import."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from lp_runtime.errors import LaunchError
 
 @dataclass(frozen=True)
 class ReplicaContext:
-    """Who a replica is among its peers.
+    """Which replica a process is, and where the replicas meet.
 
     Attributes:
-        rank: 0 <= rank < num_replicas.
-        num_replicas: the LP degree at start.
-        device_index: which of the GPUs that this process sees is the replica's; unused on CPUs.
-        num_local: replicas on this machine.
-        host, port: where the store listens in which the replicas meet; unused for one replica.
-        hosts_store: whether this process must open that store.
-        owns_process: whether the process is there for this replica alone, which then sets its thread count.
-        attempt: which start of the same group this is; torchrun starts it again when a rank fails.
+        rank: The replica's place, 0 <= rank < num_replicas.
+        num_replicas: LP degree at start.
+        device_index: Index of the replica's GPU among those that the process sees; unused on CPUs.
+        num_local: Number of replicas on this machine.
+        host: Address of the store in which the replicas meet; unused for one replica.
+        port: Port of that store; unused for one replica.
+        hosts_store: Whether this process must open that store.
+        owns_process: Whether the process serves this replica alone; the replica then sets the process's thread count.
+        attempt: Number of times that the replicas were started before; torchrun starts all of them when a rank fails.
     """
 
     rank: int = 0
@@ -35,10 +36,10 @@ class ReplicaContext:
 
     @classmethod
     def from_torchrun(cls) -> ReplicaContext:
-        """Read torchrun's variables; the only place that does.
+        """Return the context that torchrun's environment variables give; no other code reads them.
 
         Raises:
-            LaunchError: if this process was not started by torchrun.
+            LaunchError: If torchrun did not start this process.
         """
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if name not in os.environ]
@@ -62,10 +63,10 @@ class ReplicaContext:
 
 
 def started_by_torchrun() -> bool:
-    """Whether torchrun (or another elastic agent) started this process."""
+    """Return whether torchrun (or another elastic agent) started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def restarted_by_torchrun() -> bool:
-    """Whether torchrun's agent has started this process after a rank had failed; there may be fewer of them now."""
+    """Return whether torchrun's agent started this process after a rank had failed; there may be fewer ranks now."""
     return started_by_torchrun() and ReplicaContext.from_torchrun().attempt > 0

@@ -1,11 +1,12 @@
-"""The exchange: one fixed-size integer collective a step, which turns what each replica found into what all know.
+"""The exchange: one gather of integers a step, after which every replica knows the results of all nodes.
 
-What a replica sends, [3 + n * width] int64:
+A replica sends one row, [3 + n * width] int64:
 
-    digest | control | clock | what it found about the nodes it owns, `width` integers each | padding
+    digest | control | clock | results of the nodes that it owns, `width` integers each | padding
 
-Both sides of the layout are known to everyone (the partition is a pure function), n, too: as many nodes as any replica
-owns in this step, rounded up. So nothing else is sent, and no size is ever agreed on.
+n is the largest number of nodes that a replica owns in the step, rounded up. The partition is a pure function, so every
+replica knows who owns which nodes, and a row carries no indices and no sizes.
+
 Letters: R replicas, T nodes in the tree.
 """
 
@@ -16,18 +17,21 @@ import operator
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.partition import Shares
 from lp_runtime.errors import ReplicaError, StateMismatchError, first_line
 from lp_runtime.utils.jit import bound, compiled, with_fresh_cache
 
-HEADER = 3  # digest, control, clock
-ROUNDED_TO = 16  # nodes
+HEADER = 3  # integers before the results: digest, control, clock
+NODES_ROUNDED_TO = 16  # so that the sizes of messages are few
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,9 @@ class Outcome:
     """What every replica knows after the exchange.
 
     Attributes:
-        values: [T, width] int64: what the node's owner found; -1 for pending tokens before the root.
-        control: the bits that any replica set; they take effect at the end of this step, everywhere.
-        clocks: [R] what each replica says of its time.
+        values: [T, width] int64 results of all nodes, each from its owner; -1 for pending tokens before the root.
+        control: Bits that any replica set; they take effect at the end of the step, on all replicas.
+        clocks: [R] every replica's clock value.
     """
 
     values: np.ndarray
@@ -45,167 +49,211 @@ class Outcome:
     clocks: list[int]
 
 
-class Exchange:
-    """The collective of a group of replicas; for one replica, a read-back.
+class _PendingExchange(NamedTuple):
+    """An exchange between `start` and `finish`.
 
-    An exchange is begun with `start`, which waits for nothing where the values are on a GPU: what they are made by may
-    still be running, and the collective is queued behind it. `finish` waits, once.
-
-    Args:
-        rank, num_replicas: as in the process group, which must have been formed for R > 1.
-        capacity: largest number of nodes that a replica may own in a step.
-        device: where the process group's backend wants its tensors.
-        width: integers that are found of a node.
+    Attributes:
+        shares: Everyone's share of the step's T nodes.
+        num_sent: Integers that each replica sends; 0 for a single replica.
+        values: This replica's results, [n, width]; after a gather on GPUs, all rows, [R * num_sent].
+        digest: This replica's digest of its state.
+        control: This replica's control bits.
+        clock: This replica's clock value.
     """
 
-    def __init__(self, rank: int, num_replicas: int, capacity: int, device: torch.device, width: int = 1):
-        self.rank = rank
-        self.num_replicas = num_replicas
-        self.capacity = capacity
-        self.width = width
-        self.bytes_sent = 0  # by this replica so far
-        self._on_gpu = device.type == "cuda"
-        size = HEADER + capacity * width if num_replicas > 1 else 0
-        self._sent = torch.zeros(size, dtype=torch.int64, device=device)
-        self._received = torch.empty(num_replicas * size, dtype=torch.int64, device=device)
-        # On a CPU numpy's views are the buffers themselves: its calls take a fraction of what torch's do.
-        self._header = torch.empty(HEADER, dtype=torch.int64, pin_memory=True) if self._on_gpu else self._sent[:HEADER]
-        self._header_values = self._header.numpy()
-        self._sent_values = None if self._on_gpu else self._sent.numpy()
-        self._received_values = None if self._on_gpu else self._received.numpy()
-        self._copied: torch.cuda.Event | None = None  # made, like the next one, when a GPU's values are met
-        self._pinned: torch.Tensor | None = None
-        self._under_way: _PendingExchange | None = None
-
-    def _size(self, shares: Shares) -> int:
-        """Integers that each replica sends in a step."""
-        most = max(shares.num_owned)
-        assert most <= self.capacity
-        return HEADER + min(-(-most // ROUNDED_TO) * ROUNDED_TO, self.capacity) * self.width
-
-    def start(self, shares: Shares, values: torch.Tensor, digest: int, control: int, clock: int = 0) -> None:
-        """Begin to exchange one step's results.
-
-        Args:
-            shares: everyone's share of T nodes.
-            values: [n, width] int64, a row for each node that this replica owns, on its device.
-            digest: digest of this replica's state, 56 bits.
-            control: bits that this replica alone knows, and all must act on.
-            clock: what this replica tells of its time.
-
-        Raises:
-            ReplicaError: if a peer is gone.
-        """
-        assert values.shape == (shares.num_owned[self.rank], self.width)
-        size = 0
-        if self.num_replicas > 1:
-            size = self._size(shares)
-            self._header_values[:] = digest, control, clock
-        if self._on_gpu and size:
-            self._sent[:HEADER].copy_(self._header, non_blocking=True)
-            self._sent[HEADER : HEADER + values.numel()].copy_(values.reshape(-1))
-            received = self._received[: self.num_replicas * size]
-            self._gather(received, self._sent[:size])
-            values = self._read_back(received)
-        elif values.device.type == "cuda":
-            values = self._read_back(values)
-        else:
-            values = values.cpu()
-        self._under_way = _PendingExchange(shares, size, values, digest, control, clock)
-
-    def _read_back(self, values: torch.Tensor) -> torch.Tensor:
-        """Queue a copy of values to the host, where they are once `_copied` has happened."""
-        if self._pinned is None or self._pinned.numel() < values.numel():
-            room = max(self._received.numel(), self.capacity * self.width, values.numel())
-            with torch.inference_mode(False):  # a caller may be in it now, and not later
-                self._pinned = torch.empty(room, dtype=torch.int64, pin_memory=True)
-            self._copied = torch.cuda.Event()
-        here = self._pinned[: values.numel()].view(values.shape)
-        here.copy_(values, non_blocking=True)
-        self._copied.record(torch.cuda.current_stream(values.device))
-        return here
-
-    def finish(self) -> Outcome:
-        """Wait for what was begun.
-
-        Raises:
-            StateMismatchError: if the replicas' digests differ.
-            ReplicaError: if a peer is gone or does not answer in time.
-        """
-        begun, self._under_way = self._under_way, None
-        if self._copied is not None:
-            self._copied.synchronize()  # what goes wrong here went wrong on this replica's GPU
-        values = begun.values.numpy()
-        if self.num_replicas == 1:  # it owns all nodes from the root on
-            num_nodes = len(begun.shares.owner)
-            merged, root = np.empty((num_nodes, self.width), np.int64), num_nodes - len(values)
-            merged[:root], merged[root:] = -1, values
-            return Outcome(merged, begun.control, [begun.clock])
-        if self._on_gpu:
-            rows = values
-        else:
-            self._sent_values[HEADER : HEADER + values.size] = values.reshape(-1)
-            self._gather(self._received[: self.num_replicas * begun.size], self._sent[: begun.size])
-            rows = self._received_values[: self.num_replicas * begun.size]
-        return self._merge(begun, rows.reshape(self.num_replicas, -1))
-
-    def _gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """What goes wrong here does so because a peer is gone, unless it is this replica's own device."""
-        try:
-            _all_gather(received, sent)
-        except (torch.AcceleratorError, torch.OutOfMemoryError):
-            raise
-        except RuntimeError as error:
-            raise ReplicaError(f"rank {self.rank} lost a peer in the exchange: {first_line(error)}") from error
-
-    def _merge(self, begun: _PendingExchange, rows: np.ndarray) -> Outcome:
-        """What all replicas' rows say together."""
-        self.bytes_sent += 8 * begun.size
-        digests, controls, clocks = zip(*rows[:, :HEADER].tolist(), strict=True)
-        if any(each != begun.digest for each in digests):
-            raise StateMismatchError(list(digests))
-        merged = np.empty((len(begun.shares.owner), self.width), np.int64)
-        _merge_kernel()(rows, begun.shares.owner, merged)
-        return Outcome(merged, functools.reduce(operator.or_, controls), list(clocks))
-
-    def all_gather(self, *args, **options) -> Outcome:
-        """`start` and `finish` in one; the arguments are those of `start`."""
-        self.start(*args, **options)
-        return self.finish()
-
-
-class _PendingExchange(NamedTuple):
-    """An exchange that has begun: what `start` was given, how many integers each replica sends, and the values that are
-    to be merged: this replica's own, or all that were received."""
-
     shares: Shares
-    size: int
+    num_sent: int
     values: torch.Tensor
     digest: int
     control: int
     clock: int
 
 
+class Exchange:
+    """Gathers a step's results from all replicas of a group; for one replica, reads them back from its device.
+
+    `start` begins an exchange and `finish` ends it. Where the results are on a GPU, `start` waits for nothing: the
+    gather is queued behind the kernels that compute the results, and `finish` waits once.
+
+    Args:
+        group: The replicas that exchange; their process group must have been formed if there are several.
+        capacity: Largest number of nodes that a replica may own in a step.
+        width: Integers in the result of a node.
+
+    Attributes:
+        group: The argument.
+        capacity: The argument.
+        width: The argument.
+        bytes_sent: Bytes that this replica has sent so far; 0 for a single replica.
+    """
+
+    def __init__(self, group: Group, capacity: int, width: int = 1):
+        self.group = group
+        self.capacity = capacity
+        self.width = width
+        self.bytes_sent = 0
+        device = group.device
+        self._on_gpu = device.type == "cuda"
+        size = 0 if group.is_alone else HEADER + capacity * width
+        self._sent = torch.zeros(size, dtype=torch.int64, device=device)
+        self._received = torch.empty(group.size * size, dtype=torch.int64, device=device)
+        # On a CPU numpy's views are the buffers themselves: its calls take a fraction of what torch's do.
+        self._header = torch.empty(HEADER, dtype=torch.int64, pin_memory=True) if self._on_gpu else self._sent[:HEADER]
+        self._header_values = self._header.numpy()
+        self._sent_values = None if self._on_gpu else self._sent.numpy()
+        self._received_values = None if self._on_gpu else self._received.numpy()
+        self._copied: torch.cuda.Event | None = None  # made, like `_pinned`, by the first results on a GPU
+        self._pinned: torch.Tensor | None = None
+        self._pending: _PendingExchange | None = None
+
+    def _num_sent(self, shares: Shares) -> int:
+        """Return how many integers each replica sends in a step."""
+        most = max(shares.num_owned)
+        assert most <= self.capacity
+        return HEADER + min(-(-most // NODES_ROUNDED_TO) * NODES_ROUNDED_TO, self.capacity) * self.width
+
+    def start(self, shares: Shares, values: torch.Tensor, digest: int, control: int, clock: int = 0) -> None:
+        """Begin to exchange one step's results.
+
+        Args:
+            shares: Everyone's share of the step's T nodes.
+            values: [n, width] int64 results, a row for each node that this replica owns, on its device.
+            digest: Digest of this replica's state, 56 bits.
+            control: Bits that this replica alone knows, and all must act on.
+            clock: This replica's clock value for the others.
+
+        Raises:
+            ReplicaError: If a peer is gone.
+        """
+        assert values.shape == (shares.num_owned[self.group.rank], self.width)
+        num_sent = 0
+        if not self.group.is_alone:
+            num_sent = self._num_sent(shares)
+            self._header_values[:] = digest, control, clock
+        if self._on_gpu and num_sent:
+            self._sent[:HEADER].copy_(self._header, non_blocking=True)
+            self._sent[HEADER : HEADER + values.numel()].copy_(values.reshape(-1))
+            received = self._received[: self.group.size * num_sent]
+            self._gather(received, self._sent[:num_sent])
+            values = self._read_back(received)
+        elif values.device.type == "cuda":
+            values = self._read_back(values)
+        else:
+            values = values.cpu()
+        self._pending = _PendingExchange(shares, num_sent, values, digest, control, clock)
+
+    def _read_back(self, values: torch.Tensor) -> torch.Tensor:
+        """Queue a copy of integers from a GPU to pinned host memory; the copy is done once `_copied` has happened.
+
+        Args:
+            values: int64 on a GPU, of any shape.
+
+        Returns:
+            Host memory of the same shape, valid until the next call.
+        """
+        if self._pinned is None or self._pinned.numel() < values.numel():
+            capacity = max(self._received.numel(), self.capacity * self.width, values.numel())
+            with torch.inference_mode(False):  # a caller may be in it now, and not later
+                self._pinned = torch.empty(capacity, dtype=torch.int64, pin_memory=True)
+            self._copied = torch.cuda.Event()
+        assert self._copied is not None
+        host_values = self._pinned[: values.numel()].view(values.shape)
+        host_values.copy_(values, non_blocking=True)
+        self._copied.record(torch.cuda.current_stream(values.device))
+        return host_values
+
+    def finish(self) -> Outcome:
+        """Wait for the exchange that `start` began.
+
+        Returns:
+            The results of all T nodes and what all replicas sent beside them.
+
+        Raises:
+            StateMismatchError: If the replicas' digests differ.
+            ReplicaError: If a peer is gone or does not answer in time.
+        """
+        pending, self._pending = self._pending, None
+        assert pending is not None, "start comes first"
+        if self._copied is not None:
+            self._copied.synchronize()  # what goes wrong here went wrong on this replica's GPU
+        values = pending.values.numpy()
+        if self.group.is_alone:  # it owns all nodes from the root on
+            num_nodes = len(pending.shares.owner)
+            merged, root = np.empty((num_nodes, self.width), np.int64), num_nodes - len(values)
+            merged[:root], merged[root:] = -1, values
+            return Outcome(merged, pending.control, [pending.clock])
+        if self._sent_values is None or self._received_values is None:  # on a GPU, where `start` has gathered
+            rows = values
+        else:
+            self._sent_values[HEADER : HEADER + values.size] = values.reshape(-1)
+            num_received = self.group.size * pending.num_sent
+            self._gather(self._received[:num_received], self._sent[: pending.num_sent])
+            rows = self._received_values[:num_received]
+        return self._merge(pending, rows.reshape(self.group.size, -1))
+
+    def _gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """Gather `sent`, [n] int64, of every replica into `received`, [R * n].
+
+        Raises:
+            ReplicaError: If a peer is gone; errors of this replica's own device pass through.
+        """
+        try:
+            _all_gather(received, sent)
+        except (torch.AcceleratorError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            raise ReplicaError(f"rank {self.group.rank} lost a peer in the exchange: {first_line(error)}") from error
+
+    def _merge(self, pending: _PendingExchange, rows: np.ndarray) -> Outcome:
+        """Return the outcome that all replicas' rows give together.
+
+        Args:
+            pending: The exchange that the rows belong to.
+            rows: [R, n] int64, what each replica sent.
+
+        Raises:
+            StateMismatchError: If the replicas' digests differ.
+        """
+        self.bytes_sent += 8 * pending.num_sent
+        digests, controls, clocks = zip(*rows[:, :HEADER].tolist(), strict=True)
+        if any(each != pending.digest for each in digests):
+            raise StateMismatchError(list(digests))
+        merged = np.empty((len(pending.shares.owner), self.width), np.int64)
+        _merge_kernel()(rows, pending.shares.owner, merged)
+        return Outcome(merged, functools.reduce(operator.or_, controls), list(clocks))
+
+    def all_gather(self, shares: Shares, values: torch.Tensor, digest: int, control: int, clock: int = 0) -> Outcome:
+        """Exchange one step's results: call `start` with the arguments, and return what `finish` returns.
+
+        Raises:
+            StateMismatchError: If the replicas' digests differ.
+            ReplicaError: If a peer is gone or does not answer in time.
+        """
+        self.start(shares, values, digest, control, clock)
+        return self.finish()
+
+
 @functools.cache
 def compile_exchange() -> None:
-    """Compile, or load from where it is kept, what is compiled here. Once a process."""
+    """Compile this module's Numba code, or load it from the cache on disk; once a process."""
     with_fresh_cache(_merge_kernel)
 
 
 @functools.cache
-def _merge_kernel() -> Callable:
-    """`_merge_owned` for arguments of its types."""
+def _merge_kernel() -> Callable[[np.ndarray, np.ndarray, np.ndarray], None]:
+    """Return the compiled code of `_merge_owned` for int64 arrays."""
     rows = np.zeros((1, 1), np.int64)
     return bound(_merge_owned, rows, np.zeros(1, np.int64), rows)
 
 
 @compiled(makes_arrays=True)
 def _merge_owned(rows, owner, merged):
-    """Gather what the owners say of each node, [T, width]; -1 where there is no owner.
+    """Write each node's result, as its owner sent it; -1 where a node has no owner.
 
     Args:
-        rows: [R, HEADER + n * width] what they sent, of the nodes that each owns in the order of the tree.
-        owner: [T] see Shares.
+        rows: [R, HEADER + n * width] rows that the replicas sent, results in the order of the tree's nodes.
+        owner: [T] rank that owns each node, or -1.
+        merged: [T, width], written.
     """
     num_nodes, width = merged.shape
     places = np.full(len(rows), HEADER, np.int64)
@@ -217,49 +265,57 @@ def _merge_owned(rows, owner, merged):
             places[rank] += width
 
 
-def _all_gather(output: torch.Tensor, value: torch.Tensor) -> None:
+def _all_gather(received: torch.Tensor, sent: torch.Tensor) -> None:
+    """Gather every replica's [n] tensor into [R * n], in the order of ranks."""
     # all_gather_into_tensor until torch 2.12; all_gather_single is its name from 2.13 on
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, value)
+    gather(received, sent)
 
 
-def broadcast_object(value: Any, context_rank: int, num_replicas: int, device: torch.device) -> Any:
-    """Rank 0's `value` on every replica. Once a request; once a step only where a caller's own criteria must be asked.
+def broadcast_object(value: T, group: Group) -> T:
+    """Return rank 0's value on every replica: once a request, or once a step where a caller's own criteria are asked.
 
     Args:
-        value: anything that pickles; read on rank 0 only.
-        context_rank, num_replicas: this replica and how many there are.
-        device: where the process group's backend wants its tensors.
+        value: Anything that pickles; read on rank 0 only.
+        group: The replicas that take part.
+
+    Raises:
+        ReplicaError: If a peer is gone.
     """
-    if num_replicas == 1:
+    if group.is_alone:
         return value
     try:
-        if context_rank == 0:
-            data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-            size = torch.tensor([len(data)], dtype=torch.int64, device=device)
+        if group.rank == 0:
+            data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(group.device)
+            size = torch.tensor([len(data)], dtype=torch.int64, device=group.device)
             dist.broadcast(size, src=0)
             dist.broadcast(data, src=0)
             return value
-        size = torch.empty(1, dtype=torch.int64, device=device)
+        size = torch.empty(1, dtype=torch.int64, device=group.device)
         dist.broadcast(size, src=0)
-        data = torch.empty(int(size), dtype=torch.uint8, device=device)
+        data = torch.empty(int(size), dtype=torch.uint8, device=group.device)
         dist.broadcast(data, src=0)
     except RuntimeError as error:
-        raise ReplicaError(f"rank {context_rank} lost a peer: {first_line(error)}") from error
+        raise ReplicaError(f"rank {group.rank} lost a peer: {first_line(error)}") from error
     return pickle.loads(data.cpu().numpy().tobytes())
 
 
-def merge_rows(rows: torch.Tensor, num_replicas: int, device: torch.device) -> torch.Tensor:
-    """Rows that one replica each has, on all of them. At a request's end, never inside a step.
+def merge_rows(rows: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return rows of which each replica has some, complete, on every replica: at a request's end, never inside a step.
 
     Args:
         rows: [n, V] floating point; -inf where another replica has the row.
-        num_replicas: how many there are.
-        device: where the process group's backend wants its tensors.
+        group: The replicas that take part.
+
+    Returns:
+        [n, V] on the device of `rows`.
+
+    Raises:
+        ReplicaError: If a peer is gone.
     """
-    if num_replicas == 1:
+    if group.is_alone:
         return rows
-    merged = rows.to(device)
+    merged = rows.to(group.device)
     try:
         dist.all_reduce(merged, op=dist.ReduceOp.MAX)
     except RuntimeError as error:
@@ -267,20 +323,25 @@ def merge_rows(rows: torch.Tensor, num_replicas: int, device: torch.device) -> t
     return merged.to(rows.device)
 
 
-def gather_rows(row: np.ndarray, num_replicas: int, device: torch.device) -> np.ndarray:
-    """Every replica's row, [R, n], on all of them. When a runtime starts, never inside a step.
+def gather_rows(row: np.ndarray, group: Group) -> np.ndarray:
+    """Return every replica's row, on every replica: when a runtime starts, never inside a step.
 
     Args:
-        row: [n] int64, of the same n everywhere.
-        num_replicas: R.
-        device: where the process group's backend wants its tensors.
+        row: [n] int64, of the same n on every replica.
+        group: The replicas that take part.
+
+    Returns:
+        [R, n] int64, by rank.
+
+    Raises:
+        ReplicaError: If a peer is gone.
     """
-    if num_replicas == 1:
+    if group.is_alone:
         return row[None]
-    mine = torch.from_numpy(row).to(device)
-    rows = torch.empty(num_replicas * len(row), dtype=torch.int64, device=device)
+    sent = torch.from_numpy(row).to(group.device)
+    received = torch.empty(group.size * len(row), dtype=torch.int64, device=group.device)
     try:
-        _all_gather(rows, mine)
-        return rows.cpu().numpy().reshape(num_replicas, -1)
+        _all_gather(received, sent)
+        return received.cpu().numpy().reshape(group.size, -1)
     except RuntimeError as error:
         raise ReplicaError(f"lost a peer: {first_line(error)}") from error

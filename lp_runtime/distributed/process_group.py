@@ -1,4 +1,4 @@
-"""Forming the process group: how the replicas find one another."""
+"""Forms the process group in which replicas exchange."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import psutil
@@ -15,16 +16,22 @@ import torch
 import torch.distributed as dist
 
 from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.group import CPU, Group
 from lp_runtime.errors import ConfigError, LaunchError, first_line
 
-POLL_SECONDS = 0.002
+POLL_SECONDS = 0.002  # between looks at who has joined: far below what a group takes to form
 
 
 def host_store(host: str, port: int, timeout: float) -> dist.TCPStore:
-    """Open the store that replicas meet in. `port` 0 takes a free one: see `.port` of the result. `timeout` in seconds.
+    """Open the store in which replicas meet.
+
+    Args:
+        host: Address of this machine to listen on.
+        port: Port to listen on; 0 takes a free one, which is the result's `port`.
+        timeout: Seconds that an operation on the store may take.
 
     Raises:
-        LaunchError: if the port is taken or the host is not this machine.
+        LaunchError: If the port is taken or the host is not this machine.
     """
     try:
         # Bound here, not in the store, so that a port that is taken is an error at once and in one line.
@@ -43,14 +50,18 @@ def host_store(host: str, port: int, timeout: float) -> dist.TCPStore:
 
 
 def _family(host: str) -> socket.AddressFamily:
+    """Return the address family (IPv4 or IPv6) of a host name or address."""
     return socket.getaddrinfo(host, None)[0][0]
 
 
 def address_of(interface: str) -> str:
-    """The address of a network interface of this machine; of several, the first IPv4 one.
+    """Return the address of a network interface of this machine; IPv4 before IPv6.
+
+    Args:
+        interface: Name of the interface, such as eth0.
 
     Raises:
-        ConfigError: if there is no such interface, or it has no address; names those that will do.
+        ConfigError: If the interface does not exist or has no address; the message lists the interfaces that have one.
     """
     found = {}
     for name, entries in psutil.net_if_addrs().items():
@@ -67,13 +78,16 @@ def address_of(interface: str) -> str:
 
 @contextmanager
 def _over(interface: str | None) -> Iterator[None]:
-    """Groups that are formed meanwhile use this interface: gloo and NCCL take it from the environment only."""
+    """Have process groups that are formed inside this context use a network interface; None for the backend's choice.
+
+    gloo and NCCL read the interface from environment variables only, which are restored at the end.
+    """
     if interface is None:
         yield
         return
-    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # without = a prefix, for NCCL
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(names)
+    variables = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # without = a prefix, for NCCL
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
@@ -84,72 +98,67 @@ def _over(interface: str | None) -> Iterator[None]:
                 os.environ[name] = value
 
 
+@dataclass(frozen=True)
+class GroupOptions:
+    """How a process group is formed, and how long its replicas wait for one another.
+
+    Attributes:
+        timeout: Seconds within which all replicas must have joined.
+        step_timeout: Seconds after which a peer that does not answer is an error; None for `timeout`.
+        backend: "nccl", "gloo", or "auto": NCCL on GPUs, gloo on CPUs.
+        interface: Network interface to exchange over; None for the backend's own choice.
+    """
+
+    timeout: float
+    step_timeout: float | None = None
+    backend: str = "auto"
+    interface: str | None = None
+
+
+def never_abandoned() -> bool:
+    """Default of `process_group`: the wait for peers goes on until the timeout."""
+    return False
+
+
 @contextmanager
 def process_group(
     context: ReplicaContext,
     device: torch.device,
-    timeout: float,
+    options: GroupOptions,
     store: dist.Store | None = None,
-    backend: str = "auto",
-    step_timeout: float | None = None,
-    is_abandoned: Callable[[], bool] = lambda: False,
-    interface: str | None = None,
-) -> Iterator[torch.device]:
-    """Join the process group of all replicas; there is none for a single replica.
+    is_abandoned: Callable[[], bool] = never_abandoned,
+) -> Iterator[Group]:
+    """Join the process group of all replicas, and leave it at the end; a single replica needs none.
 
     Args:
-        context: who this replica is and where to meet.
-        device: the replica's device.
-        timeout: seconds within which all must have come.
-        store: where to meet, if it is open in this process already.
-        backend: "nccl", "gloo", or "auto": NCCL on GPUs, gloo without.
-        step_timeout: seconds after which a peer that does not answer is an error; as `timeout` if not given.
-        is_abandoned: asked while peers are waited for: whether not to wait any longer.
-        interface: network interface to exchange over; if not given, the backend chooses.
+        context: Rank of this replica, number of replicas, and where they meet.
+        device: Device of this replica's model.
+        options: Timeouts, backend and network interface.
+        store: Store in which the replicas meet; None to open the one that `context` names.
+        is_abandoned: Called while peers are waited for; true ends the wait.
 
     Yields:
-        the device on which the backend wants its tensors.
+        The group of all replicas.
 
     Raises:
-        LaunchError: if the group does not form in time, or the backend is not for the device.
+        LaunchError: If the group does not form in time, or the backend does not support the device.
     """
-    if backend == "auto":
-        backend = "nccl" if device.type == "cuda" else "gloo"
-    if backend == "nccl" and device.type != "cuda":
-        raise LaunchError(f"launcher.backend=nccl: this replica is on {device.type}")
-    exchange_device = device if backend == "nccl" else torch.device("cpu")
-    if context.num_replicas == 1:
-        yield exchange_device
+    backend = _chosen_backend(options.backend, device)
+    group = Group(context.rank, context.num_replicas, device if backend == "nccl" else CPU)
+    if group.is_alone:
+        yield group
         return
-    limit, step_limit = timedelta(seconds=timeout), timedelta(seconds=step_timeout or timeout)
     try:
         if store is None:
-            store = dist.TCPStore(
-                context.host,
-                context.port,
-                is_master=context.hosts_store,
-                multi_tenant=True,  # a second group of the same processes shares the first one's
-                wait_for_workers=False,
-                timeout=limit,
-            )
-        # Keys of an earlier group in the same store would be taken for this one's. No rank forms its next group
-        # before all have formed this one, so the count of those that came tells which group this is.
-        name = f"lp_runtime/{context.attempt}/{context.num_replicas}"
-        number = (store.add(f"{name}/joined", 1) - 1) // context.num_replicas
-        # Waited for here, where the wait can be ended, so that forming the group itself is short.
-        deadline = time.monotonic() + timeout
-        while (num_joined := store.add(f"{name}/joined", 0)) < (number + 1) * context.num_replicas:
-            if is_abandoned() or time.monotonic() > deadline:
-                missing = (number + 1) * context.num_replicas - num_joined
-                raise ValueError(f"{missing} of them did not come{'' if is_abandoned() else f' within {timeout:g} s'}")
-            time.sleep(POLL_SECONDS)
-        with _over(interface):
+            store = _open_store(context, options.timeout)
+        number = _join(context, store, options.timeout, is_abandoned)
+        with _over(options.interface):
             dist.init_process_group(
                 backend,
-                store=dist.PrefixStore(f"{name}/{number}", store),
+                store=dist.PrefixStore(f"{_group_name(context)}/{number}", store),
                 rank=context.rank,
                 world_size=context.num_replicas,
-                timeout=step_limit,
+                timeout=timedelta(seconds=options.step_timeout or options.timeout),
                 device_id=device if backend == "nccl" else None,  # NCCL connects at once
             )
     except (RuntimeError, ValueError) as error:
@@ -158,7 +167,7 @@ def process_group(
             f" {context.host}:{context.port}: {first_line(error)}"
         ) from error
     try:
-        yield exchange_device
+        yield group
     except BaseException:
         with contextlib.suppress(RuntimeError):  # a broken group may not even end well; what broke it matters
             dist.destroy_process_group()
@@ -166,25 +175,90 @@ def process_group(
     dist.destroy_process_group()
 
 
-@contextmanager
-def existing_or_new_group(device: torch.device, timeout: float) -> Iterator[tuple[ReplicaContext, torch.device]]:
-    """The group of torchrun's ranks: the default process group if there is one already, else one for the while.
+def _chosen_backend(backend: str, device: torch.device) -> str:
+    """Return "nccl" or "gloo" for a backend setting.
 
     Args:
-        device: this rank's.
-        timeout: seconds, of a new group.
-
-    Yields:
-        (context, exchange device): who this rank is, and where the group's backend wants its tensors.
+        backend: "auto", "nccl" or "gloo".
+        device: Device of this replica's model.
 
     Raises:
-        LaunchError: see `process_group`.
+        LaunchError: If NCCL is asked for without a GPU.
+    """
+    if backend == "auto":
+        return "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl" and device.type != "cuda":
+        raise LaunchError(f"launcher.backend=nccl: this replica is on {device.type}")
+    return backend
+
+
+def _open_store(context: ReplicaContext, timeout: float) -> dist.TCPStore:
+    """Connect to the store in which the replicas meet; open the store first where `context` says so.
+
+    Args:
+        context: Address of the store, and whether this process hosts it.
+        timeout: Seconds that connecting, and every later operation on the store, may take.
+    """
+    return dist.TCPStore(
+        context.host,
+        context.port,
+        is_master=context.hosts_store,
+        multi_tenant=True,  # a second group of the same processes shares the first one's
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+    )
+
+
+def _group_name(context: ReplicaContext) -> str:
+    """Return the prefix of the store's keys that groups of one size and one start of the replicas share."""
+    return f"lp_runtime/{context.attempt}/{context.num_replicas}"
+
+
+def _join(context: ReplicaContext, store: dist.Store, timeout: float, is_abandoned: Callable[[], bool]) -> int:
+    """Wait until every replica has come to the store; forming the process group itself is short then.
+
+    Args:
+        context: Number of replicas and which start of them it is.
+        store: Store in which the replicas meet.
+        timeout: Seconds to wait.
+        is_abandoned: True ends the wait.
+
+    Returns:
+        Number of groups with the same prefix that the replicas formed in this store before.
+
+    Raises:
+        ValueError: If replicas are missing when the wait ends.
+    """
+    # Keys of an earlier group in the same store would be taken for this one's. No rank forms its next group
+    # before all have formed this one, so the count of those that came tells which group this is.
+    key, num_replicas = f"{_group_name(context)}/joined", context.num_replicas
+    number = (store.add(key, 1) - 1) // num_replicas
+    deadline = time.monotonic() + timeout
+    while (num_joined := store.add(key, 0)) < (number + 1) * num_replicas:
+        if is_abandoned() or time.monotonic() > deadline:
+            missing = (number + 1) * num_replicas - num_joined
+            raise ValueError(f"{missing} of them did not come{'' if is_abandoned() else f' within {timeout:g} s'}")
+        time.sleep(POLL_SECONDS)
+    return number
+
+
+@contextmanager
+def existing_or_new_group(device: torch.device, timeout: float) -> Iterator[Group]:
+    """Use the default process group of torchrun's ranks, or form one and leave it at the end.
+
+    Args:
+        device: Device of this rank's model.
+        timeout: Seconds that a new group may take to form, and that its ranks wait for one another.
+
+    Yields:
+        The group of all ranks.
+
+    Raises:
+        LaunchError: If a new group does not form in time.
     """
     if dist.is_initialized():
-        context = ReplicaContext(dist.get_rank(), dist.get_world_size())
         on_device = "nccl" in str(dist.get_backend_config()) and device.type == "cuda"
-        yield context, device if on_device else torch.device("cpu")
+        yield Group(dist.get_rank(), dist.get_world_size(), device if on_device else CPU)
         return
-    context = ReplicaContext.from_torchrun()
-    with process_group(context, device, timeout) as exchange_device:
-        yield context, exchange_device
+    with process_group(ReplicaContext.from_torchrun(), device, GroupOptions(timeout)) as group:
+        yield group

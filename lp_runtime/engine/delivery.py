@@ -1,36 +1,47 @@
-"""When whoever waits for a request's tokens is told of them."""
+"""When committed tokens are handed to whoever waits for them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Generic, TypeVar
 
-GOES_INTO = 2  # times what telling took must go into a pass, to be told behind the next one's launch
+MIN_PASS_MULTIPLE = 2  # a pass must take this multiple of the last delivery's time for delivery to be hidden behind it
+
+T = TypeVar("T")
 
 
-class Delivery:
-    """What steps have to tell, and when: where the device works on its own, once it is at the next step, unless whoever
-    is told takes long; then at once, as what the pass took could not be told from what they did.
+class Delivery(Generic[T]):
+    """Decides when committed tokens are delivered to the caller: at once, or while the GPU runs the next step.
+
+    Delivery is hidden behind a forward pass only where the caller is quick: else the duration of the pass could not be
+    told from the caller's.
 
     Attributes:
-        events: to be told.
-        is_behind: whether to tell behind the next step's launch.
+        is_deferred: whether outputs are delivered after the next step's launch.
     """
 
     def __init__(self) -> None:
-        self.events: list[Any] = []
-        self.is_behind = False
-        self._seconds = 0.0  # that they took lately
+        self.is_deferred = False
+        self._queue: list[T] = []
+        self._seconds = 0.0  # that the caller held on to the latest outputs
 
-    def tell(self) -> Iterator[Any]:
-        """Yield them."""
+    def add(self, output: T) -> None:
+        """Queue an output."""
+        self._queue.append(output)
+
+    def deliver(self) -> Iterator[T]:
+        """Yield the queued outputs and measure how long the caller held on to them."""
         started = time.perf_counter()
-        events, self.events = self.events, []
-        yield from events
-        if events:
+        outputs, self._queue = self._queue, []
+        yield from outputs
+        if outputs:
             self._seconds = time.perf_counter() - started
 
-    def choose(self, seconds: float) -> None:
-        """The device was at a pass for so long."""
-        self.is_behind = GOES_INTO * self._seconds < seconds
+    def plan(self, pass_seconds: float) -> None:
+        """Decide whether the next delivery fits behind a forward pass.
+
+        Args:
+            pass_seconds: duration of the latest pass.
+        """
+        self.is_deferred = MIN_PASS_MULTIPLE * self._seconds < pass_seconds

@@ -1,54 +1,55 @@
-"""Who uses which draft_tables: one is for one request at a time."""
+"""The draft tables of an engine: each serves one request at a time."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 
 
 class DraftPool:
-    """The draft_pool of a replica.
+    """Hands out draft tables to requests.
 
     Args:
-        kept: one that lives for many requests, if there is one already.
-
-    Attributes:
-        lent: those that requests are using.
+        shared: tables that outlive requests; made when first asked for if not given.
     """
 
-    def __init__(self, kept: DraftTables | None = None):
-        self._kept = kept
-        self._forgetful: list[DraftTables] = []  # of requests that forget; used again by the next ones
-        self.lent: list[DraftTables] = []
+    def __init__(self, shared: DraftTables | None = None):
+        self._shared = shared
+        self._free: list[DraftTables] = []  # of requests that start empty; reused by the next ones
+        self._in_use: set[int] = set()  # ids of acquired tables
 
-    def find(self, is_kept: bool, num_bytes: int) -> DraftTables:
-        """One that no request is using.
+    @property
+    def num_in_use(self) -> int:
+        """Tables that requests are using."""
+        return len(self._in_use)
+
+    def acquire(self, is_shared: bool, num_bytes: int) -> DraftTables:
+        """Take tables for one request.
 
         Args:
-            is_kept: whether it is to be the one that lives for many requests; an empty one if that is lent.
-            num_bytes: of one that has to be made.
+            is_shared: whether the request wants the tables that outlive requests; it gets empty ones while another
+                request uses them.
+            num_bytes: size of tables that have to be made.
         """
-        if is_kept:
-            self._kept = self._kept or DraftTables(num_bytes)
-            if not _has(self.lent, self._kept):
-                return self._kept
-        free = [each for each in self._forgetful if not _has(self.lent, each)]
-        draft_tables = next((each for each in free if each.num_bytes == num_bytes), None)
-        if draft_tables is None:
-            draft_tables = DraftTables(num_bytes)
-            self._forgetful = [each for each in self._forgetful if not _has(free, each)] + [draft_tables]
-        draft_tables.clear()
-        return draft_tables
+        tables = self._take_shared(num_bytes) if is_shared else None
+        if tables is None:
+            tables = self._take_free(num_bytes)
+            tables.clear()
+        self._in_use.add(id(tables))
+        return tables
 
-    def lend(self, draft_tables: DraftTables) -> None:
-        """A request uses it from now on."""
-        self.lent.append(draft_tables)
+    def _take_shared(self, num_bytes: int) -> DraftTables | None:
+        self._shared = self._shared or DraftTables(num_bytes)
+        return None if id(self._shared) in self._in_use else self._shared
 
-    def give(self, draft_tables: DraftTables) -> None:
-        """A request uses it no more."""
-        self.lent = [each for each in self.lent if each is not draft_tables]
+    def _take_free(self, num_bytes: int) -> DraftTables:
+        for place, tables in enumerate(self._free):
+            if tables.num_bytes == num_bytes:
+                return self._free.pop(place)
+        self._free = []  # of other sizes: their memory is needed
+        return DraftTables(num_bytes)
 
-
-def _has(draft_pool: Sequence[DraftTables], draft_tables: DraftTables) -> bool:
-    return any(each is draft_tables for each in draft_pool)
+    def release(self, tables: DraftTables) -> None:
+        """Take tables back from a request that has ended."""
+        self._in_use.remove(id(tables))
+        if tables is not self._shared:
+            self._free.append(tables)

@@ -1,4 +1,4 @@
-"""The file in which what drafting has seen outlives a runtime: read at start, written after every request."""
+"""The draft store: the file in which draft tables outlive a runtime. Read at start, written after every request."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.distributed.exchange import broadcast_object
+from lp_runtime.distributed.group import Group
 from lp_runtime.errors import ConfigError
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.utils.files import write_whole
@@ -19,11 +18,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DraftStore:
-    """Where a draft_tables is kept. Only the first replica reads and writes it.
+    """The file of a replica's draft tables. Only rank 0 reads and writes the file.
 
     Attributes:
-        path: of the file.
-        num_bytes: of the draft_tables.
+        path: the file.
+        num_bytes: size of the draft tables.
         vocabulary_size: of the model.
     """
 
@@ -33,7 +32,7 @@ class DraftStore:
 
     @classmethod
     def of(cls, settings: LookaheadConfig, vocabulary_size: int) -> DraftStore | None:
-        """The file that the settings name, if they do.
+        """Return the store that the settings name; None if they name none.
 
         Raises:
             ConfigError: if it begins with the home folder of a user that there is not.
@@ -46,26 +45,24 @@ class DraftStore:
             raise ConfigError(f"lookahead.draft_tables={settings.draft_tables}: {error}") from error
         return cls(path, settings.draft_tables_bytes, vocabulary_size)
 
-    def load(self, rank: int, num_replicas: int, device: torch.device) -> DraftTables:
-        """The draft_tables, the same on all replicas; an empty one if there is no file yet.
+    def load(self, group: Group) -> DraftTables:
+        """Return the stored draft tables, equal on all replicas of a group; empty ones if there is no file yet.
 
         Raises:
-            ConfigError: if the file is not one, or of another size or version, or cannot be written.
+            ConfigError: if the file holds no draft tables, or tables of another size or version, or cannot be written.
         """
         data: bytes | ConfigError | None = None
-        if rank == 0:
+        if group.rank == 0:
             try:
                 data = self._read()
             except ConfigError as error:
                 data = error
-        data = broadcast_object(data, rank, num_replicas, device)
+        data = broadcast_object(data, group)
         if isinstance(data, ConfigError):
             raise data
-        return (
-            DraftTables(self.num_bytes)
-            if data is None
-            else DraftTables.load(data, self.num_bytes, self.vocabulary_size)
-        )
+        if data is None:
+            return DraftTables(self.num_bytes)
+        return DraftTables.load(data, self.num_bytes, self.vocabulary_size)
 
     def _read(self) -> bytes | None:
         try:
@@ -73,9 +70,8 @@ class DraftStore:
                 data = self.path.read_bytes()
                 DraftTables.load(data, self.num_bytes, self.vocabulary_size)
                 return data
-            write_whole(
-                self.path, DraftTables(self.num_bytes).dump(self.vocabulary_size)
-            )  # so that it is known now whether it can be
+            # Written now, so that a path that cannot be written is refused at start.
+            write_whole(self.path, DraftTables(self.num_bytes).dump(self.vocabulary_size))
             return None
         except OSError as error:
             raise ConfigError(
@@ -87,7 +83,7 @@ class DraftStore:
             ) from error
 
     def save(self, draft_tables: DraftTables) -> None:
-        """Write the draft_tables. That it cannot be written is logged: the request is done."""
+        """Write the draft tables. A failure is logged, not raised: the request is done."""
         try:
             write_whole(self.path, draft_tables.dump(self.vocabulary_size))
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Policies by name."""
+"""Drafters by name."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ from lp_runtime.lookahead.drafters.token_recycling import TokenRecyclingDrafter
 
 def make_drafter(
     settings: LookaheadConfig,
-    noise: tuple[int, int] | None,
-    num_nodes: int,
-    draft_tables: Callable[[], DraftTables],
+    noise_key: tuple[int, int] | None,
+    max_nodes: int,
+    draft_tables: DraftTables | None,
     vocabulary: Callable[[], np.ndarray],
 ) -> Drafter:
-    """The drafter that a request asks for.
+    """Return the drafter that a request asks for.
 
     Args:
         settings: the request's.
-        noise: (seed, sample) where successors are sampled, else None.
-        num_nodes: nodes of a tree that all replicas together can feed.
-        draft_tables, vocabulary: called by the drafter `full` alone.
+        noise_key: (seed, sample) where successors are sampled, else None.
+        max_nodes: nodes of a tree that all replicas together can feed.
+        draft_tables: of the drafter `full`; None for other drafters.
+        vocabulary: returns the vocabulary prior, [V, ENTRY]; called for the drafter `full` alone.
     """
     W, N, G = settings.window
     if settings.drafter == "full":
+        assert draft_tables is not None
         compile_kernels()
-        limit = num_nodes if settings.is_auto else min(num_nodes, max(1, (W + G) * (N - 1)))
+        limit = max_nodes if settings.is_auto else min(max_nodes, max(1, (W + G) * (N - 1)))
         prior = vocabulary() if settings.prior == "vocabulary" else None
-        return BestFirstDrafter(limit, draft_tables(), prior, noise, MAX_DEPTH)
+        return BestFirstDrafter(limit, draft_tables, prior, noise_key, MAX_DEPTH)
     if settings.drafter == "prompt_lookup":
         return PromptLookupDrafter(NUM_COPIED, settings.budget)
     if settings.drafter == "recycling":
@@ -49,6 +51,6 @@ def make_drafter(
         settings.pool_from_prompt,
         settings.window_seed,
         only_guesses=settings.acceptance == "guesses",
-        samples=noise is not None,
+        samples=noise_key is not None,
         budget=settings.budget,
     )

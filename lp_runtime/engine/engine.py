@@ -1,149 +1,179 @@
-"""The decoding loop of a replica: requests one after another in concert with its peers, or, where it has none, several
-in one forward pass."""
+"""The engine of a replica: the loop over steps.
+
+Decodes requests one after another in concert with the other replicas of its group, or, on a replica alone, several in
+one forward pass. A step, without what is measured, overlapped and delivered around it:
+
+    steps   = [sequence.propose() for sequence in batch]              token trees and shares: pure, equal everywhere
+    logits  = model.forward_batch([sequence.inputs(step) ...])        the only expensive thing
+    outcome = exchange(sequence.sample(step, logits))                 the only communication
+    output  = sequence.advance(step, samples, outcome)                accept, commit, learn: pure, equal everywhere
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-
 from lp_runtime.config.lookahead import LookaheadConfig
-from lp_runtime.distributed.exchange import compile_exchange
+from lp_runtime.distributed.exchange import Exchange, Outcome, compile_exchange
+from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.partition import compile_partition
+from lp_runtime.engine.batch import Arrival, Batch, never_cancel
 from lp_runtime.engine.calibration import Calibration
+from lp_runtime.engine.decoder import Decoder, Samples
 from lp_runtime.engine.delivery import Delivery
 from lp_runtime.engine.draft_pool import DraftPool
 from lp_runtime.engine.drafter_factory import make_drafter
-from lp_runtime.engine.output import Event
+from lp_runtime.engine.output import Event, StepOutput
 from lp_runtime.engine.request import Request
-from lp_runtime.engine.sampler_factory import make_sampler
-from lp_runtime.engine.sequence import Member, Observer, Sequence
+from lp_runtime.engine.sampler_factory import SamplerSpec, make_sampler_spec
+from lp_runtime.engine.sequence import MakeExchange, Observer, Sequence, capacity_of
+from lp_runtime.engine.step import Step
 from lp_runtime.errors import LookaheadError
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import compile_kernels
 from lp_runtime.lookahead.state import DecodingRules, DecodingState, Stop
-from lp_runtime.model.runner import ModelRunner, result_of
-from lp_runtime.sampling.sampler import Sampler, compile_sampler
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.sampling.sampler import compile_sampler
 from lp_runtime.sizing.budget import LearnedCosts, StepBudget, compile_budget
 from lp_runtime.sizing.cost_model import assumed_times
+from lp_runtime.utils.generators import result_of
 
-MAX_NODES = 1 << 14  # of a tree, where nothing else limits it
-
-
-def never_cancel() -> bool:
-    """No."""
-    return False
+MAX_NODES = 1 << 14  # nodes of a tree, where nothing else limits it
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """A request to be decoded together with others.
+class _Launched(NamedTuple):
+    """A sequence's part of a step whose forward pass was launched.
 
     Attributes:
-        key: tells it from the others.
-        request: what to decode.
-        stop: see DecodingState.
-        should_cancel: asked once a step, and between chunks of the prompt.
+        sequence: the sequence.
+        step: its step.
+        samples: what this replica samples; None if sampling failed.
+        error: why sampling failed; None if it did not.
     """
 
-    key: Hashable
-    request: Request
-    stop: Stop | None = None
-    should_cancel: Callable[[], bool] = never_cancel
-
-
-class Begun(NamedTuple):
-    """A request before its prefill; `draft_tables` is what its drafts are made from, where they are made from any."""
-
-    state: DecodingState
-    budget: StepBudget
-    draft_tables: DraftTables | None
+    sequence: Sequence
+    step: Step
+    samples: Samples | None
+    error: LookaheadError | None
 
 
 class Engine:
-    """Decodes requests on one replica. All replicas must be given the same requests in the same order.
+    """Decodes requests on one replica. All replicas of a group must be given the same requests in the same order.
 
     Args:
         model: this replica's.
-        rank, num_replicas: its place in the group.
-        exchange_device: where the group's backend wants its tensors.
+        group: the replicas that share the steps of a request.
         calibration: what was measured of the model; by default measured when a request needs it, and not kept.
-        draft_tables: what is kept between requests that ask for it.
-        reports_times_late: see Member; by default as this replica alone would.
+        draft_tables: tables that outlive requests, for requests that ask for them; made when needed by default.
+        times_are_late: see Sequence; by default as this replica alone would.
+        make_exchange: makes the exchange of a sequence's steps.
     """
 
     def __init__(
         self,
         model: ModelRunner,
-        rank: int,
-        num_replicas: int,
-        exchange_device: torch.device,
+        group: Group,
         calibration: Calibration | None = None,
         draft_tables: DraftTables | None = None,
-        reports_times_late: bool | None = None,
+        times_are_late: bool | None = None,
+        make_exchange: MakeExchange = Exchange,
     ):
-        self._model = model
-        reports_times_late = model.timer is not None if reports_times_late is None else reports_times_late
-        self._member = Member(rank, num_replicas, exchange_device, reports_times_late)
-        self._calibration = calibration or Calibration(model, rank, num_replicas, exchange_device, cache_dir=None)
+        self._model, self._group, self._make_exchange = model, group, make_exchange
+        self._times_are_late = model.timer is not None if times_are_late is None else times_are_late
+        self._calibration = calibration or Calibration(model, group, cache_dir=None)
         self._draft_pool = DraftPool(draft_tables)
         self._plain_kinds: set[Hashable] = set()
-        self._learned: dict[tuple[bool, bool], LearnedCosts] = {}  # by whether steps are sized, and decoding is greedy
+        self._learned: dict[tuple[bool, bool], LearnedCosts] = {}  # by (steps are sized, decoding is greedy)
+
+    @property
+    def draft_pool(self) -> DraftPool:
+        """The draft tables of this engine's requests."""
+        return self._draft_pool
 
     def prepare(self, settings: LookaheadConfig) -> None:
-        """Measure now what a request with these settings would have measured."""
+        """Measure and compile now what a request with these settings would have to wait for."""
         compile_budget()
         compile_sampler()
-        if self._member.num_replicas > 1:
+        if not self._group.is_alone:
             compile_partition()
             compile_exchange()
         if settings.drafter == "full":
             compile_kernels()
-            with self._model.scratch():
-                if settings.is_auto:
-                    self._calibration.max_step_tokens()
-                if settings.prior == "vocabulary":
-                    self._calibration.vocabulary()
-            self._draft_pool.find(settings.draft_tables != "request", settings.draft_tables_bytes)
-
-    def begin(self, request: Request, drawing: Sampler, stop: Stop | None) -> Begun:
-        """The state of a request before its prefill, and what decides the size of its steps."""
-        settings = request.lookahead
-        noise = None if drawing.noise is None else (drawing.noise.seed, drawing.noise.sample)
-        num_replicas = self._member.num_replicas
-        draft_pool = []
-
-        def draft_tables() -> DraftTables:
-            draft_pool.append(self._draft_pool.find(settings.draft_tables != "request", settings.draft_tables_bytes))
-            return draft_pool[0]
-
-        with self._model.scratch():  # something may have to be measured
-            limit = settings.budget
             if settings.is_auto:
-                limit = min(filter(None, (limit, self._calibration.max_step_tokens())))
-            drafter = make_drafter(
-                settings, noise, num_replicas * (limit or MAX_NODES), draft_tables, self._calibration.vocabulary
-            )
+                self._calibration.max_step_tokens()
+            if settings.prior == "vocabulary":
+                self._calibration.vocabulary()
+            pool = self._draft_pool
+            pool.release(pool.acquire(settings.draft_tables != "request", settings.draft_tables_bytes))
+
+    # Opening and closing: the only places where slots and draft tables are acquired and released.
+
+    def open_decoder(self, request: Request, spec: SamplerSpec, stop: Stop | None = None) -> Decoder:
+        """Return the pure core of a request, before its prefill; `close_decoder` ends it.
+
+        Args:
+            request: what to decode.
+            spec: how successors are sampled.
+            stop: a condition beyond the request's own, see DecodingState; None for none.
+        """
+        settings, num_replicas = request.lookahead, self._group.size
+        limit = settings.budget
+        if settings.is_auto:
+            limit = min(filter(None, (limit, self._calibration.max_step_tokens())))
+        vocabulary, pool, tables = self._calibration.vocabulary, self._draft_pool, None
+        if settings.drafter == "full":
+            tables = pool.acquire(settings.draft_tables != "request", settings.draft_tables_bytes)
+        try:
+            drafter = make_drafter(settings, spec.noise_key, num_replicas * (limit or MAX_NODES), tables, vocabulary)
             num_nodes = drafter.max_nodes + drafter.max_committed
-            times = self._calibration.times(num_nodes) if settings.is_auto else assumed_times(num_replicas, num_nodes)
-        rules = DecodingRules(
-            max_new_tokens=request.max_new_tokens,
-            eos_token_ids=request.eos_token_ids,
-            drafting=repr(settings),
-            drawing=repr((request.sampling, request.sample, request.stop, request.logprobs)),
-        )
-        kind = (settings.is_auto, noise is None)
-        learned = self._learned.setdefault(kind, LearnedCosts.nothing(num_replicas))
-        budget = StepBudget(times, settings.is_auto, limit, learned)
-        state = DecodingState(request.prompt_ids, rules, drafter, stop, request.committed, num_replicas == 1)
-        return Begun(state, budget, next(iter(draft_pool), None))
+            is_auto, calibration = settings.is_auto, self._calibration
+            times = calibration.times(num_nodes) if is_auto else assumed_times(num_replicas, num_nodes)
+            sampling = repr((request.sampling, request.sample, request.stop, request.logprobs))
+            rules = DecodingRules(request.max_new_tokens, request.eos_token_ids, repr(settings), sampling)
+            kind = (settings.is_auto, spec.noise is None)
+            learned = self._learned.setdefault(kind, LearnedCosts.initial(num_replicas))
+            budget = StepBudget(times, settings.is_auto, limit, learned)
+            state = DecodingState(
+                request.prompt_ids, rules, drafter, stop, request.committed, is_alone=self._group.is_alone
+            )
+            return Decoder(state, budget, spec.build(drafter.num_top_k), tables)
+        except BaseException:
+            if tables is not None:
+                pool.release(tables)
+            raise
+
+    def close_decoder(self, decoder: Decoder) -> None:
+        """Release the draft tables of a decoder."""
+        if decoder.draft_tables is not None:
+            self._draft_pool.release(decoder.draft_tables)
+
+    def _open(
+        self,
+        request: Request,
+        spec: SamplerSpec | None,
+        stop: Stop | None,
+        should_cancel: Callable[[], bool],
+        observe: Observer | None,
+    ) -> Sequence:
+        model = self._model
+        spec = spec or make_sampler_spec(model, request, self._plain_kinds)
+        decoder = self.open_decoder(request, spec, stop)
+        text = (*request.prompt_ids, *request.committed) if request.committed else ()
+        slot = model.slots.acquire(capacity_of(request, decoder), text)
+        group, make_exchange, are_late = self._group, self._make_exchange, self._times_are_late
+        return Sequence(model, request, decoder, slot, group, make_exchange, are_late, should_cancel, observe)
+
+    def _close(self, sequence: Sequence) -> None:
+        self.close_decoder(sequence.decoder)
+        self._model.slots.release(sequence.slot)
+
+    # Decoding.
 
     def run(
         self,
         request: Request,
-        drawing: Sampler | None = None,
+        spec: SamplerSpec | None = None,
         stop: Stop | None = None,
         should_cancel: Callable[[], bool] = never_cancel,
         observe: Observer | None = None,
@@ -152,200 +182,161 @@ class Engine:
 
         Args:
             request: what to decode.
-            drawing: how successors are drawn; by default as the request and the model's own defaults say.
-            stop: see DecodingState.
+            spec: how successors are sampled; by default as the request and the model's own defaults say.
+            stop: a condition beyond the request's own, see DecodingState; None for none.
             should_cancel: asked once a step, and between chunks of the prompt; when any replica's says yes, all stop.
-            observe: told of every step.
+            observe: called after every step; None for nobody.
 
         Yields:
-            The run that each step committed, then the report.
+            A StepOutput a step, then a Report.
         """
-        one = _Running(self, request, drawing, stop, should_cancel, observe)
-        telling = Delivery()
+        sequence = self._open(request, spec, stop, should_cancel, observe)
+        delivery: Delivery[Event] = Delivery()
         try:
-            run = result_of(one.decoding.prefill())
-            if run:
-                telling.events.append(run)
-            while not one.decoding.is_over:
-                if not telling.is_behind:
-                    yield from telling.tell()
-                (run,) = yield from self._step([one.decoding], telling)
-                if isinstance(run, LookaheadError):
-                    yield from telling.tell()
-                    raise run
-                telling.events.append(run)
-            yield from telling.tell()
-            yield one.decoding.report()
+            output = result_of(sequence.prefill())
+            if output:
+                delivery.add(output)
+            while not sequence.is_finished:
+                if not delivery.is_deferred:
+                    yield from delivery.deliver()
+                (output,) = yield from self._step([sequence], delivery)
+                if isinstance(output, LookaheadError):
+                    yield from delivery.deliver()
+                    raise output
+                delivery.add(output)
+            yield from delivery.deliver()
+            yield sequence.report()
         finally:
-            one.end()
+            self._close(sequence)
 
     def run_batch(self, arrivals: Callable[[], Iterable[Arrival]]) -> Iterator[tuple[Hashable, Event | LookaheadError]]:
-        """Decode requests as they arrive, several in one forward pass; on a replica without peers. Ends with the last.
-        Between two steps, about a chunk is fed of the prompts that have arrived, in turns: nobody waits for all of a
-        long one.
+        """Decode requests as they arrive, several in one forward pass, on a replica alone. Ends with the last one.
+
+        Between two steps, about one chunk of the prompts that have arrived is fed, in turns: nobody waits for all of a
+        long prompt.
 
         Args:
-            arrivals: asked between two steps for those that have arrived.
+            arrivals: asked between two steps for the requests that have arrived.
 
         Yields:
-            (key, event): of every request the runs that steps committed, then the report, or what went wrong with it.
+            (key, event) for every request: a StepOutput a step, then a Report, or the error that ended the request.
         """
-        assert self._member.num_replicas == 1
-        coming: dict[
-            Hashable, tuple[_Running, Generator[None, None, StepOutput | None]]
-        ] = {}  # their prompts are being fed
-        running: dict[Hashable, _Running] = {}
-        telling = Delivery()
-
-        def note(key: Hashable, what: StepOutput | LookaheadError | None) -> None:
-            if what is not None:
-                telling.events.append((key, what))
-            if isinstance(what, LookaheadError):
-                running.pop(key).end()
-            elif running[key].decoding.is_over:
-                one = running.pop(key)
-                one.end()
-                telling.events.append((key, one.decoding.report()))
-
+        assert self._group.is_alone
+        batch = Batch(self._close)
+        delivery, running = batch.delivery, batch.running
         try:
             while True:
-                if not (running and telling.is_behind):
-                    yield from telling.tell()
+                if not (running and delivery.is_deferred):
+                    yield from delivery.deliver()
                 for arrival in arrivals():
-                    try:
-                        one = _Running(self, arrival.request, None, arrival.stop, arrival.should_cancel, None)
-                    except LookaheadError as error:
-                        telling.events.append((arrival.key, error))
-                    else:
-                        coming[arrival.key] = one, one.decoding.prefill()
-                if coming or not (running and telling.is_behind):
-                    yield from telling.tell()
-                num_prefilled_tokens = self._model.num_prefilled_tokens
-                while coming and self._model.num_prefilled_tokens - num_prefilled_tokens < self._model.prefill_chunk:
-                    key = next(iter(coming))
-                    one, chunks = coming[key] = coming.pop(key)  # the others are next
-                    try:
-                        next(chunks)
-                    except (StopIteration, LookaheadError) as end:
-                        del coming[key]
-                        running[key] = one
-                        note(key, end.value if isinstance(end, StopIteration) else end)
-                        yield from telling.tell()
+                    self._admit(batch, arrival)
+                if batch.prefilling or not (running and delivery.is_deferred):
+                    yield from delivery.deliver()
+                yield from self._prefill_some(batch)
                 if running:
                     keys = list(running)
-                    runs = yield from self._step([running[key].decoding for key in keys], telling)
-                    for key, run in zip(keys, runs, strict=True):
-                        note(key, run)
-                elif not coming:
+                    outputs = yield from self._step(list(running.values()), delivery)
+                    for key, output in zip(keys, outputs, strict=True):
+                        batch.take(key, output)
+                elif not batch.prefilling:
                     return
         finally:
-            for one in (*running.values(), *(one for one, _ in coming.values())):
-                one.end()
+            batch.close()
+
+    def _admit(self, batch: Batch, arrival: Arrival) -> None:
+        try:
+            sequence = self._open(arrival.request, None, arrival.stop, arrival.should_cancel, None)
+        except LookaheadError as error:
+            batch.delivery.add((arrival.key, error))
+        else:
+            batch.prefilling[arrival.key] = sequence, sequence.prefill()
+
+    def _prefill_some(self, batch: Batch) -> Iterator[Any]:
+        """Feed about one chunk of the prompts that have arrived; yield what is to be delivered meanwhile."""
+        model = self._model
+        num_before = model.num_prefilled_tokens
+        while batch.prefilling and model.num_prefilled_tokens - num_before < model.prefill_chunk:
+            if batch.prefill_chunk():
+                yield from batch.delivery.deliver()
 
     def _step(
-        self, together: list[Sequence], telling: Delivery
+        self, batch: list[Sequence], delivery: Delivery[Any]
     ) -> Generator[Any, None, list[StepOutput | LookaheadError]]:
-        """A step of requests that share a forward pass: the run of each, or what went wrong with it alone.
+        """Run one step of sequences that share a forward pass.
 
         Yields:
-            what is to be told of earlier steps, while the device is at this one.
-        """
-        timer, num = self._model.timer, len(together)
-        try:
-            errors = self._launch(together)
-        except Exception:  # a device without memory, for one
-            yield from telling.tell()
-            raise
-        fine = [number for number in range(num) if number not in errors]
-        if timer is None:
-            for number in fine:
-                together[number].start_exchange()
-        else:
-            try:
-                yield from telling.tell()
-            except BaseException:  # whoever was told goes; what the pass reads and writes is for others then
-                self._model.synchronize()
-                raise
-        told = together[0].clock.since_last_lap()
-        for number in fine:
-            together[number].finish_exchange()
-        if timer is None:
-            _lap(together, "exchange")
-        elif fine:
-            seconds = timer.seconds()
-            for one in together:
-                one.clock.lap_of_pass(seconds, told, num)
-            telling.choose(seconds)
-        runs: list[StepOutput | LookaheadError] = [errors.get(number) for number in range(num)]
-        for number in fine:
-            try:
-                runs[number] = together[number].advance()
-            except LookaheadError as error:
-                runs[number] = error
-        _lap(together, "other")
-        return runs
-
-    def _launch(self, together: list[Sequence]) -> dict[int, LookaheadError]:
-        """Propose, and have the device begin with what is to be found out; a CPU is done with it then.
+            earlier steps' outputs, while the device works on this one.
 
         Returns:
-            what went wrong with one alone, by its number.
+            for each sequence its output, or the error that ended this sequence alone.
         """
-        timer, num = self._model.timer, len(together)
-        for one in together:
-            one.clock.start()
-        for one in together:
-            one.propose(num)
-        _lap(together, "other")
+        try:
+            launched = self._launch(batch)
+        except Exception:  # a device without memory, for one
+            yield from delivery.deliver()
+            raise
+        if self._model.timer is not None:
+            try:
+                yield from delivery.deliver()
+            except BaseException:  # the caller goes; what the pass reads and writes will be others' then
+                self._model.synchronize()
+                raise
+        return self._finish(batch, launched, delivery)
+
+    def _finish(
+        self, batch: list[Sequence], launched: list[_Launched], delivery: Delivery[Any]
+    ) -> list[StepOutput | LookaheadError]:
+        """Wait for a step's exchange, and advance; return each sequence's output, or its error."""
+        timer = self._model.timer
+        delivered_after = batch[0].timer.since_last_lap()
+        outcomes = [None if part.samples is None else part.sequence.finish_exchange() for part in launched]
+        if timer is None:
+            _lap(batch, "exchange")
+        elif any(outcomes):
+            seconds = timer.seconds()
+            for sequence in batch:
+                sequence.timer.lap_of_pass(seconds, delivered_after, len(batch))
+            delivery.plan(seconds)
+        outputs = [_advance(part, outcome) for part, outcome in zip(launched, outcomes, strict=True)]
+        _lap(batch, "other")
+        return outputs
+
+    def _launch(self, batch: list[Sequence]) -> list[_Launched]:
+        """Propose, launch the forward pass, sample, begin to exchange. A CPU has ended the pass when this returns."""
+        timer = self._model.timer
+        for sequence in batch:
+            sequence.timer.start()
+        steps = [sequence.propose(len(batch)) for sequence in batch]
+        _lap(batch, "other")
         if timer is not None:
             timer.start()
-        logits = self._model.forward_batch([one.fed for one in together])
-        errors: dict[int, LookaheadError] = {}
-        for number, (one, rows) in enumerate(zip(together, logits, strict=True)):
+        inputs = [sequence.inputs(step) for sequence, step in zip(batch, steps, strict=True)]
+        launched = []
+        for sequence, step, found in zip(batch, steps, self._model.forward_batch(inputs), strict=True):
             try:
-                one.draw(rows)
+                launched.append(_Launched(sequence, step, sequence.sample(step, found), None))
             except LookaheadError as error:
-                errors[number] = error
+                launched.append(_Launched(sequence, step, None, error))
         if timer is None:
-            _lap(together, "forward")
-            return errors
-        timer.stop()
-        for number, one in enumerate(together):
-            if number not in errors:
-                one.start_exchange()
-        return errors
+            _lap(batch, "forward")
+        else:
+            timer.stop()
+        for part in launched:
+            if part.samples is not None:
+                part.sequence.start_exchange(part.step, part.samples)
+        return launched
 
 
-class _Running:
-    """A request on a loop, and what it has borrowed."""
-
-    def __init__(
-        self,
-        loop: Engine,
-        request: Request,
-        drawing: Sampler | None,
-        stop: Stop | None,
-        should_cancel: Callable[[], bool],
-        observe: Observer | None,
-    ):
-        model = loop._model
-        drawing = drawing or make_sampler(model, request, loop._plain_kinds)
-        begun = loop.begin(request, drawing, stop)
-        self._loop, self._draft_tables = loop, begun.draft_tables
-        self.decoding = Sequence(
-            model, request, drawing, begun.state, begun.budget, loop._member, should_cancel, observe
-        )
-        if begun.draft_tables is not None:
-            loop._draft_pool.lend(begun.draft_tables)
-
-    def end(self) -> None:
-        """Give back what was borrowed."""
-        loop = self._loop
-        if self._draft_tables is not None:
-            loop._draft_pool.give(self._draft_tables)
-        loop._model.texts.give(self.decoding.text)
+def _advance(part: _Launched, outcome: Outcome | None) -> StepOutput | LookaheadError:
+    """Advance a sequence; return its output, or the error that ended the sequence."""
+    if outcome is None:
+        return part.error
+    try:
+        return part.sequence.advance(part.step, part.samples, outcome)
+    except LookaheadError as error:
+        return error
 
 
-def _lap(together: list[Sequence], what: str) -> None:
-    for one in together:
-        one.clock.lap(what, len(together))
+def _lap(batch: list[Sequence], what: str) -> None:
+    for sequence in batch:
+        sequence.timer.lap(what, len(batch))

@@ -1,4 +1,4 @@
-"""What a request produces: pieces while it runs, a Generation at the end."""
+"""What a request produces for its caller: deltas while it runs, a Generation at the end."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Generation:
     Attributes:
         text: the new text.
         token_ids: the new tokens.
-        steps: steps it took, the prefill's included; further forward passes of exactness="strict" count as steps.
+        steps: number of steps, the prefill's included; further forward passes of exactness="strict" count as steps.
         step_tokens: tokens fed a step, mean over replicas and steps, the prefill's excluded.
         seconds: from the request's start to its last token; loading excluded.
         finish_reason: "eos", "stop" (a stop string), "length", "time" or "cancelled".
         seed: of the sample; None if decoding was greedy.
         logprobs: the model's log-probability of each new token, before processors; None if not asked for.
-        prefill_seconds, times, exchange_bytes, counts, pool, losses: see lp_runtime.engine.sequence.Report.
+        prefill_seconds, times, exchange_bytes, counts, pool, losses: see engine.output.Report.
     """
 
     text: str
@@ -43,13 +43,34 @@ class Generation:
     pool: PoolStatistics | None
     losses: int = 0
 
+    @classmethod
+    def of(cls, deltas: Sequence[Delta], report: Report) -> Generation:
+        """Return what deltas and a report add up to."""
+        logprobs = [value for delta in deltas for value in delta.logprobs or ()]
+        return cls(
+            text="".join(delta.text for delta in deltas),
+            token_ids=[token for delta in deltas for token in delta.token_ids],
+            steps=report.num_steps,
+            step_tokens=report.step_tokens,
+            seconds=report.seconds,
+            finish_reason=report.finish_reason,
+            seed=report.seed,
+            logprobs=logprobs or None,
+            prefill_seconds=report.prefill_seconds,
+            times=report.times,
+            exchange_bytes=report.exchange_bytes,
+            counts=report.counts,
+            pool=report.pool,
+            losses=report.losses,
+        )
+
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
     @property
     def compression_ratio(self) -> float:
-        """S: new tokens / steps; 0 if it was cancelled before the first."""
+        """S: new tokens / steps; 0.0 if the request was cancelled before its first step."""
         return self.num_tokens / self.steps if self.steps else 0.0
 
     @property
@@ -59,13 +80,13 @@ class Generation:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added.
+    """What one step adds to a stream.
 
     Attributes:
-        text: text that the step's tokens completed; may be empty.
-        token_ids: the step's tokens; empty in a last piece that only completes the text.
-        logprobs: the model's log-probability of each, if asked for.
-        found_by: the rank that has found each, if asked for.
+        text: text that the step's tokens complete; may be empty.
+        token_ids: the step's tokens; empty in a last delta that only completes the text.
+        logprobs: the model's log-probability of each token; None if the request does not ask for them.
+        found_by: rank of the replica that has verified each token; None if the request does not ask for a trace.
     """
 
     text: str
@@ -75,11 +96,16 @@ class Delta:
 
 
 class GenerationStream:
-    """Iterates over the pieces of one request. Close it early to cancel the request.
+    """Iterates over the deltas of one request. Closing the stream early cancels the request.
+
+    Args:
+        events: what the launcher yields for the request.
+        text_stream: decodes token ids; None where the model has no tokenizer.
+        stop_strings: finds the request's stop strings; None without any.
 
     Attributes:
         generation: the whole, once the iteration has ended; None before.
-        has_text: False where the model has no tokenizer, so that pieces are token ids alone.
+        has_text: False where the model has no tokenizer: deltas are token ids alone then.
     """
 
     def __init__(
@@ -91,51 +117,35 @@ class GenerationStream:
         self.generation: Generation | None = None
         self.has_text = text_stream is not None
         self._events = events
-        self._pieces = self._decode(text_stream, stop_strings)
+        self._deltas = self._decode(text_stream, stop_strings)
 
     def __iter__(self) -> GenerationStream:
         return self
 
     def __next__(self) -> Delta:
-        return next(self._pieces)
+        return next(self._deltas)
 
     def close(self) -> None:
-        """Cancel what is left of the request."""
-        self._pieces.close()
+        """Cancel the rest of the request."""
+        self._deltas.close()
         self._events.close()
 
     def _decode(self, text_stream: TextStream | None, stop_strings: StopStrings | None) -> Generator[Delta, None, None]:
-        pieces: list[Delta] = []
+        deltas: list[Delta] = []
         for event in self._events:
             if not isinstance(event, Report):
                 text = _text(event.token_ids, text_stream, stop_strings) if text_stream else ""
-                pieces.append(Delta(text, event.token_ids, event.logprobs, event.found_by))
-                yield pieces[-1]
+                deltas.append(Delta(text, event.token_ids, event.logprobs, event.found_by))
+                yield deltas[-1]
                 continue
             if text_stream and event.finish_reason != "stop" and (rest := text_stream.finish()):
-                pieces.append(Delta(rest, []))
-                yield pieces[-1]
-            logprobs = [value for piece in pieces for value in piece.logprobs or ()]
-            self.generation = Generation(
-                text="".join(piece.text for piece in pieces),
-                token_ids=[token for piece in pieces for token in piece.token_ids],
-                steps=event.num_steps,
-                step_tokens=event.step_tokens,
-                seconds=event.seconds,
-                finish_reason=event.finish_reason,
-                seed=event.seed,
-                logprobs=logprobs or None,
-                prefill_seconds=event.prefill_seconds,
-                times=event.times,
-                exchange_bytes=event.exchange_bytes,
-                counts=event.counts,
-                pool=event.pool,
-                losses=event.losses,
-            )
+                deltas.append(Delta(rest, []))
+                yield deltas[-1]
+            self.generation = Generation.of(deltas, event)
 
 
 def _text(token_ids: Sequence[int], text_stream: TextStream, stop_strings: StopStrings | None) -> str:
-    """The text of a run, without what stands behind a stop string inside the last token."""
+    """Return the text of a step's tokens, without what follows a stop string inside the last token."""
     if stop_strings is None:
         return text_stream.add(token_ids)
     text = ""

@@ -11,8 +11,13 @@ from lp_runtime.lookahead.drafters.paper.pool import PoolStatistics
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one step committed: token ids, and for each, if the request asks for it, the model's log-probability and the
-    rank that has found it."""
+    """What one step committed.
+
+    Attributes:
+        token_ids: the committed tokens, at least one.
+        logprobs: the model's log-probability of each; None if the request does not ask for them.
+        found_by: rank of the replica that has verified each; None if the request does not ask for a trace.
+    """
 
     token_ids: list[int]
     logprobs: list[float] | None = None
@@ -28,13 +33,13 @@ class Report:
         finish_reason: "eos", "stop", "length", "time" or "cancelled".
         step_tokens: tokens fed a step, mean over replicas and steps, the prefill's excluded.
         seconds: from the request's start to its last token.
-        prefill_seconds: of these, the prefill's step.
-        times: of these, where the other steps' went.
+        prefill_seconds: of `seconds`, the prefill's step.
+        times: of `seconds`, where the other steps' time went.
         exchange_bytes: bytes that a replica sends in a step, mean.
-        counts: tokens fed and accepted, by where they came from and how deep they stood.
-        pool: the n-gram pool at the end; None where the drafter has none.
+        counts: draft tokens fed and accepted, by source and depth.
+        pool: the n-gram pool at the end; None if the drafter has none.
         seed: of the sample; None if decoding was greedy.
-        losses: replicas that were lost on the way; times, tokens and counts are then of what came after the last loss.
+        losses: replicas that were lost on the way; times, tokens and counts are then those after the last loss.
     """
 
     num_steps: int
@@ -50,4 +55,4 @@ class Report:
     losses: int = 0
 
 
-Event = StepOutput | Report  # a run a step, and a report at the end
+Event = StepOutput | Report  # one StepOutput a step, and a Report at the end

@@ -1,4 +1,4 @@
-"""Where a request's time goes: a trace of torch's profiler over some steps, and a table."""
+"""The profiler: a trace of torch's profiler over a request's first steps, and a table of where time goes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.profiler import ProfilerActivity, profile
 from lp_runtime.engine.output import Event, Report
 from lp_runtime.errors import ConfigError
 
-NUM_STEPS = 16  # that are traced, from the first after the prefill on
-NUM_ROWS = 12
+NUM_STEPS = 16  # traced steps, from the first after the prefill on
+NUM_ROWS = 12  # of the table
 
 
 def check_folder(folder: str) -> None:
-    """Make the folder of traces.
+    """Create the folder that gets the traces.
 
     Raises:
-        ConfigError: if it cannot be made.
+        ConfigError: if the folder cannot be created.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -29,43 +29,65 @@ def check_folder(folder: str) -> None:
 
 
 def profiled(events: Iterator[Event], folder: str, rank: int, device: torch.device) -> Iterator[Event]:
-    """A request's events, as they come; beside that, its first steps are traced.
+    """Yield a request's events as they come, and trace its first steps.
 
     Args:
-        events: of Engine.run.
-        folder: gets rank<RANK>.json, of the latest request with a step after its prefill, for ui.perfetto.dev.
-        rank: of this replica; the first one prints a table to stderr.
-        device: the model's.
+        events: what Engine.run yields.
+        folder: gets rank<RANK>.json, for ui.perfetto.dev; only the latest request with a step after its prefill stays.
+        rank: of this replica; rank 0 prints a table to stderr.
+        device: of the model.
     """
-    is_cuda = device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
-    trace = profile(activities=activities)
-    num_events = 0
-    is_running = False
+    trace = _Trace(Path(folder) / f"rank{rank}.json", rank == 0, device)
     try:
-        for event in events:
-            if is_running and (num_events == NUM_STEPS or isinstance(event, Report)):
-                is_running = False
-                trace.stop()
-                if num_events > 1:  # there was a step after the prefill's
-                    trace.export_chrome_trace(str(Path(folder) / f"rank{rank}.json"))
-                    if rank == 0:
-                        key = "self_cuda_time_total" if is_cuda else "self_cpu_time_total"
-                        print(trace.key_averages().table(sort_by=key, row_limit=NUM_ROWS), file=sys.stderr)
+        for number, event in enumerate(events):
+            is_report = isinstance(event, Report)
+            if is_report or number == NUM_STEPS:
+                trace.stop(has_steps=number > 1)
             if isinstance(event, Report) and rank == 0 and event.num_steps > 1:
                 print(_parts(event), file=sys.stderr)
-            if num_events == 0 and not isinstance(event, Report):
-                is_running = True
+            if number == 0 and not is_report:
                 trace.start()
-            num_events += 1
             yield event
     finally:
-        if is_running:
-            trace.stop()
+        trace.stop(has_steps=False)
+
+
+class _Trace:
+    """A trace of torch's profiler.
+
+    Args:
+        path: file that gets the trace.
+        prints: whether a table is printed to stderr.
+        device: of the model.
+    """
+
+    def __init__(self, path: Path, prints: bool, device: torch.device):
+        self._path, self._prints, self._is_cuda = path, prints, device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._is_cuda else [])]
+        self._profile = profile(activities=activities)
+        self._is_running = False
+
+    def start(self) -> None:
+        """Begin to trace."""
+        self._is_running = True
+        self._profile.start()
+
+    def stop(self, has_steps: bool) -> None:
+        """End the trace if it runs; write and print it if it has a step after the prefill's."""
+        if not self._is_running:
+            return
+        self._is_running = False
+        self._profile.stop()
+        if not has_steps:
+            return
+        self._profile.export_chrome_trace(str(self._path))
+        if self._prints:
+            key = "self_cuda_time_total" if self._is_cuda else "self_cpu_time_total"
+            print(self._profile.key_averages().table(sort_by=key, row_limit=NUM_ROWS), file=sys.stderr)
 
 
 def _parts(report: Report) -> str:
-    """Milliseconds a step of all that a step is made of."""
+    """Return a line with the milliseconds of each part of a step, mean over the steps after the prefill."""
     num_steps = report.num_steps - 1
     parts = {name: 1000 * getattr(report.times, name) / num_steps for name in ("forward", "exchange", "other")}
     whole = sum(parts.values()) or 1.0

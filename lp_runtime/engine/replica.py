@@ -1,4 +1,4 @@
-"""A replica: one process's model, its place in the group, and the decoding loop over both."""
+"""A replica: one process's model, its place in the group, and the engine over both."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import gather_rows
-from lp_runtime.distributed.process_group import address_of, process_group
-from lp_runtime.engine.calibration import Calibration
+from lp_runtime.distributed.group import Group
+from lp_runtime.distributed.process_group import GroupOptions, address_of, process_group
+from lp_runtime.engine.batch import Arrival, never_cancel
+from lp_runtime.engine.calibration import Calibration, Measured
 from lp_runtime.engine.draft_store import DraftStore
-from lp_runtime.engine.engine import Arrival, Engine, never_cancel
+from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.output import Event, Report
 from lp_runtime.engine.profiler import check_folder, profiled
 from lp_runtime.engine.request import Request
-from lp_runtime.engine.sampler_factory import make_sampler
+from lp_runtime.engine.sampler_factory import make_sampler_spec
 from lp_runtime.errors import ConfigError, LookaheadError, ModelError
 from lp_runtime.model.cuda_graph import can_capture
 from lp_runtime.model.kv_cache.capacity import capacity_in_tokens
@@ -35,11 +37,12 @@ from lp_runtime.model.optimize.packing import pack_if_faster, pack_linears
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.self_check import check_model
 from lp_runtime.model.tokenizer import StopStrings
+from lp_runtime.model.types import CausalLM
 from lp_runtime.sampling.hf_settings import defaults_of
 
 log = logging.getLogger(__name__)
 
-MUCH_ROOM = 1 << 40  # tokens
+UNLIMITED_TOKENS = 1 << 40  # stands for an unknown capacity in the exchange
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,11 @@ class ReplicaInfo:
         vocabulary_size: token ids are below it.
         context_length: tokens of prompt and output together at most; None if the model sets no limit.
         eos_token_ids: the model's end-of-sequence ids.
-        defaults: what the model's generation_config.json sets of lp_runtime.sampling.hf_settings.APPLIED_DEFAULTS.
-        device, dtype: as torch names them.
+        defaults: what the model's generation_config.json sets of sampling.hf_settings.APPLIED_DEFAULTS.
+        device: device of the model, as torch names it.
+        dtype: dtype of the model, as torch names it, without "torch.".
         self_check: largest relative difference that the start-up self-check saw.
-        capacity: tokens of prompts and outputs together that every replica's memory had room for at start; None if that
-            could not be told.
+        capacity: tokens of prompts and outputs together that fit into every replica's memory at start; None if unknown.
         supports_batching: whether several requests can be decoded in one forward pass.
     """
 
@@ -69,62 +72,80 @@ class ReplicaInfo:
     supports_batching: bool = False
 
 
-class Replica:
-    """A loaded, checked and connected model. Made by `join_group`."""
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is loaded and checked, and what this process has measured of it.
 
-    def __init__(
-        self,
-        config: RuntimeConfig,
-        context: ReplicaContext,
-        loaded: LoadedModel,
-        exchange_device: torch.device,
-        reports_times_late: bool,
-    ):
+    Attributes:
+        model: runs it.
+        info: what a driver must know of it.
+        known: what was measured; filled in when it is.
+    """
+
+    model: ModelRunner
+    info: ReplicaInfo
+    known: Measured
+
+
+class Replica:
+    """A loaded, checked and connected model. Made by `join_group`.
+
+    Args:
+        config: the runtime's.
+        loaded: this replica's model.
+        group: the replicas that share the steps of a request.
+        times_are_late: see Sequence.
+
+    Attributes:
+        group: as given.
+        info: what a driver must know of the model.
+    """
+
+    def __init__(self, config: RuntimeConfig, loaded: LoadedModel, group: Group, times_are_late: bool):
         model = loaded.model
-        self.context = context
-        self.exchange_device = exchange_device
-        self.info = loaded.info
+        self.group, self.info = group, loaded.info
         self._config = config.model
-        self._model = model
-        place = (context.rank, context.num_replicas, exchange_device)
-        self._memory_file = DraftStore.of(config.lookahead, model.vocabulary_size)
-        self._draft_tables = self._memory_file.load(*place) if self._memory_file else None
-        calibration = Calibration(model, *place, config.cache_dir, loaded.known)
-        self._loop = Engine(model, *place, calibration, self._draft_tables, reports_times_late)
-        self._loop.prepare(config.lookahead)
         self._device = model.device
         self._profile_dir = config.profile_dir if config.profile else None
+        self._draft_store = DraftStore.of(config.lookahead, model.vocabulary_size)
+        self._draft_tables = self._draft_store.load(group) if self._draft_store else None
+        calibration = Calibration(model, group, config.cache_dir, loaded.known)
+        self._engine = Engine(model, group, calibration, self._draft_tables, times_are_late)
+        self._engine.prepare(config.lookahead)
 
     def decode(self, request: Request, should_cancel: Callable[[], bool] = never_cancel) -> Iterator[Event]:
-        """See Engine.run."""
-        events = self._loop.run(request, stop=self._stop(request), should_cancel=should_cancel)
+        """Decode one request, in concert with the other replicas of the group; see Engine.run."""
+        events = self._engine.run(request, stop=self._stop(request), should_cancel=should_cancel)
         if self._profile_dir is not None:
-            events = profiled(events, self._profile_dir, self.context.rank, self._device)
+            events = profiled(events, self._profile_dir, self.group.rank, self._device)
         for event in events:
             self._note(event, request)
             yield event
 
     @property
     def supports_batching(self) -> bool:
-        """Whether requests may be decoded together."""
-        return self.context.num_replicas == 1 and self._profile_dir is None
+        """Whether requests can be decoded in one forward pass, by `decode_batch`."""
+        return self.group.is_alone and self._profile_dir is None
 
     def decode_batch(
         self, arrivals: Callable[[], Iterable[tuple[Hashable, Request, Callable[[], bool]]]]
     ) -> Iterator[tuple[Hashable, Event | LookaheadError]]:
-        """See Engine.run_batch.
+        """Decode requests as they arrive, several in one forward pass; see Engine.run_batch.
 
         Args:
-            arrivals: (key, request, should_cancel) of those that have arrived.
+            arrivals: asked between two steps for (key, request, should_cancel) of the requests that have arrived.
+
+        Yields:
+            (key, event) for every request.
         """
-        requests = {}
+        requests: dict[Hashable, Request] = {}
 
         def arrived() -> Iterator[Arrival]:
             for key, request, should_cancel in arrivals():
                 requests[key] = request  # until it has ended
                 yield Arrival(key, request, self._stop(request), should_cancel)
 
-        for key, event in self._loop.run_batch(arrived):
+        for key, event in self._engine.run_batch(arrived):
             is_end = isinstance(event, Report | LookaheadError)
             self._note(event, requests.pop(key) if is_end else requests[key])
             yield key, event
@@ -133,23 +154,15 @@ class Replica:
         return StopStrings(self._tokenizer, request.stop) if request.stop else None
 
     def _note(self, event: Event | LookaheadError, request: Request) -> None:
+        """Store the draft tables after a request that has used the stored ones."""
         settings = request.lookahead
-        is_kept = self._memory_file and settings.draft_tables != "request" and settings.drafter == "full"
-        if isinstance(event, Report) and is_kept and self.context.rank == 0:
-            self._memory_file.save(self._draft_tables)
+        is_stored = self._draft_store and settings.draft_tables != "request" and settings.drafter == "full"
+        if isinstance(event, Report) and is_stored and self.group.rank == 0:
+            self._draft_store.save(self._draft_tables)
 
     @cached_property
     def _tokenizer(self):
         return load_tokenizer(self._config)
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model that is loaded and checked, and what this process has measured of it."""
-
-    model: ModelRunner
-    info: ReplicaInfo
-    known: dict[str, Any]
 
 
 def load_replica(config: RuntimeConfig, device_index: int, num_local: int, owns_process: bool) -> LoadedModel:
@@ -157,10 +170,13 @@ def load_replica(config: RuntimeConfig, device_index: int, num_local: int, owns_
 
     Args:
         config: the runtime's.
-        device_index, num_local, owns_process: see ReplicaContext.
+        device_index: which of the GPUs that this process sees is the replica's.
+        num_local: replicas on this machine.
+        owns_process: whether the process is there for this replica alone, which then sets its thread count.
 
     Raises:
-        ConfigError, ModelError: as the parts do.
+        ConfigError: if a setting cannot be met on this machine.
+        ModelError: if the model cannot be loaded, or fails the self-check.
     """
     if config.launcher.interface is not None:
         address_of(config.launcher.interface)  # refused before a model is loaded
@@ -174,7 +190,7 @@ def load_replica(config: RuntimeConfig, device_index: int, num_local: int, owns_
     elif owns_process:  # replicas that share a machine share its cores
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local))
     model, self_check = ready_model(config, device)
-    make_sampler(model, Request((0,), PLAIN, max_new_tokens=1))  # the model's own defaults must be ones we can keep
+    make_sampler_spec(model, Request((0,), PLAIN, max_new_tokens=1))  # refuses model defaults that cannot be kept
     num_sharing = num_local if device.type == "cpu" else -(-num_local // torch.cuda.device_count())
     info = ReplicaInfo(
         vocabulary_size=model.vocabulary_size,
@@ -187,7 +203,7 @@ def load_replica(config: RuntimeConfig, device_index: int, num_local: int, owns_
         capacity=capacity_in_tokens(model, num_sharing),
         supports_batching=model.supports_batching and not config.profile,
     )
-    return LoadedModel(model, info, {})
+    return LoadedModel(model, info, Measured())
 
 
 @contextmanager
@@ -196,9 +212,9 @@ def join_group(
     loaded: LoadedModel,
     context: ReplicaContext,
     store: dist.Store | None = None,
-    is_abandoned: Callable[[], bool] = lambda: False,
+    is_abandoned: Callable[[], bool] = never_cancel,
 ) -> Iterator[Replica]:
-    """Join the group of all replicas, for as long as it is.
+    """Join the group of all replicas, and leave it at the end of the `with` block.
 
     Args:
         config: the runtime's.
@@ -207,74 +223,90 @@ def join_group(
         store: where the replicas meet, if it is open in this process.
         is_abandoned: see process_group.
 
+    Yields:
+        the replica.
+
     Raises:
-        ConfigError, LaunchError: as the parts do.
+        ConfigError: if a setting cannot be met.
+        LaunchError: if the group does not form.
     """
-    device, launcher, info = loaded.model.device, config.launcher, loaded.info
-    with process_group(
-        context,
-        device,
-        launcher.timeout,
-        store,
-        launcher.backend,
-        config.failure.timeout,
-        is_abandoned,
-        launcher.interface,
-    ) as exchange_device:
-        mine = np.array(
-            [MUCH_ROOM if info.capacity is None else min(info.capacity, MUCH_ROOM), loaded.model.timer is not None]
-        )
-        rooms, late = gather_rows(mine, context.num_replicas, exchange_device).T
-        info = replace(info, capacity=None if rooms.min() == MUCH_ROOM else int(rooms.min()))
-        yield Replica(config, context, replace(loaded, info=info), exchange_device, bool(late.any()))
+    launcher, info = config.launcher, loaded.info
+    options = GroupOptions(launcher.timeout, config.failure.timeout, launcher.backend, launcher.interface)
+    with process_group(context, loaded.model.device, options, store, is_abandoned) as group:
+        capacity = UNLIMITED_TOKENS if info.capacity is None else min(info.capacity, UNLIMITED_TOKENS)
+        capacities, are_late = gather_rows(np.array([capacity, loaded.model.timer is not None]), group).T
+        smallest = int(capacities.min())
+        info = replace(info, capacity=None if smallest == UNLIMITED_TOKENS else smallest)
+        yield Replica(config, replace(loaded, info=info), group, bool(are_late.any()))
 
 
 @contextmanager
 def start_replica(config: RuntimeConfig, context: ReplicaContext) -> Iterator[Replica]:
-    """Load the model, check it, join the group: see `load_replica` and `join_group`."""
+    """Load the model, check it and join the group: `load_replica` and `join_group` in one."""
     loaded = load_replica(config, context.device_index, context.num_local, context.owns_process)
     with join_group(config, loaded, context) as replica:
         yield replica
 
 
 def ready_model(config: RuntimeConfig, device: torch.device) -> tuple[ModelRunner, float]:
-    """Load a model and check it; returns it, and the largest relative difference that the self-check saw.
+    """Load a model and check it.
+
+    Returns:
+        (model, difference): the largest relative difference that the self-check saw.
 
     Raises:
         ModelError: if it cannot be loaded, or failed.
     """
-    return made_ready(load_model(config.model, device, config.dtype), config, device)
+    return prepare_model(load_model(config.model, device, config.dtype), config, device)
 
 
-def made_ready(loaded, config: RuntimeConfig, device: torch.device) -> tuple[ModelRunner, float]:
-    """The same with a Hugging Face causal LM that is on the device already."""
+def prepare_model(loaded: CausalLM, config: RuntimeConfig, device: torch.device) -> tuple[ModelRunner, float]:
+    """Fuse, pack and check a Hugging Face causal LM that is on its device already.
+
+    Returns:
+        (model, difference): the largest relative difference that the self-check saw.
+
+    Raises:
+        ModelError: if the model failed the self-check.
+    """
     strict_tokens = config.strict_tokens if config.exactness == "strict" else None
-    num_fused = num_packed = 0
-    if config.model.fusing == "auto" and config.model.device_map is None:
-        num_fused = fuse_blocks(loaded)
-        if num_fused and device.type == "cuda":
-            torch.cuda.empty_cache()  # what was freed, for others that share the GPU
-    if config.model.packing == "auto":
-        # With exactness=strict all replicas must compute alike, whatever each of them would measure.
-        num_packed = (pack_if_faster if strict_tokens is None else pack_linears)(loaded)
+    changes = _optimize(loaded, config, device)
     model = ModelRunner(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True)
     if config.compile != "off" and strict_tokens is None and can_capture(loaded):
-        model.fix_sizes(capture=True, compiled=config.compile == "full")
+        model.enable_graphs(capture=True, compiled=config.compile == "full")
         try:
             return model, check_model(model)
         except ModelError as error:
             log.warning("compile=%s: %s; going on with compile=off", config.compile, error)
-            model.free_sizes()
+            model.disable_graphs()
     try:
         return model, check_model(model)
     except ModelError as error:
-        changed = {"model.fusing=off": num_fused, "model.packing=off": num_packed}
-        without = " ".join(setting for setting, count in changed.items() if count)
-        raise ModelError(f"{error}{f' (with layers of our own: try {without})' if without else ''}") from error
+        hint = f" (with layers of our own: try {' '.join(changes)})" if changes else ""
+        raise ModelError(f"{error}{hint}") from error
+
+
+def _optimize(loaded: CausalLM, config: RuntimeConfig, device: torch.device) -> list[str]:
+    """Fuse and pack a model's layers, as the settings say; return the settings that would undo what was done."""
+    undo = []
+    if config.model.fusing == "auto" and config.model.device_map is None and fuse_blocks(loaded):
+        undo.append("model.fusing=off")
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what was freed, for others that share the GPU
+    if config.model.packing == "auto":
+        # With exactness=strict all replicas must compute alike, whatever each of them would measure.
+        pack = pack_linears if config.exactness == "strict" else pack_if_faster
+        if pack(loaded):
+            undo.append("model.packing=off")
+    return undo
 
 
 def choose_device(device: str, index: int) -> torch.device:
-    """The replica's device. `index` is among the GPUs this process sees.
+    """Return the device of a replica.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        index: which of the GPUs that this process sees is the replica's.
 
     Raises:
         ConfigError: if CUDA is wanted and this process does not see that many GPUs.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.sampling.types import LogitsProcessor
 
 
 @dataclass(frozen=True)
@@ -15,18 +15,18 @@ class Request:
 
     Attributes:
         prompt_ids: token ids, at least one, all in the vocabulary.
-        lookahead: what is proposed, and how much of it.
+        lookahead: what is drafted, and how much of it.
         max_new_tokens: tokens to generate at most, >= 1.
-        eos_token_ids: where to stop; empty to go on to max_new_tokens.
-        sampling: what overrides the model's own defaults; its seed is set where it samples.
-        sample: which of several samples of the prompt, >= 0.
-        stop: strings of new text after whose end to stop.
-        max_time: seconds after which to stop, at the end of a step.
-        logprobs: whether to report the log-probability of each token.
-        processors: logits processors of the user's own, run after transformers' processors and before its warpers.
-        trace: whether to report which replica has found each token.
-        committed: new tokens that an earlier attempt has committed: decoding goes on behind them, and only what is new
-            is yielded.
+        eos_token_ids: tokens to stop after; empty to go on to `max_new_tokens`.
+        sampling: settings that override the model's own defaults; the seed is set where the request samples.
+        sample: which of several independent samples of one seed, >= 0.
+        stop: strings; decoding stops after the first that the new text contains.
+        max_time: seconds after which to stop, at the end of a step; None for no limit.
+        logprobs: whether to report the log-probability of each new token.
+        processors: logits processors of the caller's own, run after transformers' processors and before its warpers.
+        trace: whether to report which replica has verified each token.
+        committed: new tokens that an earlier attempt at the request has committed; decoding goes on behind them, and
+            only later tokens are reported.
     """
 
     prompt_ids: tuple[int, ...]
@@ -38,6 +38,6 @@ class Request:
     stop: tuple[str, ...] = ()
     max_time: float | None = None
     logprobs: bool = False
-    processors: tuple[Any, ...] = ()
+    processors: tuple[LogitsProcessor, ...] = ()
     trace: bool = False
     committed: tuple[int, ...] = ()

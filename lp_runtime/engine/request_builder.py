@@ -1,12 +1,12 @@
-"""From what a caller asks for to a checked request: the model's defaults filled in, a seed drawn if need be."""
+"""From what a caller asks for to a checked request: the model's defaults filled in, a seed chosen if need be."""
 
 from __future__ import annotations
 
 import pickle
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 from lp_runtime.config.lookahead import LookaheadConfig, check_exactness
 from lp_runtime.config.sampling import SamplingConfig
@@ -15,25 +15,28 @@ from lp_runtime.engine.replica import ReplicaInfo
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import ConfigError, RequestError, first_line
 from lp_runtime.model.tokenizer import encode, encode_chat
+from lp_runtime.model.types import Tokenizer
 from lp_runtime.sampling.gumbel import MAX_SAMPLE
 from lp_runtime.sampling.processors import check_processors
+from lp_runtime.sampling.types import LogitsProcessor
 
-SEED_BITS = 32  # of a seed that is drawn: short enough to type
+Config = TypeVar("Config")
+SEED_BITS = 32  # of a seed that is chosen here: short enough to type
 
 
 class RequestOptions(TypedDict, total=False):
     """What a request may say beside its prompt and max_new_tokens.
 
     messages: a conversation instead of a prompt, by the model's chat template: dicts with "role" and "content".
-    eos: stop at the model's end-of-sequence token (which is kept); False goes on. Default True.
-    lookahead: other W, N, G for this request; the output is the same.
-    sampling: how successors are drawn, instead of the runtime's.
+    eos: whether to stop at the model's end-of-sequence token, which is kept. Default True.
+    lookahead: drafting settings of this request; the output does not depend on them. Default: the runtime's.
+    sampling: how successors are sampled. Default: the runtime's.
     sample: which of several independent samples of one seed, >= 0. Default 0.
-    stop: strings of new text; decoding ends with the first of them, which is kept. Default: the model's stop_strings.
-    max_time: seconds after which to stop, at the end of a step.
-    logprobs: report the log-probability of each new token. Default False.
-    trace: report which replica has found each new token. Default False.
-    processors: transformers LogitsProcessors of your own; they must depend on their arguments alone, and pickle.
+    stop: strings; decoding ends after the first that the new text contains. Default: the model's stop_strings.
+    max_time: seconds after which to stop, at the end of a step. Default: the model's.
+    logprobs: whether to report the log-probability of each new token. Default False.
+    trace: whether to report which replica has verified each new token. Default False.
+    processors: transformers LogitsProcessors; they must depend on their arguments alone, and pickle. Default: none.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -45,24 +48,24 @@ class RequestOptions(TypedDict, total=False):
     max_time: float | None
     logprobs: bool
     trace: bool
-    processors: Sequence[Any]
+    processors: Sequence[LogitsProcessor]
 
 
 class RequestBuilder:
-    """Makes requests for the replicas of a runtime.
+    """Builds checked requests for the replicas of a runtime.
 
     Args:
         config: the runtime's.
-        info: of its replicas' model.
-        tokenizer: gives the model's tokenizer; called where text is met.
+        info: of the replicas' model.
+        tokenizer: returns the model's tokenizer; called where text is met.
     """
 
-    def __init__(self, config: RuntimeConfig, info: ReplicaInfo, tokenizer: Callable[[], Any]):
+    def __init__(self, config: RuntimeConfig, info: ReplicaInfo, tokenizer: Callable[[], Tokenizer]):
         self._config = config
         self._info = info
         self._tokenizer = tokenizer
 
-    def make(
+    def build(
         self,
         prompt: str | Sequence[int] | None = None,
         max_new_tokens: int | None = None,
@@ -76,64 +79,39 @@ class RequestBuilder:
         max_time: float | None = None,
         logprobs: bool = False,
         trace: bool = False,
-        processors: Sequence[Any] = (),
+        processors: Sequence[LogitsProcessor] = (),
     ) -> Request:
-        """Turn a prompt and options into a checked request: the model's defaults filled in, a seed drawn if need be.
+        """Return a checked request: the model's defaults filled in, a seed chosen if need be.
+
+        Args:
+            prompt: text or token ids; None where `messages` is given.
+            max_new_tokens: tokens to generate at most, >= 1; None for the model's own, else 128.
+            messages, eos, lookahead, sampling, sample, stop, max_time, logprobs, trace, processors: see RequestOptions.
 
         Raises:
-            ConfigError, RequestError: see `generate`.
+            ConfigError: if a setting is out of range.
+            RequestError: if the prompt is empty, has ids out of the vocabulary, or is too long for the model.
         """
-        info, defaults = self._info, self._info.defaults
+        defaults = self._info.defaults
         stop = defaults.get("stop_strings", ()) if stop is None else stop
         stop = (stop,) if isinstance(stop, str) else stop
         max_time = defaults.get("max_time") if max_time is None else max_time
         check_limits(max_new_tokens, stop, max_time)
-        for value, kind, name in ((sampling, SamplingConfig, "sampling"), (lookahead, LookaheadConfig, "lookahead")):
-            if value is not None and not isinstance(value, kind):
-                raise ConfigError(f"{name}={value!r}: must be a {kind.__name__}")
         self._check_processors(processors)
         if isinstance(sample, bool) or not isinstance(sample, int) or not 0 <= sample <= MAX_SAMPLE:
             raise ConfigError(f"sample={sample}: must be 0 to 2**32 - 1")
-        sampling = self._resolve(sampling or self._config.sampling)
-        lookahead = lookahead or self._config.lookahead
-        check_exactness(self._config.exactness, lookahead)
-        if lookahead.draft_tables not in ("request", "runtime", self._config.lookahead.draft_tables):
-            raise ConfigError(
-                f"lookahead.draft_tables={lookahead.draft_tables}: of a request it must be request, runtime or the runtime's own"
-            )
-        if (prompt is None) == (messages is None):
-            raise RequestError("prompt and messages: give one of them")
-        if messages is not None:
-            ids = tuple(encode_chat(self._tokenizer(), messages))
-        else:
-            ids = tuple(encode(self._tokenizer(), prompt) if isinstance(prompt, str) else prompt)
-        if not ids:
-            raise RequestError("the prompt is empty: it must have at least one token")
+        sampling = self._with_seed(_typed("sampling", sampling, SamplingConfig) or self._config.sampling)
+        lookahead = self._lookahead(lookahead)
+        ids = self._encode(prompt, messages)
         if max_new_tokens is None:
             max_new_tokens = self._default_max_new_tokens(len(ids))
-        if sampling.min_new_tokens is not None and sampling.min_new_tokens > max_new_tokens:
-            raise ConfigError(
-                f"sampling.min_new_tokens={sampling.min_new_tokens}: must not be above max_new_tokens={max_new_tokens}"
-            )
-        self._check_vocabulary("of the prompt", ids)
-        for words in sampling.bad_words_ids or ():
-            self._check_vocabulary("in sampling.bad_words_ids", words)
-        self._check_vocabulary("in sampling.logit_bias", sampling.logit_bias or ())
-        if info.context_length is not None and len(ids) + max_new_tokens > info.context_length:
-            raise RequestError(
-                f"the prompt is too long: {len(ids)} tokens + max_new_tokens={max_new_tokens} are more than"
-                f" the model's context of {info.context_length}"
-            )
-        if info.capacity is not None and len(ids) + max_new_tokens > info.capacity:
-            raise RequestError(
-                f"no room in memory: {len(ids)} tokens + max_new_tokens={max_new_tokens} are more than the"
-                f" {info.capacity} that a replica's cache can hold"
-            )
+        self._check_vocabulary(ids, sampling)
+        self._check_lengths(len(ids), max_new_tokens, sampling)
         return Request(
             prompt_ids=ids,
             lookahead=lookahead,
             max_new_tokens=max_new_tokens,
-            eos_token_ids=info.eos_token_ids if eos else frozenset(),
+            eos_token_ids=self._info.eos_token_ids if eos else frozenset(),
             sampling=sampling,
             sample=sample,
             stop=tuple(stop),
@@ -143,8 +121,51 @@ class RequestBuilder:
             processors=tuple(processors),
         )
 
+    def _lookahead(self, given: LookaheadConfig | None) -> LookaheadConfig:
+        """Return a request's drafting settings, checked against the runtime's."""
+        config = self._config
+        lookahead = _typed("lookahead", given, LookaheadConfig) or config.lookahead
+        check_exactness(config.exactness, lookahead)
+        if lookahead.draft_tables not in ("request", "runtime", config.lookahead.draft_tables):
+            raise ConfigError(
+                f"lookahead.draft_tables={lookahead.draft_tables}: of a request it must be request, runtime or the"
+                " runtime's own"
+            )
+        return lookahead
+
+    def _encode(
+        self, prompt: str | Sequence[int] | None, messages: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[int, ...]:
+        """Return the token ids of a prompt or a conversation, at least one."""
+        if (prompt is None) == (messages is None):
+            raise RequestError("prompt and messages: give one of them")
+        if messages is not None:
+            ids = tuple(encode_chat(self._tokenizer(), messages))
+        else:
+            ids = tuple(encode(self._tokenizer(), prompt) if isinstance(prompt, str) else prompt)
+        if not ids:
+            raise RequestError("the prompt is empty: it must have at least one token")
+        return ids
+
+    def _check_lengths(self, num_prompt: int, max_new_tokens: int, sampling: SamplingConfig) -> None:
+        info = self._info
+        if sampling.min_new_tokens is not None and sampling.min_new_tokens > max_new_tokens:
+            raise ConfigError(
+                f"sampling.min_new_tokens={sampling.min_new_tokens}: must not be above max_new_tokens={max_new_tokens}"
+            )
+        if info.context_length is not None and num_prompt + max_new_tokens > info.context_length:
+            raise RequestError(
+                f"the prompt is too long: {num_prompt} tokens + max_new_tokens={max_new_tokens} are more than"
+                f" the model's context of {info.context_length}"
+            )
+        if info.capacity is not None and num_prompt + max_new_tokens > info.capacity:
+            raise RequestError(
+                f"no room in memory: {num_prompt} tokens + max_new_tokens={max_new_tokens} are more than the"
+                f" {info.capacity} that a replica's cache can hold"
+            )
+
     def _default_max_new_tokens(self, prompt_length: int) -> int:
-        """As the model's own defaults say, else ours."""
+        """Return what the model's own defaults say, else DEFAULT_MAX_NEW_TOKENS."""
         defaults = self._info.defaults
         if "max_new_tokens" in defaults or "max_length" not in defaults:
             return defaults.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
@@ -156,7 +177,7 @@ class RequestBuilder:
         return defaults["max_length"] - prompt_length
 
     @staticmethod
-    def _check_processors(processors: Sequence[Any]) -> None:
+    def _check_processors(processors: Sequence[LogitsProcessor]) -> None:
         if isinstance(processors, str) or not isinstance(processors, Sequence):
             raise ConfigError(f"processors={processors!r}: must be a list of LogitsProcessors")
         check_processors(processors)
@@ -165,15 +186,27 @@ class RequestBuilder:
         except Exception as error:  # whatever a foreign class raises
             raise ConfigError(f"processors: must pickle, to be sent to replicas: {first_line(error)}") from error
 
-    def _resolve(self, sampling: SamplingConfig) -> SamplingConfig:
-        """The settings with a seed if they sample, and without one if they do not."""
+    def _with_seed(self, sampling: SamplingConfig) -> SamplingConfig:
+        """Return the settings with a seed if they sample, and without one if they do not."""
         sampling.check(self._info.defaults)
         if not sampling.draws(self._info.defaults):
             return replace(sampling, seed=None)
         return sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbits(SEED_BITS))
 
-    def _check_vocabulary(self, where: str, ids: Iterable[int]) -> None:
+    def _check_vocabulary(self, ids: Sequence[int], sampling: SamplingConfig) -> None:
         size = self._info.vocabulary_size
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
-                raise RequestError(f"token id {token!r} {where}: must be an integer 0 to {size - 1}")
+        for where, tokens in (
+            ("of the prompt", ids),
+            *(("in sampling.bad_words_ids", words) for words in sampling.bad_words_ids or ()),
+            ("in sampling.logit_bias", sampling.logit_bias or ()),
+        ):
+            for token in tokens:
+                if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
+                    raise RequestError(f"token id {token!r} {where}: must be an integer 0 to {size - 1}")
+
+
+def _typed(name: str, value: Config | None, kind: type[Config]) -> Config | None:
+    """Return a value that is of a class, or None; raise a ConfigError for any other."""
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(f"{name}={value!r}: must be a {kind.__name__}")
+    return value

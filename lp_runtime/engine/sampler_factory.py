@@ -1,9 +1,9 @@
-"""How a request's successors are drawn, from what it and the model's own defaults say."""
+"""How a request's successors are sampled, from the request and the model's own defaults."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lp_runtime.engine.request import Request
 from lp_runtime.model.runner import ModelRunner
@@ -11,16 +11,43 @@ from lp_runtime.sampling.gumbel import GumbelNoise
 from lp_runtime.sampling.hf_settings import build_processors
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.sampler import Sampler
+from lp_runtime.sampling.types import LogitsProcessor
 
-MAX_PLAIN_KINDS = 1 << 10
+MAX_PLAIN_KINDS = 1 << 10  # kinds of requests that are remembered
 
 
-def make_sampler(model: ModelRunner, request: Request, plain_kinds: set[Hashable] | None = None) -> Sampler:
-    """How a request's successors are drawn from this model's logits; alike on all replicas.
+@dataclass(frozen=True)
+class SamplerSpec:
+    """What a request says of sampling; the drafter adds how many top-k candidates it wants.
+
+    Attributes:
+        processors: logits processors of the request.
+        noise: Gumbel noise of the sample; None for greedy decoding.
+        with_logprobs: whether log-probabilities travel in the exchange.
+    """
+
+    processors: TreeProcessors
+    noise: GumbelNoise | None
+    with_logprobs: bool = False
+
+    @property
+    def noise_key(self) -> tuple[int, int] | None:
+        """(seed, sample) of the noise; None for greedy decoding."""
+        return None if self.noise is None else (self.noise.seed, self.noise.sample)
+
+    def build(self, num_top_k: int) -> Sampler:
+        """Return a sampler that reports `num_top_k` likeliest tokens of every node."""
+        return Sampler(self.processors, self.noise, self.with_logprobs, num_top_k)
+
+
+def make_sampler_spec(model: ModelRunner, request: Request, plain_kinds: set[Hashable] | None = None) -> SamplerSpec:
+    """Return how a request's successors are sampled from a model's logits; equal on all replicas.
 
     Args:
-        plain_kinds: kinds of requests whose logits nothing is done to, as far as is known, which is added to: to ask
-            transformers takes milliseconds.
+        model: this replica's.
+        request: the request.
+        plain_kinds: kinds of requests that are known to have no logits processors; this request's kind is added where
+            that turns out. Asking transformers takes milliseconds.
 
     Raises:
         ConfigError: if transformers refuses a setting.
@@ -28,7 +55,7 @@ def make_sampler(model: ModelRunner, request: Request, plain_kinds: set[Hashable
     sampling, length, ends = request.sampling, request.max_new_tokens, request.eos_token_ids
     defaults = model.model.generation_config.to_dict()
     kind = None if request.processors else repr((replace(sampling, seed=None), length, sorted(ends), defaults))
-    processors: Sequence = ()
+    processors: Sequence[LogitsProcessor] = ()
     if plain_kinds is None or kind not in plain_kinds:
         processors = build_processors(model.model, request.prompt_ids, sampling, length, ends, request.processors)
         if plain_kinds is not None and kind is not None and not processors and len(plain_kinds) < MAX_PLAIN_KINDS:
@@ -36,4 +63,4 @@ def make_sampler(model: ModelRunner, request: Request, plain_kinds: set[Hashable
     noise = None
     if sampling.draws(defaults):
         noise = GumbelNoise(sampling.seed, request.sample, model.vocabulary_size, model.device)
-    return Sampler(TreeProcessors(processors, model.device, reports=True), noise, request.logprobs)
+    return SamplerSpec(TreeProcessors(processors, model.device, reports=True), noise, request.logprobs)

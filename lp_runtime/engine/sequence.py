@@ -1,272 +1,244 @@
-"""One request on one replica, step by step, in concert with its peers.
+"""A request being decoded on an engine, step by step, in concert with the other replicas of its group.
 
-proposal = state.propose(budget.fit, tree_size_hint)        equal on every replica
-shares   = budget.shares(proposal.tree)                 equal on every replica
-found    = draw(model.forward(shares[rank]))            the only expensive thing
-outcome  = exchange(found)                              the only communication
-run      = state.advance(proposal, outcome)             equal on every replica
+The engine (engine.py) calls, for every step,
+
+    propose, sample, start_exchange, finish_exchange, advance
+
+and runs the model between the first two.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 
 import torch
 
-from lp_runtime.distributed.exchange import Exchange
-from lp_runtime.engine.output import Report
+from lp_runtime.distributed.exchange import Exchange, Outcome
+from lp_runtime.distributed.group import Group
+from lp_runtime.engine.decoder import Committed, Decoder, Samples, Verified
+from lp_runtime.engine.output import Report, StepOutput
 from lp_runtime.engine.request import Request
+from lp_runtime.engine.step import Step
 from lp_runtime.engine.step_timer import StepTimer, StepTimes
-from lp_runtime.lookahead.drafters.base import VerificationResult
 from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
-from lp_runtime.lookahead.state import DecodingState, Proposal
-from lp_runtime.model.runner import Fed, ModelRunner, result_of
-from lp_runtime.sampling.sampler import Sampler
-from lp_runtime.sizing.budget import StepBudget
+from lp_runtime.model.kv_cache.slots import CacheSlot
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.step_inputs import StepInputs, StepLogits
+from lp_runtime.utils.generators import result_of
 
 CANCEL, TIME_IS_UP = 1, 2  # bits of the exchange's control word
 
-
-# Told of every committed run: the node that each token follows, the nodes whose rows this replica has, their logits
-# and their processed scores, [n, V] each.
-Observer = Callable[[list[int], list[int], torch.Tensor, torch.Tensor], None]
-
-
-@dataclass(frozen=True)
-class Member:
-    """A replica as a member of its group.
-
-    Attributes:
-        rank, num_replicas: its place.
-        exchange_device: where the group's backend wants its tensors.
-        reports_times_late: whether all members tell how long a forward pass took a step late, as any must whose device works
-            on its own.
-    """
-
-    rank: int
-    num_replicas: int
-    exchange_device: torch.device
-    reports_times_late: bool
+# Called after every step with the nodes that the committed tokens follow, the step, and what this replica sampled.
+Observer = Callable[[list[int], Step, int, Samples], None]
+MakeExchange = Callable[[Group, int, int], Exchange]  # of the group, the capacity in nodes, the integers a node
 
 
 class Sequence:
-    """A request that is being decoded. Whoever leads it (decoding_loop.py) calls, for every step,
-
-        propose, draw, start_exchange, finish_exchange, advance
-
-    and feeds the model between the first two; the clock's laps are theirs, too.
+    """A request being decoded.
 
     Args:
         model: this replica's.
         request: what to decode.
-        drawing: how successors are drawn.
-        state: before its prefill, or taken up.
-        budget: decides the size of steps.
-        member: this replica.
+        decoder: the request's state, budget and sampler.
+        slot: KV-cache slot that holds the sequence's keys and values; acquired and released by the engine.
+        group: the replicas that share the request's steps.
+        make_exchange: makes the group's exchange.
+        times_are_late: whether all replicas tell the duration of a forward pass one step late, as they must if any
+            replica's device works asynchronously.
         should_cancel: asked once a step, and between chunks of the prompt.
-        observe: told of every step.
+        observe: called after every step; None for nobody.
 
     Attributes:
-        text: what of it the model was fed.
-        fed: what the model is to be fed of it in this step.
-        clock: where time goes.
-        is_over: whether it has ended.
+        decoder, slot: as given.
+        timer: where the time of steps goes.
     """
 
     def __init__(
         self,
         model: ModelRunner,
         request: Request,
-        drawing: Sampler,
-        state: DecodingState,
-        budget: StepBudget,
-        member: Member,
+        decoder: Decoder,
+        slot: CacheSlot,
+        group: Group,
+        make_exchange: MakeExchange,
+        times_are_late: bool,
         should_cancel: Callable[[], bool],
         observe: Observer | None,
     ):
-        self._model, self._request, self._member = model, request, member
-        self._state, self._budget, self._make_sampler = state, budget, drawing
-        self._should_cancel, self._observe = should_cancel, observe
+        self.decoder, self.slot, self.timer = decoder, slot, StepTimer()
+        self._model, self._request, self._group = model, request, group
+        self._times_are_late, self._should_cancel, self._observe = times_are_late, should_cancel, observe
+        self._exchange = make_exchange(group, decoder.max_owned, decoder.sampler.width)
         self._started = time.perf_counter()
-        drafter = state.drafter
-        drawing.num_top_k = drafter.num_top_k
-        capacity = min(drafter.max_nodes, budget.limit or drafter.max_nodes)
-        self._exchange = Exchange(member.rank, member.num_replicas, capacity, member.exchange_device, drawing.width)
-        self._most_tokens = len(request.prompt_ids) + request.max_new_tokens + capacity + drafter.max_committed
-        text = (*request.prompt_ids, *request.committed) if request.committed else ()
-        self.text = model.texts.take(model.capacity_for(self._most_tokens), text)
-        self.clock = StepTimer()
-        self._is_resting = False
         self._ended_by = 0  # bits of the control word
-        self._num_fed, self._extra_passes = 0.0, 0
+        self._num_fed, self._num_extra_passes = 0.0, 0
         self._prefill_seconds = 0.0
 
     @property
-    def is_over(self) -> bool:
-        return self._state.finish_reason is not None or self._ended_by != 0
+    def is_finished(self) -> bool:
+        """Whether the sequence has ended."""
+        return self.decoder.state.finish_reason is not None or self._ended_by != 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the slot must hold: the prompt, the output and one step's."""
+        return capacity_of(self._request, self.decoder)
+
+    # Prefill.
 
     def prefill(self) -> Generator[None, None, StepOutput | None]:
-        """Feed the prompt, and what is committed already; returns the first run, None if there was one before, or if
-        the request was cancelled meanwhile.
+        """Feed the prompt and what is committed already.
 
         Yields:
-            between chunks; the model may be fed other texts before the next one.
+            None between chunks; other sequences may be fed before the next chunk.
+
+        Returns:
+            the prefill's output; None if there was one before, or if the request was cancelled meanwhile.
         """
-        chunks = self._prefill()
+        chunks = self._resume() if self._request.committed else self._prefill()
         while True:
             started = time.perf_counter()
-            with self._model.feeding(self.text):
-                try:
-                    next(chunks)
-                except StopIteration as end:
-                    run = end.value
-                    break
-                finally:
-                    self._model.synchronize()  # what others are fed next is not to be charged for it
-                    self._prefill_seconds += time.perf_counter() - started
+            try:
+                next(chunks)
+            except StopIteration as end:
+                output = end.value
+                break
+            finally:
+                self._model.synchronize()  # what others are fed next is not to be charged to this sequence
+                self._prefill_seconds += time.perf_counter() - started
             yield
-        self.clock = StepTimer()
-        return run
+        self.timer = StepTimer()
+        return output
+
+    def _resume(self) -> Generator[None, None, None]:
+        """Feed the prompt and the tokens that an earlier attempt has committed, as far as the slot lacks them."""
+        request = self._request
+        for _ in self._model.resume(self.slot, request.prompt_ids, request.committed, self.capacity):
+            yield
+            # Replicas may hold different parts of them already: they could not agree here.
+            if self._group.is_alone and self._should_cancel():
+                self._ended_by = CANCEL
+                return
 
     def _prefill(self) -> Generator[None, None, StepOutput | None]:
-        model, request = self._model, self._request
-        if request.committed:
-            for _ in model.resume(request.prompt_ids, request.committed, self._most_tokens):
-                yield
-                # Replicas may hold different parts of it already: they could not agree here.
-                if self._member.num_replicas == 1 and self._should_cancel():
-                    self._ended_by = CANCEL
-                    break
-            return None
-        model.begin(self._most_tokens)
-        self._set(self._state.propose_prefill())
-        chunks = model.prefill_in_chunks(request.prompt_ids)
-        for num_left in range(len(request.prompt_ids) - model.prefill_chunk, 0, -model.prefill_chunk):
+        """Feed the prompt, and agree on its first token."""
+        model, prompt = self._model, self._request.prompt_ids
+        model.begin(self.slot, self.capacity)
+        step = self.decoder.propose_prefill()
+        chunks = model.prefill_in_chunks(self.slot, prompt)
+        for num_left in range(len(prompt) - model.prefill_chunk, 0, -model.prefill_chunk):
             next(chunks)
             yield
-            if self._agree_to_cancel(num_left):
+            if self._agree_to_cancel(step, num_left):
                 self._ended_by = CANCEL
                 return None
-        self.draw(result_of(chunks))
-        self.start_exchange()
-        self.finish_exchange()
-        return self._committed(self._state.advance_prefill(self._proposal, self._unpack()), [0])
+        samples = self.sample(step, StepLogits(result_of(chunks)))
+        self.start_exchange(step, samples)
+        outcome = self.finish_exchange()
+        verified = self.decoder.verify(step, outcome.values)
+        return self._output(step, samples, verified, self.decoder.advance_prefill(step, verified), outcome.control)
 
-    def _agree_to_cancel(self, num_left: int) -> bool:
-        """Whether any replica is to cancel, with so much of the prompt left; alike on all."""
-        if self._member.num_replicas == 1:
+    def _agree_to_cancel(self, step: Step, num_left: int) -> bool:
+        """Whether any replica is to cancel, with so many tokens of the prompt left; equal on all replicas."""
+        if self._group.is_alone:
             return self._should_cancel()
-        # An exchange like the prefill's own, so that replicas at different places see that their digests differ.
-        nothing = torch.zeros(
-            len(self.fed.wanted), self._make_sampler.width, dtype=torch.int64, device=self._model.device
-        )
-        digest = self._make_digest() ^ num_left
-        outcome = self._exchange.all_gather(self._shares, nothing, digest, CANCEL * self._should_cancel())
+        # An exchange like the prefill's own, so that replicas at different chunks see that their digests differ.
+        num_owned = step.shares.num_owned[self._group.rank]
+        nothing = torch.zeros(num_owned, self.decoder.sampler.width, dtype=torch.int64, device=self._model.device)
+        control = CANCEL * self._should_cancel()
+        outcome = self._exchange.all_gather(step.shares, nothing, step.digest ^ num_left, control)
         return bool(outcome.control & CANCEL)
 
-    def propose(self, batch_size: int = 1) -> None:
-        """Make this step's tree.
+    # Steps.
+
+    def propose(self, batch_size: int = 1) -> Step:
+        """Return the next step: its token tree, and who feeds what; equal on every replica.
 
         Args:
-            batch_size: requests that this step's forward pass serves.
+            batch_size: sequences that share the step's forward pass.
         """
-        budget = self._budget
-        budget.share(batch_size)
-        self._is_resting = budget.is_resting
-        if self._is_resting:
-            self._set(self._state.propose_root())
-        else:
-            self._set(self._state.propose(budget.fit, budget.tree_size_hint))
+        step = self.decoder.propose(batch_size)
+        if self._model.timer is None:
+            step.digest  # noqa: B018 (beside an asynchronous device there is time for it during the pass)
+        return step
 
-    def _set(self, proposal: Proposal) -> None:
-        self._proposal = proposal
-        self._shares = self._budget.shares(proposal.tree)
-        share = self._shares[self._member.rank]
-        # Where the device works on its own there is time for it while it is at the pass.
-        self._digest = self._make_digest() if self._model.timer is None else None
-        self.fed = Fed(self.text, proposal.tree, share.nodes, share.owned)
+    def inputs(self, step: Step) -> StepInputs:
+        """Return what this replica feeds to the model."""
+        return step.inputs(self._group.rank, self.slot)
 
-    def _make_digest(self) -> int:
-        """What tells this step from any other, 56 bits; 0 where nobody else has it."""
-        if self._member.num_replicas == 1:
-            return 0
-        return self._proposal.digest ^ self._shares.digest()
+    def sample(self, step: Step, found: StepLogits) -> Samples:
+        """Choose the successors of the nodes that this replica owns."""
+        return self.decoder.sample(step, self._group.rank, found)
 
-    def draw(self, logits: torch.Tensor) -> None:
-        """Draw the successors of the nodes that this replica owns.
+    def start_exchange(self, step: Step, samples: Samples) -> None:
+        """Begin to tell all replicas what this one has sampled."""
+        # A lone replica looks at cancellations once the pass is done: until then more may become known.
+        control = 0 if self._group.is_alone else self._control()
+        self._exchange.start(step.shares, samples.values, step.digest, control, self.timer.packed(self._times_are_late))
 
-        Args:
-            logits: [n, V] theirs.
-        """
-        owned, tree = self.fed.wanted, self.fed.tree
-        self._logits = logits[: len(owned)]
-        self._values, self._scores = self._make_sampler.draw(
-            self._logits, tree, owned, self._state.tokens, not self._is_resting, self.text.drawn
-        )
-
-    def start_exchange(self) -> None:
-        """Begin to tell all replicas what each has drawn."""
-        # A lone replica looks once the pass is done: until then more may become known.
-        control = self._control() if self._member.num_replicas > 1 else 0
-        digest = self._make_digest() if self._digest is None else self._digest
-        clock = self.clock.packed(self._member.reports_times_late)
-        self._exchange.start(self._shares, self._values, digest, control, clock)
+    def finish_exchange(self) -> Outcome:
+        """Wait for what all replicas have sampled."""
+        outcome = self._exchange.finish()
+        if self._group.is_alone:
+            return Outcome(outcome.values, self._control(), outcome.clocks)
+        return outcome
 
     def _control(self) -> int:
         """Bits of what this replica alone knows."""
-        max_time, member = self._request.max_time, self._member
+        max_time, rank = self._request.max_time, self._group.rank
         # One replica's clock decides, the first one's.
         is_late = max_time is not None and time.perf_counter() - self._started > max_time
-        return CANCEL * self._should_cancel() | TIME_IS_UP * (is_late and member.rank == 0)
+        return CANCEL * self._should_cancel() | TIME_IS_UP * (is_late and rank == 0)
 
-    def finish_exchange(self) -> None:
-        """Wait for what all replicas have drawn."""
-        outcome = self._exchange.finish()
-        self._received, self._clocks = outcome.values, outcome.clocks
-        self._control_bits = outcome.control if self._member.num_replicas > 1 else self._control()
+    def advance(self, step: Step, samples: Samples, outcome: Outcome) -> StepOutput:
+        """Accept, commit and learn from a step; equal on every replica.
 
-    def _unpack(self) -> VerificationResult:
-        """What was found of the step's nodes."""
-        root = self._proposal.tree.root
-        successors, logprobs, top_k = self._make_sampler.unpack(self._received[root:], not self._is_resting)
-        self._logprobs = None if logprobs is None else [-1.0] * root + logprobs
-        return VerificationResult.from_root(root, successors, top_k)
-
-    def advance(self) -> StepOutput:
-        """Commit what was accepted."""
-        run, nodes = self._state.advance(self._proposal, self._unpack())
-        clocks = StepTimer.unpacked(self._clocks)
-        self._budget.observe(self._shares, *clocks, len(run) - 1, is_late=self._member.reports_times_late)
-        sizes = self._shares.sizes
+        Args:
+            step: the step.
+            samples: what this replica has sampled.
+            outcome: what all replicas have sampled.
+        """
+        verified = self.decoder.verify(step, outcome.values)
+        times = StepTimer.unpacked(outcome.clocks)
+        committed = self.decoder.advance(step, verified, *times, self._times_are_late)
+        sizes = step.shares.sizes
         self._num_fed += sum(sizes) / len(sizes)
-        self._extra_passes += self._model.num_passes(max(sizes)) - 1
-        return self._committed(run, nodes)
+        self._num_extra_passes += self._model.num_passes(max(sizes)) - 1
+        return self._output(step, samples, verified, committed, outcome.control)
 
-    def _committed(self, run: list[int], nodes: list[int]) -> StepOutput:
-        self._ended_by = self._control_bits
+    def _output(
+        self, step: Step, samples: Samples, verified: Verified, committed: Committed, control: int
+    ) -> StepOutput:
+        """Return what a step committed, as the request wants to be told."""
+        self._ended_by = control
+        token_ids, nodes = committed
         if self._observe:
-            self._observe(nodes, self.fed.wanted.tolist(), self._logits, self._scores)
-        return StepOutput(
-            run,
-            None if self._logprobs is None else [self._logprobs[node] for node in nodes],
-            self._shares.owner[nodes].tolist() if self._request.trace else None,
-        )
+            self._observe(nodes, step, self._group.rank, samples)
+        logprobs = None if verified.logprobs is None else [verified.logprobs[node] for node in nodes]
+        found_by = step.shares.owner[nodes].tolist() if self._request.trace else None
+        return StepOutput(token_ids, logprobs, found_by)
 
     def report(self) -> Report:
-        """What it took; after its end."""
-        state, exchange, drafter = self._state, self._exchange, self._state.drafter
+        """Return what the request took, after its end."""
+        state, drafter = self.decoder.state, self.decoder.drafter
         num_tree_steps = max(0, state.num_steps - 1)
+        num_bytes = 0 if self._group.is_alone else self._exchange.bytes_sent
         return Report(
-            num_steps=state.num_steps + self._extra_passes,
+            num_steps=state.num_steps + self._num_extra_passes,
             finish_reason=state.finish_reason or ("cancelled" if self._ended_by & CANCEL else "time"),
             step_tokens=self._num_fed / num_tree_steps if num_tree_steps else 0.0,
             seconds=time.perf_counter() - self._started,
             prefill_seconds=self._prefill_seconds,
-            times=StepTimes(**self.clock.seconds),
-            exchange_bytes=exchange.bytes_sent / max(1, state.num_steps) if self._member.num_replicas > 1 else 0.0,
+            times=StepTimes(**self.timer.seconds),
+            exchange_bytes=num_bytes / max(1, state.num_steps),
             counts=drafter.counts,
             pool=drafter.pool.statistics() if isinstance(drafter, PaperDrafter) else None,
             seed=self._request.sampling.seed,
         )
+
+
+def capacity_of(request: Request, decoder: Decoder) -> int:
+    """Return the tokens that a request's slot must hold: prompt, output and one step's."""
+    one_step = decoder.max_owned + decoder.drafter.max_committed
+    return len(request.prompt_ids) + request.max_new_tokens + one_step

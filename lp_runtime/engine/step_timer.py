@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MAX_MICROSECONDS = (1 << 31) - 1
+MAX_MICROSECONDS = (1 << 31) - 1  # what fits into half of an exchanged integer
 
 
 @dataclass(frozen=True)
@@ -14,10 +14,10 @@ class StepTimes:
     """Where the time of a request's steps went on this replica, in seconds, the prefill's step excluded.
 
     Attributes:
-        forward: making inputs, forward passes, drawing successors (on a GPU, until the device has finished them).
-        exchange: the collective, waiting for slower replicas included (on a GPU, what comes behind the pass until its
-            results are here).
-        other: unpacking what was found, advancing, proposing, partitioning.
+        forward: making inputs, forward passes, sampling; on a GPU, until the device has finished them.
+        exchange: the exchange, waiting for slower replicas included; on a GPU, from the end of the pass until the
+            exchange's results are on the host.
+        other: verifying, advancing, proposing, partitioning.
     """
 
     forward: float
@@ -26,7 +26,11 @@ class StepTimes:
 
 
 class StepTimer:
-    """Adds up the time between laps by what was done in it."""
+    """Adds up the time between laps by what was done in it.
+
+    Attributes:
+        seconds: of all steps, by part: "forward", "exchange", "other".
+    """
 
     def __init__(self) -> None:
         self.seconds = {"forward": 0.0, "exchange": 0.0, "other": 0.0}
@@ -35,29 +39,35 @@ class StepTimer:
         self._last = 0.0
 
     def start(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._last = time.perf_counter()
         self._before, self._step = self._step, dict.fromkeys(self.seconds, 0.0)
 
-    def lap(self, what: str, batch_size: int = 1) -> None:
-        """What has been done since the last lap, for so many requests; a share of the time is this one's."""
-        self._add(what, self._since_last() / batch_size)
-
-    def lap_of_pass(self, seconds: float, told: float, batch_size: int = 1) -> None:
-        """Since the last lap a device was at a forward pass, and then at the exchange; shares as above.
+    def lap(self, part: str, batch_size: int = 1) -> None:
+        """Add the time since the last lap to a part of the step.
 
         Args:
-            seconds: that it was at the pass.
-            told: seconds after the last lap at which whoever is told of tokens had been told. What that took beyond the
-                pass is nobody's.
+            part: "forward", "exchange" or "other".
+            batch_size: sequences that shared the work; this one is charged an equal share.
+        """
+        self._add(part, self._since_last() / batch_size)
+
+    def lap_of_pass(self, pass_seconds: float, delivered_after: float, batch_size: int = 1) -> None:
+        """Add the time since the last lap, in which a device ran a forward pass and then the exchange.
+
+        Args:
+            pass_seconds: duration of the forward pass on the device.
+            delivered_after: seconds after the last lap at which earlier outputs had been delivered; what delivery took
+                beyond the pass is not charged.
+            batch_size: sequences that shared the pass; this one is charged an equal share.
         """
         passed = self._since_last()
-        forward = min(seconds, passed)
+        forward = min(pass_seconds, passed)
         self._add("forward", forward / batch_size)
-        self._add("exchange", max(0.0, passed - max(forward, told)) / batch_size)
+        self._add("exchange", max(0.0, passed - max(forward, delivered_after)) / batch_size)
 
     def since_last_lap(self) -> float:
-        """Seconds."""
+        """Return the seconds since the last lap."""
         return time.perf_counter() - self._last
 
     def _since_last(self) -> float:
@@ -65,15 +75,15 @@ class StepTimer:
         passed, self._last = now - self._last, now
         return passed
 
-    def _add(self, what: str, seconds: float) -> None:
-        self.seconds[what] += seconds
-        self._step[what] += seconds
+    def _add(self, part: str, seconds: float) -> None:
+        self.seconds[part] += seconds
+        self._step[part] += seconds
 
     def packed(self, is_late: bool = False) -> int:
-        """Microseconds of a forward pass and of the step before's other work, for the exchange.
+        """Return the microseconds of a forward pass and of the step before's other work, as one integer.
 
         Args:
-            is_late: whether this step's forward pass is not over yet; it is the one before's then.
+            is_late: whether this step's forward pass has not ended yet; the pass is the step before's then.
         """
         step = self._before if is_late else self._step
         forward, other = (min(int(1e6 * each), MAX_MICROSECONDS) for each in (step["forward"], self._before["other"]))
@@ -81,5 +91,5 @@ class StepTimer:
 
     @staticmethod
     def unpacked(clocks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Nanoseconds of forward passes and of other work, by replica."""
+        """Return nanoseconds of forward passes and of other work, each by replica, from what `packed` returned."""
         return [1000 * (clock >> 31) for clock in clocks], [1000 * (clock & MAX_MICROSECONDS) for clock in clocks]

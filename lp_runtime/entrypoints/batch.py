@@ -1,4 +1,4 @@
-"""A file of prompts in, a file of results out: one JSON object a line, written as each finishes, resumed if cut off."""
+"""Decodes a file of prompts into a file of results, one JSON object a line; a run that was cut off is resumed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TextIO
 
 from tqdm import tqdm
 
@@ -20,31 +21,34 @@ from lp_runtime.config.sampling import MAX_SEED
 from lp_runtime.distributed.context import restarted_by_torchrun
 from lp_runtime.engine.generation import Generation
 from lp_runtime.engine.request import Request
+from lp_runtime.engine.request_builder import RequestOptions
 from lp_runtime.entrypoints.generate import check_num_samples, request_options
 from lp_runtime.errors import ConfigError, LookaheadError, RequestError
 from lp_runtime.runtime import LookaheadRuntime
-from lp_runtime.scheduler.scheduler import Job, Scheduler
+from lp_runtime.scheduler.job import Job
+from lp_runtime.scheduler.scheduler import Scheduler
 from lp_runtime.utils.prompt_file import Prompt
 
-MAX_AHEAD = 4  # prompts a replica that are begun, or wait, for each that can run, before the first of them is written
+MAX_AHEAD = 4  # jobs submitted for each that can run at once: enough that no replica waits for the file
 
 
 def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: list[Prompt]) -> None:
-    """Decode the prompts that `config.output` has no result of yet, with a progress bar on the terminal.
+    """Decode the prompts that have no result in `config.output` yet, with a progress bar on the terminal.
+
+    Args:
+        runtime: decodes the prompts.
+        config: settings of the command.
+        prompts: prompts of the file, in order.
 
     Raises:
-        ConfigError: if the output cannot be written, or holds results of other settings or prompts.
-        RequestError: if any prompt cannot be decoded; names its line. Checked before the first one is.
+        ConfigError: the output cannot be written, or holds results of other settings or prompts.
+        RequestError: a prompt cannot be decoded; names its line. Checked before the first one is decoded.
     """
     options = request_options(config)
     check_num_samples(runtime, config)
-    for prompt in prompts:
-        try:
-            request = runtime.request(prompt.value, config.max_new_tokens, **options)
-        except RequestError as error:
-            raise RequestError(f"{config.prompts} line {prompt.line}: {error}") from error
+    seed = _check_prompts(runtime, config, prompts, options)
     free = ("gpus",) if restarted_by_torchrun() else ()
-    output = OutputFile(Path(config.output), _settings(runtime, config), request.sampling.seed, free)
+    output = OutputFile(Path(config.output), _settings(runtime, config), seed, free)
     work = [(prompt, sample) for prompt in prompts for sample in range(config.num_samples)]
     done = output.resume() & {(prompt.index, sample) for prompt, sample in work}
 
@@ -59,7 +63,7 @@ def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: li
     started = time.perf_counter()
     with output, tqdm(total=len(work), initial=len(done), unit="prompt", file=sys.stderr) as bar:
         requests = (make_request(*each) for each in left)
-        # Closed here, whatever happens: before the replicas are.
+        # The generator, with its scheduler, must be closed before the replicas are, even after an error.
         with contextlib.closing(_generations(runtime, config, requests)) as generations:
             for (prompt, sample), generation in zip(left, generations, strict=True):
                 output.write(_result(prompt, sample, generation))
@@ -69,10 +73,26 @@ def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: li
                 bar.update()
 
 
+def _check_prompts(
+    runtime: LookaheadRuntime, config: GenerateConfig, prompts: list[Prompt], options: RequestOptions
+) -> int | None:
+    """Refuse prompts that cannot be decoded; return the seed of the first prompt's noise, None if decoding is greedy.
+
+    Raises:
+        RequestError: names the prompt's line.
+    """
+    for prompt in prompts:
+        try:
+            request = runtime.request(prompt.value, config.max_new_tokens, **options)
+        except RequestError as error:
+            raise RequestError(f"{config.prompts} line {prompt.line}: {error}") from error
+    return request.sampling.seed
+
+
 def _generations(
     runtime: LookaheadRuntime, config: GenerateConfig, requests: Iterable[Request]
 ) -> Generator[Generation]:
-    """What comes of each request, in their order."""
+    """Yield the result of each request, in order."""
     num_ahead = MAX_AHEAD * runtime.num_replicas * (1 if config.policy == "latency" else config.max_batch)
     with Scheduler(runtime, num_ahead, config.policy, config.max_batch) as scheduler:
         jobs: deque[Job] = deque()
@@ -84,7 +104,8 @@ def _generations(
             yield jobs.popleft().result()
 
 
-def _result(prompt: Prompt, sample: int, generation: Generation) -> dict:
+def _result(prompt: Prompt, sample: int, generation: Generation) -> dict[str, object]:
+    """Return the JSON object of a result."""
     result = {
         "index": prompt.index,
         "sample": sample,
@@ -104,8 +125,8 @@ def _result(prompt: Prompt, sample: int, generation: Generation) -> dict:
     return result
 
 
-def _settings(runtime: LookaheadRuntime, config: GenerateConfig) -> dict:
-    """What must not change between the runs that fill one output file: all but how many prompts are taken."""
+def _settings(runtime: LookaheadRuntime, config: GenerateConfig) -> dict[str, object]:
+    """Return the settings that must not change between runs that fill one output file."""
     with open(config.prompts, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     location = Path(config.model.location)
@@ -130,7 +151,7 @@ def _settings(runtime: LookaheadRuntime, config: GenerateConfig) -> dict:
 
 
 def check_output(path: Path) -> None:
-    """Refuse, before anything is started, an output that cannot be written or is not ours.
+    """Refuse, before replicas start, an output that cannot be written or that lp-generate did not write.
 
     Raises:
         ConfigError: says why.
@@ -146,35 +167,36 @@ def check_output(path: Path) -> None:
 
 
 def _settings_path(output: Path) -> Path:
+    """Return the file of settings beside an output."""
     return output.with_name(output.name + ".settings")
 
 
 class OutputFile:
-    """The results, and beside them PATH.settings with what made them.
+    """A file of results, and beside it PATH.settings with the settings that made them.
 
     Args:
         path: the results' file.
-        settings: what made them.
-        seed: of the first prompt's noise; None if decoding is greedy.
-        free: settings that need not be those of the run that began the file.
+        settings: settings that made the results, as JSON has them.
+        seed: seed of the first prompt's noise; None if decoding is greedy.
+        free: settings that may differ from those of the run that began the file.
 
     Attributes:
-        seed: the same; of the run that began the file where it is resumed.
+        seed: seed of the first prompt's noise, that of the run that began the file once it is resumed.
     """
 
-    def __init__(self, path: Path, settings: dict, seed: int | None, free: tuple[str, ...] = ()):
+    def __init__(self, path: Path, settings: Mapping[str, object], seed: int | None, free: tuple[str, ...] = ()):
         self._path = path
         self._free = free
         self._settings_path = _settings_path(path)
-        self._settings = json.loads(json.dumps(settings, default=str))  # as they will be read again
+        self._settings = json.loads(json.dumps(settings, default=str))  # as reading the file gives them
         self.seed = seed
-        self._file = None
+        self._file: TextIO | None = None
 
     def resume(self) -> set[tuple[int, int]]:
-        """Open for appending; returns the (index, sample) pairs that have a result already.
+        """Open the file for appending; return the (index, sample) pairs that have a result.
 
         Raises:
-            ConfigError: see generate_file.
+            ConfigError: the file cannot be written, is damaged, or holds results of other settings.
         """
         path = self._path
         try:
@@ -183,7 +205,7 @@ class OutputFile:
                 done = self._read_done()
             else:
                 done = set()
-                with open(path, "a"):  # may this be written at all? asked before anything is
+                with open(path, "a"):  # raises, before settings are written, if the output cannot be
                     pass
                 self._settings_path.write_text(json.dumps(self._settings | {"seed": self.seed}, indent=1) + "\n")
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
@@ -192,6 +214,11 @@ class OutputFile:
         return done
 
     def _check_settings(self) -> None:
+        """Refuse to resume a file of other settings; take the seed from the file's.
+
+        Raises:
+            ConfigError: names the setting that differs.
+        """
         try:
             before = dict(json.loads(self._settings_path.read_text()))
         except (ValueError, TypeError) as error:
@@ -205,9 +232,13 @@ class OutputFile:
         self.seed = before.get("seed")
 
     def _read_done(self) -> set[tuple[int, int]]:
-        """What has a whole line; a last line that was cut off is dropped from the file."""
+        """Return the (index, sample) pairs of the file's lines; a last line that was cut off is removed from the file.
+
+        Raises:
+            ConfigError: a line is not a result.
+        """
         done: set[tuple[int, int]] = set()
-        whole = 0
+        num_bytes = 0  # of whole lines
         with open(self._path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
@@ -217,12 +248,16 @@ class OutputFile:
                     done.add((int(result["index"]), int(result["sample"])))
                 except (ValueError, KeyError, TypeError) as error:
                     raise ConfigError(f"output={self._path} line {number}: is no result of lp-generate") from error
-                whole += len(line)
-        os.truncate(self._path, whole)
+                num_bytes += len(line)
+        os.truncate(self._path, num_bytes)
         return done
 
-    def write(self, result: dict) -> None:
-        """Append one result; it is on the disk when this returns."""
+    def write(self, result: Mapping[str, object]) -> None:
+        """Append a result, and return when it is on the disk.
+
+        Raises:
+            LookaheadError: the disk refuses it.
+        """
         try:
             self._file.write(json.dumps(result, ensure_ascii=False) + "\n")
             self._file.flush()
@@ -233,5 +268,5 @@ class OutputFile:
     def __enter__(self) -> OutputFile:
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._file.close()

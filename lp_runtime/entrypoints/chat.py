@@ -1,4 +1,4 @@
-"""A conversation on the terminal: one answer a message, streamed."""
+"""lp-chat: a conversation on the terminal, one streamed answer per message."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from types import FrameType
 
 from lp_runtime.config.commands import ChatConfig
 from lp_runtime.errors import RequestError
@@ -21,14 +22,14 @@ def check_chat(config: ChatConfig) -> None:
     """Refuse a model that cannot chat, before replicas start.
 
     Raises:
-        ModelError: if it has no tokenizer.
-        RequestError: if it has no chat template.
+        ModelError: the model has no tokenizer.
+        RequestError: the model has no chat template.
     """
     encode_chat(load_tokenizer(config.model), [{"role": "user", "content": "Hello"}])
 
 
 def chat(runtime: LookaheadRuntime, config: ChatConfig) -> None:
-    """Read messages from stdin, a line each, until it ends; answers go to stdout, everything else to stderr."""
+    """Answer messages from stdin, a line each, until it ends. Answers go to stdout, everything else to stderr."""
     system = [{"role": "system", "content": config.system}] if config.system else []
     messages: list[dict[str, str]] = []  # questions and answers in turn
     print(HELP, file=sys.stderr)
@@ -52,7 +53,7 @@ def chat(runtime: LookaheadRuntime, config: ChatConfig) -> None:
 
 
 def _read_line() -> str | None:
-    """The next line of stdin; None at its end."""
+    """Return the next line of stdin; None at its end."""
     if sys.stdin.isatty():
         print("> ", end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
@@ -60,7 +61,7 @@ def _read_line() -> str | None:
 
 
 def _answer(runtime: LookaheadRuntime, config: ChatConfig, messages: list[dict[str, str]]) -> str | None:
-    """Stream the answer; returns what was shown of it, or None if the request was refused."""
+    """Stream an answer; return the text that was shown, or None if the request was refused."""
     options = {"stop": config.stop, "max_time": config.max_time}
     try:
         stream = runtime.stream(messages=messages, max_new_tokens=config.max_new_tokens, **options)
@@ -69,9 +70,9 @@ def _answer(runtime: LookaheadRuntime, config: ChatConfig, messages: list[dict[s
         return None
     shown = []
     with _interruptible() as interrupted, closing(stream):
-        for piece in stream:
-            shown.append(piece.text)
-            print(piece.text, end="", flush=True)
+        for delta in stream:
+            shown.append(delta.text)
+            print(delta.text, end="", flush=True)
             if interrupted.is_set():
                 break
     print(flush=True)
@@ -82,10 +83,10 @@ def _answer(runtime: LookaheadRuntime, config: ChatConfig, messages: list[dict[s
 
 @contextmanager
 def _interruptible() -> Iterator[threading.Event]:
-    """The first Ctrl-C inside sets the event; the next is a KeyboardInterrupt as ever."""
+    """Yield an event that the first Ctrl-C in the block sets; the next Ctrl-C raises KeyboardInterrupt."""
     interrupted = threading.Event()
 
-    def on_interrupt(number, frame) -> None:
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
         interrupted.set()
         signal.signal(signal.SIGINT, before)
 

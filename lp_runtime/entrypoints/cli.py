@@ -1,4 +1,7 @@
-"""lp-generate, lp-chat, lp-serve, lp-bench: Hydra overrides (overrides.py), exit statuses, errors in one line."""
+"""The commands lp-generate, lp-chat, lp-serve and lp-bench: settings, exit statuses, errors in one line.
+
+Imports nothing that takes time: bad settings are refused before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +33,22 @@ lp-bench [prompts=FILE.jsonl:FIELD] [gpus=2] [degrees=[1,2,4,8]] [output=FOLDER]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """lp-generate: text or a file of results. Exits the process as `_run` says."""
+    """Run lp-generate: text, or a file of results. Exit status: see `_run`."""
     _run(_parser("lp-generate", GENERATE_USAGE, GenerateConfig), GenerateConfig, arguments)
 
 
 def chat_main(arguments: list[str] | None = None) -> None:
-    """lp-chat: a conversation on the terminal. Exits the process as `_run` says."""
+    """Run lp-chat: a conversation on the terminal. Exit status: see `_run`."""
     _run(_parser("lp-chat", CHAT_USAGE, ChatConfig), ChatConfig, arguments)
 
 
 def serve_main(arguments: list[str] | None = None) -> None:
-    """lp-serve: an HTTP server that speaks the OpenAI API. Exits the process as `_run` says."""
+    """Run lp-serve: an HTTP server in the form of the OpenAI API. Exit status: see `_run`."""
     _run(_parser("lp-serve", SERVE_USAGE, ServeConfig), ServeConfig, arguments)
 
 
 def bench_main(arguments: list[str] | None = None) -> None:
-    """lp-bench: this runtime beside transformers' own decoding. Exits the process as `_run` says."""
+    """Run lp-bench: this runtime beside transformers' own decoding. Exit status: see `_run`."""
     _run(_parser("lp-bench", BENCH_USAGE, BenchConfig), BenchConfig, arguments)
 
 
@@ -54,7 +57,13 @@ def _run(
     schema: type[RuntimeConfig],
     arguments: list[str] | None,
 ) -> None:
-    """Run a command; exits the process with 0, 2 (bad input), 1 (failed while working) or 130 (Ctrl-C)."""
+    """Run a command. The process exits with 0, 2 (bad input), 1 (failed while working) or 130 (Ctrl-C).
+
+    Args:
+        parser: the command's arguments.
+        schema: the command's settings class.
+        arguments: the command line; that of the process if None.
+    """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     rank = 0
     try:
@@ -66,23 +75,21 @@ def _run(
             if not options.cfg:
                 check_location(config.model)
         except LookaheadError:
-            if rank:  # rank 0 meets the same error; torchrun would end it before it can say so if this rank failed too
+            if rank:  # rank 0 reports the error; torchrun would end rank 0 before that if this rank failed, too
                 return
             raise
         if options.cfg:
             print(as_yaml(config), end="")
             return
-        from lp_runtime.entrypoints.commands import (
-            run_command,  # here, where seconds of imports are not spent on bad settings
-        )
+        from lp_runtime.entrypoints.commands import run_command  # takes seconds, which bad settings do not wait for
 
         run_command(config, is_leader=rank == 0)
     except LookaheadError as error:
-        line = " ".join(str(error).splitlines())  # what it quotes may have several
+        line = " ".join(str(error).splitlines())  # a value that the message quotes may have several
         print(f"error: {f'rank {rank}: ' if rank else ''}{line}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT if isinstance(error, BAD_INPUT) else EXIT_FAILED)
-    except BrokenPipeError:  # whoever read our output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain once more at exit
+    except BrokenPipeError:  # the reader of stdout has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would report the error again at exit
         sys.exit(EXIT_FAILED)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -90,6 +97,7 @@ def _run(
 
 
 def _parser(name: str, usage: str, schema: type[RuntimeConfig]) -> argparse.ArgumentParser:
+    """Return the parser of a command's arguments."""
     parser = argparse.ArgumentParser(
         prog=name,
         usage=usage,

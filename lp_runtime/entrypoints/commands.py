@@ -1,4 +1,4 @@
-"""What the commands do once their settings are sound. Apart from cli.py, because what it imports takes seconds."""
+"""What the commands do once their settings are checked. Separate from cli.py, since its imports take seconds."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ Work = Callable[[LookaheadRuntime], None]
 
 
 def run_command(config: RuntimeConfig, is_leader: bool) -> None:
-    """Do what a command's settings, which are of its schema, ask for.
+    """Run the command whose settings class `config` is an instance of.
 
     Args:
         config: the settings.
         is_leader: False on the ranks of torchrun that follow rank 0.
 
     Raises:
-        LookaheadError: whatever is wrong.
+        LookaheadError: bad input, or a failure while working.
     """
-    # What can be refused without a model is refused before replicas start; by rank 0, whose end ends the others.
+    # Rank 0 refuses bad input before replicas start; its end ends the other ranks.
     work = _PREPARE[type(config)](config) if is_leader else None
     if isinstance(config, ServeConfig) and config.server == "ray_serve":
         if work is not None:
-            serve_on_ray(config)  # the runtime is there
+            serve_on_ray(config)  # the Serve replica has the runtime
         return
     with LookaheadRuntime.from_config(config) as runtime:
         if work is not None:
-            work(runtime)  # the other ranks serve as they leave the block
+            work(runtime)  # the other ranks decode for rank 0 as they leave the block
 
 
 def _prepare_generate(config: GenerateConfig) -> Work:
+    """Refuse bad input; return the work of lp-generate."""
     if config.prompts is not None:
         check_output(Path(config.output))
         prompts = read_prompts(config.prompts, config.prompt_field, config.limit, config.ids)
@@ -51,16 +52,19 @@ def _prepare_generate(config: GenerateConfig) -> Work:
 
 
 def _prepare_chat(config: ChatConfig) -> Work:
+    """Refuse bad input; return the work of lp-chat."""
     check_chat(config)
     return partial(chat, config=config)
 
 
 def _prepare_serve(config: ServeConfig) -> Work:
+    """Refuse bad input; return the work of lp-serve."""
     check_serve(config)
     return partial(serve, config=config)
 
 
 def _prepare_bench(config: BenchConfig) -> Work:
+    """Refuse bad input; return the work of lp-bench."""
     check_bench(config)
     return partial(bench, config=config)
 

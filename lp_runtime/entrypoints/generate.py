@@ -1,4 +1,4 @@
-"""One prompt on the terminal: text as it comes, then a summary."""
+"""lp-generate with one prompt: text on the terminal as it comes, then a summary."""
 
 from __future__ import annotations
 
@@ -17,10 +17,18 @@ from lp_runtime.runtime import LookaheadRuntime
 
 
 def generate_one(runtime: LookaheadRuntime, config: GenerateConfig, prompt: str | list[int]) -> None:
-    """Stream a prompt's continuation to stdout and a summary to stderr; with compare=true, once more plainly.
+    """Stream a prompt's continuation to stdout, and a summary to stderr.
 
-    Of several samples, each is streamed in turn. Without a tokenizer, which a prompt of ids can do without, the new
-    token ids are printed.
+    Several samples are streamed one after another. With compare=true the prompt is decoded once more, one token a step.
+    If the model has no tokenizer, new token ids are printed.
+
+    Args:
+        runtime: decodes the prompt.
+        config: settings of the command.
+        prompt: text or token ids.
+
+    Raises:
+        LookaheadError: as `LookaheadRuntime.generate` does.
     """
     options = request_options(config)
     check_num_samples(runtime, config)
@@ -40,46 +48,52 @@ def generate_one(runtime: LookaheadRuntime, config: GenerateConfig, prompt: str 
 
 
 def request_options(config: GenerateConfig) -> RequestOptions:
-    """What the command line says of every request."""
+    """Return the options of every request of a command."""
     return RequestOptions(eos=config.eos, stop=config.stop, max_time=config.max_time, logprobs=config.logprobs)
 
 
 def check_num_samples(runtime: LookaheadRuntime, config: GenerateConfig) -> None:
-    """Refuse several samples of what has but one.
+    """Refuse several samples of greedy decoding, which would all be equal.
 
     Raises:
-        ConfigError: if decoding is greedy.
+        ConfigError: decoding is greedy, and num_samples is above 1.
     """
     if config.num_samples > 1 and not config.sampling.draws(runtime.info.defaults):
         raise ConfigError(f"num_samples={config.num_samples}: decoding is greedy; give sampling.temperature > 0")
 
 
 def _echo(stream: GenerationStream, prompt: str | list[int]) -> Generation:
+    """Print a prompt's text and its deltas as they come; return the generation."""
     if isinstance(prompt, str):
-        print(prompt, end="", flush=True)  # now that the request is known to be good
-    for piece in stream:
-        text = piece.text if stream.has_text else "".join(f"{token} " for token in piece.token_ids)
+        print(prompt, end="", flush=True)  # not before the request has been accepted
+    for delta in stream:
+        text = delta.text if stream.has_text else "".join(f"{token} " for token in delta.token_ids)
         print(text, end="", flush=True)
     print(flush=True)
     return stream.generation
 
 
 def describe_sampling(config: SamplingConfig, defaults: Mapping[str, Any], seed: int | None) -> str:
-    """How successors were drawn, in one line, and what of it is the model's own default."""
-    given = {name: value for name, value in asdict(config).items() if value is not None and name != "seed"}
-    drawing = "greedy" if seed is None else f"sampling, seed {seed}"
-    unused = WARPERS if seed is None else ()
+    """Return a line about how successors were chosen, and which settings are the model's own.
+
+    Args:
+        config: the runtime's settings.
+        defaults: the model's own settings, from its generation_config.json.
+        seed: seed of the noise; None if decoding was greedy.
+    """
+    unused = ("seed", *(WARPERS if seed is None else ()))
+    given = {name: value for name, value in asdict(config).items() if value is not None}
     settings = [f"{name} {value}" for name, value in given.items() if name not in unused]
     settings += [
         f"{name} {value} (the model's)"
         for name, value in defaults.items()
-        if name not in given and name not in unused and name not in ("do_sample", "max_new_tokens", "max_length")
+        if name not in (*given, *unused, "do_sample", "max_new_tokens", "max_length")
     ]
-    return ", ".join([drawing, *settings])
+    return ", ".join(["greedy" if seed is None else f"sampling, seed {seed}", *settings])
 
 
 def describe_lookahead(config: LookaheadConfig) -> str:
-    """What is proposed, in a few words."""
+    """Return a few words about what steps propose."""
     W, N, G = config.window
     size = "auto" if config.is_auto else f"W={W} N={N} G={G}"
     budget = "" if config.budget is None else f" budget={config.budget}"
@@ -89,7 +103,14 @@ def describe_lookahead(config: LookaheadConfig) -> str:
 def summary(
     runtime: LookaheadRuntime, lookahead: LookaheadConfig, rows: list[tuple[str, Generation]], compare: bool
 ) -> str:
-    """The runs as a table, with the settings above."""
+    """Return a table of generations, with the settings above it.
+
+    Args:
+        runtime: what decoded them.
+        lookahead: settings of drafting.
+        rows: (label, generation) of each row; the first one's drafts are counted below the table.
+        compare: whether to say if the last two have equal tokens.
+    """
     info = runtime.info
     lines = [
         f"\n{runtime.num_replicas} replica{'s' * (runtime.num_replicas > 1)} on {info.device.split(':')[0]},"
@@ -98,15 +119,15 @@ def summary(
         f"{'':18}{'tokens':>8}{'steps':>8}{'compression ratio':>20}{'tokens fed a step':>20}"
         f"{'seconds':>10}{'tokens/s':>10}",
     ]
-    for name, run in rows:
+    for name, generation in rows:
         lines.append(
-            f"{name:18}{run.num_tokens:8}{run.steps:8}{run.compression_ratio:20.2f}{run.step_tokens:20.1f}"
-            f"{run.seconds:10.2f}{run.tokens_per_second:10.1f}"
+            f"{name:18}{generation.num_tokens:8}{generation.steps:8}{generation.compression_ratio:20.2f}"
+            f"{generation.step_tokens:20.1f}{generation.seconds:10.2f}{generation.tokens_per_second:10.1f}"
         )
     counts = rows[0][1].counts
     accepted, fed = counts.accepted.sum(axis=1), counts.fed.sum(axis=1)
-    parts = [f"{name} {took}/{had}" for name, took, had in zip(counts.sources, accepted, fed, strict=True) if had]
-    lines.append(f"accepted of the guesses fed, by where they came from: {', '.join(parts) or 'none fed'}")
+    parts = [f"{name} {hits}/{total}" for name, hits, total in zip(counts.sources, accepted, fed, strict=True) if total]
+    lines.append(f"draft tokens accepted / fed, by source: {', '.join(parts) or 'none fed'}")
     if compare:
         same = rows[-2][1].token_ids == rows[-1][1].token_ids
         lines.append(f"the same tokens: {'yes' if same else 'NO'}")

@@ -1,1 +1,1 @@
-"""Kernels of Triton for GPUs and of Numba for CPUs, and when each can be used."""
+"""Kernels: Triton's for GPUs and Numba's for CPUs, and where each can be used."""

@@ -1,4 +1,4 @@
-"""Whether Triton's kernels can be used on a device."""
+"""Where Triton's kernels can be used."""
 
 from __future__ import annotations
 
@@ -14,22 +14,27 @@ from lp_runtime.errors import first_line
 try:
     from lp_runtime.kernels import triton_gpu
 except ImportError:  # without Triton
-    triton_gpu = None
+    triton_gpu = None  # type: ignore[assignment]
 
 log = logging.getLogger(__name__)
 
-SIGMOID_OF_ONE = 0.7310586
-LEAST_CAPABILITY = (8, 0)  # of GPUs whose registers and shared memory the kernels were made for
+SIGMOID_OF_ONE = 0.7310586  # what the trial launch must compute
+TOLERANCE = 1e-5  # of that, in float32
+MIN_CAPABILITY = (8, 0)  # compute capability of GPUs whose registers and shared memory the kernels were made for
 
 
 def kernels_for(device: torch.device) -> ModuleType | None:
-    """triton_gpu.py where it can be used on a device; else None, after a warning if that is not to be expected."""
+    """Return the module triton_gpu where it can be used on a device, else None.
+
+    A GPU that should run the kernels and does not is logged as a warning, once.
+    """
     return triton_gpu if device.type == "cuda" and _can_run(device) else None
 
 
 @functools.cache
 def _can_run(device: torch.device) -> bool:
-    if triton_gpu is None or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+    """Launch one kernel on a GPU and return whether its result is right."""
+    if triton_gpu is None or torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         return False
     try:  # a kernel is compiled when it is first launched, which takes a C compiler and Python's headers
         with on(device):
@@ -37,7 +42,7 @@ def _can_run(device: torch.device) -> bool:
     except Exception as error:
         log.warning("Triton does not run on %s: %s; going on without its kernels", device, first_line(error))
         return False
-    if not abs(value - SIGMOID_OF_ONE) < 1e-5:
+    if not abs(value - SIGMOID_OF_ONE) < TOLERANCE:
         log.warning(
             "Triton computes %s instead of %s on %s; going on without its kernels", value, SIGMOID_OF_ONE, device
         )
@@ -46,5 +51,5 @@ def _can_run(device: torch.device) -> bool:
 
 
 def on(device: torch.device) -> AbstractContextManager:
-    """Launch on a device: Triton launches on the current one, wherever its tensors are."""
+    """Return a context whose launches go to a device; Triton launches on the current one, wherever its tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,8 +1,7 @@
-"""What lies between a small model's matrix products on a CPU, compiled by Numba: norms, and rotary embedding into the
-cache.
+"""CPU kernels between a small model's matrix products, compiled by Numba: norms, and rotary embedding into the cache.
 
-torch does each as several operations, which for the few tokens of a step cost more to launch than to compute. Float32
-only, and on one thread: what is large is left to torch.
+torch does each as several operations, which for the few tokens of a step cost more to launch than to compute. The
+kernels are for float32 only, and run on one thread: large inputs are left to torch.
 
 Letters: T tokens, E hidden size, H key/value heads, g query heads for each, D head size.
 """
@@ -11,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -20,12 +20,12 @@ from lp_runtime.utils.jit import bound, compiled, with_fresh_cache
 
 log = logging.getLogger(__name__)
 
-MAX_SIZE = 1 << 17  # numbers that are worked on; with more, several threads of torch are faster
-ORDER_IS_FREE = frozenset({"reassoc", "contract", "nsz"})  # of sums: they are vectorized
+MAX_SIZE = 1 << 17  # elements of an input; with more, several threads of torch are faster
+ORDER_IS_FREE = frozenset({"reassoc", "contract", "nsz"})  # sums may be reordered, so that they are vectorized
 
 
 def takes(states: torch.Tensor) -> bool:
-    """Whether the kernels are for this: few numbers on a CPU, of a type that they know, which nobody differentiates."""
+    """Whether the kernels can be used on a tensor: float32 on a CPU, contiguous, small, and without gradients."""
     return (
         states.dtype is torch.float32
         and states.numel() <= MAX_SIZE
@@ -37,11 +37,15 @@ def takes(states: torch.Tensor) -> bool:
 
 
 def norm(states: torch.Tensor, weight: np.ndarray, epsilon: float) -> torch.Tensor:
-    """Root-mean-square normalization over the last dimension, x w / sqrt(mean(x^2) + epsilon).
+    """Return the root-mean-square normalization over the last dimension, x w / sqrt(mean(x^2) + epsilon).
 
     Args:
-        states: [..., E] that `takes` it.
+        states: [..., E] float32, for which `takes` holds.
         weight: [E] float32.
+        epsilon: added to the mean square.
+
+    Returns:
+        [..., E] float32.
     """
     rows = states.numpy()
     normed = np.empty_like(rows)
@@ -52,7 +56,17 @@ def norm(states: torch.Tensor, weight: np.ndarray, epsilon: float) -> torch.Tens
 def add_and_norm(
     states: torch.Tensor, added: torch.Tensor, weight: np.ndarray, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of two that it `takes`, [..., E] each, and that sum normalized as by `norm`."""
+    """Return the sum of two tensors, and that sum normalized as by `norm`.
+
+    Args:
+        states: [..., E] float32, for which `takes` holds.
+        added: [..., E] float32, for which `takes` holds.
+        weight: [E] float32.
+        epsilon: added to the mean square.
+
+    Returns:
+        (total, normed): [..., E] float32 each.
+    """
     rows = states.numpy()
     total, normed = np.empty_like(rows), np.empty_like(rows)
     shape = (-1, len(weight))
@@ -73,19 +87,24 @@ def rotate_and_write(
     keys: np.ndarray,
     values: np.ndarray,
 ) -> torch.Tensor:
-    """Rotary embedding of queries and keys, x cos + (-x2, x1) sin with x1 and x2 the halves of x; keys and values go
-    into a cache. All is float32 and contiguous.
+    """Rotate queries and keys by their positions, and write keys and values into a cache.
+
+    Rotary embedding is x cos + (-x2, x1) sin, with x1 and x2 the halves of x. All arrays are float32 and contiguous.
 
     Args:
-        query, key, value: [1, T, heads, D] each; may be one, in which they stand behind each other.
-        first: in which head of these each begins.
+        query: [1, T, heads, D]; may be one array with `key` and `value`, in which their heads stand behind each other.
+        key: [1, T, heads, D].
+        value: [1, T, heads, D].
+        first: index of the first head of the queries, the keys and the values in their arrays.
         sizes: g H and H.
-        cos, sin: [1, T, D].
-        start: where in the cache the first token goes.
-        keys, values: [1, H, capacity, D], written to.
+        cos: [1, T, D].
+        sin: [1, T, D].
+        start: index in the cache of the first token.
+        keys: [1, H, capacity, D], written to.
+        values: [1, H, capacity, D], written to.
 
     Returns:
-        [1, g H, T, D] rotated queries.
+        [1, g H, T, D] float32 rotated queries.
     """
     _, num_tokens, _, size = query.shape
     assert start + num_tokens <= keys.shape[2]
@@ -94,15 +113,15 @@ def rotate_and_write(
     return torch.from_numpy(rotated)
 
 
-@functools.lru_cache(maxsize=4)  # by identity: all layers of a pass are given the same
+@functools.lru_cache(maxsize=4)  # by identity of the tensor
 def array_of(states: torch.Tensor) -> np.ndarray:
-    """A tensor's numbers, contiguous."""
+    """Return a tensor as a contiguous array; cached, as all layers of a pass ask for one tensor's."""
     return states.contiguous().numpy()
 
 
 @functools.cache
 def _can_run() -> bool:
-    """Compile the kernels, or load them from where they are kept, and look at what they compute."""
+    """Compile the kernels, or load them from disk, and return whether they compute what they should."""
     try:
         with_fresh_cache(_try_kernels)
     except Exception as error:
@@ -112,8 +131,11 @@ def _can_run() -> bool:
 
 
 @functools.cache
-def _kernels():
-    """For arguments of their types: looking at these at every call would take longer than some of the calls."""
+def _kernels() -> tuple[Callable, Callable, Callable]:
+    """Return (norm, add and norm, rotate and write), bound to the types of their arguments.
+
+    To look at the types at every call would take longer than some of the calls.
+    """
     row, rows, tokens, heads = (np.zeros((1,) * num, np.float32) for num in range(1, 5))
     return (
         bound(_norm, rows, row, 0.0, rows),
@@ -123,6 +145,7 @@ def _kernels():
 
 
 def _try_kernels() -> None:
+    """Run the kernels on small inputs; ArithmeticError if a result is wrong."""
     _kernels.cache_clear()
     ones = np.ones(2, np.float32)
     normed = norm(torch.tensor([[3.0, 4.0]]), ones, 0.0)
@@ -130,19 +153,20 @@ def _try_kernels() -> None:
     sums = torch.tensor([3.0, 4.0])
     expected = sums / 12.5**0.5
     states = np.arange(1, 7, dtype=np.float32).reshape(1, 1, 3, 2)
-    angles, memory = np.array([[[[0, 0]]], [[[1, 1]]]], np.float32), np.zeros((2, 1, 1, 1, 2), np.float32)
-    rotated = rotate_and_write(states, states, states, (0, 1, 2), (1, 1), *angles, 0, *memory)
+    cos, sin = np.array([[[[0, 0]]], [[[1, 1]]]], np.float32)
+    cache = np.zeros((2, 1, 1, 1, 2), np.float32)
+    rotated = rotate_and_write(states, states, states, (0, 1, 2), (1, 1), cos, sin, 0, cache[0], cache[1])
     found = torch.cat(
-        [*(each.view(-1) for each in (normed, *added)), rotated.view(-1), torch.from_numpy(memory).view(-1)]
+        [*(each.view(-1) for each in (normed, *added)), rotated.view(-1), torch.from_numpy(cache).view(-1)]
     )
-    wanted = torch.cat([expected, sums, expected, torch.tensor([-2.0, 1.0, -4.0, 3.0, 5.0, 6.0])])
-    if not torch.allclose(found, wanted):
-        raise ArithmeticError(f"{found.tolist()} instead of {wanted.tolist()}")
+    right = torch.cat([expected, sums, expected, torch.tensor([-2.0, 1.0, -4.0, 3.0, 5.0, 6.0])])
+    if not torch.allclose(found, right):
+        raise ArithmeticError(f"{found.tolist()} instead of {right.tolist()}")
 
 
 @compiled(fastmath=ORDER_IS_FREE)
 def _norm(states: np.ndarray, weight: np.ndarray, epsilon: float, normed: np.ndarray) -> None:
-    """[T, E], [E], and [T, E] that is written."""
+    """Write `normed`, [T, E]: `states`, [T, E], normalized and times `weight`, [E]."""
     size = states.shape[1]
     for token in range(states.shape[0]):
         total = np.float32(0.0)
@@ -157,7 +181,7 @@ def _norm(states: np.ndarray, weight: np.ndarray, epsilon: float, normed: np.nda
 def _add_and_norm(
     states: np.ndarray, added: np.ndarray, total: np.ndarray, normed: np.ndarray, weight: np.ndarray, epsilon: float
 ) -> None:
-    """[T, E] twice, and twice that is written; [E]."""
+    """Write `total`, the sum of `states` and `added`, and `normed`, that sum normalized: [T, E] each."""
     for token in range(states.shape[0]):
         for place in range(states.shape[1]):
             total[token, place] = states[token, place] + added[token, place]
@@ -181,7 +205,7 @@ def _rotate_and_write(
     keys: np.ndarray,
     values: np.ndarray,
 ) -> None:
-    """[1, T, heads, D] thrice, [1, T, D] twice; written: [1, g H, T, D], and [1, H, capacity, D] twice."""
+    """Write `rotated`, [1, g H, T, D], `keys` and `values`, [1, H, capacity, D]: see `rotate_and_write`."""
     half = query.shape[3] // 2
     for token in range(query.shape[1]):
         at = start + token

@@ -1,11 +1,11 @@
-"""What is done with the tokens of a tree between matrix products, as Triton kernels: rotate queries and keys and write
-keys and values into the cache; attend to the committed tokens and to the tree; gate the MLP; find the likeliest tokens.
+"""Triton kernels between matrix products, for the tokens of a tree.
 
-The number of committed tokens is read on the device, so a CUDA graph of these can be replayed with a longer text.
-This module needs Triton, so it is imported where there is a GPU only (tests run it in Triton's interpreter).
+They rotate queries and keys and write keys and values into the cache; attend to the committed tokens and to the tree;
+gate the MLP; find the likeliest tokens. The number of committed tokens is read on the device, so a CUDA graph of the
+kernels can be replayed with a longer sequence. This module needs Triton (tests run it in Triton's interpreter).
 
 Letters: T tokens of the tree, L committed tokens, H key/value heads, g query heads for each, D head size, P parts that
-the keys are attended to in, F the MLP's inner size; n nodes, V vocabulary, K runners-up of a node.
+the keys are attended to in, F the MLP's inner size; n nodes, V vocabulary, K top-k candidates of a node.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 import triton
 import triton.language as tl
 
-LEAST_BLOCK = 16  # rows and columns that a tensor core takes at least
-MOST_ROWS = 32  # in half precision; in float32 so many that registers suffice:
-MOST_FLOAT_ROWS = 16
-MOST_KEYS = 64
-KEY_BYTES = 1 << 14  # of the keys that a program holds at once
-MOST_PARTS = 16
-PROGRAMS_PER_PROCESSOR = 2  # multiprocessor
-GATE_BLOCK = 1024
-CHUNK = 2048  # tokens of the vocabulary
+MIN_BLOCK = 16  # rows and columns that a tensor core takes
+MAX_ROWS = 32  # of a program, in half precision: with more, registers are spilled
+MAX_FLOAT_ROWS = 16  # of a program, in float32
+MAX_KEYS = 64  # that a program holds at once
+KEY_BYTES = 1 << 14  # of the keys that a program holds at once: shared memory of the smallest GPUs suffices
+MAX_PARTS = 16  # of the keys: to merge more takes longer than they save
+PROGRAMS_PER_PROCESSOR = 2  # so many hide each other's latency on a multiprocessor
+GATE_BLOCK = 1024  # elements of a program
+CHUNK = 2048  # tokens of the vocabulary that a program looks at
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def _rotate_and_write(
     query_stride, key_stride, value_stride, capacity,
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for each token and each head of queries, keys and values."""
+    """Rotate or write one head of one token; a program for each token and each head of queries, keys and values."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tl.arange(0, BLOCK)
     second = first + HALF
@@ -72,14 +72,19 @@ def rotate_and_write(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """Rotary embedding of queries and keys, x cos + (-x2, x1) sin with x1 and x2 the halves of x; keys and values go
-    behind the committed ones of a cache.
+    """Rotate queries and keys by their positions, and write keys and values behind the committed ones of a cache.
+
+    Rotary embedding is x cos + (-x2, x1) sin, with x1 and x2 the halves of x.
 
     Args:
-        query: [1, T, g H, D], key, value: [1, T, H, D]; a token's heads one behind the other.
-        cos, sin: [1, T, D].
+        query: [1, T, g H, D]; a token's heads one behind the other.
+        key: [1, T, H, D]; likewise.
+        value: [1, T, H, D]; likewise.
+        cos: [1, T, D].
+        sin: [1, T, D].
         length: [1] int64, L.
-        keys, values: [1, H, capacity, D], written to.
+        keys: [1, H, capacity, D], written to.
+        values: [1, H, capacity, D], written to.
 
     Returns:
         [1, T, g H, D] rotated queries.
@@ -104,8 +109,11 @@ def _attend_part(
     GROUPS: tl.constexpr, SIZE: tl.constexpr, NUM_PARTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One program for each key/value head, each part of the keys and each block of rows: a row is a token's query with
-    one of the g heads. The softmax is taken on the way (Milakov and Gimelshein, arXiv 1805.02867)."""
+    """Attend to one part of the keys; a program for each key/value head, each part and each block of rows.
+
+    A row is a token's query with one of the g heads. The softmax is computed online (Milakov and Gimelshein, arXiv
+    1805.02867).
+    """
     head, part = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(0)
     rows = tl.program_id(2) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -120,14 +128,14 @@ def _attend_part(
 
     places = token[:, None] * token_stride + query_head[:, None] * head_stride + dims[None, :]
     q = tl.load(query + places, mask=is_row[:, None] & inside[None, :], other=0.0)
-    memory = head.to(tl.int64) * capacity * SIZE
+    cache_start = head.to(tl.int64) * capacity * SIZE
     largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     weight_sum = tl.zeros([BLOCK_ROWS], tl.float32)
     sums = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], tl.float32)
     for start in range(part * part_size, end, BLOCK_KEYS):
         slots = start + tl.arange(0, BLOCK_KEYS)
         is_key = slots < end
-        cells = memory + slots[:, None] * SIZE + dims[None, :]
+        cells = cache_start + slots[:, None] * SIZE + dims[None, :]
         seen = is_key[:, None] & inside[None, :]
         k = tl.load(keys + cells, mask=seen, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -158,7 +166,7 @@ def _merge_parts(
     outputs, totals, merged, num_rows,
     SIZE: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One program for each row: a token's query with one head."""
+    """Merge the parts of one row, a token's query with one head; a program for each row."""
     row = tl.program_id(0)
     parts, dims = tl.arange(0, BLOCK_PARTS), tl.arange(0, BLOCK_SIZE)
     is_part, inside = parts < NUM_PARTS, dims < SIZE
@@ -179,19 +187,20 @@ def attend(
     scale: float,
     num_processors: int,
 ) -> torch.Tensor:
-    """Attention to the committed tokens, without a mask, and to the tree's own, with one.
+    """Return the attention to the committed tokens, without a mask, and to the tree's own, with one.
 
     Args:
         query: [1, g H, T, D]; the last dimension contiguous.
-        keys, values: [1, H, capacity, D], contiguous: committed ones, then those of the tree; what lies behind may be
-            anything.
+        keys: [1, H, capacity, D], contiguous: of the committed tokens, then of the tree; whatever lies behind is
+            ignored.
+        values: [1, H, capacity, D], contiguous; likewise.
         mask: [T, T], added to the scores of the tree's own part; contiguous.
         length: [1] int64, L.
-        scale: of the scores.
-        num_processors: multiprocessors of the GPU, which the keys are parted for.
+        scale: factor of the scores.
+        num_processors: multiprocessors of the GPU, which the keys are divided among.
 
     Returns:
-        [1, T, g H, D]
+        [1, T, g H, D], of the query's type.
     """
     assert query.stride(3) == 1 and keys.is_contiguous() and values.is_contiguous() and mask.is_contiguous()
     _, num_queries, num_tokens, size = query.shape
@@ -200,7 +209,7 @@ def attend(
     block = blocks(groups * num_tokens, size, keys.element_size())
     num_blocks = triton.cdiv(groups * num_tokens, block["BLOCK_ROWS"])
     wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * num_processors, num_heads * num_blocks)
-    num_parts = max(1, min(wanted, MOST_PARTS, triton.cdiv(capacity, block["BLOCK_KEYS"])))
+    num_parts = max(1, min(wanted, MAX_PARTS, triton.cdiv(capacity, block["BLOCK_KEYS"])))
     result = torch.empty((1, num_tokens, num_queries, size), dtype=query.dtype, device=query.device)
     shape = (num_parts, num_tokens, num_queries)
     output = result if num_parts == 1 else torch.empty((*shape, size), dtype=torch.float32, device=query.device)
@@ -221,26 +230,27 @@ def attend(
 
 
 def blocks(num_rows: int, size: int, num_bytes: int) -> dict[str, int]:
-    """Rows, keys and dimensions that a program of `_attend_part` holds: no more than have room in registers and shared
-    memory on GPUs of compute capability 8.0 and up.
+    """Return how many rows, keys and dimensions a program of `_attend_part` holds, by the names of its constants.
+
+    They fit the registers and the shared memory of GPUs of compute capability 8.0 and up.
 
     Args:
         num_rows: g T.
         size: D.
-        num_bytes: of an element.
+        num_bytes: bytes of an element.
     """
-    block_size = max(LEAST_BLOCK, triton.next_power_of_2(size))
-    most_rows = MOST_ROWS if num_bytes == 2 else MOST_FLOAT_ROWS
+    block_size = max(MIN_BLOCK, triton.next_power_of_2(size))
+    max_rows = MAX_ROWS if num_bytes == 2 else MAX_FLOAT_ROWS
     return {
-        "BLOCK_ROWS": min(most_rows, max(LEAST_BLOCK, triton.next_power_of_2(num_rows))),
-        "BLOCK_KEYS": min(MOST_KEYS, max(LEAST_BLOCK, KEY_BYTES // (block_size * num_bytes))),
+        "BLOCK_ROWS": min(max_rows, max(MIN_BLOCK, triton.next_power_of_2(num_rows))),
+        "BLOCK_KEYS": min(MAX_KEYS, max(MIN_BLOCK, KEY_BYTES // (block_size * num_bytes))),
         "BLOCK_SIZE": block_size,
     }
 
 
 @triton.jit
 def _gate(gate_up, output, size, BLOCK: tl.constexpr):
-    """One program for each token and each block of the inner size."""
+    """Gate one block of the inner size of one token; a program for each token and each block."""
     token = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
@@ -250,7 +260,7 @@ def _gate(gate_up, output, size, BLOCK: tl.constexpr):
 
 
 def gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """SiLU of the first half times the second: [..., 2 F], contiguous, to [..., F]."""
+    """Return the SiLU of the first half of `gate_up` times the second: [..., F] of [..., 2 F], contiguous."""
     size = gate_up.shape[-1] // 2
     output = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     _gate[(output.numel() // size, triton.cdiv(size, GATE_BLOCK))](gate_up, output, size, BLOCK=GATE_BLOCK)
@@ -259,7 +269,7 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _top_of_chunks(scores, values, ids, size, stride, NUM: tl.constexpr, NO_TOKEN: tl.constexpr, BLOCK: tl.constexpr):
-    """One program for each row and each chunk of the vocabulary: the NUM largest, the lowest id first of equals."""
+    """Find the NUM largest scores of a chunk, of equals the lowest id first; a program for each row and each chunk."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = chunk * BLOCK + tl.arange(0, BLOCK)
     left = tl.load(scores + row * stride + tokens, mask=tokens < size, other=float("-inf"))
@@ -278,7 +288,7 @@ def _pack_top(
     NUM: tl.constexpr, WIDTH: tl.constexpr, NO_TOKEN: tl.constexpr, MARGIN_UNIT: tl.constexpr, MAX_MARGIN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for each row: the NUM largest of what its chunks had, and how far each lies below the first."""
+    """Pack the NUM largest of all chunks' scores, with their margins; a program for each row."""
     row = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, BLOCK)
     is_found = places < num_found
@@ -289,7 +299,7 @@ def _pack_top(
     for pair in tl.static_range(WIDTH - 1):
         word = tl.zeros([], tl.int64)
         for half in tl.static_range(2):
-            token, gap = tl.full([], NO_TOKEN, tl.int64), tl.full([], MAX_MARGIN, tl.int64)
+            token, margin = tl.full([], NO_TOKEN, tl.int64), tl.full([], MAX_MARGIN, tl.int64)
             if 2 * pair + half < NUM:
                 best = tl.max(left, 0)
                 place = tl.min(tl.where(left == best, places, BLOCK), 0)
@@ -297,25 +307,29 @@ def _pack_top(
                 token = tl.where(is_there, tl.min(tl.where(places == place, tokens, NO_TOKEN), 0).to(tl.int64), token)
                 below = tl.minimum(tl.floor((top - best) * MARGIN_UNIT + 0.5), MAX_MARGIN)
                 below = tl.where(best == top, 0.0, below)  # both may be infinite
-                gap = tl.where(is_there, below, MAX_MARGIN).to(tl.int64)
+                margin = tl.where(is_there, below, MAX_MARGIN).to(tl.int64)
                 left = tl.where(places == place, float("-inf"), left)
-            word |= ((token << 8) | gap) << (32 * half)
+            word |= ((token << 8) | margin) << (32 * half)
         tl.store(packed + row * WIDTH + 1 + pair, word)
 
 
 def pack_top_k(
     scores: torch.Tensor, first: torch.Tensor, num: int, no_token: int, margin_unit: int, max_margin: int
 ) -> torch.Tensor:
-    """What was drawn and the likeliest tokens of each row, packed as drawing.py says.
+    """Find the likeliest tokens of each row, and pack them and their margins behind a first integer.
+
+    The layout is that of lp_runtime/sampling/sampler.py.
 
     Args:
-        scores: [n, V] float32; the last dimension contiguous. What is -inf is not among the likeliest.
-        first: [n] int64, goes first.
-        num: how many of the likeliest, K.
-        no_token, margin_unit, max_margin: drawing.py's.
+        scores: [n, V] float32; the last dimension contiguous. A token whose score is -inf is not among the likeliest.
+        first: [n] int64, the first integer of each row.
+        num: K.
+        no_token: packed where there are fewer than K tokens.
+        margin_unit: units of a margin in a nat.
+        max_margin: the largest margin.
 
     Returns:
-        [n, 1 + K / 2, rounded up] int64
+        [n, 1 + K / 2, rounded up] int64.
     """
     num_rows, size = scores.shape
     num_chunks = triton.cdiv(size, CHUNK)

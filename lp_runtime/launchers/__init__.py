@@ -9,10 +9,11 @@ from lp_runtime.launchers.base import Launcher
 
 
 def launch(config: RuntimeConfig) -> Launcher:
-    """Start the replicas that `config` asks for; returns when all of them are ready.
+    """Start the replicas that `config` asks for, and return their launcher when all of them are ready.
 
     Raises:
-        LookaheadError: if they cannot be started; nothing is left running then.
+        ConfigError: if torchrun started this process and another launcher is asked for.
+        LookaheadError: if the replicas cannot be started; nothing is left running then.
     """
     name = config.launcher.name
     if name == "auto":
@@ -30,9 +31,9 @@ def launch(config: RuntimeConfig) -> Launcher:
 
         return RayLauncher(config)
     if (config.gpus or 1) == 1 and not config.launcher.own_process:
-        from lp_runtime.launchers.local import InProcessLauncher
+        from lp_runtime.launchers.local import LocalLauncher
 
-        return InProcessLauncher(config)
-    from lp_runtime.launchers.spawn import SpawnedLauncher
+        return LocalLauncher(config)
+    from lp_runtime.launchers.spawn import SpawnLauncher
 
-    return SpawnedLauncher(config)
+    return SpawnLauncher(config)

@@ -1,4 +1,4 @@
-"""What every launcher is: replicas that are up, and a way to have them decode a request."""
+"""The interface of every launcher: replicas that are up, and a way to have them decode a request."""
 
 from __future__ import annotations
 
@@ -13,22 +13,31 @@ from lp_runtime.launchers.lease import ReplicaLease
 
 
 class Launcher(ABC):
-    """Replicas that are up. Construction starts them, or raises with everything cleaned up.
+    """Replicas that are up. Construction of a subclass starts them, or raises with everything cleaned up.
+
+    Args:
+        num_replicas: how many replicas there are.
+        is_leader: whether this process takes requests; under torchrun the other ranks follow rank 0.
 
     Attributes:
-        info: the model that the replicas hold.
-        num_replicas: how many there are.
-        is_leader: whether this process takes requests; under torchrun the others follow rank 0.
-        outlives_failures: whether a request that failed or was interrupted leaves the replicas fit for the next.
+        num_replicas: how many replicas there are.
+        is_leader: whether this process takes requests; under torchrun the other ranks follow rank 0.
+        outlives_failures: whether a request that failed or was interrupted leaves the replicas fit for the next one.
     """
 
-    info: ReplicaInfo
-    num_replicas: int
-    is_leader: bool = True
     outlives_failures: bool = False
-    _is_busy = False
-    _is_closed = False
-    _failure_seen: str | None = None
+
+    def __init__(self, num_replicas: int = 1, is_leader: bool = True):
+        self.num_replicas = num_replicas
+        self.is_leader = is_leader
+        self._is_busy = False
+        self._is_closed = False
+        self._failure_seen: str | None = None
+
+    @property
+    @abstractmethod
+    def info(self) -> ReplicaInfo:
+        """The model that the replicas hold."""
 
     def run(self, request: Request) -> Generator[Event, None, None]:
         """Decode one request on all replicas. Closing the iterator early cancels the request.
@@ -56,26 +65,32 @@ class Launcher(ABC):
 
     @property
     def num_ready(self) -> int:
-        """Replicas that are there, as far as is known."""
+        """Number of replicas that are loaded and not known to be lost."""
         return self.num_replicas if not self._is_closed and self._failure_seen is None else 0
 
     @property
     def num_loading(self) -> int:
-        """Replicas that are being started again."""
+        """Number of replicas that are being started again."""
         return 0
 
     @property
     def ready(self) -> frozenset[int] | None:
-        """Indices of the replicas that are there, where requests can be run on some of them (`run_on`); else None."""
+        """Indices of the replicas that are loaded and not known to be lost; None if this launcher has no `run_on`."""
         return None
 
+    @property
+    def process_ids(self) -> dict[int, int]:
+        """Process ids by replica index, of replicas that this launcher started as processes of this machine."""
+        return {}
+
     def run_on(self, request: Request, lease: ReplicaLease) -> Generator[Event, None, None]:
-        """Decode a request on some of the replicas, where `ready` says which there are: see TeamLauncher."""
+        """Decode a request on the replicas of a lease, where `ready` is not None: see TeamLauncher."""
         raise NotImplementedError
 
     @abstractmethod
     def _run(self, request: Request) -> Generator[Event, None, None]:
-        """See `run`. Is closed (GeneratorExit) to cancel; after anything else it raises, only `close` is called."""
+        """Decode one request: see `run`. The generator is closed (GeneratorExit) to cancel the request. After any other
+        exception from it only `close` is called, unless the launcher outlives failures."""
 
     def close(self) -> None:
         """End every replica. Safe to call twice."""
@@ -85,4 +100,4 @@ class Launcher(ABC):
 
     @abstractmethod
     def _close(self) -> None:
-        """See `close`; called once."""
+        """End every replica: see `close`. Called once."""

@@ -1,4 +1,4 @@
-"""Which replicas a request may use: whoever allots them may change that while the request is decoded."""
+"""Which replicas a request may use. The scheduler may change that while the request is decoded."""
 
 from __future__ import annotations
 
@@ -7,27 +7,30 @@ from contextlib import AbstractContextManager, nullcontext
 
 
 class ReplicaLease:
-    """Replicas, by index, for one request.
+    """The replicas that one request may use. Replicas are given by their indices.
+
+    Args:
+        wanted: the replicas to be used at first.
 
     Attributes:
-        wanted: those to be used; between two steps the request is moved to them if it is on others.
+        wanted: the replicas to be used; between two steps the request is moved to them if it is on others.
     """
 
     def __init__(self, wanted: Iterable[int]):
         self.wanted = frozenset(wanted)
 
     def lose(self, lost: Iterable[int]) -> None:
-        """These are lost."""
+        """Take replicas that were lost out of the lease."""
         self.wanted -= frozenset(lost)
 
     def settle(self) -> frozenset[int]:
-        """The request is on no replica at this moment: returns those that it is to go on with; others are free now."""
+        """Return the replicas that the request goes on with. Called while it is on no replica: all others are free."""
         return self.wanted
 
     def cancelling(self, cancel: Callable[[], None]) -> AbstractContextManager[None]:
-        """Meanwhile, `cancel` is called as soon as the request is not wanted any more, by whoever says so."""
+        """Return a context in which `cancel` is called, by any thread, once the request is not wanted any more."""
         return nullcontext()
 
     def refill(self) -> frozenset[int]:
-        """None is left: waits for others, if there may be any; none if not."""
+        """Wait for other replicas after the last one was lost, and return them; empty if none may come."""
         return frozenset()

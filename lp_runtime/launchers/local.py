@@ -8,23 +8,33 @@ from collections.abc import Generator
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.engine.output import Event
-from lp_runtime.engine.replica import start_replica
+from lp_runtime.engine.replica import ReplicaInfo, start_replica
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import LaunchError, unforeseen_as
 from lp_runtime.launchers.base import Launcher
 
 
-class InProcessLauncher(Launcher):
-    """launcher=local with one replica."""
+class LocalLauncher(Launcher):
+    """launcher=local with one replica.
 
-    num_replicas = 1
+    Args:
+        config: the runtime's settings.
+
+    Raises:
+        LookaheadError: if the replica cannot be started.
+    """
+
     outlives_failures = True
 
     def __init__(self, config: RuntimeConfig):
+        super().__init__()
         self._stack = contextlib.ExitStack()
         with unforeseen_as(LaunchError, "the replica failed at start"):
             self._replica = self._stack.enter_context(start_replica(config, ReplicaContext(owns_process=False)))
-        self.info = self._replica.info
+
+    @property
+    def info(self) -> ReplicaInfo:
+        return self._replica.info
 
     def _run(self, request: Request) -> Generator[Event, None, None]:
         yield from self._replica.decode(request)

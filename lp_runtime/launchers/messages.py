@@ -1,6 +1,6 @@
 """What a driver and the replicas it started say to each other.
 
-A driver's orders are numbered; every answer carries the number of its order, so that what comes late is known as late.
+A driver's orders are numbered. Every answer carries the number of its order, so that a late answer is known as late.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lp_runtime.distributed.context import ReplicaContext
-from lp_runtime.engine.output import Report, Run
+from lp_runtime.engine.output import Report, StepOutput
 from lp_runtime.engine.replica import ReplicaInfo
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, first_line
@@ -18,7 +18,12 @@ PING, PONG = "ping", "pong"  # answered whatever else the replica is doing
 
 @dataclass(frozen=True)
 class Join:
-    """Leave the group you are in, if any, and form another one. Answered by Joined, Broken or Refused."""
+    """Order to leave the present group, if any, and form another one. Answered by Joined, GroupBroken or Refused.
+
+    Attributes:
+        order: number of this order.
+        context: the replica's rank and where the group meets.
+    """
 
     order: int
     context: ReplicaContext
@@ -26,8 +31,13 @@ class Join:
 
 @dataclass(frozen=True)
 class Decode:
-    """Decode a request in the group you are in; together with others that are there, if you are alone in it. Answered
-    by rank 0's Streamed, then Finished, Broken or Refused."""
+    """Order to decode a request in the present group; a replica that is alone in its group decodes all it has been
+    ordered as one batch. Answered by rank 0's Streamed, then every member's Finished, GroupBroken or Refused.
+
+    Attributes:
+        order: number of this order.
+        request: what to decode.
+    """
 
     order: int
     request: Request
@@ -35,7 +45,12 @@ class Decode:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Feed a request's text to the model, so that it is there when the request is to be decoded. Answered by Prefilled."""
+    """Order to run the prefill of a request that is to be decoded here later. Answered by Prefilled.
+
+    Attributes:
+        order: number of this order.
+        request: its prompt and committed tokens are fed to the model.
+    """
 
     order: int
     request: Request
@@ -43,21 +58,34 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Cancel:
-    """End what an order has begun; acted on whatever else the replica is doing."""
+    """End what an order has begun; acted on whatever else the replica is doing.
+
+    Attributes:
+        order: number of the order to end.
+    """
 
     order: int
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A replica's model is loaded and checked: the first thing that it says."""
+class ModelLoaded:
+    """A replica's model is loaded and checked: the first message of every replica.
+
+    Attributes:
+        info: the model.
+    """
 
     info: ReplicaInfo
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A replica is in the group."""
+    """A replica is in the group.
+
+    Attributes:
+        order: number of the Join.
+        info: the model, and the capacity that all replicas of the group have.
+    """
 
     order: int
     info: ReplicaInfo
@@ -65,37 +93,57 @@ class Joined:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """The text is there, or cannot be; whoever decodes the request will see."""
+    """A prefill has ended: completed, or cancelled; decoding feeds whatever is missing.
+
+    Attributes:
+        order: number of the Prefill.
+    """
 
     order: int
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """What one step committed."""
+    """What one step committed.
+
+    Attributes:
+        order: number of the Decode.
+        output: the committed tokens.
+    """
 
     order: int
-    run: Run
+    output: StepOutput
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a replica has committed of a request since its order: token ids, their log-probabilities where the request
-    asks for them, and in how many steps."""
+    """What a replica has committed of a request since its order.
+
+    Attributes:
+        token_ids: committed token ids.
+        logprobs: their log-probabilities, where the request asks for them; else empty.
+        num_steps: steps that these tokens took.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     num_steps: int = 0
 
-    def after(self, run: Run) -> Progress:
-        """The same with one step more."""
-        logprobs = [*self.logprobs, *(run.logprobs or ())]
-        return Progress([*self.token_ids, *run.token_ids], logprobs, self.num_steps + 1)
+    def after(self, output: StepOutput) -> Progress:
+        """Return the progress after one step more."""
+        logprobs = [*self.logprobs, *(output.logprobs or ())]
+        return Progress([*self.token_ids, *output.token_ids], logprobs, self.num_steps + 1)
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A request is done."""
+    """A request is done.
+
+    Attributes:
+        order: number of the Decode.
+        progress: what this replica has committed of the request.
+        report: what the request took.
+    """
 
     order: int
     progress: Progress
@@ -103,11 +151,14 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class Broken:
+class GroupBroken:
     """The group is broken, and this replica has left it; what it has committed stands.
 
     Attributes:
-        digests: of each rank's state, where they differ.
+        order: number of the Join or Decode.
+        progress: what this replica has committed of the request.
+        reason: the error's message.
+        digests: of each rank's state, where they differ; else None.
     """
 
     order: int
@@ -119,7 +170,13 @@ class Broken:
 @dataclass(frozen=True)
 class Refused:
     """The order cannot be carried out, by this replica or any other: the request or a setting is at fault. The replica
-    has left its group, unless it is alone in it. `kind` is the class of the error."""
+    has left its group, unless it is alone in it.
+
+    Attributes:
+        order: number of the Join or Decode.
+        message: the error's message.
+        kind: class of the error.
+    """
 
     order: int
     message: str
@@ -128,20 +185,33 @@ class Refused:
 
 @dataclass(frozen=True)
 class Failed:
-    """A replica cannot go on, and ends. `kind` is the class of a LookaheadError, or None for anything unforeseen."""
+    """A replica cannot go on, and ends.
+
+    Attributes:
+        message: the error's message.
+        kind: class of the error if it is a LookaheadError; None for anything unforeseen.
+    """
 
     message: str
     kind: type[LookaheadError] | None
 
     @classmethod
     def from_error(cls, error: Exception) -> Failed:
+        """Return the message that reports `error`."""
         if isinstance(error, LookaheadError):
             return cls(str(error), type(error))
         return cls(f"{type(error).__name__}: {first_line(error)}", None)
 
 
+Order = Join | Decode | Prefill
+
+
 def first_cause(failures: dict[int, Failed]) -> int:
-    """Of several replicas' failures, the one that explains the others: a lost peer or group is a consequence."""
+    """Return the replica whose failure explains those of the others: a lost peer or group is a consequence.
+
+    Args:
+        failures: by replica index, at least one.
+    """
     consequences = (ReplicaError, LaunchError)
 
     def is_consequence(index: int) -> bool:

@@ -14,65 +14,85 @@ import threading
 import time
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
 
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.process_group import address_of, host_store
 from lp_runtime.errors import ConfigError, LaunchError, first_line
 from lp_runtime.launchers.messages import Failed
+from lp_runtime.launchers.process_host import Placement, ProcessHost
 from lp_runtime.launchers.replica_server import ReplicaServer
-from lp_runtime.launchers.team import Place, TeamLauncher
+from lp_runtime.launchers.team import TeamLauncher
 
 # A replica on CPUs shares the cores with its peers, so it books next to nothing: Ray would refuse gpus=4 on 2 cores.
 CPU_SHARE = 0.01
-BATCH_SECONDS = 0.005  # runs of tokens that come closer together travel to the driver together
-CONNECT_SECONDS = 10.0
-HOST_SECONDS = 10.0  # that a replica may take to open a store
+BATCH_SECONDS = 0.005  # step outputs that come closer together travel to the driver together
+CONNECT_SECONDS = 10.0  # that the cluster may take to answer
+STORE_SECONDS = 10.0  # that a replica may take to open a store
 MAX_RESTARTS = 1  # by Ray, of an actor whose node is lost before it runs; one that ran is killed as its stream ends
-LANES = {"serve": 1, "post": 1, "host": 1}  # of an actor: calls of one lane run one after another
+CONCURRENCY_GROUPS = {"serve": 1, "post": 1, "host": 1}  # of an actor: calls of one group run one after another
 
 
 class ReplicaActor:
-    """One replica in a Ray actor."""
+    """One replica in a Ray actor.
+
+    Args:
+        config: the runtime's settings.
+
+    Attributes:
+        outgoing: messages to the driver; None comes last.
+    """
 
     def __init__(self, config: RuntimeConfig):
+        self.outgoing: queue.Queue[object] = queue.Queue()
         self._config = config
-        self._said: queue.Queue[object] = queue.Queue()
         self._server: ReplicaServer | None = None
-        self._store = None
+        self._store: dist.TCPStore | None = None
 
     def serve(self) -> Iterator[list[object]]:
-        """Be a replica, in a thread of its own, and stream what it says in small batches: no step waits for that."""
+        """Be a replica, in a thread of its own, and stream its messages in small batches: no step waits for that."""
         # Asked here, not by the driver: a replica that is started again may have got another node since.
-        place = Booking.place_here()
-        server = ReplicaServer(self._config, place.device_index, place.num_local, self._said.put)
+        place = Booking.placement_here()
+        server = ReplicaServer(self._config, place.device_index, place.num_local, self.outgoing.put)
 
         def run() -> None:
             server.run()
-            self._said.put(None)
+            self.outgoing.put(None)
 
         self._server = server
         threading.Thread(target=run, daemon=True).start()
         batch: list[object] = []
         while None not in batch:
-            batch = [self._said.get()]
+            batch = [self.outgoing.get()]
             time.sleep(BATCH_SECONDS)
             with contextlib.suppress(queue.Empty):
                 while True:
-                    batch.append(self._said.get_nowait())
+                    batch.append(self.outgoing.get_nowait())
             yield [message for message in batch if message is not None]
 
     def post(self, data: bytes) -> None:
-        """Take a message of the driver's, pickled; the replica has said something before."""
+        """Hand a message of the driver's to the replica, which has sent one itself before.
+
+        Args:
+            data: the message, pickled.
+        """
         try:
             message = pickle.loads(data)
         except Exception as error:  # what a caller's own class may raise
-            self._said.put(Failed.from_error(error))
-            self._said.put(None)
+            self.outgoing.put(Failed.from_error(error))
+            self.outgoing.put(None)
         else:
+            assert self._server is not None
             self._server.post(message)
 
-    def host(self, port: int) -> tuple[str, int] | Failed:
-        """Open a store that replicas can meet in, if it is not open; returns its address."""
+    def host_store(self, port: int) -> tuple[str, int] | Failed:
+        """Open a store that replicas can meet in, if it is not open, and return its host and port; or why it is not.
+
+        Args:
+            port: where it listens; 0 for any free port.
+        """
         import ray
 
         try:
@@ -87,18 +107,18 @@ class ReplicaActor:
 
 class Booking:
     """What Ray has set aside for the replicas: a placement group with a bundle for each, in the order of their indices.
-    Those of a node that is lost go to another one as soon as there is room.
+    Bundles of a node that is lost go to another one as soon as that has the capacity.
 
     Args:
         ray: the module, connected.
-        config: the runtime's.
+        config: the runtime's settings.
 
     Attributes:
         device: that the replicas are to have: cuda or cpu.
 
     Raises:
         ConfigError: if the cluster has fewer GPUs.
-        LaunchError: if there is no room for them within launcher.start_timeout.
+        LaunchError: if the cluster has no capacity for the replicas within launcher.start_timeout.
     """
 
     def __init__(self, ray: ModuleType, config: RuntimeConfig):
@@ -123,32 +143,32 @@ class Booking:
             raise
 
     def options(self, index: int) -> dict[str, object]:
-        """What an actor must be made with to be given a replica's bundle."""
+        """Return the options that give an actor a replica's bundle."""
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=index
         )
         return {"num_cpus": CPU_SHARE, "num_gpus": self._bundle.get("GPU", 0), "scheduling_strategy": strategy}
 
     def nodes(self) -> list[str]:
-        """The id of each replica's node."""
+        """Return the id of each replica's node."""
         found = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
         return [found[index] for index in sorted(found)]
 
-    def place(self, index: int) -> Place:
-        """A replica's place. Ray shows an actor its own GPU only."""
+    def placement(self, index: int) -> Placement:
+        """Return where a replica is. Ray shows an actor its own GPU only, so the device index is 0."""
         nodes = self.nodes()
-        return Place(0, nodes.count(nodes[index]))
+        return Placement(0, nodes.count(nodes[index]))
 
     @staticmethod
-    def place_here() -> Place:
-        """The place of the replica whose actor asks."""
+    def placement_here() -> Placement:
+        """Return where the replica is whose actor calls this."""
         import ray
 
         found = ray.util.placement_group_table(ray.util.get_current_placement_group())["bundles_to_node_id"]
-        return Place(0, list(found.values()).count(ray.get_runtime_context().get_node_id()))
+        return Placement(0, list(found.values()).count(ray.get_runtime_context().get_node_id()))
 
     def release(self) -> None:
-        """Give it back."""
+        """Give the bundles back to the cluster."""
         self._ray.util.remove_placement_group(self._group)
 
 
@@ -164,9 +184,9 @@ def connect(address: str | None) -> None:
     import ray
 
     _probe(address)
-    options = {} if address else {"include_dashboard": False}  # the latter is for a cluster that starts here
+    include_dashboard = None if address else False  # the latter is for a cluster that starts here
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=include_dashboard)
     except Exception as error:  # Ray raises ConnectionError, RuntimeError, ValueError and more
         where = f" at launcher.address={address}" if address else ""
         raise LaunchError(f"launcher=ray: cannot reach or start a Ray cluster{where}: {first_line(error)}") from error
@@ -184,61 +204,65 @@ def _probe(address: str | None) -> None:
         raise LaunchError(f"launcher=ray: no Ray cluster at launcher.address={address}: {reason}") from error
 
 
-class RayLauncher(TeamLauncher):
-    """launcher=ray: a placement group, one actor a GPU, the process group formed among the actors."""
+class RayHost(ProcessHost):
+    """Replicas as actors of a Ray cluster: a placement group, one actor a GPU.
 
-    def __init__(self, config: RuntimeConfig):
-        try:
-            import ray
-        except ImportError as error:
-            raise LaunchError("launcher=ray: ray is not installed (pip install 'lp-runtime[ray]')") from error
+    Args:
+        ray: the module; connected to a cluster here, if it is not.
+        config: the runtime's settings.
+
+    Attributes:
+        actors: the latest actor of each replica that has not been killed from here, by index.
+
+    Raises:
+        ConfigError: if the cluster has fewer GPUs than replicas.
+        LaunchError: if the cluster cannot be reached, or has no capacity for the replicas.
+    """
+
+    def __init__(self, ray: ModuleType, config: RuntimeConfig):
+        self.actors: dict[int, Any] = {}
         self._ray = ray
-        self.num_replicas = config.gpus or 1
-        self._actors: dict[int, object] = {}
-        self._streams: dict[int, object] = {}
-        self._booking: Booking | None = None
+        self._streams: dict[int, Any] = {}  # of what each replica says
         self._connected_here = not ray.is_initialized()
         if self._connected_here:
             connect(config.launcher.address)
         try:
             self._booking = Booking(ray, config)
-            # Decided here for all: a node may have GPUs that this runtime has not booked.
-            self._start(dataclasses.replace(config, device=self._booking.device))
-        except BaseException as error:
-            self.close()
-            if isinstance(error, ray.exceptions.RayError):
-                raise LaunchError(f"launcher=ray: {first_line(error)}") from error
+        except BaseException:
+            self._disconnect()
             raise
+        # Decided here for all: a node may have GPUs that this runtime has not booked.
+        self._config = dataclasses.replace(config, device=self._booking.device)
 
-    def _launch(self, index: int) -> None:
-        actor_class = self._ray.remote(concurrency_groups=LANES)(ReplicaActor)
+    def start_process(self, index: int) -> None:
+        actor_class = self._ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(ReplicaActor)
         actor = actor_class.options(max_restarts=MAX_RESTARTS, **self._booking.options(index)).remote(self._config)
         serve = actor.serve.options(num_returns="streaming", concurrency_group="serve")
-        self._actors[index], self._streams[index] = actor, serve.remote()
+        self.actors[index], self._streams[index] = actor, serve.remote()
 
-    def _place(self, index: int) -> Place:
-        return self._booking.place(index)
+    def placement(self, index: int) -> Placement:
+        return self._booking.placement(index)
 
-    def _meeting_place(self, leader: int) -> tuple[str, int] | None:
-        actor = self._actors.get(leader)
+    def rendezvous_address(self, leader: int) -> tuple[str, int] | None:
+        actor = self.actors.get(leader)
         if actor is None:
             return None
-        call = actor.host.options(concurrency_group="host").remote(self._config.launcher.port)
+        call = actor.host_store.options(concurrency_group="host").remote(self._config.launcher.port)
         try:
-            answer = self._ray.get(call, timeout=HOST_SECONDS)
+            answer = self._ray.get(call, timeout=STORE_SECONDS)
         except self._ray.exceptions.RayError:
             return None
         if isinstance(answer, Failed):
             raise (answer.kind or LaunchError)(f"rank {leader} failed at start: {answer.message}")
         return answer
 
-    def _send(self, index: int, message: object) -> None:
-        actor = self._actors.get(index)
+    def send(self, index: int, message: object) -> None:
+        actor = self.actors.get(index)
         if actor is not None:
             # Pickled here as Ray would, so that the replica can say so if it cannot be read there.
             actor.post.options(concurrency_group="post").remote(self._ray.cloudpickle.dumps(message))
 
-    def _receive(self, timeout: float) -> list[tuple[int, object]]:
+    def receive(self, timeout: float) -> list[tuple[int, object]]:
         indices = {stream: index for index, stream in list(self._streams.items())}
         if not indices:
             time.sleep(timeout)
@@ -264,21 +288,47 @@ class RayLauncher(TeamLauncher):
         lines = str(error).strip().splitlines()
         return lines[-1].strip() if lines and "creation task" in lines[0] else type(error).__name__
 
-    def _kill(self, index: int) -> None:
+    def kill(self, index: int) -> None:
         self._streams.pop(index, None)
-        actor = self._actors.pop(index, None)
+        actor = self.actors.pop(index, None)
         if actor is not None:
             self._ray.kill(actor)
 
-    def _end(self) -> None:
-        ray = self._ray
-        if not ray.is_initialized():
+    def close(self) -> None:
+        if not self._ray.is_initialized():
             return
-        for actor in self._actors.values():
-            ray.kill(actor)
-        self._actors, self._streams = {}, {}
-        if self._booking is not None:
-            self._booking.release()
-            self._booking = None
+        for actor in self.actors.values():
+            self._ray.kill(actor)
+        self.actors, self._streams = {}, {}
+        self._booking.release()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         if self._connected_here:
-            ray.shutdown()
+            self._ray.shutdown()
+
+
+class RayLauncher(TeamLauncher):
+    """launcher=ray: replicas as actors of a Ray cluster.
+
+    Args:
+        config: the runtime's settings.
+
+    Attributes:
+        host: the replicas' actors.
+
+    Raises:
+        LaunchError: if ray is not installed.
+        LookaheadError: if any of the replicas cannot be started.
+    """
+
+    def __init__(self, config: RuntimeConfig):
+        try:
+            import ray
+        except ImportError as error:
+            raise LaunchError("launcher=ray: ray is not installed (pip install 'lp-runtime[ray]')") from error
+        try:
+            self.host = RayHost(ray, config)
+            super().__init__(config, self.host)
+        except ray.exceptions.RayError as error:
+            raise LaunchError(f"launcher=ray: {first_line(error)}") from error

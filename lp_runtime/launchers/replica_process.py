@@ -13,7 +13,11 @@ from lp_runtime.launchers.replica_server import ReplicaServer
 
 
 def be_replica(pipe: Connection) -> None:
-    """Serve the driver at the other end of a pipe; ends the process with it."""
+    """Be the replica of the driver at the other end of a pipe; the process ends with the driver.
+
+    Args:
+        pipe: over which the replica's settings and place arrive first, then orders.
+    """
     lock = threading.Lock()
 
     def send(message: object) -> None:

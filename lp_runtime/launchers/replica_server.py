@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 
+from lp_runtime.config.lookahead import MAX_STEP_TOKENS
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.engine.output import Event, Report
 from lp_runtime.engine.replica import LoadedModel, Replica, join_group, load_replica
@@ -15,14 +17,15 @@ from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, StateMi
 from lp_runtime.launchers.messages import (
     PING,
     PONG,
-    Broken,
     Cancel,
     Decode,
     Failed,
     Finished,
+    GroupBroken,
     Join,
     Joined,
-    Loaded,
+    ModelLoaded,
+    Order,
     Prefill,
     Prefilled,
     Progress,
@@ -30,26 +33,24 @@ from lp_runtime.launchers.messages import (
     Streamed,
 )
 
-Order = Join | Decode | Prefill
-STEP_TOKENS = 1200  # that a step may feed: as many as are measured, and some that are pending
-
 
 class ReplicaServer:
-    """Carries out a driver's orders, one after another; those to decode together, where it is alone in its group.
+    """Carries out a driver's orders, one after another; orders to decode as one batch, where it is alone in its group.
 
     Args:
-        config: the runtime's.
-        device_index, num_local: see ReplicaContext.
-        send: says something to the driver; called from several threads.
+        config: the runtime's settings.
+        device_index: which of the GPUs that this process sees is the replica's.
+        num_local: replicas on this machine, this one included.
+        send: sends a message to the driver; called from several threads.
     """
 
     def __init__(self, config: RuntimeConfig, device_index: int, num_local: int, send: Callable[[object], None]):
         self._config = config
-        self._place = (device_index, num_local)
+        self._placement = (device_index, num_local)
         self._send = send
-        self._orders = _Orders()
-        self._group = contextlib.ExitStack()
-        self._replica: Replica | None = None
+        self._orders = _OrderQueue()
+        self._membership = contextlib.ExitStack()  # of the present group; leaves it when closed
+        self._replica: Replica | None = None  # None while it is in no group
 
     def post(self, message: object) -> None:
         """Take a message of the driver's; never waits. Called from another thread than `run`."""
@@ -58,21 +59,22 @@ class ReplicaServer:
         elif isinstance(message, Cancel):
             self._orders.cancel(message.order)
         else:
+            assert isinstance(message, Order)
             self._orders.put(message)
 
     def run(self) -> None:
-        """Load the model, then carry out orders. Returns when this replica cannot go on; the driver has been told."""
+        """Load the model, then carry out orders. Returns when this replica cannot go on; the driver knows then."""
         try:
-            loaded = load_replica(self._config, *self._place, owns_process=True)
-            self._send(Loaded(loaded.info))
+            loaded = load_replica(self._config, *self._placement, owns_process=True)
+            self._send(ModelLoaded(loaded.info))
             while True:
                 order = self._orders.get()
                 if isinstance(order, Join):
                     self._join(loaded, order)
                 elif isinstance(order, Prefill):
-                    self._warm(loaded, order)
+                    self._prefill(loaded, order)
                 elif self._replica is not None and self._replica.supports_batching:
-                    self._decode_together(order)
+                    self._decode_batch(self._replica, order)
                 else:
                     self._decode(order)
         except Exception as error:  # whatever it is; said before the group is left, which may wait for peers
@@ -81,16 +83,16 @@ class ReplicaServer:
     def _leave(self) -> None:
         self._replica = None
         with contextlib.suppress(Exception):  # a broken group may not even end well
-            self._group.close()
+            self._membership.close()
 
     def _join(self, loaded: LoadedModel, order: Join) -> None:
         self._leave()
-        self._group = contextlib.ExitStack()
-        group = join_group(self._config, loaded, order.context, is_abandoned=self._orders.are_there)
+        self._membership = contextlib.ExitStack()
+        group = join_group(self._config, loaded, order.context, is_abandoned=self._orders.has_next)
         try:
-            self._replica = self._group.enter_context(group)
+            self._replica = self._membership.enter_context(group)
         except (ReplicaError, LaunchError) as error:  # peers that did not come, or went
-            self._send(Broken(order.order, Progress(), str(error)))
+            self._send(GroupBroken(order.order, Progress(), str(error)))
             self._leave()
         except LookaheadError as error:
             self._send(Refused(order.order, str(error), type(error)))
@@ -99,75 +101,85 @@ class ReplicaServer:
             self._send(Joined(order.order, self._replica.info))
         self._orders.end(order.order)
 
-    def _warm(self, loaded: LoadedModel, order: Prefill) -> None:
+    def _prefill(self, loaded: LoadedModel, order: Prefill) -> None:
+        """Leave a slot behind that holds the request's prompt and committed tokens: the engine acquires it again."""
         request, model = order.request, loaded.model
-        capacity = len(request.prompt_ids) + request.max_new_tokens + STEP_TOKENS
-        text = model.texts.take(model.capacity_for(capacity), (*request.prompt_ids, *request.committed))
-        with model.feeding(text):
-            for _ in model.resume(request.prompt_ids, request.committed, capacity):
+        capacity = len(request.prompt_ids) + request.max_new_tokens + MAX_STEP_TOKENS
+        with model.slots.borrowed(capacity, (*request.prompt_ids, *request.committed)) as slot:
+            for _ in model.resume(slot, request.prompt_ids, request.committed, capacity):
                 if self._orders.is_cancelled(order.order):
                     break
-        model.texts.give(text)
         self._send(Prefilled(order.order))
         self._orders.end(order.order)
 
     def _decode(self, order: Decode) -> None:
-        answer = _Answer(order.order, self._send, leads=False)
+        """Decode a request together with the other replicas of the group."""
         if self._replica is None:  # it left on its own, after what the driver had not heard of yet
-            self._send(Broken(order.order, answer.progress, "this replica is in no group"))
+            self._send(GroupBroken(order.order, Progress(), "this replica is in no group"))
             self._orders.end(order.order)
             return
-        answer.leads = self._replica.context.rank == 0
+        answer = _Answer(order.order, self._send, is_leader=self._replica.group.rank == 0)
         try:
             for event in self._replica.decode(order.request, lambda: self._orders.is_cancelled(order.order)):
-                answer.tell(event)
+                answer.send(event)
         except ReplicaError as error:
             digests = error.digests if isinstance(error, StateMismatchError) else None
-            self._send(Broken(order.order, answer.progress, str(error), digests))
+            self._send(GroupBroken(order.order, answer.progress, str(error), digests))
             self._leave()
         except LookaheadError as error:
-            answer.tell(error)
+            answer.send(error)
             self._leave()
         self._orders.end(order.order)
 
-    def _decode_together(self, first: Decode) -> None:
-        """Decode this request, and those that are ordered meanwhile; until none is left."""
-        answers: dict[int, _Answer] = {}
+    def _decode_batch(self, replica: Replica, first: Decode) -> None:
+        """Decode a request as one batch with those that are ordered meanwhile, until none is left."""
+        answers: dict[Hashable, _Answer] = {}  # by the number of their order
         coming: list[Decode] = [first]
 
         def arrivals() -> Iterator[tuple[int, Request, Callable[[], bool]]]:
             while (order := coming.pop() if coming else self._orders.get_decode()) is not None:
                 number = order.order
-                answers[number] = _Answer(number, self._send, leads=True)
-                yield number, order.request, lambda number=number: self._orders.is_cancelled(number)
+                answers[number] = _Answer(number, self._send, is_leader=True)
+                yield number, order.request, partial(self._orders.is_cancelled, number)
 
-        for number, event in self._replica.decode_batch(arrivals):
-            answers[number].tell(event)
+        for number, event in replica.decode_batch(arrivals):
+            answers[number].send(event)
             if isinstance(event, Report | LookaheadError):
-                del answers[number]
-                self._orders.end(number)
+                self._orders.end(answers.pop(number).order)
 
 
 class _Answer:
-    """What a replica says to an order to decode."""
+    """What a replica answers to an order to decode.
 
-    def __init__(self, order: int, send: Callable[[object], None], leads: bool):
+    Args:
+        order: number of the order.
+        send: sends a message to the driver.
+        is_leader: whether this replica is rank 0, which streams.
+
+    Attributes:
+        order: number of the order.
+        progress: what the replica has committed since the order.
+    """
+
+    def __init__(self, order: int, send: Callable[[object], None], is_leader: bool):
+        self.order = order
         self.progress = Progress()
-        self.leads = leads
-        self._order, self._send = order, send
+        self._send = send
+        self._is_leader = is_leader
 
-    def tell(self, event: Event | LookaheadError) -> None:
+    def send(self, event: Event | LookaheadError) -> None:
+        """Send what the engine has yielded, and add a step output to the progress."""
         if isinstance(event, LookaheadError):
-            self._send(Refused(self._order, str(event), type(event)))
+            self._send(Refused(self.order, str(event), type(event)))
         elif isinstance(event, Report):
-            self._send(Finished(self._order, self.progress, event))
+            self._send(Finished(self.order, self.progress, event))
         else:
             self.progress = self.progress.after(event)
-            if self.leads:
-                self._send(Streamed(self._order, event))
+            if self._is_leader:
+                self._send(Streamed(self.order, event))
 
 
-class _Orders:
+class _OrderQueue:
     """The driver's orders, in the order in which they came, and which of them were cancelled. For two threads."""
 
     def __init__(self) -> None:
@@ -178,39 +190,42 @@ class _Orders:
         self._lock = threading.Lock()
 
     def put(self, order: Order) -> None:
+        """Append an order."""
         with self._lock:
             self._open.add(order.order)
         self._orders.put(order)
 
-    def are_there(self) -> bool:
-        """Whether any waits to be carried out."""
+    def has_next(self) -> bool:
+        """Whether any order waits to be carried out."""
         return self._next is not None or not self._orders.empty()
 
     def get(self) -> Order:
-        """The next one; waits for it."""
+        """Remove the next order and return it; waits for it."""
         order, self._next = self._next, None
         return self._orders.get() if order is None else order
 
     def get_decode(self) -> Decode | None:
-        """The next one if it is there and is to decode; any other stays the next."""
+        """Remove the next order and return it, if it has come and is a Decode; any other stays the next."""
         if self._next is None:
             with contextlib.suppress(queue.Empty):
                 self._next = self._orders.get_nowait()
         if not isinstance(self._next, Decode):
             return None
-        return self.get()
+        order, self._next = self._next, None
+        return order
 
     def cancel(self, order: int) -> None:
-        """From now on this one is cancelled; nothing if it has ended."""
+        """Mark an order, by its number, as cancelled; no effect if it has ended."""
         with self._lock:
             if order in self._open:
                 self._cancelled.add(order)
 
     def is_cancelled(self, order: int) -> bool:
+        """Whether an order, by its number, was cancelled."""
         return order in self._cancelled
 
     def end(self, order: int) -> None:
-        """This one has been carried out."""
+        """Note that an order, by its number, has been carried out."""
         with self._lock:
             self._open.discard(order)
             self._cancelled.discard(order)

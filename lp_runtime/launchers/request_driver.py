@@ -1,38 +1,38 @@
-"""A request led by its driver: by one group of replicas, or by several in turn, where replicas are lost or moved.
+"""The driver's side of one request: decoded by one group of replicas, or by several in turn, where replicas are lost or
+moved.
 
-What one group has not finished, the next takes up behind the last token that any replica has committed.
+What one group has not finished, the next resumes behind the last token that any replica has committed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
 
-from lp_runtime.engine.output import Event, Report
+from lp_runtime.engine.output import Event, Report, StepOutput
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import ReplicaError
-from lp_runtime.launchers.inbox import Group, Inbox, Lost
+from lp_runtime.launchers.answers import read_answers
+from lp_runtime.launchers.group_former import GroupFormer
+from lp_runtime.launchers.inbox import Inbox, Members, ReplicaLost
 from lp_runtime.launchers.lease import ReplicaLease
 from lp_runtime.launchers.messages import (
-    Broken,
     Cancel,
     Decode,
     Finished,
+    GroupBroken,
     Prefill,
     Prefilled,
     Progress,
     Refused,
     Streamed,
 )
+from lp_runtime.launchers.replica_pool import ReplicaPool
 
-if TYPE_CHECKING:
-    from lp_runtime.launchers.team import TeamLauncher
-
-MOST_FRUITLESS = 2  # times that a request may lose all its replicas without a token in between
-SHORTEST = 1e-3  # seconds that are left of a request's time at least
+MAX_FRUITLESS_ATTEMPTS = 2  # in a row: groups that a request may lose as a whole without a token in between
+MIN_SECONDS_LEFT = 1e-3  # of a request's time, when a group resumes it: the group ends it after a step
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Attempt:
     """How far a group has come with a request.
 
     Attributes:
-        progress: what each replica that is left has committed.
-        report: if the group has not been broken.
-        is_paused: whether it was told to stop, because other replicas were wanted.
+        progress: what each replica that is left has committed, by its index.
+        report: what the request took, if the group has not been broken.
+        is_paused: whether the group was told to stop, because other replicas were wanted.
     """
 
     progress: dict[int, Progress]
@@ -50,176 +50,225 @@ class Attempt:
     is_paused: bool
 
 
-class RequestDriver:
-    """Leads one request.
+@dataclass
+class LastWords:
+    """How an order to decode ended, for each member of its group.
 
-    Args:
-        team: the replicas.
-        request: what they are to decode.
-        lease: which of them.
+    Attributes:
+        done: members that have finished the request, by index.
+        broken: members that have left the group because it broke, by index.
+        refusal: of a member, if the request cannot be decoded.
+        is_paused: whether the group was told to stop, because other replicas were wanted.
     """
 
-    def __init__(self, team: TeamLauncher, request: Request, lease: ReplicaLease):
-        self._team = team
+    done: dict[int, Finished] = field(default_factory=dict)
+    broken: dict[int, GroupBroken] = field(default_factory=dict)
+    refusal: Refused | None = None
+    is_paused: bool = False
+
+    def add(self, index: int, message: object) -> None:
+        """Note what a member has said; a replica that is lost has no last word."""
+        if isinstance(message, Finished):
+            self.done[index] = message
+        elif isinstance(message, GroupBroken):
+            self.broken[index] = message
+        elif isinstance(message, Refused):
+            self.refusal = message
+
+
+class RequestDriver:
+    """Has one request decoded.
+
+    Args:
+        pool: the replicas.
+        groups: forms groups of them.
+        request: what they are to decode.
+        lease: which of them may be used.
+    """
+
+    def __init__(self, pool: ReplicaPool, groups: GroupFormer, request: Request, lease: ReplicaLease):
+        self._pool = pool
+        self._groups = groups
         self._request = request
-        self._allotment = lease
-        self._told: list[int] = []  # new tokens that were yielded
+        self._lease = lease
+        self._delivered: list[int] = []  # new tokens that were yielded
+        self._num_lost = 0
         self._started = time.monotonic()
 
     def run(self) -> Generator[Event, None, None]:
-        """Decode it: the runs as they come, then the report. Closing the iterator early cancels it.
+        """Yield the step outputs as they come, then the report. Closing the iterator early cancels the request.
 
         Raises:
             ReplicaError: if all its replicas are lost, and it gets no others.
         """
-        team, lease, told = self._team, self._allotment, self._told
-        num_steps = num_lost = num_fruitless = 0
+        num_steps = num_fruitless = 0
         is_whole = True
         while True:
-            members = lease.settle() or lease.refill()
-            group = team.form(members) or ()
-            lease.lose(lost := members - set(group))
-            num_lost += len(lost)
-            if not group:
-                if members:
-                    continue
-                raise self._all_lost()
-            num_told = len(told)
+            group = self._form_group()
+            num_before = len(self._delivered)
             attempt = yield from self._attempt(self._rest(), group)
-            lost = set(group) - set(attempt.progress)
-            lease.lose(lost)
-            num_lost += len(lost)
+            self._note_losses(set(group) - set(attempt.progress))
             report = attempt.report
             if report is not None and not (attempt.is_paused and report.finish_reason == "cancelled"):
-                report = replace(report, num_steps=report.num_steps + num_steps, losses=num_lost)
+                report = replace(report, num_steps=report.num_steps + num_steps, losses=self._num_lost)
                 yield report if is_whole else replace(report, seconds=time.monotonic() - self._started)
                 return
             is_whole = False
             # A request that ends every replica it meets is not to end them all.
-            num_fruitless = 0 if attempt.progress or len(told) > num_told else num_fruitless + 1
-            if num_fruitless == MOST_FRUITLESS:
+            num_fruitless = 0 if attempt.progress or len(self._delivered) > num_before else num_fruitless + 1
+            if num_fruitless == MAX_FRUITLESS_ATTEMPTS:
                 raise self._all_lost()
             num_steps += max((progress.num_steps for progress in attempt.progress.values()), default=0)
 
+    def _form_group(self) -> Members:
+        """Form a group of the replicas of the lease; waits for others where all of them are lost."""
+        while True:
+            members = self._lease.settle() or self._lease.refill()
+            group = self._groups.form(members) or ()
+            self._note_losses(members - set(group))
+            if group:
+                return group
+            if not members:
+                raise self._all_lost()
+
+    def _note_losses(self, lost: Iterable[int]) -> None:
+        lost = set(lost)
+        self._lease.lose(lost)
+        self._num_lost += len(lost)
+
     def _all_lost(self) -> ReplicaError:
         return ReplicaError(
-            f"all replicas were lost while decoding, after {len(self._told)} tokens ({self._team.why_lost()})"
+            f"all replicas were lost while decoding, after {len(self._delivered)} tokens ({self._pool.why_lost()})"
         )
 
     def _rest(self) -> Request:
-        """What is left to be done."""
+        """Return the request as it is now: with what is committed, and the time that is left."""
         left = self._request.max_time
         if left is not None:
-            left = max(SHORTEST, left - (time.monotonic() - self._started))
-        return replace(self._request, committed=tuple(self._told), max_time=left)
+            left = max(MIN_SECONDS_LEFT, left - (time.monotonic() - self._started))
+        return replace(self._request, committed=tuple(self._delivered), max_time=left)
 
-    def _attempt(self, request: Request, group: Group) -> Generator[Event, None, Attempt]:
+    def _attempt(self, request: Request, group: Members) -> Generator[Event, None, Attempt]:
         """Have a group decode: to its end, to the loss of a replica, or until other replicas are wanted."""
-        team = self._team
-        done: dict[int, Finished] = {}
-        broken: dict[int, Broken] = {}
-        refusal: Refused | None = None
-        is_paused = False
-        with team.ordered(group) as inbox, _Joiners(team) as joiners:
+        pool, last_words = self._pool, LastWords()
+        with pool.open_inbox(group) as inbox, _JoiningReplicas(pool) as joining:
             waiting = set(group)
             for index in group:
-                team.order_one(inbox, index, Decode(inbox.order, request))
+                pool.send_order(inbox, index, Decode(inbox.order, request))
             try:
-                with self._allotment.cancelling(lambda: self._tell_to_cancel(inbox, group)):
-                    for index, message in team.answers(inbox, waiting):
-                        if isinstance(message, Streamed):
-                            self._told += message.run.token_ids
-                            yield message.run
-                            wanted = self._allotment.wanted
-                            if is_paused or wanted == set(group):
-                                continue
-                            if joiners.are_warm(wanted - set(group), self._rest):
-                                is_paused = True
-                                self._tell_to_cancel(inbox, group[:1])
-                        elif isinstance(message, Finished):
-                            done[index] = message
-                        elif isinstance(message, Broken):
-                            broken[index] = message
-                        elif isinstance(message, Refused):
-                            refusal = message
+                with self._lease.cancelling(lambda: self._send_cancel(inbox, group)):
+                    yield from self._stream(inbox, waiting, joining, last_words)
             except (GeneratorExit, KeyboardInterrupt):  # the caller stopped early
                 self._cancel(inbox, waiting)
                 raise
+        refusal, broken = last_words.refusal, last_words.broken
         if broken or (refusal and len(group) > 1):
-            team.disband(group)
+            pool.disband(group)
         if refusal is not None:
             raise refusal.kind(refusal.message)
         self._drop_suspects(inbox, broken)
-        progress = {index: message.progress for index, message in (done | broken).items()}
+        progress = {index: message.progress for index, message in (last_words.done | broken).items()}
         if progress:
-            yield from self._tell_rest(request, max(progress.values(), key=lambda each: len(each.token_ids)))
-        report = next((done[index].report for index in group if index in done), None)
-        return Attempt(progress, report, is_paused)
+            yield from self._deliver_rest(request, max(progress.values(), key=lambda each: len(each.token_ids)))
+        report = next((last_words.done[index].report for index in group if index in last_words.done), None)
+        return Attempt(progress, report, last_words.is_paused)
 
-    def _tell_to_cancel(self, inbox: Inbox, members: Iterable[int]) -> None:
+    def _stream(
+        self, inbox: Inbox, waiting: set[int], joining: _JoiningReplicas, last_words: LastWords
+    ) -> Generator[Event, None, None]:
+        """Yield what a group's rank 0 streams, until every member had its last word. Where other replicas are wanted,
+        have the new ones prefill, then end the group's work.
+
+        Args:
+            inbox: of the order to decode.
+            waiting: members that have not had their last word; they are removed from it as they have.
+            joining: the replicas that are to join.
+            last_words: filled in.
+        """
+        group = inbox.members
+        for index, message in read_answers(self._pool, inbox, waiting):
+            if not isinstance(message, Streamed):
+                last_words.add(index, message)
+                continue
+            self._delivered += message.output.token_ids
+            yield message.output
+            wanted = self._lease.wanted
+            if last_words.is_paused or wanted == set(group):
+                continue
+            if joining.are_prefilled(wanted - set(group), self._rest):
+                last_words.is_paused = True
+                self._send_cancel(inbox, group[:1])
+
+    def _send_cancel(self, inbox: Inbox, members: Iterable[int]) -> None:
         for index in members:
-            self._team.tell(index, Cancel(inbox.order))
+            self._pool.send(index, Cancel(inbox.order))
 
     def _cancel(self, inbox: Inbox, waiting: set[int]) -> None:
         """End what members are decoding, and wait until they have."""
-        team = self._team
-        if team.is_closed:
+        pool = self._pool
+        if pool.is_closed:
             return
-        self._tell_to_cancel(inbox, waiting)
-        for _, message in team.answers(inbox, waiting):
+        self._send_cancel(inbox, waiting)
+        for _, message in read_answers(pool, inbox, waiting):
             if not isinstance(message, Streamed | Finished) and len(inbox.members) > 1:
-                team.disband(inbox.members)
+                pool.disband(inbox.members)
 
-    def _drop_suspects(self, inbox: Inbox, broken: dict[int, Broken]) -> None:
-        """Where digests differ, most replicas are right, or, where there is no telling, the first of them."""
+    def _drop_suspects(self, inbox: Inbox, broken: dict[int, GroupBroken]) -> None:
+        """Lose the replicas whose digests are not those of most replicas, or, where there is no telling, not that of
+        the first of them; remove them from `broken`."""
         digests = next((message.digests for message in broken.values() if message.digests), None)
         if digests is None:
             return
         right = max(digests, key=lambda digest: (digests.count(digest), -digests.index(digest)))
         for index, digest in zip(inbox.members, digests, strict=True):
-            if digest != right and broken.pop(index, None):
-                self._team.lose(index, "its state has parted from the others'", inbox.lives[index])
+            if digest != right and index in broken:
+                del broken[index]
+                self._pool.lose(index, "its state has parted from the others'", inbox.incarnations[index])
 
-    def _tell_rest(self, request: Request, best: Progress) -> Generator[Event, None, None]:
-        """What a replica has committed that the caller was not told: rank 0 was lost before it said so."""
-        known = len(self._told) - len(request.committed)
+    def _deliver_rest(self, request: Request, best: Progress) -> Generator[Event, None, None]:
+        """Yield what a replica has committed that was not delivered: rank 0 was lost before it said so."""
+        known = len(self._delivered) - len(request.committed)
         rest = best.token_ids[known:]
         if rest:
-            self._told += rest
+            self._delivered += rest
             yield StepOutput(rest, best.logprobs[known:] if request.logprobs else None)
 
 
-class _Joiners:
-    """Replicas that are to join a running request: they feed its text to their models while the others go on."""
+class _JoiningReplicas:
+    """Replicas that are to join a running request: they run its prefill while the others go on.
 
-    def __init__(self, team: TeamLauncher):
-        self._team = team
-        self._warming: dict[int, Inbox] = {}
+    Args:
+        pool: of the replicas.
+    """
+
+    def __init__(self, pool: ReplicaPool):
+        self._pool = pool
+        self._inboxes: dict[int, Inbox] = {}  # of each replica's order to prefill
         self._ended: set[int] = set()
-        self._orders = ExitStack()
+        self._open = ExitStack()  # holds the inboxes open
 
-    def __enter__(self) -> _Joiners:
+    def __enter__(self) -> _JoiningReplicas:
         return self
 
-    def __exit__(self, *exc_info) -> None:
-        for index in self._warming.keys() - self._ended:
-            self._team.tell(index, Cancel(self._warming[index].order))
-        self._orders.close()
+    def __exit__(self, *exc_info: object) -> None:
+        for index in self._inboxes.keys() - self._ended:
+            self._pool.send(index, Cancel(self._inboxes[index].order))
+        self._open.close()
 
-    def are_warm(self, joiners: Iterable[int], rest) -> bool:
-        """Whether they have the text, or are lost; asks those that have not been asked.
+    def are_prefilled(self, indices: Iterable[int], rest: Callable[[], Request]) -> bool:
+        """Whether replicas have run the prefill, or are lost; orders it from those that have no order yet.
 
         Args:
-            joiners: their indices.
-            rest: makes the request as it is now.
+            indices: the replicas.
+            rest: returns the request as it is now.
         """
-        joiners = set(joiners)
-        for index in joiners - self._warming.keys():
-            inbox = self._warming[index] = self._orders.enter_context(self._team.ordered((index,)))
-            self._team.order_one(inbox, index, Prefill(inbox.order, rest()))
+        joiners = set(indices)
+        for index in joiners - self._inboxes.keys():
+            inbox = self._inboxes[index] = self._open.enter_context(self._pool.open_inbox((index,)))
+            self._pool.send_order(inbox, index, Prefill(inbox.order, rest()))
         for index in joiners - self._ended:
-            messages = self._warming[index].messages
+            messages = self._inboxes[index].messages
             while not messages.empty():
-                if isinstance(messages.get()[1], Prefilled | Lost):
+                if isinstance(messages.get()[1], Prefilled | ReplicaLost):
                     self._ended.add(index)
         return joiners <= self._ended

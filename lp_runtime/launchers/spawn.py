@@ -21,34 +21,47 @@ from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.process_group import address_of, host_store
 from lp_runtime.errors import ConfigError
 from lp_runtime.launchers.messages import Failed
-from lp_runtime.launchers.team import Place, TeamLauncher
+from lp_runtime.launchers.process_host import Placement, ProcessHost
+from lp_runtime.launchers.team import TeamLauncher
 
-HOST = "127.0.0.1"
-GRACE = 0.5  # seconds that a process may take to end after its pipe has closed
-EXIT_TIMEOUT = 5.0  # seconds that a replica may take to end by itself
+LOOPBACK = "127.0.0.1"
+CLOSE_GRACE_SECONDS = 0.5  # that a process may take to end after its pipe has closed
+EXIT_TIMEOUT_SECONDS = 5.0  # that a replica may take to end by itself
 
 
-class _Line:
-    """Our end of the pipe to a replica. What it is told waits in a queue: one that hangs keeps nobody waiting."""
+class ReplicaPipe:
+    """The driver's end of the pipe to a replica. What is sent waits in a queue: a replica that hangs keeps nobody
+    waiting.
+
+    Args:
+        pipe: the driver's end.
+
+    Attributes:
+        pipe: the driver's end.
+    """
 
     def __init__(self, pipe: Connection):
         self.pipe = pipe
-        self._said: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._sender = threading.Thread(target=self._send, name="lp-line", daemon=True)
+        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send_queued, name="lp-pipe", daemon=True)
         self._sender.start()
 
-    def say(self, message: object) -> None:
-        """Never waits; fails only if the message cannot be pickled."""
-        self._said.put(bytes(ForkingPickler.dumps(message)))
+    def send(self, message: object) -> None:
+        """Queue a message. Never waits; fails only if the message cannot be pickled."""
+        self._queue.put(bytes(ForkingPickler.dumps(message)))
 
-    def _send(self) -> None:
-        with contextlib.suppress(OSError):  # that it has ended shows when it is listened to
-            for data in iter(self._said.get, None):
+    def _send_queued(self) -> None:
+        with contextlib.suppress(OSError):  # that the replica has ended shows when it is listened to
+            for data in iter(self._queue.get, None):
                 self.pipe.send_bytes(data)
 
     def close(self, timeout: float | None = None) -> None:
-        """Close the pipe, once all has been said; if that has not ended in time, leave it."""
-        self._said.put(None)
+        """Close the pipe, once all messages are sent.
+
+        Args:
+            timeout: seconds to wait for that; if they do not suffice, the pipe is left open. None for no limit.
+        """
+        self._queue.put(None)
         self._sender.join(timeout)
         if not self._sender.is_alive():
             self.pipe.close()
@@ -61,95 +74,126 @@ def start_process(pipe: Connection) -> subprocess.Popen:
     return subprocess.Popen(command, pass_fds=[pipe.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
 
 
-class SpawnedLauncher(TeamLauncher):
-    """launcher=local with several replicas, or one that is to be apart."""
+class SpawnHost(ProcessHost):
+    """Replicas as child processes.
+
+    Args:
+        config: the runtime's settings.
+
+    Attributes:
+        processes: the latest process of each replica, by index.
+
+    Raises:
+        ConfigError: if this machine has fewer GPUs than replicas.
+        LaunchError: if the store cannot be opened.
+    """
 
     def __init__(self, config: RuntimeConfig):
-        self.num_replicas = config.gpus or 1
-        self._processes: dict[int, subprocess.Popen] = {}
-        self._lines: dict[int, _Line] = {}
-        self._unheard: list[_Line] = []  # to replicas that have ended
+        self.processes: dict[int, subprocess.Popen] = {}
+        self._config = config
+        self._num_replicas = config.gpus or 1
+        self._pipes: dict[int, ReplicaPipe] = {}
+        self._ended_pipes: list[ReplicaPipe] = []  # to replicas that have ended; closed by the listening thread
         if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
             available = torch.cuda.device_count()
-            if self.num_replicas > available and not (available and config.launcher.backend == "gloo"):
-                raise ConfigError(f"gpus={self.num_replicas}: this machine has {available} (on CPUs: device=cpu)")
+            if self._num_replicas > available and not (available and config.launcher.backend == "gloo"):
+                raise ConfigError(f"gpus={self._num_replicas}: this machine has {available} (on CPUs: device=cpu)")
         # The driver hosts the store: it outlives every replica.
         launcher = config.launcher
-        self._host = HOST if launcher.interface is None else address_of(launcher.interface)
-        self._store = host_store(self._host, launcher.port, launcher.start_timeout)
-        try:
-            self._start(config)
-        except BaseException:
-            self.close()
-            raise
+        self._address = LOOPBACK if launcher.interface is None else address_of(launcher.interface)
+        self._store = host_store(self._address, launcher.port, launcher.start_timeout)
 
-    def _launch(self, index: int) -> None:
+    def start_process(self, index: int) -> None:
         ours, theirs = Pipe()
         with theirs:
-            self._processes[index] = start_process(theirs)
-        line = self._lines[index] = _Line(ours)
-        line.say((self._config, *vars(self._place(index)).values()))
+            self.processes[index] = start_process(theirs)
+        pipe = self._pipes[index] = ReplicaPipe(ours)
+        place = self.placement(index)
+        pipe.send((self._config, place.device_index, place.num_local))
 
-    def _place(self, index: int) -> Place:
-        return Place(index, self.num_replicas)
+    def placement(self, index: int) -> Placement:
+        return Placement(index, self._num_replicas)
 
-    def _meeting_place(self, leader: int) -> tuple[str, int]:
-        return self._host, self._store.port
+    def rendezvous_address(self, leader: int) -> tuple[str, int]:
+        return self._address, self._store.port
 
-    def _send(self, index: int, message: object) -> None:
-        line = self._lines.get(index)
-        if line is not None:
-            line.say(message)
+    def send(self, index: int, message: object) -> None:
+        pipe = self._pipes.get(index)
+        if pipe is not None:
+            pipe.send(message)
 
-    def _receive(self, timeout: float) -> list[tuple[int, object]]:
-        indices = {line.pipe: (index, line) for index, line in list(self._lines.items())}
-        if not indices:
+    def receive(self, timeout: float) -> list[tuple[int, object]]:
+        replicas = {pipe.pipe: (index, pipe) for index, pipe in list(self._pipes.items())}
+        if not replicas:
             time.sleep(timeout)
         messages = []
-        for pipe in wait(list(indices), timeout):
-            index, line = indices[pipe]
+        for connection in wait(list(replicas), timeout):
+            assert isinstance(connection, Connection)
+            index, pipe = replicas[connection]
             try:
-                message = pipe.recv()
+                message = connection.recv()
             except (EOFError, OSError):
-                message = self._death(index, line)
-            if message is not None and (self._lines.get(index) is line or isinstance(message, Failed)):
+                message = self._death(index, pipe)
+            if message is not None and (self._pipes.get(index) is pipe or isinstance(message, Failed)):
                 messages.append((index, message))
-        while self._unheard:  # here, where nobody waits for them
-            self._unheard.pop().close()
+        while self._ended_pipes:  # here, where nobody waits for them
+            self._ended_pipes.pop().close()
         return messages
 
-    def _death(self, index: int, line: _Line) -> Failed | None:
-        """A pipe is closed: what became of its process, if that was not killed from here."""
-        if self._lines.get(index) is not line:
+    def _death(self, index: int, pipe: ReplicaPipe) -> Failed | None:
+        """Say what became of the process whose pipe is closed; None if it was killed from here."""
+        if self._pipes.get(index) is not pipe:
             return None
-        self._unheard.append(self._lines.pop(index))
-        process = self._processes[index]
+        self._ended_pipes.append(self._pipes.pop(index))
+        process = self.processes[index]
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE)
+            process.wait(CLOSE_GRACE_SECONDS)
         code = process.returncode
         how = f"signal {-code}" if code is not None and code < 0 else f"exit status {code}"
         return Failed(f"its process ended ({how})", None)
 
-    def _kill(self, index: int) -> None:
-        line = self._lines.pop(index, None)
-        process = self._processes.get(index)
+    def kill(self, index: int) -> None:
+        pipe = self._pipes.pop(index, None)
+        process = self.processes.get(index)
         if process is not None:
             process.kill()
             process.wait()
-        if line is not None:
-            self._unheard.append(line)
+        if pipe is not None:
+            self._ended_pipes.append(pipe)
 
-    def _end(self) -> None:
-        lines = [*self._lines.values(), *self._unheard]
-        for line in lines:
-            line.close(timeout=GRACE)
-        deadline = time.monotonic() + EXIT_TIMEOUT
-        for process in self._processes.values():
+    def close(self) -> None:
+        pipes = [*self._pipes.values(), *self._ended_pipes]
+        for pipe in pipes:
+            pipe.close(timeout=CLOSE_GRACE_SECONDS)
+        deadline = time.monotonic() + EXIT_TIMEOUT_SECONDS
+        for process in self.processes.values():
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        for line in lines:
-            line.close()
-        self._lines, self._processes = {}, {}
+        for pipe in pipes:
+            pipe.close()
+        self._pipes, self.processes = {}, {}
+
+
+class SpawnLauncher(TeamLauncher):
+    """launcher=local with several replicas, or one that is to be in a process of its own.
+
+    Args:
+        config: the runtime's settings.
+
+    Attributes:
+        host: the replicas' processes.
+
+    Raises:
+        LookaheadError: if any of the replicas cannot be started.
+    """
+
+    def __init__(self, config: RuntimeConfig):
+        self.host = SpawnHost(config)
+        super().__init__(config, self.host)
+
+    @property
+    def process_ids(self) -> dict[int, int]:
+        return {index: process.pid for index, process in sorted(self.host.processes.items())}

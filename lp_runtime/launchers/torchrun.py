@@ -10,7 +10,7 @@ from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import broadcast_object
 from lp_runtime.engine.output import Event
-from lp_runtime.engine.replica import start_replica
+from lp_runtime.engine.replica import ReplicaInfo, start_replica
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import LaunchError, ReplicaError, unforeseen_as
 from lp_runtime.launchers.base import Launcher
@@ -23,10 +23,17 @@ class TorchrunLauncher(Launcher):
 
     In a script every rank makes the same calls. Where only rank 0 makes them (the command line), the other ranks
     call `close` at once: it serves rank 0's requests until rank 0 closes.
+
+    Args:
+        config: the runtime's settings; its `gpus` gives way to torchrun's WORLD_SIZE.
+
+    Raises:
+        LookaheadError: if this rank's replica cannot be started.
     """
 
     def __init__(self, config: RuntimeConfig):
         context = ReplicaContext.from_torchrun()
+        super().__init__(context.num_replicas, is_leader=context.rank == 0)
         if config.gpus is not None and config.gpus != context.num_replicas:
             logger.warning("gpus=%d: under torchrun it is WORLD_SIZE, %d", config.gpus, context.num_replicas)
         self._stack = contextlib.ExitStack()
@@ -34,10 +41,11 @@ class TorchrunLauncher(Launcher):
             self._replica = self._stack.enter_context(start_replica(config, context))
         self._is_open = True
         self._events: Iterator[Event] = iter(())  # of the latest request
-        self._cancelled = False
-        self.info = self._replica.info
-        self.num_replicas = context.num_replicas
-        self.is_leader = context.rank == 0
+        self._is_cancelled = False
+
+    @property
+    def info(self) -> ReplicaInfo:
+        return self._replica.info
 
     def _run(self, request: Request) -> Generator[Event, None, None]:
         shared = self._share(request)
@@ -46,8 +54,8 @@ class TorchrunLauncher(Launcher):
         yield from self._decode(shared)
 
     def _decode(self, request: Request) -> Generator[Event, None, None]:
-        self._cancelled = False
-        self._events = self._replica.decode(request, lambda: self._cancelled)
+        self._is_cancelled = False
+        self._events = self._replica.decode(request, lambda: self._is_cancelled)
         try:
             for event in self._events:  # noqa: UP028 (yield from would close them; they must be finished)
                 yield event
@@ -60,13 +68,13 @@ class TorchrunLauncher(Launcher):
 
     def _cancel(self) -> None:
         """End what is being decoded, in step with the other ranks."""
-        self._cancelled = True
+        self._is_cancelled = True
         for _ in self._events:
             pass
 
     def _share(self, request: Request | None) -> Request | None:
-        context = self._replica.context
-        return broadcast_object(request, context.rank, context.num_replicas, self._replica.exchange_device)
+        """Return rank 0's request on every rank; None if rank 0 closes."""
+        return broadcast_object(request, self._replica.group)
 
     def _close(self) -> None:
         try:

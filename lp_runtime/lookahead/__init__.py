@@ -1,1 +1,1 @@
-"""The algorithm: token tree, window, pool, acceptance. Pure: no collectives, no model, no launcher."""
+"""The algorithm: token tree, decoding state, drafters, acceptance. No torch, no model, no communication."""

@@ -1,7 +1,7 @@
 """The decoding state, which every replica holds alike: propose a tree, then advance by what the step decided.
 
-Both are functions of the state and of integers that all replicas share, so equal states stay equal. What stands in the
-tree is a drafter's choice (base.py); it never changes what is committed.
+Both are functions of the state and of integers that all replicas share, so equal states stay equal. Which nodes stand
+in a tree is the drafter's choice (drafters/base.py). It never changes what is committed.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ import numpy as np
 from lp_runtime.lookahead.drafters.base import Drafter, VerificationResult
 from lp_runtime.lookahead.tree import TokenTree
 
+DIGEST_BYTES = 7  # 56 bits: an int64 of the exchange holds a digest whatever its sign
+
 
 @dataclass(frozen=True)
 class DecodingRules:
     """What fixes a request's decoding besides its prompt.
 
     Attributes:
-        max_new_tokens: commit at most this many tokens, >= 1.
-        eos_token_ids: stop after any of these; empty to go on to max_new_tokens.
-        drafting: how trees are made, as text; part of the digest.
-        drawing: whatever else decides which successors are drawn, as text; part of the digest.
+        max_new_tokens: largest number of tokens to commit, >= 1.
+        eos_token_ids: decoding stops after any of these; empty to go on to max_new_tokens.
+        drafting: how trees are proposed, as text; part of the digest.
+        drawing: everything else that decides which successors are sampled, as text; part of the digest.
     """
 
     max_new_tokens: int
@@ -34,10 +36,11 @@ class DecodingRules:
     drawing: str = ""
 
 
-# Given a run that is about to be committed: how many of its tokens to keep if it stops within them, else None.
 Stop = Callable[[Sequence[int]], int | None]
-# Given a tree whose nodes stand in order of their estimated worth, and the estimates: how many of its nodes to feed.
+"""Maps the tokens that a step is about to commit to how many to keep if decoding stops within them, else None."""
+
 Fit = Callable[[TokenTree, np.ndarray], int]
+"""Maps a tree and its path probabilities, [T] int64, in whose order nodes stand, to how many first nodes to feed."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +49,20 @@ class Proposal:
 
     Attributes:
         tree: the token tree, T nodes; nothing is added to it any more.
-        before: what is digested with it: the request, or the step before's digest.
+        digested_before: bytes that are digested ahead of the tree: the request, or the previous step's digest.
     """
 
     tree: TokenTree
-    before: bytes
+    digested_before: bytes
 
     @cached_property
     def digest(self) -> int:
-        """Digest of the state that proposed this tree, 56 bits; equal on all replicas, or they have parted. Made when
-        it is asked for: by then a GPU has been given the tree."""
-        return int.from_bytes(hashlib.blake2b(self.before + self.tree.content(), digest_size=7).digest(), "big")
+        """Digest of the state that proposed this tree, 0 to 2**56 - 1; replicas whose digests differ have diverged.
+
+        Computed on first access, which comes after the forward pass was launched: a GPU does not wait for it.
+        """
+        content = self.digested_before + self.tree.content()
+        return int.from_bytes(hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest(), "big")
 
 
 class DecodingState:
@@ -64,15 +70,18 @@ class DecodingState:
 
     Args:
         prompt: token ids, at least one.
-        rules: see DecodingRules.
+        rules: what fixes the request's decoding besides its prompt.
         drafter: proposes trees; has not begun another request.
-        committed: new tokens that an earlier attempt at the request has committed. The state is then one whose every
-            token but the last is cached, and there is no prefill to advance by.
-        stop: a condition beyond the rules'; asked once a step about what is left of the run after them. It must
-            answer alike on all replicas.
-        is_alone: whether no other replica holds this state: its steps have no digest then.
+        stop: a condition beyond the rules', asked once a step about the tokens that the rules leave. It must answer
+            alike on all replicas.
+        committed: new tokens that an earlier attempt at the request has committed. With any, the state starts behind
+            them with all tokens but the last cached, and there is no prefill to advance by.
+        is_alone: whether no other replica holds this state. Its digests are then not chained from step to step.
 
     Attributes:
+        rules: what fixes the request's decoding besides its prompt.
+        drafter: proposes trees.
+        prompt_length: tokens of the prompt.
         tokens: prompt and committed tokens.
         num_cached: leading tokens whose keys and values every replica has cached; the rest are pending.
         num_steps: steps so far, the prefill's included.
@@ -106,19 +115,21 @@ class DecodingState:
 
     @property
     def new_tokens(self) -> list[int]:
+        """Committed tokens, without the prompt."""
         return self.tokens[self.prompt_length :]
 
     @property
     def pending(self) -> list[int]:
+        """Tokens whose keys and values are not cached yet."""
         return self.tokens[self.num_cached :]
 
     def propose(self, fit: Fit | None = None, tree_size_hint: int | None = None) -> Proposal:
-        """The tree of the next step. Nothing in it stands where its successor could not be committed.
+        """Return the tree of the next step. No node stands where its successor could not be committed.
 
         Args:
-            fit: asked, where the drafter estimates what its nodes are worth, how many of them to feed; it must answer
-                alike on all replicas.
-            tree_size_hint: nodes that the tree should have at most, where the drafter can choose.
+            fit: says how many of the tree's nodes to feed; asked if the drafter estimates path probabilities. It must
+                answer alike on all replicas. None to feed all.
+            tree_size_hint: largest number of nodes to propose, where the drafter can choose; None for its own limit.
         """
         num_left = self.rules.max_new_tokens - (len(self.tokens) - self.prompt_length)
         tree = self.drafter.propose(self.tokens, self.num_cached, num_left - 1, tree_size_hint)
@@ -127,73 +138,80 @@ class DecodingState:
         return self._proposal(tree)
 
     def propose_root(self) -> Proposal:
-        """A step that guesses nothing: the pending tokens alone."""
+        """Return the tree of a step without guesses: the pending tokens alone."""
         return self._proposal(TokenTree(self.pending, max_depth=0))
 
     def _proposal(self, tree: TokenTree) -> Proposal:
+        """Return a proposal whose digest covers the steps so far."""
         return Proposal(tree, b"%d %d " % (self._digest, self.num_cached))
 
     def propose_prefill(self) -> Proposal:
-        """The prefill's step as a tree: its one node is the prompt's last token. The digest covers the request."""
+        """Return the prefill's step as a tree of one node, the prompt's last token. Its digest covers the request."""
         rules = replace(self.rules, eos_token_ids=frozenset())
         request = repr((self.tokens, rules, sorted(self.rules.eos_token_ids)))
         return Proposal(TokenTree(self.tokens[-1:], max_depth=0), request.encode())
 
     def _resume(self, committed: Sequence[int]) -> None:
+        """Commit tokens of an earlier attempt and count them as cached, all but the last."""
         for token in committed:
             self._commit([token])
         assert len(self.new_tokens) == len(committed)
         self.drafter.begin(self.tokens[:-1])
         self.drafter.advance_prefill(self.tokens, VerificationResult(self.tokens[-1:]))
-        self.num_steps = 1  # what it takes to cache them again
+        self.num_steps = 1  # the forward pass that caches the tokens again
         self.num_cached = len(self.tokens) - 1
-        self._follow(self.propose_prefill())
+        self._chain(self.propose_prefill())
 
     def advance_prefill(self, proposal: Proposal, found: VerificationResult) -> list[int]:
-        """Take the prefill's step: the whole prompt is cached and its successor committed. Returns the run."""
-        self._follow(proposal)
+        """Count the whole prompt as cached, commit its successor and return the committed token in a list.
+
+        Args:
+            proposal: what `propose_prefill` returned.
+            found: the verification result of the prompt's last token.
+        """
+        self._chain(proposal)
         self.num_cached = self.prompt_length
-        run = self._commit([int(found.successors[0])])
+        committed = self._commit([int(found.successors[0])])
         self.drafter.advance_prefill(self.tokens, found)
-        return run
+        return committed
 
     def advance(self, proposal: Proposal, found: VerificationResult) -> tuple[list[int], list[int]]:
-        """Take one step: accept, cut, commit, then move the drafter on.
+        """Advance by one step: accept tokens, cut them by the rules, commit the rest, then advance the drafter.
 
         Args:
             proposal: what `propose` returned for this step.
-            found: what the step found about every node of the tree.
+            found: the verification result of the tree.
 
         Returns:
-            (run, nodes): the committed run, 1 token or more, and the node that each of its tokens follows.
+            (committed, nodes): the committed tokens, at least one, and the node that each of them follows.
         """
         tree = proposal.tree
-        run, path = self.drafter.accept(tree, found)
-        self._follow(proposal)
+        accepted, path = self.drafter.accept(tree, found)
+        self._chain(proposal)
         self.num_cached += tree.root + 1
-        run = self._commit(run)
-        self.drafter.advance(self.tokens, tree, found, run, path[: len(run)])
-        return run, [tree.root, *path][: len(run)]
+        committed = self._commit(accepted)
+        self.drafter.advance(self.tokens, tree, found, committed, path[: len(committed)])
+        return committed, [tree.root, *path][: len(committed)]
 
-    def _follow(self, proposal: Proposal) -> None:
-        """What comes next is digested with this."""
+    def _chain(self, proposal: Proposal) -> None:
+        """Make the digest of a proposal part of the next one's."""
         self._digest = 0 if self._is_alone else proposal.digest
 
-    def _commit(self, run: list[int]) -> list[int]:
-        """Commit a run, cut at max_new_tokens, after the first end-of-sequence token and where it is to stop."""
+    def _commit(self, accepted: list[int]) -> list[int]:
+        """Commit tokens up to max_new_tokens, the first end-of-sequence token and the stop condition; return them."""
         num_left = self.rules.max_new_tokens - (len(self.tokens) - self.prompt_length)
-        run = run[:num_left]
-        for i, token in enumerate(run):
+        committed = accepted[:num_left]
+        for i, token in enumerate(committed):
             if token in self.rules.eos_token_ids:
-                run = run[: i + 1]
+                committed = committed[: i + 1]
                 self.finish_reason = "eos"
                 break
-        num_kept = self._stop(run) if self._stop else None
-        if num_kept is not None and (num_kept < len(run) or self.finish_reason is None):
-            run = run[:num_kept]
+        num_kept = self._stop(committed) if self._stop else None
+        if num_kept is not None and (num_kept < len(committed) or self.finish_reason is None):
+            committed = committed[:num_kept]
             self.finish_reason = "stop"
-        self.tokens += run
+        self.tokens += committed
         self.num_steps += 1
-        if self.finish_reason is None and len(run) == num_left:
+        if self.finish_reason is None and len(committed) == num_left:
             self.finish_reason = "length"
-        return run
+        return committed

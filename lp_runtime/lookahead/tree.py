@@ -1,6 +1,6 @@
 """The token tree: everything that one step feeds to the model.
 
-Letters: T nodes in the tree, P pending tokens of it.
+Letters: T nodes in the tree, P of them pending tokens.
 """
 
 from __future__ import annotations
@@ -10,24 +10,33 @@ from collections.abc import Sequence
 
 import numpy as np
 
+PATH_PROBABILITY_BITS = 40  # path probabilities are fixed point, 1 << 40 is certain; sums over a tree stay within int64
+
 
 class TokenTree:
     """A tree of tokens in feeding order: every parent stands before its children.
 
-    The first P nodes are the pending tokens, a chain; the last of them is the root, the last committed token. All
-    other nodes are guesses of what follows. A node sees itself and its ancestors (the lookahead mask of the paper,
-    section 3.3, figure 2(b), is a special case) and stands at the root's position plus its depth.
-    Siblings never carry the same token: adding a token that is already there returns the node that carries it.
+    The first P nodes are the pending tokens, a chain. The last of them is the root, the last committed token. All other
+    nodes are guesses of what follows. A node sees itself and its ancestors (the lookahead mask of the paper, section
+    3.3, figure 2(b), is a special case), and its position is the root's plus its depth. Siblings never carry the same
+    token: adding a token twice under one parent returns the node that carries it.
+
+    Args:
+        pending: [P] token ids of the pending tokens, at least one.
+        max_depth: no node is added below this depth.
+        max_nodes: no node is added to a tree of this many nodes; None for no limit.
+        arrays: (tokens, parents, depths), [T] int64 each and contiguous, of a tree that is complete: no node can be
+            added to it. None for a tree that starts with the pending tokens alone.
+        path_probabilities: [T] int64, see Attributes; None where the drafter does not estimate them.
+        digest: a number that tells `arrays` apart from other trees'; None to digest the arrays themselves.
 
     Attributes:
-        tokens: [T] token ids.
-        parents: [T] index of each node's parent, -1 for the first pending token.
-        depths: [T] depth below the root: 0 for the root, negative for the pending tokens before it.
         root: index of the root, P - 1.
         max_depth: no node is added below this depth.
-        max_nodes: nor any once there are this many; None for no limit.
-        path_probabilities: [T] estimated probability that a node is on the accepted path, fixed point, where a drafter has it; the
-            nodes then stand in its order, the largest first, so that any first nodes are the best tree of their size.
+        max_nodes: no node is added to a tree of this many nodes; None for no limit.
+        path_probabilities: [T] int64, estimated probability that each node is on the accepted path, fixed point of
+            PATH_PROBABILITY_BITS; None where the drafter does not estimate them. With estimates, nodes stand in
+            descending order of them, so that any first nodes of a tree are the best tree of their number.
     """
 
     __slots__ = (
@@ -43,18 +52,27 @@ class TokenTree:
         "_digest",
     )
 
-    def __init__(self, pending: Sequence[int], max_depth: int, max_nodes: int | None = None):
-        assert pending, "a tree has a root"
-        self._tokens: list[int] | None = list(pending)
-        self._parents: list[int] | None = list(range(-1, len(pending) - 1))
-        self._depths: list[int] | None = list(range(1 - len(pending), 1))
+    def __init__(
+        self,
+        pending: Sequence[int] | np.ndarray,
+        max_depth: int,
+        max_nodes: int | None = None,
+        arrays: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+        path_probabilities: np.ndarray | None = None,
+        digest: int | None = None,
+    ):
+        assert len(pending), "a tree has a root"
         self.root = len(pending) - 1
         self.max_depth = max_depth
         self.max_nodes = max_nodes
-        self.path_probabilities: np.ndarray | None = None
+        self.path_probabilities = path_probabilities
+        # Lists of a tree that comes as arrays are made when they are asked for: of most trees they are not.
+        self._tokens: list[int] | None = None if arrays else list(pending)
+        self._parents: list[int] | None = None if arrays else list(range(-1, len(pending) - 1))
+        self._depths: list[int] | None = None if arrays else list(range(1 - len(pending), 1))
         self._children: dict[tuple[int, int], int] = {}
-        self._arrays: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
-        self._digest: int | None = None
+        self._arrays = arrays
+        self._digest = digest
 
     @classmethod
     def from_arrays(
@@ -67,19 +85,22 @@ class TokenTree:
         max_depth: int,
         digest: int | None = None,
     ) -> TokenTree:
-        """A tree from [T] arrays, int64 and contiguous, which it keeps; siblings must differ. Nothing is added to it.
+        """Return a complete tree that holds on to the given arrays; no node can be added to it.
 
         Args:
-            digest: of tokens and parents, where there is one already.
+            tokens: [T] int64 token ids, contiguous; siblings must differ.
+            parents: [T] int64 index of each node's parent, -1 for the first pending token.
+            depths: [T] int64 depth below the root: 0 for the root, negative for the pending tokens before it.
+            path_probabilities: [T] int64, see TokenTree.
+            root: index of the root.
+            max_depth: the depth that no node is below.
+            digest: a number that tells tokens and parents apart from other trees'; None to digest the arrays
+                themselves.
         """
-        tree = cls.__new__(cls)
-        tree._tokens = tree._parents = tree._depths = None  # made when asked for: most trees are not
-        tree.root, tree.max_depth, tree.max_nodes, tree.path_probabilities = root, max_depth, None, path_probabilities
-        tree._children, tree._arrays, tree._digest = {}, (tokens, parents, depths), digest
-        return tree
+        return cls(tokens[: root + 1], max_depth, None, (tokens, parents, depths), path_probabilities, digest)
 
     def truncate(self, num_nodes: int) -> None:
-        """Keep the first nodes only; the pending tokens at least."""
+        """Keep the first `num_nodes` nodes only, which must include the pending tokens."""
         assert num_nodes > self.root
         if num_nodes >= len(self):
             return
@@ -93,55 +114,72 @@ class TokenTree:
         self._children = {key: node for key, node in self._children.items() if node < num_nodes}
 
     def __len__(self) -> int:
-        return len(self._arrays[0]) if self._arrays is not None else len(self._tokens)
+        return len(self._arrays[0]) if self._arrays is not None else len(self.tokens)
 
     @property
     def pending(self) -> list[int]:
-        """[P] the pending tokens."""
+        """[P] token ids of the pending tokens."""
         if self._tokens is None:
+            assert self._arrays is not None
             return self._arrays[0][: self.root + 1].tolist()
         return self._tokens[: self.root + 1]
 
     @property
     def tokens(self) -> list[int]:
+        """[T] token ids."""
         if self._tokens is None:
+            assert self._arrays is not None
             self._tokens = self._arrays[0].tolist()
         return self._tokens
 
     @property
     def parents(self) -> list[int]:
+        """[T] index of each node's parent, -1 for the first pending token."""
         if self._parents is None:
+            assert self._arrays is not None
             self._parents = self._arrays[1].tolist()
         return self._parents
 
     @property
     def depths(self) -> list[int]:
+        """[T] depth below the root: 0 for the root, negative for the pending tokens before it."""
         if self._depths is None:
+            assert self._arrays is not None
             self._depths = self._arrays[2].tolist()
         return self._depths
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of `node` that carries `token`, if there is one."""
+        """Return the child of `node` that carries `token`, or None."""
         if self._arrays is not None:
             tokens, parents, _ = self._arrays
-            found = np.flatnonzero((parents[node + 1 :] == node) & (tokens[node + 1 :] == token))
-            return node + 1 + int(found[0]) if len(found) else None
+            matches = np.flatnonzero((parents[node + 1 :] == node) & (tokens[node + 1 :] == token))
+            return node + 1 + int(matches[0]) if len(matches) else None
         return self._children.get((node, token))
 
     def content(self) -> bytes:
-        """What tells trees with as many pending tokens apart: tokens and parents."""
+        """Return bytes that differ between trees of equal P with different tokens or parents."""
         if self._digest is not None:
             return b"%d %d" % (self._digest, len(self))
         if self._arrays is not None:
-            return b"".join(each.tobytes() for each in self._arrays[:2])
+            return b"".join(values.tobytes() for values in self._arrays[:2])
         return array("q", self.tokens + self.parents).tobytes()
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tokens, parents, depths), [T] int64 each; not to be written to."""
-        return self._arrays or tuple(np.array(each, np.int64) for each in (self.tokens, self.parents, self.depths))
+        """Return (tokens, parents, depths), [T] int64 each; the caller must not write to them."""
+        if self._arrays is not None:
+            return self._arrays
+        return np.array(self.tokens, np.int64), np.array(self.parents, np.int64), np.array(self.depths, np.int64)
 
     def add(self, parent: int, token: int) -> int | None:
-        """The child of `parent` (the root or below) that carries `token`, made if need be; None without room."""
+        """Return the child of `parent` that carries `token`, and add it first if there is none.
+
+        Args:
+            parent: index of the root or of a node below it.
+            token: token id.
+
+        Returns:
+            The child's index, or None where max_depth or max_nodes forbids a new node.
+        """
         assert self._arrays is None
         key = (parent, token)
         node = self._children.get(key)
@@ -157,18 +195,19 @@ class TokenTree:
         return node
 
     def add_branch(self, tokens: Sequence[int]) -> list[int]:
-        """Add a chain of tokens under the root, as far as there is room; returns its nodes from the top."""
+        """Add a chain of tokens under the root, as far as max_depth and max_nodes allow; return its nodes."""
         nodes: list[int] = []
-        node: int | None = self.root
+        node = self.root
         for token in tokens:
-            node = self.add(node, token)
-            if node is None:
+            child = self.add(node, token)
+            if child is None:
                 break
-            nodes.append(node)
+            nodes.append(child)
+            node = child
         return nodes
 
     def path(self, node: int) -> list[int]:
-        """Token ids from below the root down to a node (the root or below)."""
+        """Return the token ids on the way from the root, excluded, down to `node`, included."""
         tokens = []
         while node != self.root:
             tokens.append(self.tokens[node])
@@ -177,25 +216,27 @@ class TokenTree:
 
 
 def accept(tree: TokenTree, successors: Sequence[int] | np.ndarray) -> tuple[list[int], list[int]]:
-    """Follow the model's own choices from the root, through guesses and window nodes alike.
+    """Follow the model's own choices from the root down, through guesses and window nodes alike.
+
+    Paper: algorithm 2 (greedy verification), here over a whole tree, and with the bonus token of a full match kept.
 
     Args:
-        tree: the tree that was verified.
-        successors: [T] the token that follows each node; read from the root downward only.
+        tree: the tree that was verified, T nodes.
+        successors: [T] the token that follows each node; read from the root on only.
 
     Returns:
-        (run, path): the run of accepted tokens, ending with the bonus token (the successor of the last node reached,
-        which no node had guessed), and the nodes that carried the guesses before it: len(path) == len(run) - 1.
-        Paper: algorithm 2 (greedy verification), over a whole tree and keeping the bonus token of a full match.
+        (accepted, path): the accepted tokens, of which the last is the bonus token (the successor of the last node
+        reached, which no node had guessed), and the nodes that carry the ones before it: len(path) == len(accepted) -
+        1.
     """
-    run: list[int] = []
+    accepted: list[int] = []
     path: list[int] = []
     node = tree.root
     while True:
         token = int(successors[node])
-        run.append(token)
+        accepted.append(token)
         child = tree.child(node, token)
         if child is None:
-            return run, path
+            return accepted, path
         path.append(child)
         node = child

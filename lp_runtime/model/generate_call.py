@@ -1,62 +1,75 @@
 """A call of transformers' `generate` that was handed to us (`custom_generate=`): what it asks for, row by row.
 
-`generate` has prepared its processors, criteria and settings by then, but it does not hand on everything it took, and
-it lets pass what such a callable may not be able to do: what is asked for and cannot be done is refused here.
+`generate` has prepared its processors, criteria and settings by then. It does not pass on every argument
+(generate_frame.py), and it lets pass what a callable may not be able to do: what cannot be done is refused here.
 
 Letters: B rows of the batch, L tokens of the longest prompt, V vocabulary.
 """
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from lp_runtime.errors import ConfigError, RequestError
-from lp_runtime.model.hf_config import attention_settings, of_text_model
+from lp_runtime.model.generate_frame import arguments_of_generate
+from lp_runtime.model.hf_config import attention_of, attention_settings, of_text_model
 from lp_runtime.model.runner import ATTENTIONS
 from lp_runtime.sampling.processors import of_row
 
-# What generate puts there by itself, and what changes nothing here: we have our own cache, masks and positions.
+# Model inputs that generate adds by itself, and that change nothing here: we have our own cache, masks and positions.
 KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
-SHORTEST_TIME = 1e-9
+MIN_TIME_SECONDS = 1e-9  # a time limit that has passed already: a request's must be above 0
 
 
 class GenerateCall:
-    """What `generate` handed to us.
+    """What one call of `generate` asks for.
 
     Args:
         model: the caller's.
         input_ids: [B, L].
-        logits_processor, stopping_criteria: as prepared by `generate`.
-        generation_config: the same.
-        model_kwargs: what was to be given to the model.
+        logits_processor: as prepared by `generate`.
+        stopping_criteria: as prepared by `generate`.
+        generation_config: as prepared by `generate`.
+        model_kwargs: what `generate` would pass to the model.
 
     Attributes:
         rows: the prompts, without padding.
-        samples: for each row, how many earlier rows have the same prompt: identical rows are samples of their own.
-        max_new_tokens, eos_token_ids: where every row stops.
+        samples: for each row, how many earlier rows have an equal prompt: equal rows are independent samples.
+        max_new_tokens: where every row stops at the latest.
+        eos_token_ids: token ids behind which a row stops.
         do_sample: whether successors are sampled.
-        streamer: told of new tokens, if the caller gave one.
+        streamer: gets new tokens, if the caller gave one.
         criteria: stopping criteria beyond length, time and end-of-sequence.
+        wants_scores: whether the output has processed logits.
+        wants_logits: whether the output has raw logits.
 
     Raises:
-        ConfigError, RequestError: if it asks for what cannot be done.
+        ConfigError: if a setting asks for what cannot be done.
+        RequestError: if a prompt is empty or leaves no token to generate.
     """
 
     def __init__(
         self,
-        model,
+        model: PreTrainedModel,
         input_ids: torch.Tensor,
-        logits_processor: Sequence,
+        logits_processor: Sequence[LogitsProcessor],
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
@@ -64,7 +77,7 @@ class GenerateCall:
         self._input_ids = input_ids
         self._processors = logits_processor
         self._config = generation_config
-        self.streamer, assistant = _not_handed_on()
+        self.streamer, assistant = arguments_of_generate()
         _check_mode(model, generation_config, assistant)
         mask = _check_inputs(input_ids, model_kwargs)
         self.rows = [tuple(row[keep].tolist()) for row, keep in zip(input_ids, mask, strict=True)]
@@ -72,26 +85,13 @@ class GenerateCall:
             raise RequestError("a row of the batch is empty: every prompt must have at least one token")
         if self.streamer is not None and len(self.rows) > 1:
             raise ConfigError("streamer: must be left out with a batch of prompts")
-        seen: Counter[tuple[int, ...]] = Counter()
-        self.samples = []
-        for row in self.rows:
-            self.samples.append(seen[row])
-            seen[row] += 1
+        self.samples = _repetitions(self.rows)
         self.do_sample = bool(generation_config.do_sample)
-        self.max_new_tokens = generation_config.max_length - input_ids.shape[1]
-        eos = generation_config.eos_token_id
-        self.eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
-        self.criteria = []
-        self._time_limits = []
-        for criterion in stopping_criteria:
-            if isinstance(criterion, MaxTimeCriteria):
-                self._time_limits.append(criterion)
-            elif not isinstance(criterion, MaxLengthCriteria | EosTokenCriteria):
-                self.criteria.append(criterion)
-            elif isinstance(criterion, MaxLengthCriteria):
-                self.max_new_tokens = min(self.max_new_tokens, criterion.max_length - input_ids.shape[1])
-            else:
-                self.eos_token_ids |= set(criterion.eos_token_id.tolist())
+        limits = _limits_of(stopping_criteria, generation_config)
+        self.max_new_tokens = limits.max_length - input_ids.shape[1]
+        self.eos_token_ids = limits.eos_token_ids
+        self.criteria = limits.others
+        self._time_limits = limits.times
         if self.max_new_tokens < 1:
             raise RequestError(
                 f"max_length={input_ids.shape[1] + self.max_new_tokens}: must be more than the {input_ids.shape[1]}"
@@ -101,22 +101,22 @@ class GenerateCall:
         self.wants_logits = bool(generation_config.return_dict_in_generate and generation_config.output_logits)
 
     def time_left(self) -> float | None:
-        """Seconds until the earliest time limit, > 0; None without one."""
+        """Return the seconds until the earliest time limit, > 0; None without one."""
         if not self._time_limits:
             return None
         now = time.time()
-        return max(SHORTEST_TIME, min(c.initial_timestamp + c.max_time - now for c in self._time_limits))
+        return max(MIN_TIME_SECONDS, min(c.initial_timestamp + c.max_time - now for c in self._time_limits))
 
-    def processors(self, row: int) -> Sequence:
-        """The logits processors of one row alone, without its padding."""
+    def processors(self, row: int) -> Sequence[LogitsProcessor]:
+        """Return the logits processors of a row, by its index, as if the row were decoded alone and without padding."""
         padding = self._input_ids.shape[1] - len(self.rows[row])
         if len(self.rows) == 1 and not padding:
             return self._processors
-        # min_new_tokens becomes a min_length, too, which then counts the padding
+        # generate makes of min_new_tokens a min_length, too, which counts the padding
         return of_row(self._processors, row, padding, self._config.min_new_tokens is not None)
 
     def is_done(self, tokens: Sequence[int]) -> bool:
-        """Whether any of `criteria` holds for a row's text, prompt included."""
+        """Whether any of `criteria` holds for a row's tokens, those of the prompt included."""
         ids = torch.tensor([list(tokens)], device=self._input_ids.device)
         return any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in self.criteria)
 
@@ -125,17 +125,22 @@ class GenerateCall:
         new_tokens: Sequence[Sequence[int]],
         scores: Sequence[torch.Tensor] | None,
         logits: Sequence[torch.Tensor] | None,
-    ):
-        """What `generate` returns: [B, L + T] token ids, rows padded behind their end, or the output object.
+    ) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """Return what `generate` returns.
 
         Args:
             new_tokens: of each row.
-            scores, logits: of each row, [new tokens, V]; None if not wanted. Behind a row's end they are zero.
+            scores: processed logits of each row, [new tokens, V]; None if not wanted.
+            logits: raw logits of each row, [new tokens, V]; None if not wanted.
+
+        Returns:
+            [B, L + new tokens of the longest row] token ids, rows padded behind their end; with
+            `return_dict_in_generate` an output object, whose scores and logits are zero behind a row's end.
         """
         ids = self._input_ids
         longest = max(map(len, new_tokens))
         pad = self._config.pad_token_id
-        pad = min(self.eos_token_ids, default=0) if pad is None else pad  # the same as generate's
+        pad = min(self.eos_token_ids, default=0) if pad is None else pad  # as generate chooses
         sequences = ids.new_full((len(ids), ids.shape[1] + longest), pad[0] if isinstance(pad, list) else pad)
         sequences[:, : ids.shape[1]] = ids
         for row, tokens in enumerate(new_tokens):
@@ -148,28 +153,68 @@ class GenerateCall:
 
 
 def _by_step(rows: Sequence[torch.Tensor] | None, num_steps: int) -> tuple[torch.Tensor, ...] | None:
-    """From [new tokens, V] a row to [B, V] a step."""
+    """Return tensors of rows, [new tokens, V] each, as tensors of steps, [B, V] each; None for None."""
     if rows is None:
         return None
     padded = [torch.cat([row, row.new_zeros((num_steps - len(row), row.shape[1]))]) for row in rows]
     return tuple(torch.stack(padded, dim=1))
 
 
-def _not_handed_on() -> tuple[Any, Any]:
-    """(streamer, assistant model) of the call of `generate` that called us: it takes them and keeps them.
+class _Limits(NamedTuple):
+    """Where rows stop, by the kinds of stopping criteria.
 
-    It has put the prompt into the streamer by then, so leaving the streamer alone would leave its reader waiting.
+    Attributes:
+        max_length: tokens of a row at most, prompt and padding included.
+        eos_token_ids: token ids behind which a row stops.
+        times: limits of the time that the whole call may take.
+        others: any other criteria.
     """
-    generate = inspect.unwrap(GenerationMixin.generate).__code__
-    frame = inspect.currentframe()
-    for _ in range(6):
-        frame = frame and frame.f_back
-        if frame and frame.f_code is generate:
-            return frame.f_locals.get("streamer"), frame.f_locals.get("assistant_model")
-    return None, None
+
+    max_length: int
+    eos_token_ids: frozenset[int]
+    times: list[MaxTimeCriteria]
+    others: list[StoppingCriteria]
 
 
-def _check_mode(model, config: GenerationConfig, assistant) -> None:
+def _limits_of(criteria: StoppingCriteriaList, config: GenerationConfig) -> _Limits:
+    """Sort stopping criteria by what they depend on."""
+    eos = config.eos_token_id
+    eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
+    max_length: int = config.max_length
+    times, others = [], []
+    for criterion in criteria:
+        if isinstance(criterion, MaxTimeCriteria):
+            times.append(criterion)
+        elif isinstance(criterion, MaxLengthCriteria):
+            max_length = min(max_length, criterion.max_length)
+        elif isinstance(criterion, EosTokenCriteria):
+            eos_token_ids |= set(criterion.eos_token_id.tolist())
+        else:
+            others.append(criterion)
+    return _Limits(max_length, eos_token_ids, times, others)
+
+
+def _repetitions(rows: Sequence[tuple[int, ...]]) -> list[int]:
+    """Return for each row how many earlier rows are equal."""
+    seen: Counter[tuple[int, ...]] = Counter()
+    counts = []
+    for row in rows:
+        counts.append(seen[row])
+        seen[row] += 1
+    return counts
+
+
+def _check_mode(model: PreTrainedModel, config: GenerationConfig, assistant: PreTrainedModel | None) -> None:
+    """Refuse ways to generate, other than greedy search and sampling, and outputs that a tree does not have.
+
+    Args:
+        model: the caller's.
+        config: as prepared by `generate`.
+        assistant: draft model that `generate` was called with.
+
+    Raises:
+        ConfigError: naming the settings that ask for them.
+    """
     if model.config.is_encoder_decoder:
         raise ConfigError(f"{type(model).__name__}: must be a decoder-only model")
     mode = config.get_generation_mode(assistant)
@@ -195,7 +240,15 @@ def _check_mode(model, config: GenerationConfig, assistant) -> None:
 
 
 def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:
-    """[B, L] bool: which tokens are the prompts'."""
+    """Refuse model inputs that cannot be honoured; return which tokens are prompt and not padding, [B, L] bool.
+
+    Args:
+        input_ids: [B, L].
+        model_kwargs: what `generate` would pass to the model.
+
+    Raises:
+        ConfigError: naming the input.
+    """
     given = {name: value for name, value in model_kwargs.items() if value is not None and value != {}}
     if unknown := sorted(given.keys() - set(KNOWN_INPUTS)):
         raise ConfigError(f"{unknown[0]}=...: must be left out; lookahead_generate feeds the model token ids alone")
@@ -204,19 +257,35 @@ def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torc
         raise ConfigError("past_key_values: must be empty; lookahead_generate keeps a cache of its own")
     mask = given.get("attention_mask")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
-    positions = given.get("position_ids")
+    _check_positions(given.get("position_ids"), mask)
+    return mask
+
+
+def _check_positions(positions: torch.Tensor | None, mask: torch.Tensor) -> None:
+    """Refuse positions that do not count each row's tokens from 0.
+
+    Args:
+        positions: [B, L]; None if the caller gave none.
+        mask: [B, L] bool, False for padding.
+
+    Raises:
+        ConfigError: if they do not.
+    """
     if positions is not None and positions.shape == mask.shape:
         expected = mask.long().cumsum(-1) - 1
         if not torch.equal(positions[mask], expected[mask]):
             raise ConfigError("position_ids: must be left out, or count each row's tokens from 0")
-    return mask
 
 
 @contextmanager
-def fit_for_trees(model) -> Iterator[None]:
-    """The caller's model in eval mode and with an attention that takes a tree's mask; afterwards as it was."""
+def fit_for_trees(model: PreTrainedModel) -> Iterator[None]:
+    """Put a model into eval mode and give it an attention that takes a tree's mask, for the duration of a `with` block.
+
+    Args:
+        model: the caller's; afterwards it is as it was.
+    """
     training = [module for module in model.modules() if module.training]
-    is_fit = model.config.get_text_config()._attn_implementation in ATTENTIONS
+    is_fit = attention_of(model.config.get_text_config()) in ATTENTIONS
     before = attention_settings(model)
     try:
         for module in training:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from transformers import PreTrainedConfig, PreTrainedModel
 
-def context_length(config) -> int | None:
-    """Positions that a text may have; None if the model sets no limit.
+
+def context_length(config: PreTrainedConfig) -> int | None:
+    """Return how many positions a sequence may have; None if the model sets no limit.
 
     Long RoPE takes other rotary factors for a whole pass as soon as one position in it is beyond the original context,
-    so what a token gives would depend on what else is fed; such a model is used within its original context.
+    so a token's logits would depend on what else is fed; such a model is used within its original context.
+
+    Args:
+        config: the model's (text) configuration.
     """
     length = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -19,22 +24,35 @@ def context_length(config) -> int | None:
     return length
 
 
-def takes_attention(model) -> bool:
+def attention_of(config: PreTrainedConfig) -> str:
+    """Return the name of the attention implementation that a (text) configuration has."""
+    return config._attn_implementation  # transformers has no public name for it
+
+
+def takes_attention(model: PreTrainedModel) -> bool:
     """Whether a model takes any attention function, and not only those that its own code names."""
-    return bool(getattr(model, "_supports_attention_backend", False))
+    return model.is_backend_compatible()
 
 
-def attention_settings(model) -> str | dict[str, str]:
-    """The attention of a model and of its sub-models, in the form that `set_attn_implementation` takes."""
+def attention_settings(model: PreTrainedModel) -> str | dict[str, str]:
+    """Return the attention of a model and of its sub-models, in the form that `set_attn_implementation` takes."""
     config = model.config
     parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
     if not parts:
-        return config._attn_implementation
-    return {"": config._attn_implementation} | {name: part._attn_implementation for name, part in parts.items()}
+        return attention_of(config)
+    return {"": attention_of(config)} | {name: attention_of(part) for name, part in parts.items()}
 
 
-def of_text_model(model, attention: str) -> str | dict[str, str]:
-    """The same with another attention for the model of text, which may be one of several sub-models."""
+def of_text_model(model: PreTrainedModel, attention: str) -> str | dict[str, str]:
+    """Return a model's attention settings with another attention for the text model.
+
+    Args:
+        model: the text model itself, or a model that has it as one of several sub-models.
+        attention: name of the text model's attention.
+
+    Returns:
+        What `set_attn_implementation` takes; see `attention_settings`.
+    """
     settings = attention_settings(model)
     if isinstance(settings, str):
         return attention

@@ -1,4 +1,4 @@
-"""How what is fed of a token tree lies in the input of a forward pass.
+"""From a share of a token tree to the flat arrays of a forward pass.
 
 Letters: T tokens fed, n nodes whose successors are wanted.
 """
@@ -16,8 +16,14 @@ from lp_runtime.utils.jit import bound, compiled, with_fresh_cache
 
 
 class InputLayout(NamedTuple):
-    """What is fed of a tree, [T] int64 each: tokens, positions, parents among what is fed, -1 for none; and where the
-    wanted nodes stand in it, [n]."""
+    """A share of a tree as flat arrays, int64.
+
+    Attributes:
+        tokens: [T] token ids.
+        positions: [T] absolute positions.
+        parents: [T] row of each token's parent; -1 for the first token.
+        rows: [n] rows of the wanted nodes.
+    """
 
     tokens: np.ndarray
     positions: np.ndarray
@@ -25,24 +31,26 @@ class InputLayout(NamedTuple):
     rows: np.ndarray
 
 
-def lay_out(tree: TokenTree, nodes: Sequence[int], wanted: Sequence[int], num_cached: int) -> InputLayout:
-    """Lay a share of a tree out.
+def lay_out(
+    tree: TokenTree, nodes: Sequence[int] | np.ndarray, wanted: Sequence[int] | np.ndarray, num_cached: int
+) -> InputLayout:
+    """Return a share of a tree as flat arrays.
 
     Args:
         tree: the step's tree.
         nodes: [T] ascending indices into the tree: all pending tokens, and every fed node's ancestors.
         wanted: [n] ascending indices into the tree, a part of `nodes`.
-        num_cached: committed tokens; the tree's first pending token stands behind them.
+        num_cached: committed tokens of the slot; the tree's first pending token follows them.
     """
-    laid, rows = np.empty((3, len(nodes)), np.int64), np.empty(len(wanted), np.int64)
+    arrays, rows = np.empty((3, len(nodes)), np.int64), np.empty(len(wanted), np.int64)
     nodes, wanted = np.ascontiguousarray(nodes, np.int64), np.ascontiguousarray(wanted, np.int64)
-    _kernel()(*tree.arrays(), nodes, wanted, num_cached + tree.root, laid, rows)
-    return InputLayout(*laid, rows)
+    _kernel()(*tree.arrays(), nodes, wanted, num_cached + tree.root, arrays, rows)
+    return InputLayout(*arrays, rows)
 
 
 @functools.cache
 def compile_layout() -> None:
-    """Compile, or load from where it is kept, what is compiled here. Once a process."""
+    """Compile this module's kernels, or load them from Numba's cache; once a process."""
     with_fresh_cache(_kernel)
 
 
@@ -54,25 +62,49 @@ def _kernel() -> Callable:
 
 
 @compiled(makes_arrays=True)
-def _lay_out(tokens, parents, depths, nodes, wanted, position, laid, rows):
-    """Write tokens, positions and parents of what is fed, [3, T], and where the wanted nodes stand in it, [n].
+def _lay_out(tokens, parents, depths, nodes, wanted, position, arrays, rows):
+    """Write tokens, positions and parents of a share, [3, T], and the rows of the wanted nodes, [n].
 
     Args:
-        tokens, parents, depths: the tree's.
-        position: the root's.
+        tokens, parents, depths: of the tree.
+        nodes: [T] fed nodes.
+        wanted: [n] wanted nodes.
+        position: absolute position of the root.
+        arrays, rows: written to.
     """
     places = np.empty(len(tokens), np.int64)
     for i in range(len(nodes)):
         node = nodes[i]
         parent = parents[node]
         places[node] = i
-        laid[0, i], laid[1, i] = tokens[node], depths[node] + position
-        laid[2, i] = places[parent] if parent >= 0 else -1
+        arrays[0, i], arrays[1, i] = tokens[node], depths[node] + position
+        arrays[2, i] = places[parent] if parent >= 0 else -1
     for i in range(len(wanted)):
         rows[i] = places[wanted[i]]
 
 
-def grain(num_tokens: int) -> int:
-    """What the number of tokens of several texts is rounded up to a multiple of on CPUs, by an eighth at most: oneDNN
-    compiles its products anew for each size that it meets, and keeps what it has compiled."""
+def concatenated(layouts: Sequence[InputLayout], num_padding: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return several sequences' shares as one input.
+
+    Args:
+        layouts: one a sequence.
+        num_padding: tokens 0 at position 0 that are appended.
+
+    Returns:
+        (tokens, positions, rows): [T + num_padding] each, and [n] rows of all wanted nodes.
+    """
+    sizes = [len(layout.tokens) for layout in layouts]
+    starts = np.cumsum(sizes) - sizes
+    padding = np.zeros(num_padding, np.int64)
+    tokens = np.concatenate([*(layout.tokens for layout in layouts), padding])
+    positions = np.concatenate([*(layout.positions for layout in layouts), padding])
+    return tokens, positions, np.concatenate([start + each.rows for start, each in zip(starts, layouts, strict=True)])
+
+
+def rounding_of(num_tokens: int) -> int:
+    """Return the power of two that the number of tokens of a batch on a CPU is rounded up to a multiple of.
+
+    oneDNN compiles its matrix products anew for each size that it meets, and keeps what it has compiled. Rounding adds
+    an eighth at most.
+    """
     return 1 << max(0, num_tokens.bit_length() - 4)

@@ -1,14 +1,15 @@
-"""Loading a model or a tokenizer from a directory or a hub id, with every failure in one line."""
+"""Loads a model or a tokenizer from a directory or a hub id, and reports every failure in one line."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from huggingface_hub.utils import logging as hub_logging
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from lp_runtime.config.settings import ModelConfig
@@ -21,7 +22,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Loading without progress bars and notices; what matters is raised."""
+    """Silence progress bars, notices and warnings of transformers and the hub, for the duration of a `with` block."""
     libraries = (transformers_logging, hub_logging)
     verbosities = [library.get_verbosity() for library in libraries]
     bars = transformers_logging.is_progress_bar_enabled()
@@ -29,7 +30,7 @@ def quiet() -> Iterator[None]:
         library.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        with without_warnings():  # what is imported on the way has notices of its own
+        with without_warnings():  # packages that are imported on the way print notices, too
             yield
     finally:
         for library, verbosity in zip(libraries, verbosities, strict=True):
@@ -38,33 +39,22 @@ def quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def load_model(config: ModelConfig, device: torch.device, dtype: str):
-    """Load a causal LM in eval mode onto `device`.
+def load_model(config: ModelConfig, device: torch.device, dtype: str) -> PreTrainedModel:
+    """Load a causal LM in eval mode.
 
     Args:
-        config: where and how.
-        device: the replica's device.
+        config: where the model is, and how it is loaded.
+        device: the replica's device, which the model is put on unless `config.device_map` says otherwise.
         dtype: "auto" is the checkpoint's on CUDA and float32 on a CPU; else a name in DTYPES.
 
     Raises:
         ModelError: if anything is missing, broken or does not match the architecture.
     """
     check_location(config)
-    torch_dtype = DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto")
-    attention = None if config.attn_implementation == "auto" else config.attn_implementation
-    optional = {"device_map": config.device_map, "quantization_config": config.quantization_config}
     try:
         with quiet():
-            model, loading = AutoModelForCausalLM.from_pretrained(
-                config.location,
-                dtype=torch_dtype,
-                revision=config.revision or "main",
-                trust_remote_code=config.trust_remote_code,
-                attn_implementation=attention,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below, in one line
-                **{name: value for name, value in optional.items() if value is not None},
-            )
+            loaded = AutoModelForCausalLM.from_pretrained(config.location, **_load_options(config, device, dtype))
+            model, loading = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)  # a pair, with output_loading_info
             if config.device_map is None and model.device != device:
                 model = model.to(device)
             model = model.eval()
@@ -73,20 +63,49 @@ def load_model(config: ModelConfig, device: torch.device, dtype: str):
             "cannot be loaded" if Path(config.location).is_dir() else "no such directory, and no such model on the hub"
         )
         raise ModelError(f"model.path={config.location}: {what}: {first_line(error)}") from error
-    # transformers fills what a checkpoint lacks with random weights; that is not the user's model.
+    _check_weights(config, loading)
+    return model
+
+
+def _load_options(config: ModelConfig, device: torch.device, dtype: str) -> dict[str, Any]:
+    """Return the keyword arguments of `from_pretrained`."""
+    optional = {"device_map": config.device_map, "quantization_config": config.quantization_config}
+    return {
+        "dtype": DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto"),
+        "revision": config.revision or "main",
+        "trust_remote_code": config.trust_remote_code,
+        "attn_implementation": None if config.attn_implementation == "auto" else config.attn_implementation,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # _check_weights reports them, in one line
+        **{name: value for name, value in optional.items() if value is not None},
+    }
+
+
+def _check_weights(config: ModelConfig, loading: dict[str, Any]) -> None:
+    """Refuse a checkpoint that lacks weights: transformers has filled them with random ones.
+
+    Args:
+        config: names the model in the message.
+        loading: what `from_pretrained` reports with `output_loading_info`.
+
+    Raises:
+        ModelError: if weights are missing, or have another shape than the architecture's.
+    """
     for kind in ("missing_keys", "mismatched_keys"):
         if names := sorted(key if isinstance(key, str) else key[0] for key in loading.get(kind, ())):
             what = "lack" if kind == "missing_keys" else "have the wrong shape for"
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ModelError(f"model.path={config.location}: the weights {what} {names[0]}{more}")
-    return model
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer.
+    """Load a model's tokenizer.
+
+    Args:
+        config: where the model is.
 
     Raises:
-        ModelError: if it is missing or broken.
+        ModelError: if the tokenizer is missing or broken.
     """
     check_location(config)
     try:
@@ -98,8 +117,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         raise ModelError(f"model.path={config.location}: no usable tokenizer: {first_line(error)}") from error
 
 
-def eos_token_ids(model) -> frozenset[int]:
-    """End-of-sequence ids: the generation config's, else the model config's; empty if there are none."""
+def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """Return a model's end-of-sequence ids: its generation config's, else its configuration's; empty without any."""
     for config in (model.generation_config, model.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:

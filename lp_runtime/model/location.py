@@ -9,10 +9,13 @@ from lp_runtime.errors import ModelError
 
 
 def check_location(config: ModelConfig) -> None:
-    """Refuse a model directory that is not there, before any process is started.
+    """Refuse a model directory that does not exist, before any process is started.
+
+    Args:
+        config: names a directory, or a model on the hub, which is not looked up.
 
     Raises:
-        ModelError: if `config.path` is written as a path and is no directory with a config.json.
+        ModelError: if the location is written as a path and is no directory with a config.json.
     """
     path = Path(config.location)
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""How long a forward pass takes on a device that works on its own while the host goes on."""
+"""Measures how long a forward pass takes on a GPU, which works on its own while the host goes on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class PassTimer:
-    """Times passes on a GPU by events among what is queued there; nothing waits for it.
+    """Times forward passes on a GPU by events on the current stream; neither host nor GPU waits for them.
 
     Args:
         device: the GPU.
@@ -14,20 +14,24 @@ class PassTimer:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self._started = torch.cuda.Event(enable_timing=True)
+        self._stopped = torch.cuda.Event(enable_timing=True)
 
     def start(self) -> None:
-        """What is queued from now on is the pass."""
-        self._record(0)
+        """Record the start event of a forward pass on the current stream."""
+        self._record(self._started)
 
     def stop(self) -> None:
-        """It ends with what is queued by now."""
-        self._record(1)
+        """Record the end event of a forward pass on the current stream."""
+        self._record(self._stopped)
 
-    def _record(self, number: int) -> None:
-        self._events[number].record(torch.cuda.current_stream(self._device))
+    def _record(self, event: torch.cuda.Event) -> None:
+        """Record an event on the device's current stream."""
+        event.record(torch.cuda.current_stream(self._device))
 
     def seconds(self) -> float:
-        """How long it took; once the host has waited for it, or for something behind it."""
-        started, stopped = self._events
-        return started.elapsed_time(stopped) / 1000
+        """Return the duration of the last forward pass, in seconds.
+
+        The host must have waited for the end of the pass, or for something queued behind it.
+        """
+        return self._started.elapsed_time(self._stopped) / 1000

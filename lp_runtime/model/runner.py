@@ -1,4 +1,4 @@
-"""A causal language model that is fed token trees.
+"""Runs a causal language model on prompts and on shares of token trees.
 
 Letters: T tokens fed, n nodes whose successors are wanted, V vocabulary.
 """
@@ -8,72 +8,75 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TypeVar
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from lp_runtime.errors import ModelError
 from lp_runtime.kernels.dispatch import on
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model.attention.mask import CHUNKED, MaskBuilder
+from lp_runtime.model.attention.mask import CHUNKED, LayerMasks, MaskBuilder
 from lp_runtime.model.attention.strict import NAME as STRICT
 from lp_runtime.model.attention.strict_passes import strict_passes
 from lp_runtime.model.attention.tree_attention import NAME as TREE
-from lp_runtime.model.cuda_graph import SIZES, CudaGraphRunner
-from lp_runtime.model.hf_config import attention_settings, context_length, of_text_model, takes_attention
-from lp_runtime.model.inputs import InputLayout, compile_layout, grain, lay_out
+from lp_runtime.model.cuda_graph import SIZES, CudaGraphRunner, GraphOptions
+from lp_runtime.model.hf_config import attention_of, attention_settings, context_length, of_text_model, takes_attention
+from lp_runtime.model.inputs import InputLayout, compile_layout, concatenated, lay_out, rounding_of
 from lp_runtime.model.kv_cache.batch import BatchedCache
-from lp_runtime.model.kv_cache.cache import TreeCache
-from lp_runtime.model.kv_cache.slots import CacheSlot, Fed, SlotPool
+from lp_runtime.model.kv_cache.slots import CacheSlot, SlotPool
 from lp_runtime.model.pass_timer import PassTimer
+from lp_runtime.model.step_inputs import StepInputs, StepLogits
+from lp_runtime.utils.generators import result_of
 from lp_runtime.utils.tensors import tensor_on
 
 ATTENTIONS = ("sdpa", "eager")
-GRANULE = 1024  # tokens; room for so many, or twice or three times as many, where sizes are fixed
+CAPACITY_UNIT = 1024  # tokens; with captured passes a slot's capacity is a multiple: a larger one is captured anew
 
 
 class ModelRunner:
-    """An unmodified Hugging Face causal LM, its cache, and the two ways to feed it: a prompt, or a share of a tree.
-
-    It is fed one text at a time, or several in one pass (`forward_batch`).
+    """An unmodified Hugging Face causal LM and its KV-cache slots.
 
     Args:
         model: the loaded model, in eval mode, on one device.
-        prefill_chunk: tokens fed at once during the prefill.
-        num_prefilled_tokens: tokens of prompts, and of what is taken up, that it was fed so far.
-        strict_tokens: tokens of every forward pass of a tree, a larger tree takes several; with it a token's logits,
-            keys and values do not depend on what else is fed, bit for bit (strict.py). None for one pass of any size.
-        own_attention: whether to give the model the attention of tree_attention.py in place of sdpa, for good.
+        prefill_chunk: tokens of a prompt fed at once.
+        strict_tokens: tokens of every forward pass of a tree; a larger tree takes several passes. With it a token's
+            logits, keys and values do not depend on what else is fed, bit for bit (attention/strict.py). None for one
+            pass of any size.
+        own_attention: whether to give the model the attention of attention/tree_attention.py in place of sdpa, for
+            good.
 
     Attributes:
-        text: the text that it is fed: see `feeding`.
-        texts: those that nobody is decoding.
-        prefill_chunk: tokens fed at once during the prefill.
-        num_prefilled_tokens: tokens of prompts, and of what is taken up, that it was fed so far.
-        fixed_sizes: how trees are fed in passes of fixed sizes; None if they are not.
-        supports_batching: whether it can be fed several texts in one pass.
-        timer: times passes where the device works on its own, so that the host is free while it does; else None.
+        slots: the free slots.
+        num_prefilled_tokens: tokens of prompts and of resumed sequences fed so far.
+        graphs: how trees are fed in passes of fixed sizes; None if trees are fed in passes of any size.
+        supports_batching: whether several sequences can be fed in one pass.
+        timer: times passes where the device works asynchronously, so that the host is free meanwhile; else None.
 
     Raises:
-        ModelError: if its attention is not one that takes a tree's mask.
+        ModelError: if the model's attention does not take a tree's mask.
     """
 
-    def __init__(self, model, prefill_chunk: int, strict_tokens: int | None = None, own_attention: bool = False):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prefill_chunk: int,
+        strict_tokens: int | None = None,
+        own_attention: bool = False,
+    ):
         config = model.config.get_text_config()
-        attention = config._attn_implementation
+        attention = attention_of(config)
         if attention not in (*ATTENTIONS, TREE):
             raise ModelError(f"attn_implementation={attention}: must be one of {', '.join(ATTENTIONS)}")
         if own_attention and attention == "sdpa" and strict_tokens is None and takes_attention(model):
             model.set_attn_implementation(of_text_model(model, TREE))
             attention = TREE
+        compile_layout()
         self.model = model
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.vocabulary_size: int = config.vocab_size
         self.context_length = context_length(config)
-        compile_layout()
         self.masks = MaskBuilder(config, attention, self.dtype, self.device)
         if strict_tokens is not None and CHUNKED in self.masks.windows_by_kind:
             raise ModelError(f"{config.model_type}: chunked attention cannot be computed with exactness=strict")
@@ -82,283 +85,240 @@ class ModelRunner:
         self._num_layers = config.num_hidden_layers
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.num_prefilled_tokens = 0
-        self._forget()
-        self.fixed_sizes: dict[str, bool] | None = None
+        self.slots = SlotPool(self.padded_capacity)
+        self.graphs: GraphOptions | None = None
         self.supports_batching = self.masks.is_own and strict_tokens is None
         self.timer = PassTimer(self.device) if self.device.type == "cuda" else None
 
-    def fix_sizes(self, capture: bool, compiled: bool = False) -> None:
-        """From now on feed trees in passes of fixed sizes: see CudaGraphRunner. Not with strict_tokens."""
-        assert self.strict_tokens is None and self.masks.is_own
-        self.fixed_sizes = {"capture": capture, "compiled": compiled}
-        self._forget()
+    # Slots.
 
-    def free_sizes(self) -> None:
-        """Feed trees in passes of any size again."""
-        self.fixed_sizes = None
-        self._forget()
-
-    def _forget(self) -> None:
-        self.text = CacheSlot()
-        self.texts = SlotPool(self.text)
-
-    @contextmanager
-    def feeding(self, text: CacheSlot) -> Iterator[None]:
-        """Feed this text, for a while."""
-        before, self.text = self.text, text
-        try:
-            yield
-        finally:
-            self.text = before
-
-    @contextmanager
-    def scratch(self) -> Iterator[None]:
-        """Feed a text of nobody's, for a while."""
-        text = self.texts.take(0)
-        try:
-            with self.feeding(text):
-                yield
-        finally:
-            self.texts.give(text)
-
-    def num_passes(self, num_tokens: int) -> int:
-        """Forward passes that it takes to feed this many tokens of a tree."""
-        return 1 if self.strict_tokens is None else -(-num_tokens // self.strict_tokens)
-
-    def synchronize(self) -> None:
-        """Wait until the device has done what it was given; nothing on CPUs."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+    def padded_capacity(self, capacity: int) -> int:
+        """Capacity in tokens that a slot is allocated with so that `capacity` tokens fit."""
+        capacity += self.strict_tokens or 0  # passes are filled up
+        if self.graphs is not None:
+            capacity = -(-(capacity + SIZES[-1]) // CAPACITY_UNIT) * CAPACITY_UNIT
+        return capacity
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """What a token of the text takes in the cache; 0 before anything was fed."""
-        return 0 if self.text.cache is None else self.text.cache.bytes_per_token
+        """Bytes that one token takes in a slot; 0 before anything was fed."""
+        return self.slots.bytes_per_token
 
-    def begin(self, capacity: int) -> None:
-        """Start a request: an empty cache with room for `capacity` tokens (committed ones and one step's)."""
-        capacity = self.capacity_for(capacity)
-        text = self.text
-        if text.cache is None or text.cache.capacity < capacity:
-            text.cache = text.fixed = None  # freed before the larger one is made
-            text.cache = TreeCache(self._num_layers, capacity)
-        text.cache.clear()
-        text.tokens = []
+    def begin(self, slot: CacheSlot, capacity: int) -> None:
+        """Empty a slot and make `capacity` tokens fit: committed ones and one step's."""
+        slot.reset(self._num_layers, self.padded_capacity(capacity))
 
-    def capacity_for(self, capacity: int) -> int:
-        """Tokens that a cache is made for, so that it has room for `capacity`."""
-        capacity += self.strict_tokens or 0  # passes are filled up
-        if self.fixed_sizes is not None:
-            capacity = -(-(capacity + SIZES[-1]) // GRANULE) * GRANULE  # a larger one makes all passes anew
-        return capacity
-
-    @torch.inference_mode()
-    def resume(self, prompt: Sequence[int], committed: Sequence[int], capacity: int) -> Iterator[None]:
-        """Have the cache hold a prompt and all that was committed after it but the last token: what it holds of it
-        already stays, the rest is fed as `prefill` and `forward` would have fed it.
+    def enable_graphs(self, capture: bool, compiled: bool = False) -> None:
+        """Feed trees in passes of fixed sizes from now on; not with strict_tokens.
 
         Args:
-            prompt, committed: token ids, at least one each.
-            capacity: see `begin`.
-
-        Yields:
-            between chunks; what was fed until then stays, whether the rest is fed or not.
+            capture: whether a CUDA graph of each size is captured and replayed.
+            compiled: whether torch.compile compiles the model, once a size.
         """
-        tokens = [*prompt, *committed[:-1]]
-        text = self.text
-        num_known = len(os.path.commonprefix([text.tokens, tokens]))
-        # Bit for bit, what was prefilled is not what a tree's pass gives.
-        is_alike = self.strict_tokens is None or text.num_prefilled == len(prompt)
-        if not is_alike or num_known < len(prompt):
-            self.begin(capacity)
-            yield from self.prefill_in_chunks(prompt)
-            yield
-            num_known = len(prompt)
-        text.cache.truncate(num_known)
-        if text.capacity < (needed := self.capacity_for(capacity)):
-            text.fixed = None
-            text.cache.grow(needed)
-        del text.tokens[num_known:]
-        rest = tokens[num_known:]
-        if self.strict_tokens is None:
-            if rest:
-                yield from self.prefill_in_chunks(rest)
-            return
-        for start in range(0, len(rest), self.strict_tokens):
-            chain = TokenTree(rest[start : start + self.strict_tokens], max_depth=0)
-            self.forward(chain, list(range(len(chain))), [chain.root])
-            self.num_prefilled_tokens += len(chain)
-            yield
+        assert self.strict_tokens is None and self.masks.is_own
+        self.graphs = GraphOptions(capture, compiled)
+        self.slots.clear()
 
-    def prefill(self, prompt: Sequence[int]) -> torch.Tensor:
-        """Feed and commit a prompt behind what is committed; the last token's logits, [1, V] float32."""
-        return result_of(self.prefill_in_chunks(prompt))
+    def disable_graphs(self) -> None:
+        """Feed trees in passes of any size from now on."""
+        self.graphs = None
+        self.slots.clear()
+
+    # Prompts.
+
+    def prefill(self, slot: CacheSlot, prompt: Sequence[int]) -> torch.Tensor:
+        """Feed a prompt behind a slot's committed tokens and commit it; return the last token's logits, [1, V]."""
+        return result_of(self.prefill_in_chunks(slot, prompt))
 
     @torch.inference_mode()
-    def prefill_in_chunks(self, prompt: Sequence[int]) -> Generator[None, None, torch.Tensor]:
-        """The same, a chunk at a time.
+    def prefill_in_chunks(self, slot: CacheSlot, prompt: Sequence[int]) -> Generator[None, None, torch.Tensor]:
+        """Feed and commit a prompt, `prefill_chunk` tokens at a time.
 
         Args:
+            slot: where keys and values go, behind its committed tokens.
             prompt: token ids, at least one.
 
         Yields:
-            between chunks; the same text must be fed the next one.
+            None between chunks; other slots may be fed meanwhile.
+
+        Returns:
+            [1, V] float32 logits of the last token.
         """
         ids = tensor_on(self.device, prompt)
-        text = self.text
-        before = text.cache.length
+        before = slot.cache.length
         for start in range(0, len(prompt), self.prefill_chunk):
             if start:
                 yield
             chunk = ids[start : start + self.prefill_chunk]
             positions = torch.arange(before + start, before + start + len(chunk), device=self.device)
             # The mask is the model's own causal one: nothing of a prompt is a tree.
-            logits = self._forward(chunk, positions, None, 1)
-            text.cache.commit(len(chunk))
-            text.tokens += prompt[start : start + len(chunk)]
-            text.num_prefilled = len(text.tokens)
+            logits = self._forward(chunk, positions, None, slot.cache, 1)
+            slot.cache.commit(len(chunk))
+            slot.tokens += prompt[start : start + len(chunk)]
+            slot.num_prefilled = len(slot.tokens)
             self.num_prefilled_tokens += len(chunk)
         return logits
 
     @torch.inference_mode()
-    def alone(self, tokens: Sequence[int]) -> torch.Tensor:
-        """[n, V] float32 logits of tokens that each are a text of one token: they see themselves only."""
-        self.text.cache.clear()
-        self.text.tokens = []
+    def resume(self, slot: CacheSlot, prompt: Sequence[int], committed: Sequence[int], capacity: int) -> Iterator[None]:
+        """Make a slot hold a prompt and all but the last of the tokens committed behind it.
+
+        What the slot holds of them stays; the rest is fed as `prefill_in_chunks` and `forward` would have fed it.
+
+        Args:
+            slot: the slot.
+            prompt: token ids, at least one.
+            committed: token ids, at least one.
+            capacity: tokens that must fit.
+
+        Yields:
+            None between chunks; what was fed until then stays, whether the rest is fed or not.
+        """
+        tokens = [*prompt, *committed[:-1]]
+        num_known = len(os.path.commonprefix([slot.tokens, tokens]))
+        # Bit for bit, what was prefilled is not what a tree's pass gives.
+        is_alike = self.strict_tokens is None or slot.num_prefilled == len(prompt)
+        if not is_alike or num_known < len(prompt):
+            self.begin(slot, capacity)
+            yield from self.prefill_in_chunks(slot, prompt)
+            yield
+            num_known = len(prompt)
+        slot.cache.truncate(num_known)
+        slot.grow(self.padded_capacity(capacity))
+        del slot.tokens[num_known:]
+        rest = tokens[num_known:]
+        if self.strict_tokens is None:
+            if rest:
+                yield from self.prefill_in_chunks(slot, rest)
+            return
+        for start in range(0, len(rest), self.strict_tokens):
+            chain = TokenTree(rest[start : start + self.strict_tokens], max_depth=0)
+            self.forward(StepInputs.whole(slot, chain))
+            self.num_prefilled_tokens += len(chain)
+            yield
+
+    @torch.inference_mode()
+    def logits_after_each(self, slot: CacheSlot, tokens: Sequence[int]) -> torch.Tensor:
+        """Return [n, V] float32 logits of n tokens, each as if it were a whole text; empties the slot."""
+        slot.cache.clear()
+        slot.tokens = []
         ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
         positions = torch.zeros_like(ids)
         mask = self.masks.build([-1] * len(tokens), positions, 0)
-        return self._forward(ids, positions, mask, torch.arange(len(tokens), device=self.device))
+        return self._forward(ids, positions, mask, slot.cache, torch.arange(len(tokens), device=self.device))
+
+    # Trees.
 
     @torch.inference_mode()
-    def forward(
-        self, tree: TokenTree, nodes: Sequence[int], wanted: Sequence[int], commit: bool = True
-    ) -> torch.Tensor:
-        """Feed a share of a tree and commit its pending tokens.
+    def forward(self, inputs: StepInputs, commit: bool = True) -> StepLogits:
+        """Feed a share of a tree.
 
         Args:
-            tree: the step's tree; its first pending token follows the last committed one.
-            nodes: [T] ascending indices into the tree: all pending tokens, and every fed node's ancestors.
-            wanted: [n] ascending indices into the tree, a part of `nodes`.
-            commit: False to feed another share of the same tree next.
-
-        Returns:
-            [n, V] float32 logits of the wanted nodes.
+            inputs: the share.
+            commit: whether the tree's pending tokens are committed; False to feed another share of the tree next.
         """
-        text = self.text
-        fed = lay_out(tree, nodes, wanted, text.cache.length)
-        if self._takes_fixed(len(nodes)):
-            logits, text.drawn = text.fixed.forward(fed)
-            logits = logits.float()
-            _commit(text, tree, commit)
-            return logits
-        if self.strict_tokens is None:
-            ids, positions = tensor_on(self.device, np.stack([fed.tokens, fed.positions]))
-            mask = self.masks.build(fed.parents, positions, text.cache.length)
-            are_last = len(wanted) > 0 and fed.rows[0] == len(nodes) - len(wanted)
-            logits = self._forward(ids, positions, mask, len(wanted) if are_last else tensor_on(self.device, fed.rows))
+        slot, tree, nodes, wanted = inputs
+        layout = lay_out(tree, nodes, wanted, slot.cache.length)
+        if self._fits_graph(slot, len(nodes)):
+            if slot.graphs is None:
+                slot.graphs = CudaGraphRunner(self.model, slot.cache, *self.graphs)
+            logits, presampled = slot.graphs.forward(layout)
+            output = StepLogits(logits.float(), presampled)
         else:
-            logits = self._strict_forward(fed)[tensor_on(self.device, fed.rows)]
-        _commit(text, tree, commit)
-        return logits
+            output = StepLogits(self._forward_layout(slot, layout))
+        _commit(slot, tree, commit)
+        return output
+
+    def _fits_graph(self, slot: CacheSlot, num_tokens: int) -> bool:
+        """Whether a share of so many tokens is fed in a pass of a fixed size."""
+        if self.graphs is None or num_tokens > SIZES[-1]:
+            return False
+        return not self.masks.hides(slot.cache.length + num_tokens)
+
+    def _forward_layout(self, slot: CacheSlot, layout: InputLayout) -> torch.Tensor:
+        """Return [n, V] float32 logits of the wanted rows of a share, fed in passes of any size."""
+        if self.strict_tokens is not None:
+            return self._strict_forward(slot, layout)[tensor_on(self.device, layout.rows)]
+        ids, positions = tensor_on(self.device, np.stack([layout.tokens, layout.positions]))
+        mask = self.masks.build(layout.parents, positions, slot.cache.length)
+        num_rows = len(layout.rows)
+        are_last = num_rows > 0 and layout.rows[0] == len(layout.tokens) - num_rows
+        rows = num_rows if are_last else tensor_on(self.device, layout.rows)
+        return self._forward(ids, positions, mask, slot.cache, rows)
 
     @torch.inference_mode()
-    def forward_batch(self, parts: Sequence[Fed]) -> list[torch.Tensor]:
-        """Feed a tree of each of several texts, in one pass where the model `supports_batching`, and commit their pending
-        tokens. Arguments as in `forward`; a part is best a whole tree.
+    def forward_batch(self, batch: Sequence[StepInputs]) -> list[StepLogits]:
+        """Feed a tree of each of several sequences, in one pass where the model `supports_batching`, and commit their
+        pending tokens. One sequence is fed as by `forward`."""
+        if len(batch) == 1 or not self.supports_batching:
+            return [self.forward(inputs) for inputs in batch]
+        layouts = [lay_out(tree, nodes, wanted, slot.cache.length) for slot, tree, nodes, wanted in batch]
+        sizes = [len(layout.tokens) for layout in layouts]
+        num_padding = -sum(sizes) % rounding_of(sum(sizes)) if self.device.type == "cpu" else 0
+        ids, positions, rows = (tensor_on(self.device, each) for each in concatenated(layouts, num_padding))
+        caches = [inputs.slot.cache for inputs in batch]
+        masks = [
+            self.masks.build(layout.parents, tensor_on(self.device, layout.positions), cache.length)
+            for layout, cache in zip(layouts, caches, strict=True)
+        ]
+        batched = BatchedCache(caches, sizes, masks, num_padding)
+        logits = self._forward(ids, positions, batched.mask, batched, rows)
+        for inputs in batch:
+            _commit(inputs.slot, inputs.tree, True)
+        return [StepLogits(each) for each in logits.split([len(inputs.wanted) for inputs in batch])]
 
-        Returns:
-            [n, V] float32 logits for each part.
-        """
-        if len(parts) == 1 or not self.supports_batching:
-            logits = []
-            for text, *part in parts:
-                with self.feeding(text):
-                    logits.append(self.forward(*part))
-            return logits
-        layouts, keep, masks, num_fed = [], [], [], 0
-        for text, tree, nodes, wanted in parts:
-            layouts.append(fed := lay_out(tree, nodes, wanted, text.cache.length))
-            keep.append(num_fed + fed.rows)
-            num_fed += len(fed.tokens)
-            masks.append(self.masks.build(fed.parents, tensor_on(self.device, fed.positions), text.cache.length))
-        num_filling = -num_fed % grain(num_fed) if self.device.type == "cpu" else 0
-        filling = np.zeros(num_filling, np.int64)
-        ids = tensor_on(self.device, np.concatenate([*(fed.tokens for fed in layouts), filling]))
-        positions = tensor_on(self.device, np.concatenate([*(fed.positions for fed in layouts), filling]))
-        keep = tensor_on(self.device, np.concatenate(keep))
-        several = BatchedCache(
-            [part.text.cache for part in parts], [len(part.nodes) for part in parts], masks, num_filling
-        )
-        logits = self._forward(ids, positions, several.mask, keep, several)
-        for part in parts:
-            part.text.drawn = None
-            _commit(part.text, part.tree, True)
-        return list(logits.split([len(part.wanted) for part in parts]))
+    def num_passes(self, num_tokens: int) -> int:
+        """Return the number of forward passes that feed this many tokens of a tree."""
+        return 1 if self.strict_tokens is None else -(-num_tokens // self.strict_tokens)
 
-    def _takes_fixed(self, num_tokens: int) -> bool:
-        """Whether a tree of so many tokens is fed in a pass of a fixed size; there is one then."""
-        if self.fixed_sizes is None or num_tokens > SIZES[-1] or self.masks.hides(self.text.cache.length + num_tokens):
-            return False
-        if self.text.fixed is None:
-            self.text.fixed = CudaGraphRunner(self.model, self.text.cache, **self.fixed_sizes)
-        return True
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given; returns at once on a CPU."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
-    def _strict_forward(self, fed: InputLayout) -> torch.Tensor:
-        """[T, V] float32 logits of all tokens, from passes of strict_tokens each, the last one filled up."""
-        size, cache = self.strict_tokens, self.text.cache
+    def _strict_forward(self, slot: CacheSlot, layout: InputLayout) -> torch.Tensor:
+        """Return [T, V] float32 logits of all tokens, from passes of `strict_tokens` each, the last one filled up."""
+        size, cache = self.strict_tokens, slot.cache
         before = attention_settings(self.model)
         self.model.set_attn_implementation(of_text_model(self.model, STRICT))
         try:
             logits = []
-            for ids, positions, mask in strict_passes(fed, size, cache.length, self.masks, self.device):
-                logits.append(self._forward(ids, positions, mask, size))
+            for ids, positions, mask in strict_passes(layout, size, cache.length, self.masks, self.device):
+                logits.append(self._forward(ids, positions, mask, cache, size))
                 cache.keep_writing(size)
         finally:
             self.model.set_attn_implementation(before)
-        return torch.cat(logits)[: len(fed.tokens)]
+        return torch.cat(logits)[: len(layout.tokens)]
 
     def _forward(
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
-        mask,
-        keep: torch.Tensor | int,
-        several: BatchedCache | None = None,
+        mask: LayerMasks | None,
+        cache: object,
+        rows: torch.Tensor | int,
     ) -> torch.Tensor:
-        """[n, V] float32 logits of some tokens, [n], or of so many last ones."""
-        self.text.drawn = None
-        arguments = {"logits_to_keep": keep} if self.keeps_logits else {}
-        if several is not None:
-            arguments["together"] = several
+        """Run the model on [T] tokens at [T] positions; return [n, V] float32 logits of rows [n], or of the n last."""
+        arguments: dict[str, object] = {"logits_to_keep": rows} if self.keeps_logits else {}
+        if isinstance(cache, BatchedCache):
+            arguments["batch"] = cache
         with on(self.device):
             output = self.model(
                 input_ids=ids[None],
                 position_ids=positions[None],
                 attention_mask=mask,
-                past_key_values=self.text.cache if several is None else several,
+                past_key_values=cache,
                 use_cache=True,
                 **arguments,
             )
         logits = output.logits[0]
         if not self.keeps_logits:
-            logits = logits[-keep:] if isinstance(keep, int) else logits[keep]
+            logits = logits[-rows:] if isinstance(rows, int) else logits[rows]
         return logits.float()
 
 
-Result = TypeVar("Result")
-
-
-def result_of(steps: Generator[object, None, Result]) -> Result:
-    """What a generator returns, once it has come to its end."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
-
-
-def _commit(text: CacheSlot, tree: TokenTree, commit: bool) -> None:
-    text.cache.commit(tree.root + 1 if commit else 0)
+def _commit(slot: CacheSlot, tree: TokenTree, commit: bool) -> None:
+    """Commit a tree's pending tokens to a slot; without `commit` forget what the pass has written."""
+    slot.cache.commit(tree.root + 1 if commit else 0)
     if commit:
-        text.tokens += tree.pending
+        slot.tokens += tree.pending

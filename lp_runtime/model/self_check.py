@@ -15,7 +15,8 @@ import torch
 from lp_runtime.errors import ModelError, first_line
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.kv_cache.slots import CacheSlot
-from lp_runtime.model.runner import Fed, ModelRunner
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.step_inputs import StepInputs
 
 log = logging.getLogger(__name__)
 
@@ -31,19 +32,21 @@ LONGEST_TAIL = 10  # tokens that the check stands behind the prompt
 
 
 def check_model(model: ModelRunner) -> float:
-    """Compare two tree steps, with a commit between them, against plain forward passes of the same text.
+    """Compare two tree steps, with a commit between them, against plain forward passes of the text on each path.
 
-    The prompt is long enough to cross every sliding window that a text within the model's context can cross.
+    The prompt is long enough to cross every sliding window that a text within the model's context can cross. Where
+    several sequences in one pass differ from plain text, `model.supports_batching` is turned off.
 
     Returns:
-        The largest relative difference seen.
+        the largest relative difference of a node's logits.
 
     Raises:
         ModelError: if the difference is above the dtype's tolerance, or the model cannot be fed a tree at all.
     """
     name = type(model.model).__name__
     try:
-        worst = _worst_difference(model)
+        with model.slots.borrowed() as slot:
+            worst = _worst_difference(model, slot)
     except ModelError:
         raise
     except Exception as error:  # any failure of a foreign model here means the same thing: it cannot be served
@@ -60,11 +63,12 @@ def check_model(model: ModelRunner) -> float:
     if model.strict_tokens is not None:
         _check_bits(model)
     if model.supports_batching:
-        _check_several(model, tolerance)
+        _check_batching(model, tolerance)
     return worst
 
 
-def _worst_difference(model: ModelRunner) -> float:
+def _worst_difference(model: ModelRunner, slot: CacheSlot) -> float:
+    """Return the largest relative difference between tree steps and plain text."""
     rng = random.Random(0)
     longest = math.inf if model.context_length is None else model.context_length - LONGEST_TAIL
     crossing = [window + CROSSED_BY for window in model.masks.windows if window + CROSSED_BY <= longest]
@@ -72,26 +76,28 @@ def _worst_difference(model: ModelRunner) -> float:
     if length < 2:
         raise ModelError(f"a context of {model.context_length} tokens is too short to work in")
 
-    def draw(count: int) -> list[int]:
+    def some_tokens(count: int) -> list[int]:
         return [rng.randrange(model.vocabulary_size) for _ in range(count)]
 
-    prompt, left, right, below = draw(length), draw(3), draw(3), draw(2)
-    model.begin(length + 32)
-    differences = [_difference(model.prefill(prompt), _plain_logits(model, prompt, 1))]
+    prompt, left, right, below = some_tokens(length), some_tokens(3), some_tokens(3), some_tokens(2)
+    model.begin(slot, length + 32)
+    differences = [_difference(model.prefill(slot, prompt), _plain_logits(model, prompt, 1))]
     # Step 1: two branches under one pending token. Step 2: the left one was accepted and is re-fed as pending.
-    root = draw(1)
+    root = some_tokens(1)
     tree = TokenTree(root, max_depth=8)
     branches = [tree.add_branch(left), tree.add_branch([left[0], *below]), tree.add_branch(right)]
-    differences += _compare(model, tree, branches, prompt)
+    differences += _compare(model, slot, tree, branches, prompt)
     tree = TokenTree(left, max_depth=8)
     branches = [tree.add_branch(below), tree.add_branch(right)]
-    differences += _compare(model, tree, branches, prompt + root)
+    differences += _compare(model, slot, tree, branches, prompt + root)
     return max(differences)
 
 
-def _compare(model: ModelRunner, tree: TokenTree, branches: Sequence[list[int]], before: list[int]) -> list[float]:
-    everything = list(range(len(tree)))
-    logits = model.forward(tree, everything, everything[tree.root :])
+def _compare(
+    model: ModelRunner, slot: CacheSlot, tree: TokenTree, branches: Sequence[list[int]], before: list[int]
+) -> list[float]:
+    """Return the relative difference of each node's logits on each branch of a tree, fed behind `before`."""
+    logits = model.forward(StepInputs.whole(slot, tree)).logits
     text = before + tree.tokens[: tree.root + 1]
     differences = []
     for branch in branches:
@@ -104,50 +110,49 @@ def _compare(model: ModelRunner, tree: TokenTree, branches: Sequence[list[int]],
 
 @torch.inference_mode()
 def _plain_logits(model: ModelRunner, tokens: list[int], num_last: int) -> torch.Tensor:
-    """[num_last, V] float32 logits of the last tokens of a text, without a cache."""
+    """Return [num_last, V] float32 logits of a text's last tokens, fed without a cache."""
     ids = torch.tensor([tokens], dtype=torch.int64, device=model.device)
     keep = {"logits_to_keep": num_last} if model.keeps_logits else {}
     return model.model(input_ids=ids, use_cache=False, **keep).logits[0, -num_last:].float()
 
 
 def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return ||actual - expected|| / ||expected|| of logits less their mean."""
     actual, expected = actual - actual.mean(-1, keepdim=True), expected - expected.mean(-1, keepdim=True)
     return ((actual - expected).norm() / expected.norm().clamp_min(1e-12)).item()
 
 
-def _check_several(model: ModelRunner, tolerance: float) -> None:
-    """Compare two texts in one pass with plain text; from now on they are fed one by one if they differ."""
+def _check_batching(model: ModelRunner, tolerance: float) -> None:
+    """Compare two sequences fed in one pass with plain text; turn `supports_batching` off if they differ."""
     rng = random.Random(2)
-    parts, texts = [], []
-    before = model.text
+    batch, texts = [], []
     try:
         for length in (5, 2):
             tokens = [rng.randrange(model.vocabulary_size) for _ in range(length + 1)]
-            model.text = CacheSlot()
-            model.begin(length + 32)
-            model.prefill(tokens[:-1])
-            parts.append(Fed(model.text, TokenTree(tokens[-1:], max_depth=1), [0], [0]))
+            slot = CacheSlot()
+            model.begin(slot, length + 32)
+            model.prefill(slot, tokens[:-1])
+            batch.append(StepInputs.whole(slot, TokenTree(tokens[-1:], max_depth=1)))
             texts.append(tokens)
-        found = model.forward_batch(parts)
+        found = [each.logits for each in model.forward_batch(batch)]
         worst = max(_difference(a, _plain_logits(model, b, 1)) for a, b in zip(found, texts, strict=True))
         reason = None if worst <= tolerance else f"they differ by {worst:.2g}"
     except Exception as error:  # of a foreign model
         reason = first_line(error)
     if reason:
-        log.warning("%s is fed one text at a time: %s", type(model.model).__name__, reason)
+        log.warning("%s is fed one sequence at a time: %s", type(model.model).__name__, reason)
         model.supports_batching = False
-    model.text = before
 
 
 def _check_bits(model: ModelRunner) -> None:
-    """Compare, bit for bit, what a text gives one token at a time and as a path through larger trees.
+    """Compare, bit for bit, a text's logits fed one token at a time and as a path through larger trees.
 
     Raises:
         ModelError: if any bit differs.
     """
     rng = random.Random(1)
 
-    def draw(count: int) -> list[int]:
+    def some_tokens(count: int) -> list[int]:
         return [rng.randrange(model.vocabulary_size) for _ in range(count)]
 
     longest = math.inf if model.context_length is None else model.context_length
@@ -155,20 +160,21 @@ def _check_bits(model: ModelRunner) -> None:
     for length in (*STRICT_LENGTHS, *(LONG_STRICT_LENGTHS if model.device.type == "cuda" else ())):
         if length + LONGEST_PATH > longest:
             continue
-        prompt, text = draw(length), draw(LONGEST_PATH)
-        model.begin(length + 200)
-        model.prefill(prompt)
-        plain = [model.forward(TokenTree([token], 0), [0], [0])[0] for token in text]
-        for num_pending, others in ((1, (5, 5, 5)), (3, (2, 7, 4, 7, 1, 6, 3, 5, 7, 7)), (LONGEST_PATH, ())):
-            tree = TokenTree(text[:num_pending], LONGEST_PATH)
-            for size in others:
-                tree.add_branch(draw(size))
-            nodes = [tree.root, *tree.add_branch(text[num_pending:])]
-            model.begin(length + 200)
-            model.prefill(prompt)
-            logits = model.forward(tree, list(range(len(tree))), nodes)
-            if not all(map(torch.equal, logits, plain[num_pending - 1 :])):
-                raise ModelError(
-                    f"{type(model.model).__name__} failed the check of exactness=strict: its logits depend on what"
-                    " else is fed; use exactness=fast, or float32"
-                )
+        prompt, text = some_tokens(length), some_tokens(LONGEST_PATH)
+        with model.slots.borrowed() as slot:
+            model.begin(slot, length + 200)
+            model.prefill(slot, prompt)
+            plain = [model.forward(StepInputs.whole(slot, TokenTree([token], 0))).logits[0] for token in text]
+            for num_pending, others in ((1, (5, 5, 5)), (3, (2, 7, 4, 7, 1, 6, 3, 5, 7, 7)), (LONGEST_PATH, ())):
+                tree = TokenTree(text[:num_pending], LONGEST_PATH)
+                for size in others:
+                    tree.add_branch(some_tokens(size))
+                nodes = [tree.root, *tree.add_branch(text[num_pending:])]
+                model.begin(slot, length + 200)
+                model.prefill(slot, prompt)
+                logits = model.forward(StepInputs(slot, tree, list(range(len(tree))), nodes)).logits
+                if not all(map(torch.equal, logits, plain[num_pending - 1 :])):
+                    raise ModelError(
+                        f"{type(model.model).__name__} failed the check of exactness=strict: its logits depend on what"
+                        " else is fed; use exactness=fast, or float32"
+                    )

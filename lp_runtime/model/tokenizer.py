@@ -1,19 +1,25 @@
-"""Token ids from text, and text from token ids as they come, never with half a character."""
+"""Token ids from text, and text from a growing sequence of token ids, never with half a character."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from lp_runtime.errors import RequestError, first_line
 
-REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are no whole character yet
+REPLACEMENT = "\ufffd"  # a decoder shows it for bytes that are no whole character yet
+CONTEXT_TOKENS = 8  # decoded again before the new ones: some decoders look at what stands before
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True) -> list[int]:
-    """The token ids of a prompt, special tokens added as the model wants them.
+    """Return the token ids of a prompt.
+
+    Args:
+        tokenizer: the model's.
+        text: the prompt.
+        add_special_tokens: whether special tokens are added as the model wants them.
 
     Raises:
         RequestError: if the text is no Unicode that can be encoded (lone surrogates).
@@ -26,9 +32,10 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bo
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The token ids of a conversation, ready for the model's answer, by the model's chat template.
+    """Return the token ids of a conversation, ready for the model's answer, by the model's chat template.
 
     Args:
+        tokenizer: the model's.
         messages: each with "role" and "content".
 
     Raises:
@@ -37,80 +44,87 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[s
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError("messages: the model has no chat template; give a prompt instead")
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        conversation = cast(list[dict[str, str]], list(messages))
+        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs, and raise what they like
         raise RequestError(f"messages: the model's chat template refuses them: {first_line(error)}") from error
-    return encode(tokenizer, text, add_special_tokens=False)  # the template has put them
+    return encode(tokenizer, cast(str, text), add_special_tokens=False)  # the template has added them
 
 
 class TextStream:
-    """Decodes a growing sequence of token ids piece by piece; the pieces add up to the decoded whole.
+    """Decodes a growing sequence of token ids delta by delta; the deltas add up to the decoded whole.
 
     Args:
         tokenizer: the model's.
-        skip_special_tokens: leave them out of the text.
+        skip_special_tokens: whether special tokens are left out of the text.
     """
-
-    CONTEXT = 8  # tokens decoded again before the new ones: some decoders look at what stands before
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True):
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._ids: list[int] = []
-        self._start = 0  # first token of the stretch being decoded
-        self._shown = 0  # tokens whose text has been returned
+        self._start = 0  # first token that is decoded again with the next ones
+        self._num_returned = 0  # tokens whose text has been returned
 
     def add(self, ids: Sequence[int]) -> str:
-        """The text that the new tokens complete; bytes of an unfinished character wait for the next call."""
+        """Return the text that new tokens, `ids`, complete; bytes of an unfinished character wait for the next call."""
         self._ids += ids
-        before = self._decode(self._ids[self._start : self._shown])
+        before = self._decode(self._ids[self._start : self._num_returned])
         now = self._decode(self._ids[self._start :])
         if now.endswith(REPLACEMENT):
             return ""
-        self._shown = len(self._ids)
-        self._start = max(self._start, self._shown - self.CONTEXT)
-        while self._start < self._shown and self._decode(self._ids[self._start : self._shown]).startswith(REPLACEMENT):
+        self._num_returned = len(self._ids)
+        self._start = max(self._start, self._num_returned - CONTEXT_TOKENS)
+        while self._start < self._num_returned and self._decode(self._ids[self._start : self._num_returned]).startswith(
+            REPLACEMENT
+        ):
             self._start += 1
         return now[len(before) :]
 
     def finish(self) -> str:
-        """What is left, without a character that was never finished."""
+        """Return the text that `add` has not returned, without a character that was never finished."""
         return self.peek()
 
     def peek(self) -> str:
-        """The same, and nothing changes: further tokens may finish the character."""
-        before = self._decode(self._ids[self._start : self._shown])
+        """Return the text that `add` has not returned, without an unfinished character; `add` may return both later."""
+        before = self._decode(self._ids[self._start : self._num_returned])
         now = self._decode(self._ids[self._start :])
         return now[len(before) :].rstrip(REPLACEMENT)
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(
-            ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        """Return the text of token ids, exactly as the tokens spell it."""
+        options = {"skip_special_tokens": self._skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return cast(str, self._tokenizer.decode(ids, **options))
 
 
 class StopStrings:
-    """Finds the first end of a stop string in new text, special tokens included, as its tokens come.
+    """Finds the first end of a stop string in a growing sequence of token ids, special tokens included.
 
     Args:
         tokenizer: the model's.
-        strings: at least one character each.
+        strings: at least one, of at least one character each.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]):
         self._stream = TextStream(tokenizer, skip_special_tokens=False)
         self._strings = strings
-        self._longest = max(map(len, strings))
-        self._tail = ""  # of the text so far, as much as a stop string may begin in
+        self._longest = max(map(len, strings))  # characters
+        self._tail = ""  # end of the text so far, in which a stop string may have begun
 
     def add(self, token: int) -> int | None:
-        """How many characters stand behind the stop string that this token completes; None if it completes none."""
+        """Add a token; return how many characters follow the stop string that the token completes, None without one."""
         text = self._tail + self._stream.add([token])
         unfinished = self._stream.peek()  # a stop string may end before a character that is not whole yet
         ends = [start + len(string) for string in self._strings if (start := (text + unfinished).find(string)) >= 0]
         self._tail = text[len(text) - self._longest + 1 :] if len(text) >= self._longest else text
         return len(text) + len(unfinished) - min(ends) if ends else None
 
-    def __call__(self, run: Sequence[int]) -> int | None:
-        """How many tokens of a run to keep if a stop string ends in it, else None: a lookahead.state.Stop."""
-        return next((i for i, token in enumerate(run, start=1) if self.add(token) is not None), None)
+    def __call__(self, committed: Sequence[int]) -> int | None:
+        """Return how many of a step's committed tokens to keep, if a stop string ends in them; else None.
+
+        This is what lookahead.state.Stop asks for.
+
+        Args:
+            committed: token ids that follow those of earlier calls.
+        """
+        return next((i for i, token in enumerate(committed, start=1) if self.add(token) is not None), None)

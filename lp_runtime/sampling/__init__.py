@@ -1,1 +1,1 @@
-"""How a node's successor is chosen from its logits: processors, Gumbel noise, top-k candidates."""
+"""How a node's successor is sampled from its logits: processors, Gumbel noise, top-k candidates."""

@@ -1,16 +1,16 @@
-"""transformers' generation settings, made ready by transformers: the model's defaults, ours over them, processors."""
+"""transformers' generation settings: a model's defaults, the caller's settings over them, and their processors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.errors import ConfigError, first_line
+from lp_runtime.sampling.types import LogitsProcessor
 from lp_runtime.utils.warnings import without_warnings
 
 # Defaults of a model's generation_config.json that are applied unless overridden. The others are about beams, caches
@@ -42,29 +42,29 @@ APPLIED_DEFAULTS = (
 )
 
 
-def defaults_of(model) -> dict[str, Any]:
-    """What a model's generation_config.json sets of APPLIED_DEFAULTS."""
+def defaults_of(model: PreTrainedModel) -> dict[str, object]:
+    """Return what a model's generation_config.json sets of APPLIED_DEFAULTS, by name."""
     values = model.generation_config.to_dict()
     return {name: values[name] for name in APPLIED_DEFAULTS if values.get(name) is not None}
 
 
 def build_processors(
-    model,
+    model: PreTrainedModel,
     prompt_ids: Sequence[int],
     sampling: SamplingConfig,
     max_new_tokens: int,
     eos_token_ids: Sequence[int],
-    processors: Sequence = (),
+    processors: Sequence[LogitsProcessor] = (),
 ) -> LogitsProcessorList:
-    """A request's logits processors, in transformers' own order: from a call of `generate` that does not decode.
+    """Return a request's logits processors in transformers' own order, from a call of `generate` that does not decode.
 
     Args:
         model: a loaded model.
-        prompt_ids: the prompt.
-        sampling: what overrides the model's defaults.
-        max_new_tokens: tokens to generate at most.
-        eos_token_ids: where the request stops; some processors look at it.
-        processors: the user's own.
+        prompt_ids: token ids of the prompt.
+        sampling: settings that override the model's defaults.
+        max_new_tokens: largest number of tokens to generate.
+        eos_token_ids: tokens that the request stops after; some processors look at them.
+        processors: the caller's own.
 
     Raises:
         ConfigError: if transformers refuses a value.
@@ -77,7 +77,7 @@ def build_processors(
     try:
         with without_warnings(), _without_stop_strings(model.generation_config):
             ids = torch.tensor([list(prompt_ids)], dtype=torch.int64, device=model.device)
-            model.generate(
+            model.generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel does not name
                 ids,
                 attention_mask=torch.ones_like(ids),
                 generation_config=_generation_config(model, sampling, max_new_tokens, eos_token_ids),
@@ -91,7 +91,7 @@ def build_processors(
 
 @contextmanager
 def _without_stop_strings(config: GenerationConfig) -> Iterator[None]:
-    """`generate` wants a tokenizer where the model's defaults have any; it is we who look for them."""
+    """Hide a model's default stop strings, for which `generate` wants a tokenizer; the engine looks for them."""
     strings, config.stop_strings = config.stop_strings, None
     try:
         yield
@@ -100,9 +100,9 @@ def _without_stop_strings(config: GenerationConfig) -> Iterator[None]:
 
 
 def _generation_config(
-    model, sampling: SamplingConfig, max_new_tokens: int, eos_token_ids: Sequence[int]
+    model: PreTrainedModel, sampling: SamplingConfig, max_new_tokens: int, eos_token_ids: Sequence[int]
 ) -> GenerationConfig:
-    """What is None here is taken from the model's own defaults by `generate`, then from transformers' own."""
+    """Return the caller's settings for `generate`, which fills in the model's own defaults, then transformers'."""
     defaults = model.generation_config
     given = {
         "do_sample": sampling.draws(defaults_of(model)),
@@ -128,7 +128,8 @@ def _generation_config(
     )
 
 
-def _sequence_bias(sampling: SamplingConfig) -> list | None:
+def _sequence_bias(sampling: SamplingConfig) -> list[list] | None:
+    """Return the logit biases as transformers wants them, or None without any."""
     if not sampling.logit_bias:
         return None
     return [[[token], float(bias)] for token, bias in sampling.logit_bias.items()]

@@ -6,17 +6,20 @@ Letters: n nodes, V vocabulary, L committed tokens.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
+import numpy as np
 import torch
 from transformers.generation import logits_process as library
 
 from lp_runtime.errors import ConfigError, RequestError, unforeseen_as
 from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.sampling.types import LogitsProcessor
 from lp_runtime.utils.tensors import tensor_on
 
-# What looks at the scores alone, row by row: all nodes in one call, whatever their prefixes.
+# Processors that look at the scores alone, row by row: one call for all nodes, whatever their prefixes.
 CONTEXT_FREE = (
     library.TemperatureLogitsWarper,
     library.TopKLogitsWarper,
@@ -30,8 +33,8 @@ CONTEXT_FREE = (
     library.InfNanRemoveLogitsProcessor,
     library.LogitNormalization,
 )
-# What treats the rows of a batch alike, each with its own prefix: a call for all nodes of a depth. Anything else, a
-# user's own above all, may take its batch for the prompts of a user: it gets a call a node.
+# Processors that treat the rows of a batch alike, each with its own prefix: one call for all nodes of a depth. Any
+# other processor, a user's own above all, may take its batch for several prompts: it gets one call a node.
 ROW_BY_ROW = (
     library.RepetitionPenaltyLogitsProcessor,
     library.NoRepeatNGramLogitsProcessor,
@@ -44,13 +47,14 @@ ROW_BY_ROW = (
     library.ExponentialDecayLengthPenalty,
     library.SuppressTokensAtBeginLogitsProcessor,
 )
-# What remembers its earlier calls, one a token: it cannot be asked about tokens that may never be.
+# Processors that remember their earlier calls, one a token: they cannot be asked about tokens that may never come.
 STATEFUL = (
     library.UnbatchedClassifierFreeGuidanceLogitsProcessor,
     library.ClassifierFreeGuidanceLogitsProcessor,
     library.SynthIDTextWatermarkLogitsProcessor,
     library.WhisperTimeStampLogitsProcessor,
 )
+# Processors made from the prompt, of which a padded batch has several.
 OF_THE_PROMPT = (library.EncoderRepetitionPenaltyLogitsProcessor, library.EncoderNoRepeatNGramLogitsProcessor)
 
 
@@ -59,15 +63,19 @@ class TreeProcessors:
 
     Args:
         processors: called as processor(input_ids [b, l] int64, scores [b, V] float32) -> [b, V]; what they return must
-            depend on these alone.
+            depend on their arguments alone.
         device: the logits' device.
-        reports: whether what a processor raises is the request's fault, a RequestError, and not passed on as it is.
+        reports: whether an exception of a processor is raised as a RequestError, the request's fault, instead of as it
+            is.
+
+    Attributes:
+        device: the logits' device.
 
     Raises:
         ConfigError: if one of them keeps a state between calls.
     """
 
-    def __init__(self, processors: Iterable, device: torch.device, reports: bool = False):
+    def __init__(self, processors: Iterable[LogitsProcessor], device: torch.device, reports: bool = False):
         self._processors = list(processors)
         self._reports = reports
         self.device = device
@@ -78,31 +86,35 @@ class TreeProcessors:
 
     @property
     def is_empty(self) -> bool:
-        """Whether logits come out as they are."""
+        """Whether there are no processors, so that logits come out as they are."""
         return not self._processors
 
     def __call__(
-        self, logits: torch.Tensor, tree: TokenTree, nodes: Sequence[int], tokens: Sequence[int]
+        self, logits: torch.Tensor, tree: TokenTree, nodes: Sequence[int] | np.ndarray, tokens: Sequence[int]
     ) -> torch.Tensor:
         """Process the logits of some nodes.
 
         Args:
-            logits: [n, V] float32, kept as it is.
-            tree: the step's.
+            logits: [n, V] float32, not changed.
+            tree: the step's tree.
             nodes: [n] indices into the tree, from the root on.
-            tokens: [L] committed tokens; the last of them is the root.
+            tokens: [L] prompt and committed tokens; the last of them is the root.
 
         Returns:
-            [n, V] scores.
+            [n, V] float32 scores.
+
+        Raises:
+            ConfigError: if a processor returns scores of another shape.
+            RequestError: if a processor raises, and the processors were made with `reports`.
         """
         if not len(nodes) or not self._processors:
             return logits
         scores = logits.clone()
         groups = self._groups(tree, nodes, tokens) if self._needs_prefixes else []
-        everything = torch.empty((len(nodes), 0), dtype=torch.int64, device=self.device)
+        no_prefixes = torch.empty((len(nodes), 0), dtype=torch.int64, device=self.device)
         for processor in self._processors:
             if type(processor) in CONTEXT_FREE:
-                scores = processor(everything, scores)
+                scores = processor(no_prefixes, scores)
             elif type(processor) in ROW_BY_ROW:
                 for _, places, prefixes in groups:
                     scores[places] = processor(prefixes, scores[places])
@@ -120,13 +132,14 @@ class TreeProcessors:
         return scores
 
     def _guarded(self, processor: object) -> AbstractContextManager:
+        """Return a context that turns a processor's exceptions into RequestErrors, if that is asked for."""
         what = f"{type(processor).__name__} failed"
         return unforeseen_as(RequestError, what) if self._reports else nullcontext()
 
     def _groups(
-        self, tree: TokenTree, nodes: Sequence[int], tokens: Sequence[int]
+        self, tree: TokenTree, nodes: Sequence[int] | np.ndarray, tokens: Sequence[int]
     ) -> list[tuple[list[int], torch.Tensor, torch.Tensor]]:
-        """(rows [b], the same on the device, prefixes [b, L + depth]) of the nodes of each depth."""
+        """Return (rows, rows on the device, prefixes) of the nodes of each depth: [b], [b] and [b, L + depth]."""
         known = len(self._ids)
         added = tensor_on(self.device, tokens[known:])
         self._ids = torch.cat([self._ids, added])
@@ -141,7 +154,10 @@ class TreeProcessors:
         return groups
 
 
-# Where a processor counts from the padded length, which a row alone does not have.
+# A user's function from a row and its prefix to the tokens that may follow.
+Allowed = Callable[[int, torch.Tensor], list[int]]
+
+# Attribute in which a processor counts from the padded length, which a row alone does not have.
 COUNTS_FROM = {
     library.MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
     library.ForcedEOSTokenLogitsProcessor: "max_length",
@@ -150,17 +166,19 @@ COUNTS_FROM = {
 }
 
 
-def of_row(processors: Iterable, row: int, padding: int, pads_min_length: bool) -> list:
-    """The processors of a batch, as they would be for one row of it alone, without padding.
+def of_row(
+    processors: Iterable[LogitsProcessor], row: int, padding: int, pads_min_length: bool
+) -> list[LogitsProcessor]:
+    """Return the processors of a batch as they would be for one row of it alone, without padding.
 
     Args:
-        processors: of the batch.
-        row: which one.
+        processors: the batch's.
+        row: index of the row.
         padding: tokens of padding that the row has.
         pads_min_length: whether a minimal length counts the padding.
 
     Raises:
-        ConfigError: if one of them cannot be had for a row.
+        ConfigError: if a processor works for a whole batch only.
     """
     alone = []
     for processor in processors:
@@ -168,10 +186,8 @@ def of_row(processors: Iterable, row: int, padding: int, pads_min_length: bool) 
             if isinstance(processor.prompt_ignore_length, torch.Tensor):  # it ignores the padding
                 processor = library.RepetitionPenaltyLogitsProcessor(processor.penalty)
         elif type(processor) is library.PrefixConstrainedLogitsProcessor:
-            allowed = processor._prefix_allowed_tokens_fn
-            processor = library.PrefixConstrainedLogitsProcessor(
-                lambda _, prefix, allowed=allowed: allowed(row, prefix), num_beams=1
-            )
+            allowed = processor._prefix_allowed_tokens_fn  # transformers keeps the user's function nowhere else
+            processor = library.PrefixConstrainedLogitsProcessor(partial(_allowed_tokens, allowed, row), num_beams=1)
         elif isinstance(processor, OF_THE_PROMPT):
             raise ConfigError(f"{type(processor).__name__}: is for one prompt without padding at a time")
         elif name := COUNTS_FROM.get(type(processor)):
@@ -182,14 +198,23 @@ def of_row(processors: Iterable, row: int, padding: int, pads_min_length: bool) 
     return alone
 
 
-def _shifted(processor, name: str, padding: int):
+def _allowed_tokens(allowed: Allowed, row: int, _: int, prefix: torch.Tensor) -> list[int]:
+    """Return the tokens that a user's function allows behind a prefix, in one row of a batch."""
+    return allowed(row, prefix)
+
+
+def _shifted(processor: LogitsProcessor, name: str, padding: int) -> LogitsProcessor:
+    """Return a copy of a processor, with an attribute that counts from the padded length made smaller."""
     shifted = copy.copy(processor)
     setattr(shifted, name, getattr(processor, name) - padding)
     return shifted
 
 
-def check_processors(processors: Iterable) -> None:
-    """Refuse what cannot process a tree.
+def check_processors(processors: Iterable[object]) -> None:
+    """Refuse processors that cannot process a tree.
+
+    Args:
+        processors: what a caller gave as processors.
 
     Raises:
         ConfigError: if a processor cannot be called, or keeps a state between calls.

@@ -1,1 +1,1 @@
-"""Many requests on one runtime: the queue, and the replicas that each running request holds."""
+"""Many requests on one runtime: the queue, and the allocation of replicas to running requests."""

@@ -1,31 +1,33 @@
-"""Which replicas each request of a scheduler runs on: how many it should have, and which, as requests come and go."""
+"""The allocation: which replicas each job has, as jobs and replicas come and go."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
 from lp_runtime.launchers.base import Launcher
-from lp_runtime.scheduler.job import Job, Share
+from lp_runtime.scheduler.job import Job, JobLease
 from lp_runtime.scheduler.lp_degree import DegreeSpeeds
 
-WORTH_MOVING = 32  # tokens that a request must have left to be given other replicas: new ones must prefill
-STEP_ROOM = 2560  # tokens of a step, which need room in a cache, too, and what its size is rounded up by
+MIN_LEFT_TOKENS = 32  # that a job must still want to be given other replicas: new ones must prefill first
+# Tokens of a KV-cache slot beside the prompt's and the new ones: those of a step (MAX_STEP_TOKENS), and what the slot's
+# size is rounded up by (CAPACITY_UNIT and the largest captured step).
+SLOT_OVERHEAD_TOKENS = 2560
 
 
 class Allocator:
-    """Divides replicas among requests. All of it is guarded by the scheduler's condition.
+    """Allocates replicas to jobs. The scheduler's condition guards all of it.
 
     Args:
         launcher: of the replicas.
-        running: what runs, and where; whoever starts and ends requests keeps it.
+        running: leases of the running jobs, which the scheduler appends and removes.
         policy: one of SCHEDULING_POLICIES; see Scheduler.
         max_batch: requests that a replica decodes in one forward pass at most.
 
     Attributes:
-        speeds: how fast each LP degree has turned out to be.
+        speeds: measured speed of each LP degree.
     """
 
-    def __init__(self, launcher: Launcher, running: list[Share], policy: str, max_batch: int):
+    def __init__(self, launcher: Launcher, running: list[JobLease], policy: str, max_batch: int):
         self.speeds = DegreeSpeeds()
         self._running = running
         self._launcher = launcher
@@ -34,112 +36,140 @@ class Allocator:
 
     @property
     def _batch(self) -> int:
+        """Requests that a replica of this launcher decodes in one forward pass at most."""
         return self._max_batch if self._launcher.info.supports_batching else 1
 
-    def most_on(self, replicas: Collection[int] | None) -> int:
-        """Requests that may run at once on some replicas; None for those that cannot be divided."""
+    def max_running(self, replicas: Collection[int] | None) -> int:
+        """Return how many jobs may run at once on some replicas; None is a launcher that runs one job at a time."""
         return 1 if replicas is None or self._policy == "latency" else max(1, len(replicas)) * self._batch
 
-    def divide(self, ready: frozenset[int], waiting: Collection[Job]) -> Iterator[tuple[Job, list[int]]]:
-        """Divide the replicas that are there among what runs and what can be started.
+    def allocate(self, ready: frozenset[int], waiting: Collection[Job]) -> Iterator[tuple[Job, list[int]]]:
+        """Allocate the ready replicas to the running jobs, and to waiting ones that can begin.
 
         Args:
-            ready: the replicas.
-            waiting: requests that have not begun, in their order.
+            ready: replicas that are up, by index.
+            waiting: jobs that have not begun, in order of arrival.
 
         Yields:
-            (job, replicas) of each that is to be started now, in their order; it is among the running ones then.
+            (job, replicas) of each job to begin now, in order; the caller adds its lease to the running ones before it
+            asks for the next.
         """
-        num_new = min(len(waiting), self.most_on(ready) - len(self._running))
-        starting = list(waiting)[: max(0, num_new)]
-        num_left = len(waiting)
-        jobs = [share.job for share in self._running] + starting
-        for job in jobs:
-            if job.limit is None:
-                job.limit = self._limit(job, len(ready), len(jobs))
-        goals = target_degrees(len(ready), [job.limit for job in jobs])
-        free = sorted(ready - {index for share in self._running for index in share.held})
-        num_before = len(self._running)
-        for share, goal in zip(self._running, goals, strict=False):
-            if len(share.wanted & ready) > goal:
-                share.shrink(goal)
-            elif not share.wanted:  # it has lost all it had
-                place = free.pop(0) if free else self._place_beside(share.job, ready)
-                if place is not None:
-                    share.take([place])
-        for job, goal in zip(starting, goals[num_before:], strict=True):
-            members = free[:goal]
+        num_new = min(len(waiting), self.max_running(ready) - len(self._running))
+        beginning = list(waiting)[: max(0, num_new)]
+        must_wait = len(waiting) > len(beginning)
+        jobs = [lease.job for lease in self._running] + beginning
+        degrees = self._target_degrees(jobs, len(ready))
+        free = sorted(ready - {index for lease in self._running for index in lease.held})
+        num_running = len(self._running)
+        self._shrink_or_refill(degrees, ready, free)
+        for job, degree in zip(beginning, degrees[num_running:], strict=True):
+            members = free[:degree]
             if not members and len(jobs) > len(ready):
-                place = self._place_beside(job, ready)
-                members = [] if place is None else [place]
+                members = self._replica_to_share(job, ready)
             if not members:
                 return
             yield job, members
-            num_left -= 1
             free = [index for index in free if index not in members]
-        if not num_left:
-            self._spread(goals, free)
+        if not must_wait:
+            self._spread(degrees, free)
 
-    def _limit(self, job: Job, num_ready: int, num_jobs: int) -> int:
-        """Replicas that are of use to a job at most."""
+    def _target_degrees(self, jobs: list[Job], num_ready: int) -> list[int]:
+        """Return how many replicas each job should have, and decide the largest useful degree of those that begin."""
+        for job in jobs:
+            if job.max_degree is None:
+                job.max_degree = self._max_degree(job, num_ready, len(jobs))
+        return target_degrees(num_ready, [job.max_degree for job in jobs])
+
+    def _max_degree(self, job: Job, num_ready: int, num_jobs: int) -> int:
+        """Return the largest number of replicas that are of use to a job."""
         if job.gpus is not None:
             return job.gpus
         if self._policy == "throughput":
             return 1
-        most = self._launcher.num_replicas
+        num_replicas = self._launcher.num_replicas
         if self._policy == "latency":
-            return most
-        degree = self.speeds.choose(num_ready) if num_jobs == 1 else self.speeds.best(num_ready)
-        return most if degree == num_ready else degree
+            return num_replicas
+        degree = self.speeds.choose(num_ready) if num_jobs == 1 else self.speeds.fastest(num_ready)
+        return num_replicas if degree == num_ready else degree
 
-    def _place_beside(self, job: Job, ready: frozenset[int]) -> int | None:
-        """A replica that has requests and takes one more: of those, the one with the fewest."""
-        shared: dict[int, list[Share]] = {}
-        for share in self._running:
-            for index in share.held:
-                shared.setdefault(index, []).append(share)
-        room = self._launcher.info.capacity
-        found = []
-        for index, shares in shared.items():
-            if index not in ready:
-                continue
-            is_open = all(len(share.current) == 1 and share.is_settled for share in shares)
-            needed = sum(map(_tokens, (job, *(share.job for share in shares))))
-            if is_open and len(shares) < self._batch and (room is None or needed <= room + STEP_ROOM):
-                found.append((len(shares), index))
-        return min(found)[1] if found else None
+    def _shrink_or_refill(self, degrees: list[int], ready: frozenset[int], free: list[int]) -> None:
+        """Take replicas from jobs that have too many, and give one to each job that has lost all it had.
 
-    def _spread(self, goals: list[int], free: list[int]) -> None:
-        """Nobody waits: give free replicas to those that should have more, and to those that share one."""
-        for share, goal in zip(self._running, goals, strict=False):
+        Args:
+            degrees: target degrees of the running jobs, in order; may go on with those of others.
+            ready: replicas that are up.
+            free: of these, those that no job holds; what is given is removed.
+        """
+        for lease, degree in zip(self._running, degrees, strict=False):
+            if len(lease.wanted & ready) > degree:
+                lease.shrink(degree)
+            elif not lease.wanted:
+                lease.grow([free.pop(0)] if free else self._replica_to_share(lease.job, ready))
+
+    def _replica_to_share(self, job: Job, ready: frozenset[int]) -> list[int]:
+        """Return the replica with the fewest jobs that can decode another beside them; empty if there is none."""
+        leases_on: dict[int, list[JobLease]] = {}
+        for lease in self._running:
+            for index in lease.held:
+                leases_on.setdefault(index, []).append(lease)
+        found = [
+            (len(leases), index)
+            for index, leases in leases_on.items()
+            if index in ready and self._fits_beside(job, leases)
+        ]
+        return [min(found)[1]] if found else []
+
+    def _fits_beside(self, job: Job, leases: list[JobLease]) -> bool:
+        """Whether a job can be decoded in one batch with the jobs of a replica: each is alone there, and all fit."""
+        if len(leases) >= self._batch or not all(len(lease.current) == 1 and lease.is_settled for lease in leases):
+            return False
+        needed = sum(map(_slot_tokens, (job, *(lease.job for lease in leases))))
+        capacity = self._launcher.info.capacity
+        return capacity is None or needed <= capacity + SLOT_OVERHEAD_TOKENS
+
+    def _spread(self, degrees: list[int], free: list[int]) -> None:
+        """Give free replicas, while no job waits, to jobs that share one or have fewer than they should.
+
+        Args:
+            degrees: target degrees of the running jobs, in order.
+            free: replicas that no job holds; what is given is removed.
+        """
+        for lease, degree in zip(self._running, degrees, strict=False):
             if not free:
                 return
-            if not share.num_told or share.num_left < WORTH_MOVING or not share.is_settled or not share.wanted:
+            if not _can_move(lease):
                 continue
-            others = [other for other in self._running if other is not share]
-            if any(other.wanted & share.wanted for other in others):
-                share.move_to([free.pop(0)])
-            elif not any(other.held & share.wanted for other in others):  # they have left
-                more = free[: max(0, goal - len(share.wanted))]
-                share.take(more)
+            others = [other for other in self._running if other is not lease]
+            if any(other.wanted & lease.wanted for other in others):
+                lease.move_to([free.pop(0)])
+            elif not any(other.held & lease.wanted for other in others):  # others have left its replicas
+                more = free[: max(0, degree - len(lease.wanted))]
+                lease.grow(more)
                 del free[: len(more)]
 
 
-def target_degrees(num_replicas: int, limits: Sequence[int]) -> list[int]:
-    """How many replicas each of some requests should have: one each, however many there are, then one more to each in
-    turn that has not its limit."""
-    goals = [1] * len(limits)
-    left = num_replicas - len(limits)
+def target_degrees(num_replicas: int, max_degrees: Sequence[int]) -> list[int]:
+    """Return how many replicas each of some jobs should have.
+
+    Each has 1, however many jobs there are. Then each in turn has 1 more until it has its largest degree.
+    """
+    degrees = [1] * len(max_degrees)
+    left = num_replicas - len(max_degrees)
     while left > 0:
-        growing = [number for number, limit in enumerate(limits) if goals[number] < limit][:left]
+        growing = [number for number, most in enumerate(max_degrees) if degrees[number] < most][:left]
         if not growing:
             break
         for number in growing:
-            goals[number] += 1
+            degrees[number] += 1
         left -= len(growing)
-    return goals
+    return degrees
 
 
-def _tokens(job: Job) -> int:
-    """Room in a cache that a job needs."""
-    return len(job.request.prompt_ids) + job.request.max_new_tokens + STEP_ROOM
+def _can_move(lease: JobLease) -> bool:
+    """Whether a job has begun to deliver, has enough tokens left, and is not being moved."""
+    return bool(lease.num_delivered and lease.num_left >= MIN_LEFT_TOKENS and lease.is_settled and lease.wanted)
+
+
+def _slot_tokens(job: Job) -> int:
+    """Return the tokens that a job's KV-cache slot must hold."""
+    return len(job.request.prompt_ids) + job.request.max_new_tokens + SLOT_OVERHEAD_TOKENS

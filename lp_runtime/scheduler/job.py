@@ -1,4 +1,4 @@
-"""What is submitted to a scheduler, where it runs, and what came of all."""
+"""A request in the scheduler's queue (Job), its hold on replicas (JobLease), and sums over all jobs (Totals)."""
 
 from __future__ import annotations
 
@@ -9,63 +9,88 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from lp_runtime.engine.generation import Delta, Generation
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import LookaheadError
 from lp_runtime.launchers.lease import ReplicaLease
 
-TEND_SECONDS = 0.2  # between looks whether replicas have come or gone, and whether anybody has waited for too long
+CHECK_SECONDS = 0.2  # between checks of replicas that come or go, and of deadlines: neither notifies the scheduler
+
+
+class JobState(Enum):
+    """Where a job is: in the queue, on replicas, or ended."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
 
 
 class Job:
-    """A request that was submitted. Iterate over its pieces, or wait for its result; from any one thread.
+    """A request that was submitted. Iterate over its deltas, or wait for its result, in one thread.
+
+    Args:
+        request: what is decoded.
+        deadline: time.monotonic() at which waiting ends in a DeadlineError; None for no limit.
+        gpus: replicas that it may have at most; None as the scheduler's policy says.
 
     Attributes:
-        request: what is decoded.
-        gpus: replicas that it wants at most; None for what the scheduler's policy says.
-        limit: replicas that are of use to it at most, once that has been decided.
-        generation: the whole, once all pieces have been read; None before.
+        request: see Args.
+        deadline: see Args.
+        gpus: see Args.
+        state: waiting, running or finished.
+        max_degree: most replicas that are of use to the job; None until the allocator has decided.
+        generation: the result, once all deltas have been read; None before.
+        is_cancelled: whether `cancel` was called.
+        on_cancel: makes the replicas that decode the job end it; None while there are none.
     """
 
     def __init__(self, request: Request, deadline: float | None, gpus: int | None = None):
         self.request = request
+        self.deadline = deadline
         self.gpus = gpus
-        self.limit: int | None = None
+        self.state = JobState.WAITING
+        self.max_degree: int | None = None
         self.generation: Generation | None = None
-        self.deadline = deadline  # on time.monotonic's clock
         self.is_cancelled = False
-        self.on_cancel: Callable[[], None] | None = None  # tells replicas that are decoding it
+        self.on_cancel: Callable[[], None] | None = None
         self._items: queue.SimpleQueue[Delta | Generation | LookaheadError] = queue.SimpleQueue()
-        self._listener = None
+        self._listener: Callable[[], object] | None = None
+
+    # For whoever submitted the request.
 
     def cancel(self) -> None:
-        """Give it up: it ends before its next step or chunk of its prompt, or before it begins. Safe to call at any
-        time, from any thread."""
+        """End the job before its next step or chunk of its prompt, or before it begins. Thread-safe, at any time."""
         self.is_cancelled = True
-        if (tell := self.on_cancel) is not None:
-            tell()
+        if (on_cancel := self.on_cancel) is not None:
+            on_cancel()
 
     def __iter__(self) -> Iterator[Delta]:
-        """The pieces as they come.
+        """Yield the deltas as they come.
 
         Raises:
-            LookaheadError: as `LookaheadRuntime.generate` does; DeadlineError if it has not begun in time.
+            LookaheadError: as `LookaheadRuntime.generate` does; DeadlineError if the job has not begun in time.
         """
-        while True:
-            piece = self._take(self._items.get())
-            if piece is None:
-                return
-            yield piece
+        while (delta := self._unpack(self._items.get())) is not None:
+            yield delta
 
     def result(self) -> Generation:
-        """The whole; waits for it. Raises as iterating does."""
+        """Wait for the end and return the result.
+
+        Raises:
+            LookaheadError: as `LookaheadRuntime.generate` does; DeadlineError if the job has not begun in time.
+        """
         for _ in self:
             pass
         return self.generation
 
-    async def pieces(self) -> AsyncIterator[Delta]:
-        """The pieces as they come, for asyncio; instead of iterating. Ending the iteration early cancels the job."""
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Yield the deltas as they come, in asyncio. Ending the iteration early cancels the job.
+
+        Raises:
+            LookaheadError: as `LookaheadRuntime.generate` does; DeadlineError if the job has not begun in time.
+        """
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
         self._listener = lambda: loop.call_soon_threadsafe(arrived.set)
         try:
@@ -76,16 +101,21 @@ class Job:
                     await arrived.wait()
                     arrived.clear()
                     continue
-                piece = self._take(item)
-                if piece is None:
+                delta = self._unpack(item)
+                if delta is None:
                     return
-                yield piece
+                yield delta
         finally:
             self._listener = None
             if self.generation is None:
                 self.cancel()
 
-    def _take(self, item: Delta | Generation | LookaheadError) -> Delta | None:
+    def _unpack(self, item: Delta | Generation | LookaheadError) -> Delta | None:
+        """Return a delta, or None at the end, where `generation` is set.
+
+        Raises:
+            LookaheadError: the job ended with it.
+        """
         if isinstance(item, LookaheadError):
             raise item
         if isinstance(item, Generation):
@@ -93,8 +123,22 @@ class Job:
             return None
         return item
 
-    def put(self, item: Delta | Generation | LookaheadError) -> None:
-        """For the scheduler."""
+    # For the scheduler.
+
+    def begin(self) -> None:
+        """Record that the job has got replicas."""
+        self.state = JobState.RUNNING
+
+    def deliver(self, delta: Delta) -> None:
+        """Hand a delta to whoever iterates over the job."""
+        self._put(delta)
+
+    def finish(self, outcome: Generation | LookaheadError) -> None:
+        """End the job with its result or its error."""
+        self.state = JobState.FINISHED
+        self._put(outcome)
+
+    def _put(self, item: Delta | Generation | LookaheadError) -> None:
         self._items.put(item)
         listener = self._listener
         if listener is not None:
@@ -106,13 +150,17 @@ class Job:
 
 @dataclass
 class Totals:
-    """What a scheduler has done since it began. Read by others while it changes.
+    """Sums over all jobs of a scheduler. Other threads read them while they change.
 
     Attributes:
-        requests: by how they ended: a finish_reason, "cancelled", "expired" or "failed".
-        prompt_tokens, new_tokens, steps, losses: of all that were decoded.
-        fed, accepted: tokens by source, where policies count them.
-        seconds: that steps took, by part (forward, exchange, other), and the prefills'.
+        requests: jobs by how they ended: a finish_reason, "cancelled", "expired" or "failed".
+        prompt_tokens: tokens of prompts.
+        new_tokens: tokens generated.
+        steps: steps, prefills included.
+        losses: replicas lost while they decoded.
+        fed: draft tokens fed, by source, where drafters count them.
+        accepted: draft tokens accepted, by source, where drafters count them.
+        seconds: seconds by part of a step (forward, exchange, other), and of prefills.
     """
 
     requests: dict[str, int] = field(default_factory=dict)
@@ -124,31 +172,41 @@ class Totals:
     accepted: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def add(self, request: Request, done: Generation) -> None:
-        """Count what a request took."""
+    def add(self, request: Request, generation: Generation) -> None:
+        """Add a request's tokens, steps, drafts and times."""
         self.prompt_tokens += len(request.prompt_ids)
-        self.new_tokens += done.num_tokens
-        self.steps += done.steps
-        self.losses += done.losses
+        self.new_tokens += generation.num_tokens
+        self.steps += generation.steps
+        self.losses += generation.losses
+        counts = generation.counts
         for name, fed, accepted in zip(
-            done.counts.sources, done.counts.fed.sum(1).tolist(), done.counts.accepted.sum(1).tolist(), strict=True
+            counts.sources, counts.fed.sum(1).tolist(), counts.accepted.sum(1).tolist(), strict=True
         ):
             self.fed[name] = self.fed.get(name, 0) + fed
             self.accepted[name] = self.accepted.get(name, 0) + accepted
-        for name, value in {**vars(done.times), "prefill": done.prefill_seconds}.items():
+        for name, value in {**vars(generation.times), "prefill": generation.prefill_seconds}.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + value
 
-    def count(self, outcome: str) -> None:
-        """Count that a request has ended."""
-        self.requests[outcome] = self.requests.get(outcome, 0) + 1
+    def count(self, ending: str) -> None:
+        """Count a job by how it ended."""
+        self.requests[ending] = self.requests.get(ending, 0) + 1
 
 
-class Share(ReplicaLease):
-    """The replicas of a running job. All of it is guarded by the scheduler's condition.
+class JobLease(ReplicaLease):
+    """The replicas of a running job. The scheduler's condition guards all of it.
+
+    Args:
+        job: the job.
+        members: replicas that it is to run on, by index.
+        changed: the scheduler's condition.
+        refill_seconds: how long a job that has lost all its replicas waits for others.
+        may_refill: whether there are replicas for the job to wait for.
 
     Attributes:
-        current: what the job is on.
-        num_told: tokens that have come.
+        job: see Args.
+        wanted: replicas that the job is to run on.
+        current: replicas that the job runs on.
+        num_delivered: tokens that were delivered.
     """
 
     def __init__(
@@ -156,49 +214,50 @@ class Share(ReplicaLease):
         job: Job,
         members: Iterable[int],
         changed: threading.Condition,
-        patience: float,
-        may_come: Callable[[], bool],
+        refill_seconds: float,
+        may_refill: Callable[[], bool],
     ):
         super().__init__(members)
         self.job = job
-        self._may_come = may_come
         self.current: frozenset[int] = frozenset()
-        self.num_told = 0
+        self.num_delivered = 0
         self._changed = changed
-        self._patience = patience
+        self._refill_seconds = refill_seconds
+        self._may_refill = may_refill
 
     @property
     def held(self) -> frozenset[int]:
-        """What nobody else may have all of: where the job is to be, and where it is until it has left."""
+        """Replicas that are not free: where the job is to run, and where it runs until it has moved."""
         return self.wanted | self.current
 
     @property
     def num_left(self) -> int:
-        """Tokens that are still to come at most."""
-        return self.job.request.max_new_tokens - self.num_told
+        """Largest number of tokens that are still to come."""
+        return self.job.request.max_new_tokens - self.num_delivered
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is where it should be."""
+        """Whether the job runs on the replicas that it is to run on."""
         return self.current == self.wanted
 
-    def take(self, more: Iterable[int]) -> None:
-        """The job may use these, too."""
+    def grow(self, more: Iterable[int]) -> None:
+        """Add replicas."""
         self.wanted |= frozenset(more)
 
     def shrink(self, size: int) -> None:
-        """The job is to use only so many; those that it is on stay first, and of these rank 0."""
-        staying = sorted(self.wanted & self.current) + sorted(self.wanted - self.current)
-        self.wanted = frozenset(staying[:size])
+        """Keep `size` replicas: first those that the job runs on already, of these rank 0 first."""
+        by_preference = sorted(self.wanted & self.current) + sorted(self.wanted - self.current)
+        self.wanted = frozenset(by_preference[:size])
 
     def move_to(self, members: Iterable[int]) -> None:
-        """The job is to use these."""
+        """Replace all replicas."""
         self.wanted = frozenset(members)
 
     @contextmanager
     def cancelling(self, cancel: Callable[[], None]) -> Iterator[None]:
+        """In the block, `cancel` is called when the job is cancelled; at once if it was cancelled before."""
         self.job.on_cancel = cancel
-        if self.job.is_cancelled:  # before it could be told
+        if self.job.is_cancelled:
             cancel()
         try:
             yield
@@ -206,21 +265,24 @@ class Share(ReplicaLease):
             self.job.on_cancel = None
 
     def lose(self, lost: Iterable[int]) -> None:
+        """Remove replicas that were lost."""
         with self._changed:
             super().lose(lost)
             self.current -= frozenset(lost)
             self._changed.notify_all()
 
     def settle(self) -> frozenset[int]:
+        """Return the replicas that the job goes on with, while it is on none; all others are free now."""
         with self._changed:
             self.current = self.wanted
             self._changed.notify_all()
             return self.wanted
 
     def refill(self) -> frozenset[int]:
-        deadline = time.monotonic() + self._patience
+        """Wait until a job that has no replica is given some; return them, or none if there are none to wait for."""
+        deadline = time.monotonic() + self._refill_seconds
         with self._changed:
-            while not self.wanted and not self.job.is_cancelled and time.monotonic() < deadline and self._may_come():
-                self._changed.wait(TEND_SECONDS)
+            while not self.wanted and not self.job.is_cancelled and time.monotonic() < deadline and self._may_refill():
+                self._changed.wait(CHECK_SECONDS)
             self.current = self.wanted
             return self.wanted

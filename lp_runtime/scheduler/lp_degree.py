@@ -1,74 +1,101 @@
-"""Which LP degree is the fastest for a request that is alone: found out by what requests have shown.
+"""Chooses the LP degree of a request that runs alone, from the speeds of requests before.
 
-More replicas save steps, and cost an exchange; on GPUs of their own they nearly always pay, on shared cores or a slow
+More replicas save steps, and cost an exchange. On GPUs of their own they nearly always pay; on shared cores or a slow
 network they may not.
 """
 
 from __future__ import annotations
 
-MEMORY = 1024.0  # tokens of a degree that are remembered, about
-TRUSTED = 96.0  # tokens after which a degree's speed is known
-FIRST_RETRY = 16  # requests after which one that was slower is tried again; twice as many each time
-LAST_RETRY = 256
-STEPS_SKIPPED = 2  # after a change, which are not like those that follow
+import time
+
+REMEMBERED_TOKENS = 1024.0  # of a degree, about: older speeds fade, so that a degree may become faster or slower
+MIN_TOKENS = 96.0  # of a degree before its speed counts: fewer steps vary too much
+FIRST_RETRY_REQUESTS = 16  # after which a slower degree is tried again; doubles each time, since trying costs time
+MAX_RETRY_REQUESTS = 256
+NUM_SKIPPED_STEPS = 2  # after a change of replicas, which are slower than those that follow
 
 
-def candidates(most: int) -> list[int]:
-    """Degrees to choose from: all replicas, and halves of them down to one."""
-    found = [most]
-    while found[-1] > 1:
-        found.append(found[-1] // 2)
-    return found
+def candidate_degrees(num_replicas: int) -> list[int]:
+    """Return the degrees to choose from: all replicas, and halves of that number down to 1."""
+    degrees = [num_replicas]
+    while degrees[-1] > 1:
+        degrees.append(degrees[-1] // 2)
+    return degrees
 
 
 class DegreeSpeeds:
-    """Tokens per second by LP degree. Not for several threads at once."""
+    """Tokens per second by LP degree. Not thread-safe."""
 
     def __init__(self) -> None:
         self._tokens: dict[int, float] = {}
         self._seconds: dict[int, float] = {}
         self._num_chosen = 0
-        self._retries: dict[int, tuple[int, int]] = {}  # when each is tried again, and how long it waits after that
+        self._retries: dict[int, tuple[int, int]] = {}  # by degree: the choice at which it is tried again, the interval
 
-    def note(self, degree: int, num_tokens: int, seconds: float) -> None:
-        """So many tokens took so long."""
+    def record(self, degree: int, num_tokens: int, seconds: float) -> None:
+        """Add a measurement of a degree: new tokens and the seconds that they took."""
         before = self._tokens.get(degree, 0.0)
-        kept = min(1.0, max(0.0, MEMORY - num_tokens) / before) if before else 0.0
+        kept = min(1.0, max(0.0, REMEMBERED_TOKENS - num_tokens) / before) if before else 0.0
         self._tokens[degree] = before * kept + num_tokens
         self._seconds[degree] = self._seconds.get(degree, 0.0) * kept + seconds
 
     def speed(self, degree: int) -> float | None:
-        """Tokens per second; None while too little is known."""
-        if self._tokens.get(degree, 0.0) < TRUSTED:
+        """Return a degree's tokens per second; None before MIN_TOKENS are recorded."""
+        if self._tokens.get(degree, 0.0) < MIN_TOKENS:
             return None
         return self._tokens[degree] / max(self._seconds[degree], 1e-9)
 
-    def best(self, most: int) -> int:
-        """The fastest degree as far as is known; all replicas while their speed is not."""
-        known = [degree for degree in candidates(most) if self.speed(degree) is not None]
-        return max(known, key=self.speed) if most in known else most
+    def fastest(self, num_replicas: int) -> int:
+        """Return the fastest degree whose speed is known; all replicas while their speed is not."""
+        known = [degree for degree in candidate_degrees(num_replicas) if self.speed(degree) is not None]
+        return max(known, key=self.speed) if num_replicas in known else num_replicas
 
-    def choose(self, most: int) -> int:
-        """The degree for the next request: the fastest that is known, or one that must be tried, all replicas first.
-
-        Args:
-            most: replicas that there are.
-        """
+    def choose(self, num_replicas: int) -> int:
+        """Return the degree for the next request: the fastest known one, or one to be tried, all replicas first."""
         self._num_chosen += 1
-        degrees = candidates(most)
+        degrees = candidate_degrees(num_replicas)
         for degree in degrees:
             if self.speed(degree) is None:
                 return degree
-        best = self.best(most)
+        fastest = self.fastest(num_replicas)
         for degree in degrees:
-            if degree == best:
+            if degree == fastest:
                 continue
-            due, wait = self._retries.setdefault(degree, (self._num_chosen + FIRST_RETRY, FIRST_RETRY))
+            first_retry = (self._num_chosen + FIRST_RETRY_REQUESTS, FIRST_RETRY_REQUESTS)
+            due, interval = self._retries.setdefault(degree, first_retry)
             if self._num_chosen >= due:
-                wait = min(2 * wait, LAST_RETRY)
-                self._retries[degree] = (self._num_chosen + wait, wait)
-                kept = min(1.0, TRUSTED / 2 / self._tokens[degree])  # what it was long ago counts little
+                interval = min(2 * interval, MAX_RETRY_REQUESTS)
+                self._retries[degree] = (self._num_chosen + interval, interval)
+                kept = min(1.0, MIN_TOKENS / 2 / self._tokens[degree])  # measurements of long ago count little
                 self._tokens[degree] *= kept
                 self._seconds[degree] *= kept
                 return degree
-        return best
+        return fastest
+
+
+class SpeedMeter:
+    """Measures how fast a request is on its replicas while no other request runs.
+
+    Args:
+        speeds: gets the measurements.
+    """
+
+    def __init__(self, speeds: DegreeSpeeds):
+        self._speeds = speeds
+        self._members: frozenset[int] | None = None
+        self._num_steps = 0  # since the replicas changed
+        self._last = 0.0
+
+    def record_step(self, members: frozenset[int], num_running: int, num_tokens: int) -> None:
+        """Record that a step has ended just now.
+
+        Args:
+            members: the replicas of the step.
+            num_running: requests that run at this moment.
+            num_tokens: tokens that the step committed.
+        """
+        now = time.monotonic()
+        self._num_steps = self._num_steps + 1 if members == self._members and num_running == 1 else 0
+        if self._num_steps > NUM_SKIPPED_STEPS:
+            self._speeds.record(len(members), num_tokens, now - self._last)
+        self._members, self._last = members, now

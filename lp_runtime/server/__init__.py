@@ -1,1 +1,1 @@
-"""An HTTP server that speaks the OpenAI API."""
+"""lp-serve: an HTTP server in the form of the OpenAI API."""

@@ -1,4 +1,4 @@
-"""The HTTP side of the server: OpenAI's routes over a scheduler."""
+"""The HTTP routes of the server, in the form of the OpenAI API, over a scheduler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -17,6 +16,7 @@ from starlette.exceptions import HTTPException
 from lp_runtime.engine.request import Request as DecodingRequest
 from lp_runtime.engine.request_builder import RequestBuilder, RequestOptions
 from lp_runtime.errors import LookaheadError, RequestError
+from lp_runtime.model.types import Tokenizer
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.scheduler import Scheduler
 from lp_runtime.server.errors import ApiError, Gate, invalid
@@ -26,19 +26,19 @@ from lp_runtime.server.responses import LAST_EVENT, ChatForm, Choice, Completion
 from lp_runtime.server.stop_trimmer import StopTrimmer
 
 PAGE = Path(__file__).with_name("page.html")
-POLL_SECONDS = 0.1  # between looks whether a client is still there
+POLL_SECONDS = 0.1  # between checks whether a client is still connected
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What the app must know beside its runtime.
+    """Settings of the HTTP routes.
 
     Attributes:
-        name: of the model, as clients call it.
-        api_key: that clients must send; None for none.
-        max_body_bytes: of a request.
-        max_new_tokens: of a request at most; None for what the model's context allows.
-        queue_timeout: seconds that a request may wait; None for no limit.
+        name: the model's name for clients.
+        api_key: key that clients must send; None if none is required.
+        max_body_bytes: largest size of a request's body, in bytes.
+        max_new_tokens: tokens that a request may generate at most; None for what the model's context allows.
+        queue_timeout: seconds that a request may wait in the queue; None for no limit.
     """
 
     name: str
@@ -49,24 +49,27 @@ class ServerSettings:
 
 
 class Server:
-    """Turns HTTP requests into jobs and their pieces into answers.
+    """Turns HTTP requests into jobs, and their deltas into answers.
 
     Args:
-        runtime: for its model; only the scheduler uses its replicas.
-        scheduler: decodes.
-        settings: see there.
-        tokenizer: of the server's own: tokenizers are not to be used by two threads.
+        runtime: describes the model; only the scheduler uses its replicas.
+        scheduler: decodes the requests.
+        settings: settings of the routes.
+        tokenizer: the model's, for the server alone: two threads must not use one tokenizer.
+
+    Attributes:
+        metrics: what /metrics reports.
     """
 
-    def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler, settings: ServerSettings, tokenizer: Any):
+    def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler, settings: ServerSettings, tokenizer: Tokenizer):
         self._runtime, self._scheduler, self._settings = runtime, scheduler, settings
         self._tokenizer = tokenizer
-        self._hidden = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._special_tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._started = int(time.time())
         self.metrics = Metrics(runtime, scheduler)
 
     def app(self) -> FastAPI:
-        """The application."""
+        """Return the application: routes, error handlers, and the gate before them."""
         app = FastAPI(title="lp_runtime", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         app.add_exception_handler(ApiError, lambda _, error: error.response())
         app.add_exception_handler(LookaheadError, lambda _, error: ApiError.of(error).response())
@@ -83,24 +86,29 @@ class Server:
         return app
 
     async def page(self) -> Response:
+        """Answer GET /: a page that shows a generation as it comes."""
         return Response(PAGE.read_text(), media_type="text/html; charset=utf-8")
 
     async def health(self) -> JSONResponse:
+        """Answer GET /health: status 200 if any replica is up, else 503."""
         is_healthy = self._scheduler.is_healthy
         status = {"status": "ok" if is_healthy else "no replica is up", "replicas": self._runtime.num_ready}
         return JSONResponse(status, 200 if is_healthy else 503)
 
     async def show_metrics(self) -> Response:
+        """Answer GET /metrics, in Prometheus's format."""
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def models(self) -> dict:
+    async def models(self) -> dict[str, object]:
+        """Answer GET /v1/models: the one model."""
         return {"object": "list", "data": [self._model()]}
 
-    async def model(self, name: str) -> dict:
+    async def model(self, name: str) -> dict[str, object]:
+        """Answer GET /v1/models/NAME; status 404 for other names."""
         self._check_model(name)
         return self._model()
 
-    def _model(self) -> dict:
+    def _model(self) -> dict[str, object]:
         info = self._runtime.info
         return {
             "id": self._settings.name,
@@ -115,6 +123,7 @@ class Server:
             raise ApiError(404, f"model {name!r}: must be {self._settings.name}", code="model_not_found")
 
     async def complete(self, body: Completion, request: Request) -> Response:
+        """Answer POST /v1/completions."""
         prompts = body.prompts()
         options = body.options(self._runtime.config.sampling)
         options["logprobs"] = body.logprobs is not None
@@ -122,6 +131,7 @@ class Server:
         return await self._answer(body, request, choices, self._form(CompletionForm, body.logprobs is not None))
 
     async def chat(self, body: Chat, request: Request) -> Response:
+        """Answer POST /v1/chat/completions."""
         options = body.options(self._runtime.config.sampling)
         options["messages"] = [message.plain() for message in body.messages]
         options["logprobs"] = body.logprobs
@@ -132,37 +142,71 @@ class Server:
         return kind(self._settings.name, lambda token: self._tokenizer.decode([token]), with_logprobs)
 
     def _submit(
-        self, body: Common, prompts: Sequence[Any], max_new_tokens: int | None, options: RequestOptions
+        self,
+        body: Common,
+        prompts: Sequence[str | list[int] | None],
+        max_new_tokens: int | None,
+        options: RequestOptions,
     ) -> list[Choice]:
+        """Submit `body.n` samples of each prompt.
+
+        Args:
+            body: what the client sent.
+            prompts: texts or token ids; None where `options` has messages.
+            max_new_tokens: tokens that the client asks for at most; None for the default.
+            options: options of every request.
+
+        Raises:
+            ApiError: the client names another model.
+            LookaheadError: a request is refused, or there is no place for all of them.
+        """
         self._check_model(body.model)
         limit = self._settings.max_new_tokens
         if limit is not None and max_new_tokens is not None and max_new_tokens > limit:
             raise RequestError(f"max_tokens={max_new_tokens}: must be at most {limit}")
-        num_texts, most = len(prompts) * body.n, self._scheduler.most_at_once
-        if num_texts > most:
+        num_choices, max_jobs = len(prompts) * body.n, self._scheduler.max_jobs
+        if num_choices > max_jobs:
             asked = f"n={body.n}" if len(prompts) == 1 else f"{len(prompts)} prompts x n={body.n}"
-            raise RequestError(f"{asked}: must be at most {most} with max_waiting={self._scheduler.max_waiting}")
-        maker = RequestBuilder(self._runtime.config, self._runtime.info, lambda: self._tokenizer)
+            raise RequestError(f"{asked}: must be at most {max_jobs} with max_waiting={self._scheduler.max_waiting}")
+        builder = RequestBuilder(self._runtime.config, self._runtime.info, lambda: self._tokenizer)
         requests: list[DecodingRequest] = []
         for prompt in prompts:
-            first = maker.make(prompt, max_new_tokens, **options)
-            if limit is not None and first.max_new_tokens > limit:
-                first = maker.make(prompt, limit, **options)
+            first = self._request(builder, prompt, max_new_tokens, options)
             if body.n > 1 and first.sampling.seed is None:
                 raise RequestError(f"n={body.n}: decoding is greedy; give temperature > 0")
             requests += [replace(first, sample=sample) for sample in range(body.n)]
         jobs = self._scheduler.submit_all(requests, self._settings.queue_timeout, body.gpus)
-        return [Choice(index, job, StopTrimmer(job.request.stop, self._hidden)) for index, job in enumerate(jobs)]
+        return [
+            Choice(index, job, StopTrimmer(job.request.stop, self._special_tokens)) for index, job in enumerate(jobs)
+        ]
+
+    def _request(
+        self,
+        builder: RequestBuilder,
+        prompt: str | list[int] | None,
+        max_new_tokens: int | None,
+        options: RequestOptions,
+    ) -> DecodingRequest:
+        """Return a checked request; the model's own default of max_new_tokens is capped by the server's limit."""
+        request = builder.build(prompt, max_new_tokens, **options)
+        limit = self._settings.max_new_tokens
+        return request if limit is None or request.max_new_tokens <= limit else builder.build(prompt, limit, **options)
 
     async def _answer(self, body: Common, request: Request, choices: list[Choice], form: Form) -> Response:
+        """Answer with the choices, streamed or whole.
+
+        Raises:
+            ApiError: the client has disconnected.
+            LookaheadError: a job has failed.
+        """
         arrived = time.perf_counter()
-        events = self._events(choices, arrived)
+        texts = self._texts(choices, arrived)
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage
-            return StreamingResponse(self._chunks(events, choices, form, with_usage), media_type="text/event-stream")
+            return StreamingResponse(self._chunks(texts, choices, form, with_usage), media_type="text/event-stream")
 
         async def collect() -> None:
-            async for choice, text in events:
+            async for choice, text in texts:
                 choice.text += text
 
         task = asyncio.ensure_future(collect())
@@ -174,18 +218,23 @@ class Server:
             if not task.done():
                 task.cancel()
             for choice in choices:
-                choice.job.cancel()  # no matter if it has ended
+                choice.job.cancel()  # without effect on those that have ended
         task.result()
         return JSONResponse(form.whole(choices))
 
-    async def _events(self, choices: list[Choice], arrived: float) -> AsyncIterator[tuple[Choice, str]]:
-        """(choice, text to be shown) of every piece, one choice after another; at the end of each its last text."""
+    async def _texts(self, choices: list[Choice], arrived: float) -> AsyncIterator[tuple[Choice, str]]:
+        """Yield (choice, text to show) for every delta, one choice after another, and for each choice's end.
+
+        Args:
+            choices: the choices; each grows by its deltas. All jobs are cancelled if the iteration ends early.
+            arrived: when the HTTP request arrived, on time.perf_counter's clock.
+        """
         try:
             for choice in choices:
-                async for piece in choice.job.pieces():
+                async for delta in choice.job.deltas():
                     if not choice.tokens and choice.index == 0:
                         self.metrics.first_token.observe(time.perf_counter() - arrived)
-                    yield choice, choice.add(piece)
+                    yield choice, choice.add(delta)
                 yield choice, choice.finish()
             self.metrics.whole.observe(time.perf_counter() - arrived)
         finally:
@@ -193,18 +242,18 @@ class Server:
                 choice.job.cancel()
 
     async def _chunks(
-        self, events: AsyncIterator[tuple[Choice, str]], choices: list[Choice], form: Form, with_usage: bool
+        self, texts: AsyncIterator[tuple[Choice, str]], choices: list[Choice], form: Form, with_usage: bool
     ) -> AsyncIterator[str]:
-        """The answer as server-sent events."""
+        """Yield the answer as server-sent events; an error of a job becomes one, too."""
         try:
             for chunk in form.opening(choices):
                 yield event(chunk)
-            shown = dict.fromkeys(range(len(choices)), 0)
-            async for choice, text in events:
-                new = slice(shown[choice.index], len(choice.tokens))
-                shown[choice.index] = len(choice.tokens)
-                is_told = form.with_logprobs or choice.job.request.trace
-                if text or choice.reason or (is_told and new.start < new.stop):
+            num_sent = dict.fromkeys(range(len(choices)), 0)
+            async for choice, text in texts:
+                new = slice(num_sent[choice.index], len(choice.tokens))
+                num_sent[choice.index] = len(choice.tokens)
+                shows_tokens = form.with_logprobs or choice.job.request.trace
+                if text or choice.reason or (shows_tokens and new.start < new.stop):
                     yield event(form.chunk(choice, text, new))
             if with_usage:
                 yield event(form.usage_chunk(choices))

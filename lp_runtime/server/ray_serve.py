@@ -1,7 +1,7 @@
-"""The server as an application of Ray Serve. Ray is imported only when it is chosen.
+"""The server as an application of Ray Serve. Ray is imported only with server=ray_serve.
 
-One Serve replica has the runtime and the scheduler; the model's replicas are actors of launcher=ray in the same
-cluster. There is one of it: what is scaled is the number of the model's replicas.
+One Serve replica holds the runtime and the scheduler. The model's replicas are actors of launcher=ray in the same
+cluster; their number is what scales, there is always one Serve replica.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import logging
 import re
 import signal
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lp_runtime.config.commands import ServeConfig
 from lp_runtime.config.overrides import load_config
@@ -25,14 +26,20 @@ from lp_runtime.server.serve import GRACE_SECONDS, application, listen, served_n
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from ray.serve import Application
+    from ray.serve.schema import ServeStatus
 
-NAME = "lp_runtime"  # of the application
-MAX_REQUESTS = 10_000  # that are let in at once: it is the scheduler that says when there are too many
-END_SECONDS = 10.0  # that the runtime may take to end, beside what answers may take
+APPLICATION = "lp_runtime"
+MAX_REQUESTS = 10_000  # at once, before Ray Serve refuses any: the scheduler refuses them long before
+CLOSE_SECONDS = 10.0  # for the runtime to end, after GRACE_SECONDS for answers
 
 
 class Service:
-    """What the Serve replica runs: the runtime, the scheduler and the HTTP routes."""
+    """The Serve replica: a runtime, a scheduler and the HTTP routes.
+
+    Args:
+        config: settings of the server.
+    """
 
     async def __init__(self, config: ServeConfig):
         self._config = config
@@ -40,20 +47,21 @@ class Service:
         self._scheduler = Scheduler(self._runtime, config.max_waiting, config.policy, config.max_batch)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
+        """Return the HTTP application; Ray Serve calls it."""
         return application(self._runtime, self._scheduler, self._config)
 
     def check_health(self) -> None:
-        """For Ray Serve, which starts this anew if it raises a few times; while replicas start, /health alone says 503.
+        """Check that the model has replicas; Ray Serve calls it, and restarts the Serve replica after a few errors.
 
         Raises:
-            ReplicaError: if no replica of the model is up, and none is being started.
+            ReplicaError: no replica of the model is up, and none is being started.
         """
-        launcher = self._runtime.launcher  # asked twice: one may come up between two looks
+        launcher = self._runtime.launcher  # num_ready is read twice: a replica may come up between the first two reads
         if not (launcher.num_ready or launcher.num_loading or launcher.num_ready):
             raise ReplicaError("no replica of the model is left")
 
     async def __del__(self) -> None:
-        """Ray Serve calls it when it ends the replica."""
+        """End the scheduler and the runtime; Ray Serve calls it when it ends the Serve replica."""
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
@@ -61,33 +69,33 @@ class Service:
         self._runtime.close()
 
 
-def build(arguments: dict[str, Any]) -> Any:
-    """The Serve application, for its config files and `serve run lp_runtime.server.ray_serve:build gpus=4`.
+def build(arguments: Mapping[str, object]) -> Application:
+    """Return the Serve application, for its config files and `serve run lp_runtime.server.ray_serve:build gpus=4`.
 
     Args:
         arguments: settings by key, as lp-serve takes them; `host` and `port` are Ray Serve's own.
 
     Raises:
-        ConfigError: if a setting is unknown or not allowed.
+        ConfigError: a setting is unknown or not allowed.
     """
     overrides = [
         f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-        for key, value in ({"server": "ray_serve"} | arguments).items()
+        for key, value in {"server": "ray_serve", **arguments}.items()
     ]
     return build_from_config(load_config(ServeConfig, overrides))
 
 
-def build_from_config(config: ServeConfig) -> Any:
-    """The same from a whole configuration."""
+def build_from_config(config: ServeConfig) -> Application:
+    """Return the Serve application of a whole configuration; its launcher becomes ray."""
     from ray import serve
 
     deployment = serve.deployment(
         serve.ingress()(Service),
-        name=NAME,
+        name=APPLICATION,
         num_replicas=1,
         max_ongoing_requests=MAX_REQUESTS,
         max_constructor_retry_count=1,
-        graceful_shutdown_timeout_s=GRACE_SECONDS + END_SECONDS,
+        graceful_shutdown_timeout_s=GRACE_SECONDS + CLOSE_SECONDS,
         graceful_shutdown_wait_loop_s=0.1,
         ray_actor_options={"num_cpus": CPU_SHARE},
     )
@@ -95,11 +103,11 @@ def build_from_config(config: ServeConfig) -> Any:
 
 
 def serve_on_ray(config: ServeConfig) -> None:
-    """lp-serve server=ray_serve: deploy the application, and take it away at SIGINT or SIGTERM.
+    """Deploy the application, and remove it at SIGINT or SIGTERM: lp-serve server=ray_serve.
 
     Raises:
-        ConfigError: if the port is taken.
-        LaunchError: if Ray Serve is not installed, or the application cannot be started.
+        ConfigError: the port is taken.
+        LaunchError: Ray Serve is not installed, or the application cannot be started.
     """
     try:
         import ray
@@ -108,8 +116,8 @@ def serve_on_ray(config: ServeConfig) -> None:
         raise LaunchError(f"server=ray_serve: {first_line(error)} (pip install 'lp-runtime[ray-serve]')") from error
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     connect(config.launcher.address)
-    told_to_end = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: told_to_end.set())  # Ray has set its own
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())  # replaces the handler that Ray has set
     is_shared = False
     try:
         is_shared = bool(serve.status().proxies)
@@ -118,23 +126,23 @@ def serve_on_ray(config: ServeConfig) -> None:
         try:
             if not is_shared:
                 serve.start(http_options={"host": config.host, "port": config.port})
-            serve.run(build_from_config(config), name=NAME)
+            serve.run(build_from_config(config), name=APPLICATION)
         except (RuntimeError, ray.exceptions.RayError) as error:
             raise LaunchError(f"server=ray_serve: {_reason(error, serve.status())}") from error
         where = "by the cluster's Ray Serve" if is_shared else f"on http://{config.host}:{config.port}/v1"
         print(f"serving {served_name(config)} {where}", flush=True)
-        told_to_end.wait()
+        ended.wait()
     finally:
         if is_shared:
-            serve.delete(NAME)
+            serve.delete(APPLICATION)
         else:
             serve.shutdown()
         ray.shutdown()
 
 
-def _reason(error: Exception, status: Any) -> str:
-    """What the Serve replica has said, else the error itself: the last line, behind where it happened."""
-    application = status.applications.get(NAME)
-    told = [each.message for each in application.deployments.values()] if application else []
-    lines = [line.strip() for text in (str(error), *told) for line in text.splitlines() if line.strip()]
+def _reason(error: Exception, status: ServeStatus) -> str:
+    """Return the last line of the Serve replica's message, else of the error, without the error's class."""
+    application = status.applications.get(APPLICATION)
+    messages = [each.message for each in application.deployments.values()] if application else []
+    lines = [line.strip() for text in (str(error), *messages) for line in text.splitlines() if line.strip()]
     return re.sub(r"^[\w.]+Error: ", "", lines[-1]) if lines else type(error).__name__

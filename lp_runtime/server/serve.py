@@ -1,4 +1,4 @@
-"""lp-serve: a runtime, a scheduler and an HTTP server in one process, until it is told to end."""
+"""lp-serve: a runtime, a scheduler and an HTTP server in one process, until SIGINT or SIGTERM."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
 
-GRACE_SECONDS = 5  # that answers may take to end once the server is told to
+GRACE_SECONDS = 5  # for running answers to end after SIGINT or SIGTERM
 
 
 def check_serve(config: ServeConfig) -> None:
-    """Refuse, before a model is loaded, what cannot be served.
+    """Refuse, before a model is loaded, settings that cannot be served.
 
     Raises:
-        ConfigError: if the port is taken, or torchrun is to start what Ray starts.
-        LaunchError: if the server's packages are not installed.
-        ModelError: if the model has no tokenizer.
+        ConfigError: the port is taken, or torchrun started this process and server=ray_serve.
+        LaunchError: the server's packages are not installed.
+        ModelError: the model has no tokenizer.
     """
     try:
         import fastapi  # noqa: F401
@@ -42,7 +42,7 @@ def check_serve(config: ServeConfig) -> None:
 
 
 def application(runtime: LookaheadRuntime, scheduler: Scheduler, config: ServeConfig) -> FastAPI:
-    """The HTTP side of a server."""
+    """Return the HTTP application of a server."""
     from lp_runtime.server.app import Server, ServerSettings
 
     settings = ServerSettings(
@@ -56,12 +56,16 @@ def application(runtime: LookaheadRuntime, scheduler: Scheduler, config: ServeCo
 
 
 def served_name(config: ServeConfig) -> str:
-    """The model's name for clients."""
+    """Return the model's name for clients."""
     return config.served_name or Path(config.model.location).name
 
 
 def serve(runtime: LookaheadRuntime, config: ServeConfig) -> None:
-    """Serve until SIGINT or SIGTERM."""
+    """Serve until SIGINT or SIGTERM.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
     listener = listen(config)
     with Scheduler(runtime, config.max_waiting, config.policy, config.max_batch) as scheduler:
         app = application(runtime, scheduler, config)
@@ -71,12 +75,12 @@ def serve(runtime: LookaheadRuntime, config: ServeConfig) -> None:
 
 
 def http_server(app: FastAPI) -> uvicorn.Server:
-    """What speaks HTTP for an application; `run` serves until it is told to end."""
+    """Return the HTTP server of an application; its `run` serves until SIGINT or SIGTERM."""
     import uvicorn
 
     options = uvicorn.Config(
         app,
-        http="h11",  # whatever else is installed: the strictest
+        http="h11",  # the strictest parser, whatever others are installed
         ws="none",
         lifespan="off",
         log_level="warning",
@@ -87,14 +91,14 @@ def http_server(app: FastAPI) -> uvicorn.Server:
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """A socket that listens as the settings say.
+    """Return a socket that listens on the host and port of the settings.
 
     Raises:
-        ConfigError: if it cannot.
+        ConfigError: the address does not exist here, or the port is taken.
     """
     try:
         family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((config.host, config.port), family=family, backlog=2048)
-    except (OSError, ValueError) as error:  # the latter for what cannot be a host's name
+    except (OSError, ValueError) as error:  # ValueError for a text that cannot be a host name
         reason = getattr(error, "strerror", None) or first_line(error)
         raise ConfigError(f"host={config.host} port={config.port}: {reason}") from error

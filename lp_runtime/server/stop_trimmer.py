@@ -1,4 +1,4 @@
-"""Text without the stop string that ended it: OpenAI's clients do not expect it."""
+"""Removes the stop string that ended a text, as the OpenAI API does."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 
 class StopTrimmer:
-    """Passes text on as it comes, but holds back what may be the beginning of a stop string.
+    """Passes text on as it comes, and holds back an end that may be the beginning of a stop string.
 
     Args:
-        stops: the stop strings; may be none.
-        special_tokens: texts of the tokens that stop strings are looked for in, but that the text does not show.
+        stops: the stop strings; may be empty.
+        special_tokens: texts of special tokens: stop strings may have them, the text does not show them.
     """
 
     def __init__(self, stops: Sequence[str], special_tokens: Sequence[str] = ()):
-        self._ends = [_without(stop, special_tokens) for stop in stops]  # what the text ends with when a stop ends it
+        self._ends = [_without(stop, special_tokens) for stop in stops]  # of the text, where a stop string ends it
         self._whole = [end for end, stop in zip(self._ends, stops, strict=True) if end == stop]
         self._held = ""
 
     def add(self, text: str) -> str:
-        """What can be passed on, now that this text has come."""
+        """Append a text; return what can be passed on now."""
         self._held += text
         end = min((place for stop in self._whole if (place := self._held.find(stop)) >= 0), default=None)
         if end is None:
@@ -31,7 +31,7 @@ class StopTrimmer:
         return text
 
     def finish(self, is_stopped: bool) -> str:
-        """What is left to pass on at the end: all but the stop string, if one has ended the text."""
+        """Return the rest of the text, without the stop string if one has ended it."""
         text, self._held = self._held, ""
         if is_stopped:
             text = text[: len(text) - max((len(end) for end in self._ends if text.endswith(end)), default=0)]
@@ -39,6 +39,7 @@ class StopTrimmer:
 
 
 def _without(text: str, special_tokens: Sequence[str]) -> str:
+    """Return a text with special tokens removed."""
     for token in special_tokens:
         text = text.replace(token, "")
     return text

@@ -1,1 +1,1 @@
-"""How many tokens a step feeds: the cost model, the host's cost and the step budget. Pure integers."""
+"""Decides how many tokens a step feeds: cost model, host cost, drafting state, step budget. Pure integers."""

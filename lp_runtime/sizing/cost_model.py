@@ -1,4 +1,4 @@
-"""How long steps of so many tokens take, in nanoseconds: curves, measured or assumed, and what follows from them.
+"""The cost model: how long a replica's forward pass takes, by the number of tokens that it feeds, in nanoseconds.
 
 Letters: R replicas, M tokens that a replica's time is known for at most.
 """
@@ -11,38 +11,102 @@ import numpy as np
 
 from lp_runtime.utils.jit import compiled
 
-# Where nothing was measured: so many tokens cost twice what one does.
+# Where nothing was measured, a step of 66 tokens is taken to cost twice what one of a single token costs.
 ASSUMED_FREE_TOKENS = 64
-ASSUMED_NANOSECONDS = 1_000_000
-UNIT = 1 << 10  # one, in fixed point: of scales, and of prices of a node
-NEVER = 1 << 52
+ASSUMED_STEP_NS = 1_000_000  # of a step of one token; all times are relative to it then
+FIXED_POINT_ONE = 1 << 10  # 1.0 of scales and of times of a node: all replicas must compute equal integers
+EQUAL_SPREAD = 15 * FIXED_POINT_ONE // 100  # scales that differ by less are noise, and replicas count as equally fast
+NEVER_NS = 1 << 52  # longer than any step, and far from the largest int64
+
+
+class CostModel:
+    """How long each replica's forward pass takes: measured times of a request in a batch, scaled by what steps took.
+
+    Args:
+        times: [R, M + 1] int64 measured or assumed nanoseconds of a request alone, for 0, 1, 2 ... tokens.
+        scales: [R] int64 how much longer each replica takes than measured, fixed point of FIXED_POINT_ONE.
+
+    Attributes:
+        measured: [R, M + 1] int64 measured nanoseconds, a request's part of the batch that it is decoded in.
+        times: [R, M + 1] int64 measured nanoseconds times scales: what steps are expected to take.
+    """
+
+    def __init__(self, times: np.ndarray, scales: np.ndarray):
+        self._alone = times
+        self._batch_size = 1
+        self.measured = times
+        self.times = np.empty_like(times)
+        self.rescale(scales)
+
+    def set_batch_size(self, batch_size: int, scales: np.ndarray) -> None:
+        """Set how many requests share a forward pass from now on; each answers for its part of the time.
+
+        Args:
+            batch_size: Number of requests, >= 1.
+            scales: [R] see the class.
+        """
+        if batch_size != self._batch_size:
+            self._batch_size = batch_size
+            self.measured = shared_times(self._alone, batch_size)
+            self.rescale(scales)
+
+    def rescale(self, scales: np.ndarray) -> None:
+        """Update `times`.
+
+        Args:
+            scales: [R] see the class.
+        """
+        _scale(self.measured, scales, self.times)
 
 
 def assumed_times(num_replicas: int, num_tokens: int) -> np.ndarray:
-    """[R, num_tokens + 1] curves where nothing was measured."""
+    """Return times to assume where nothing was measured.
+
+    Args:
+        num_replicas: R.
+        num_tokens: Largest number of tokens to give a time for.
+
+    Returns:
+        [R, num_tokens + 1] int64 nanoseconds for 0, 1, 2 ... tokens.
+    """
     tokens = np.arange(num_tokens + 1)
-    curve = ASSUMED_NANOSECONDS * (ASSUMED_FREE_TOKENS + tokens) // (ASSUMED_FREE_TOKENS + 1)
-    return np.tile(curve, (num_replicas, 1))
+    times = ASSUMED_STEP_NS * (ASSUMED_FREE_TOKENS + tokens) // (ASSUMED_FREE_TOKENS + 1)
+    return np.tile(times, (num_replicas, 1))
 
 
 def interpolate(tokens: Sequence[int], nanoseconds: Sequence[int], num_tokens: int) -> np.ndarray:
-    """[num_tokens + 1] a curve that does not fall, through measured points; behind the last two it goes on straight."""
-    # In integers, so that all replicas have the same curves to the last bit.
+    """Return times for every number of tokens, from times that were measured for some.
+
+    Between two measured points, and behind the last two, times follow a straight line. A point below the one before is
+    raised, so that times never fall.
+
+    Args:
+        tokens: Numbers of tokens that were measured, ascending.
+        nanoseconds: Measured time for each.
+        num_tokens: Largest number of tokens to give a time for.
+
+    Returns:
+        [num_tokens + 1] int64 nanoseconds for 0, 1, 2 ... tokens.
+    """
+    # In integers, so that all replicas have the same times to the last bit.
     known = np.maximum.accumulate(np.asarray(nanoseconds, dtype=np.int64))
-    curve = np.full(num_tokens + 1, known[0], dtype=np.int64)
+    times = np.full(num_tokens + 1, known[0], dtype=np.int64)
     for i in range(len(tokens) - 1):
         end = tokens[i + 1] if i + 2 < len(tokens) else max(tokens[i + 1], num_tokens)
         places = np.arange(tokens[i], min(end, num_tokens) + 1)
-        curve[places] = known[i] + (known[i + 1] - known[i]) * (places - tokens[i]) // (tokens[i + 1] - tokens[i])
-    return curve
+        times[places] = known[i] + (known[i + 1] - known[i]) * (places - tokens[i]) // (tokens[i + 1] - tokens[i])
+    return times
 
 
 def shared_times(times: np.ndarray, batch_size: int) -> np.ndarray:
-    """[R, M + 1] what a request answers for of steps in which so many, all of as many tokens, are fed together.
+    """Return a request's part of the time of forward passes that feed several requests of equally many tokens.
 
     Args:
-        times: [R, M + 1] of a request alone.
-        batch_size: how many.
+        times: [R, M + 1] int64 nanoseconds of a request alone.
+        batch_size: Number of requests, >= 1.
+
+    Returns:
+        [R, M + 1] int64 nanoseconds.
     """
     places = np.arange(times.shape[1]) * batch_size
     known = np.minimum(places, times.shape[1] - 1)
@@ -51,33 +115,54 @@ def shared_times(times: np.ndarray, batch_size: int) -> np.ndarray:
 
 
 @compiled(makes_arrays=True)
-def finishing_times(times, num_pending, limit, repeated, overhead, per_node, finishing):
-    """About when a step of the pending tokens and of 0, 1, 2 ... nodes more is over.
+def finishing_times(times, num_pending, limit, fed_per_node, drafting_ns, per_node_ns, finishing):
+    """Estimate when a step of the pending tokens and of 0, 1, 2 ... nodes more is over, without cutting a tree.
 
     Args:
-        times: [R, M + 1] of each replica.
-        limit: tokens that a replica feeds at most.
-        repeated: tokens that all replicas together feed for each node, of UNIT.
-        overhead: nanoseconds of what else a step takes, and
-        per_node: for each node, of UNIT.
-        finishing: [n] written.
+        times: [R, M + 1] nanoseconds of each replica's forward pass.
+        num_pending: Pending tokens, >= 1.
+        limit: Largest number of tokens that a replica feeds.
+        fed_per_node: Tokens that all replicas together feed for each node, fixed point of FIXED_POINT_ONE.
+        drafting_ns: Host time of a step without nodes.
+        per_node_ns: Host time of each node, fixed point of FIXED_POINT_ONE.
+        finishing: [n], written with nanoseconds.
     """
-    fed = np.zeros(len(times), np.int64)
+    num_added = np.zeros(len(times), np.int64)  # tokens beside the pending ones, by replica
     time, num_fed = np.int64(0), np.int64(0)
     for rank in range(len(times)):
         time = max(time, times[rank, num_pending])
     for num_nodes in range(len(finishing)):
-        while num_fed * UNIT < num_nodes * repeated:
+        while num_fed * FIXED_POINT_ONE < num_nodes * fed_per_node:
             next_rank, next_time = -1, np.int64(0)
-            for rank in range(len(times)):  # whoever is the first to be done with one token more feeds it
-                if num_pending + fed[rank] < limit:
-                    later = times[rank, num_pending + fed[rank] + 1]
+            for rank in range(len(times)):  # the replica that is done first with one token more feeds it
+                if num_pending + num_added[rank] < limit:
+                    later = times[rank, num_pending + num_added[rank] + 1]
                     if next_rank < 0 or later < next_time:
                         next_rank, next_time = rank, later
-            if next_rank < 0:  # nobody may
-                time = NEVER
+            if next_rank < 0:  # no replica may feed more
+                time = NEVER_NS
                 break
             time = max(time, next_time)
-            fed[next_rank] += 1
+            num_added[next_rank] += 1
             num_fed += 1
-        finishing[num_nodes] = time + overhead + per_node * num_nodes // UNIT
+        finishing[num_nodes] = time + drafting_ns + per_node_ns * num_nodes // FIXED_POINT_ONE
+
+
+@compiled
+def _scale(measured, scales, times):
+    """Multiply times by scales; scales that differ by less than EQUAL_SPREAD count as their mean.
+
+    Args:
+        measured: [R, M + 1] nanoseconds.
+        scales: [R] fixed point of FIXED_POINT_ONE.
+        times: [R, M + 1], written with nanoseconds.
+    """
+    total, least, most = np.int64(0), np.int64(1) << 62, np.int64(1)
+    for rank in range(len(scales)):
+        scale = max(scales[rank], 1)
+        total, least, most = total + scale, min(least, scale), max(most, scale)
+    is_equal = most * FIXED_POINT_ONE <= least * (FIXED_POINT_ONE + EQUAL_SPREAD)
+    for rank in range(len(scales)):
+        scale = total // len(scales) if is_equal else max(scales[rank], 1)
+        for place in range(measured.shape[1]):
+            times[rank, place] = measured[rank, place] * scale // FIXED_POINT_ONE

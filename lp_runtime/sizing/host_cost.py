@@ -1,55 +1,67 @@
-"""What a step takes the host for, beside the forward pass: known from what steps took.
+"""The host cost: how long a step takes beside its forward pass, learned from steps.
 
-Every replica grows the whole tree, and learns from all that was found of it: a step takes the longer, the more nodes it
-feeds. All is integer arithmetic on what all replicas share.
+Every replica grows the whole tree and learns from the results of all its nodes, so host time grows with the number of
+nodes. All arithmetic is on integers that all replicas share.
 """
 
 from __future__ import annotations
 
-from lp_runtime.sizing.cost_model import UNIT
+from lp_runtime.sizing.cost_model import FIXED_POINT_ONE
 
-SMOOTHING = 8  # steps that do not draft
-REMEMBERED = 32  # steps that draft
-ASSUMED_NODE = 1000  # nanoseconds
-WEIGHT = 32**2  # of what is assumed of a node, beside the variance of the numbers of nodes
-MOST_TIMES = 4  # what a step is known to take, that one is taken to have taken: the rest was something else's
-EXACT = 1 << 20
+SMOOTHING_STEPS = 8  # of the mean over steps that do not draft
+MEMORY_STEPS = 32  # steps that draft are remembered for about as many
+ASSUMED_NODE_NS = 1000  # where trees of one size do not tell what a node takes
+ASSUMED_NODE_WEIGHT = 32**2  # of that assumption, as a variance of tree sizes
+MAX_OUTLIER = 4  # a step's host time is clipped to this multiple of its estimate; the excess is other processes' load
+MEAN_ONE = 1 << 20  # 1.0 of the running means
 
 
 class HostCost:
-    """Nanoseconds of a step's work beside its forward pass: of one that does not draft, and of one that does, a line
-    through what those of various sizes took.
+    """Host time of a step: a mean for steps that do not draft, a line over the number of nodes for steps that do.
 
     Attributes:
-        plain: of a step that does not draft; 0 while unknown.
-        drafting: of a step that drafts, as if it fed no nodes.
-        per_node: and for each node of its tree, fixed point of UNIT.
+        plain_ns: Nanoseconds of a step that does not draft; 0 while unknown.
+        drafting_ns: Nanoseconds of a step that drafts, as if its tree had no nodes below the root.
+        per_node_ns: Nanoseconds of each node below the root, fixed point of FIXED_POINT_ONE.
     """
 
     def __init__(self) -> None:
-        self.plain = self.drafting = self.per_node = 0
-        # Of steps that draft: how many are remembered; means of EXACT, nodes, nanoseconds, nodes squared, the product.
-        self._num_seen = self._nodes = self._nanoseconds = self._squares = self._products = 0
+        self.plain_ns = self.drafting_ns = self.per_node_ns = 0
+        # Of steps that draft: their number, and running means, fixed point of MEAN_ONE: nodes, nanoseconds, nodes
+        # squared, nodes times nanoseconds.
+        self._num_steps = self._nodes = self._nanoseconds = self._squares = self._products = 0
 
     def observe_plain(self, nanoseconds: int) -> None:
-        """Such a step did not draft."""
-        self.plain += (nanoseconds - self.plain) // SMOOTHING if self.plain else nanoseconds
-        if not self._num_seen:
-            self.drafting, self.per_node = self.plain, ASSUMED_NODE * UNIT
+        """Learn from a step that did not draft.
+
+        Args:
+            nanoseconds: Host time of the step, > 0.
+        """
+        self.plain_ns += (nanoseconds - self.plain_ns) // SMOOTHING_STEPS if self.plain_ns else nanoseconds
+        if not self._num_steps:
+            self.drafting_ns, self.per_node_ns = self.plain_ns, ASSUMED_NODE_NS * FIXED_POINT_ONE
 
     def observe(self, num_nodes: int, nanoseconds: int) -> None:
-        """Such a step drafted, and fed so many nodes below the root."""
-        if expected := self.drafting + self.per_node * num_nodes // UNIT:
-            nanoseconds = min(nanoseconds, MOST_TIMES * expected)
-        self._num_seen = seen = min(self._num_seen + 1, REMEMBERED)
-        self._nodes += (EXACT * num_nodes - self._nodes) // seen
-        self._nanoseconds += (EXACT * nanoseconds - self._nanoseconds) // seen
-        self._squares += (EXACT * num_nodes * num_nodes - self._squares) // seen
-        self._products += (EXACT * num_nodes * nanoseconds - self._products) // seen
-        variance = max(0, self._squares - self._nodes * self._nodes // EXACT)
-        covariance = self._products - self._nodes * self._nanoseconds // EXACT
-        per_node = UNIT * (covariance + WEIGHT * ASSUMED_NODE * EXACT) // (variance + WEIGHT * EXACT)
+        """Learn from a step that drafted.
+
+        Args:
+            num_nodes: Nodes below the root that the step fed.
+            nanoseconds: Host time of the step, > 0.
+        """
+        if estimate := self.drafting_ns + self.per_node_ns * num_nodes // FIXED_POINT_ONE:
+            nanoseconds = min(nanoseconds, MAX_OUTLIER * estimate)
+        self._num_steps = num_steps = min(self._num_steps + 1, MEMORY_STEPS)
+        self._nodes += (MEAN_ONE * num_nodes - self._nodes) // num_steps
+        self._nanoseconds += (MEAN_ONE * nanoseconds - self._nanoseconds) // num_steps
+        self._squares += (MEAN_ONE * num_nodes * num_nodes - self._squares) // num_steps
+        self._products += (MEAN_ONE * num_nodes * nanoseconds - self._products) // num_steps
+        variance = max(0, self._squares - self._nodes * self._nodes // MEAN_ONE)
+        covariance = self._products - self._nodes * self._nanoseconds // MEAN_ONE
+        weight = ASSUMED_NODE_WEIGHT * MEAN_ONE
+        slope_ns = FIXED_POINT_ONE * (covariance + weight * ASSUMED_NODE_NS) // (variance + weight)
         # A step that drafts is not done sooner than one that does not.
-        most = UNIT * max(0, self._nanoseconds - self.plain * EXACT) // self._nodes if self._nodes else 0
-        self.per_node = min(max(0, per_node), most)
-        self.drafting = max(self.plain, (self._nanoseconds - self.per_node * self._nodes // UNIT) // EXACT)
+        excess = max(0, self._nanoseconds - self.plain_ns * MEAN_ONE)
+        max_slope_ns = FIXED_POINT_ONE * excess // self._nodes if self._nodes else 0
+        self.per_node_ns = min(max(0, slope_ns), max_slope_ns)
+        nodes_ns = self.per_node_ns * self._nodes // FIXED_POINT_ONE
+        self.drafting_ns = max(self.plain_ns, (self._nanoseconds - nodes_ns) // MEAN_ONE)

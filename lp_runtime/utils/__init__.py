@@ -1,1 +1,1 @@
-"""What any part may use: compiled functions, files, tensors."""
+"""Helpers that any module may import: compiled functions, files, tensors, generators."""

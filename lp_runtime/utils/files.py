@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all."""
+"""Writing files that are complete or not there at all."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from pathlib import Path
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file such that it is there as a whole, or as it was before.
+    """Write a file so that, whenever this process ends, the file is complete or as it was before.
+
+    Args:
+        path: the file; missing folders are created.
+        data: its contents.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

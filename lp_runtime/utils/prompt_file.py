@@ -10,7 +10,13 @@ from lp_runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class Prompt:
-    """One record of the prompts file: its index among the records, its line, and the text or token ids."""
+    """One record of a prompts file.
+
+    Attributes:
+        index: index among the records, from 0.
+        line: line in the file, from 1.
+        value: the prompt's text, or its token ids.
+    """
 
     index: int
     line: int
@@ -18,12 +24,13 @@ class Prompt:
 
 
 def read_prompts(path: str, field: str, limit: int | None = None, are_ids: bool = False) -> list[Prompt]:
-    """Read the prompts of a JSON-lines file. Blank lines do not count.
+    """Read the prompts of a JSON-lines file; blank lines are skipped.
 
     Args:
         path: the file.
-        field: of each record, holds the prompt; of a list, the first element is the prompt.
-        limit: number of prompts to read at most; None for all.
+        field: name of the field of each record that holds the prompt; if it holds a list, the first element is the
+            prompt.
+        limit: largest number of prompts to read; None for all.
         are_ids: whether the field holds token ids instead of text.
 
     Raises:
@@ -45,6 +52,7 @@ def read_prompts(path: str, field: str, limit: int | None = None, are_ids: bool 
 
 
 def _value(text: str, field: str, are_ids: bool, where: str) -> str | list[int]:
+    """Return the prompt of one line; `where` begins the messages of its errors."""
     try:
         record = json.loads(text)
     except ValueError as error:
@@ -63,10 +71,14 @@ def _value(text: str, field: str, are_ids: bool, where: str) -> str | list[int]:
 
 
 def parse_ids(value: object, name: str) -> list[int]:
-    """Token ids from a JSON list, or its text.
+    """Return token ids given as a list, or as the text of a JSON list.
+
+    Args:
+        value: the list or its text.
+        name: where the value stood, for the error's message.
 
     Raises:
-        ConfigError: if it is anything else; `name` says where it stood.
+        ConfigError: if the value is anything else.
     """
     try:
         ids = json.loads(value) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Silence for what libraries say while they are called."""
+"""Silence for warnings of libraries while they are called."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """No warnings, of Python's or in logs. Much less work than `quiet`."""
+    """Suppress Python's warnings, and log records up to level WARNING, inside the context."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -15,10 +15,11 @@ from lp_runtime import LookaheadConfig
 from lp_runtime.bench.command import read_sources
 from lp_runtime.bench.critical_path import CriticalPath, CriticalPathRunner
 from lp_runtime.bench.methods import HuggingFace
-from lp_runtime.bench.report import quartiles
+from lp_runtime.bench.report import commit, quartiles
 from lp_runtime.config.commands import BenchConfig
 from lp_runtime.config.overrides import load_config
 from lp_runtime.config.settings import ModelConfig
+from lp_runtime.distributed.group import Group
 from lp_runtime.engine.calibration import Calibration
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.output import Report
@@ -50,6 +51,7 @@ def test_a_report_of_all_methods(tmp_path, capsys):
     found = json.loads((out / "bench.json").read_text(), parse_constant=pytest.fail)
     rows = {(row["method"], row["exchange_us"]): row for row in found["rows"]}
     assert found["head"]["prompts"] == 2
+    assert {"device", "torch", "commit", "date"} <= found["head"].keys()
     assert [name for name, _ in rows] == [
         "hf", "hf_prompt_lookup", "plain", "paper", "default", *["critical path, 1"] * 2, *["critical path, 2"] * 2
     ]  # fmt: skip
@@ -79,14 +81,14 @@ def test_a_report_of_all_methods(tmp_path, capsys):
 @pytest.mark.parametrize("num_replicas", [1, 3])
 def test_a_critical_path_is_that_of_the_same_decoding(lookahead, num_replicas, demo_model_dir):
     model = ModelRunner(load_model(ModelConfig(path=str(demo_model_dir)), CPU, "float32"), 2048)
-    calibration = Calibration(model, 0, 1, CPU, None)
+    calibration = Calibration(model, Group.alone(), None)
     request = Request((5, 6, 7, 5, 6), lookahead, 24)
-    *_, report = Engine(model, 0, 1, CPU, calibration).run(request)
+    *_, report = Engine(model, Group.alone(), calibration).run(request)
     assert isinstance(report, Report)
     plain = Request(request.prompt_ids, LookaheadConfig(W=0, N=2, G=0, drafter="paper"), 24)
-    *runs, _ = Engine(model, 0, 1, CPU).run(plain)
+    *outputs, _ = Engine(model, Group.alone()).run(plain)
     path = CriticalPathRunner(model, calibration, num_replicas).run(request)
-    assert path.token_ids == [token for run in runs for token in run.token_ids]
+    assert path.token_ids == [token for output in outputs for token in output.token_ids]
     if not lookahead.is_auto:
         assert path.num_steps == report.num_steps  # the tree is the same, however it is cut
         assert (path.step_tokens < report.step_tokens) == (num_replicas > 1)
@@ -120,6 +122,14 @@ def test_seconds_add_up():
 def test_quartiles():
     assert quartiles([3.0]) == (3.0, 3.0, 3.0)
     assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 3.0, 4.0)
+
+
+def test_the_commit_is_that_of_the_checkout():
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    head = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    if not head:
+        pytest.skip("no git checkout")
+    assert head.startswith(commit().removesuffix("-dirty"))
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_anything_runs(tmp_path, capsys):

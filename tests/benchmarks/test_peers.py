@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.peers import NUM_CHILDREN, NUM_PREDICTED, SamDrafter, first_end, longest_match
+from support.peers import NUM_CHILDREN, NUM_COPIED, SamDrafter, first_end, longest_match
 
 from lp_runtime.lookahead.drafters.base import VerificationResult
 from lp_runtime.lookahead.drafters.best_first.tables import ENTRY
@@ -16,6 +16,7 @@ texts = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 
 
 def found(num_nodes: int, rows: list[list[int]]) -> VerificationResult:
+    """Return a result with these top-k candidates, a row a node from the root on; every successor is token 0."""
     entries = np.zeros((len(rows), ENTRY), np.int32)
     for entry, row in zip(entries, rows, strict=True):
         entry[: len(row)] = row
@@ -28,7 +29,7 @@ def test_recyclings_template_is_the_published_one():
     assert all(path == "" or (path[:-1], int(path[-1])) in TEMPLATE for path in CHILDREN)
 
 
-def test_recycling_proposes_the_last_runners_up_of_every_token():
+def test_recycling_proposes_the_last_candidates_of_every_token():
     drafter = TokenRecyclingDrafter()
     drafter.begin([1])
     tree = drafter.propose([1, 2], 1, max_depth=50)
@@ -60,7 +61,7 @@ def test_sam_copies_where_the_match_is_long_and_recycles_elsewhere():
     drafter = SamDrafter()
     text = [*range(100, 160), *range(100, 106)]
     tree = drafter.propose(text, len(text) - 1, max_depth=99)
-    assert tree.tokens[1:] == list(range(106, 106 + NUM_PREDICTED - 1))
+    assert tree.tokens[1:] == list(range(106, 106 + NUM_COPIED - 1))
     drafter.note_prompt([7], np.array([[1, 2, 3, 4, 5, 6, 8, 9] + [0] * 8], np.int32))
     tree = drafter.propose([5, 6, 7], 2, max_depth=99)
     assert tree.tokens == [7, 1, 2, 3, 4, 5, 6, 8]

@@ -63,7 +63,7 @@ def test_lookahead_ranges(values, message):
 
 
 @pytest.mark.parametrize(
-    ("settings", "run"),
+    ("settings", "num_tokens"),
     [
         ({"W": 15, "N": 5, "G": 15, "drafter": "paper"}, 18),
         ({"W": 1, "N": 2, "G": 0, "drafter": "paper"}, 1),
@@ -78,8 +78,8 @@ def test_lookahead_ranges(values, message):
         ({"drafter": "recycling"}, 7),
     ],
 )
-def test_what_a_step_may_commit(settings, run):
-    assert LookaheadConfig(**settings).max_committed == run
+def test_what_a_step_may_commit(settings, num_tokens):
+    assert LookaheadConfig(**settings).max_committed == num_tokens
 
 
 def test_any_of_the_papers_letters_sets_all_of_them():

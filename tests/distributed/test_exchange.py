@@ -10,8 +10,9 @@ from support.ranks import CPU, TIMEOUT, run_ranks, running_ranks
 
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import HEADER, Exchange, broadcast_object
+from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.partition import partition
-from lp_runtime.distributed.process_group import host_store, process_group
+from lp_runtime.distributed.process_group import GroupOptions, existing_or_new_group, host_store, process_group
 from lp_runtime.errors import LaunchError, ReplicaError, StateMismatchError
 from lp_runtime.lookahead.tree import TokenTree
 
@@ -23,24 +24,26 @@ def make_tree() -> TokenTree:
     return tree
 
 
-def gather(exchange: Exchange, rank: int, num_replicas: int, digest: int = 5, control: int = 0, offset: int = 0):
+def gather(exchange: Exchange, digest: int = 5, control: int = 0, offset: int = 0):
+    """Exchange the values 100 * node + offset of the nodes that this rank owns."""
     tree = make_tree()
-    shares = partition(tree, [1.0] * num_replicas)
-    values = torch.tensor([[100 * node + offset] for node in shares[rank].owned], dtype=torch.int64)
+    shares = partition(tree, [1.0] * exchange.group.size)
+    values = torch.tensor([[100 * node + offset] for node in shares[exchange.group.rank].owned], dtype=torch.int64)
     return exchange.all_gather(shares, values, digest, control)
 
 
 def three_ranks(rank: int, num_replicas: int):
     """Three steps on one exchange, a broadcast, then a step in which rank 1's state has parted from the others'."""
-    exchange = Exchange(rank, num_replicas, capacity=12, device=CPU)
+    group = Group(rank, num_replicas, CPU)
+    exchange = Exchange(group, capacity=12)
     outcomes = [
-        gather(exchange, rank, num_replicas),
-        gather(exchange, rank, num_replicas, offset=1, control=rank),
-        gather(exchange, rank, num_replicas, digest=2**56 - 1, offset=2),
+        gather(exchange),
+        gather(exchange, offset=1, control=rank),
+        gather(exchange, digest=2**56 - 1, offset=2),
     ]
-    value = broadcast_object({"rank": rank, "ids": list(range(1000))}, rank, num_replicas, CPU)
+    value = broadcast_object({"rank": rank, "ids": list(range(1000))}, group)
     try:
-        gather(exchange, rank, num_replicas, digest=7 if rank == 1 else 6)
+        gather(exchange, digest=7 if rank == 1 else 6)
     except ReplicaError as error:
         return outcomes, exchange.bytes_sent, value, error
 
@@ -73,14 +76,15 @@ def test_replicas_whose_digests_differ_all_say_so(three_results):
 
 def lose_rank_1(rank: int, num_replicas: int):
     """Rank 1 is killed between two steps; afterwards the others try to broadcast, too."""
-    exchange = Exchange(rank, num_replicas, capacity=12, device=CPU)
-    gather(exchange, rank, num_replicas)
+    group = Group(rank, num_replicas, CPU)
+    exchange = Exchange(group, capacity=12)
+    gather(exchange)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     errors = []
     for attempt in (
-        lambda: gather(exchange, rank, num_replicas),
-        lambda: broadcast_object("value", rank, num_replicas, CPU),
+        lambda: gather(exchange),
+        lambda: broadcast_object("value", group),
     ):
         try:
             attempt()
@@ -108,20 +112,20 @@ def test_an_error_of_this_replicas_own_device_is_no_peers(monkeypatch, error):
 
     monkeypatch.setattr("lp_runtime.distributed.exchange._all_gather", fails)
     with pytest.raises(ReplicaError if error is RuntimeError else error):
-        gather(Exchange(0, 2, capacity=12, device=CPU), 0, 2)
+        gather(Exchange(Group(0, 2, CPU), capacity=12))
 
 
-def test_a_single_replica_needs_no_group():
-    exchange = Exchange(0, 1, capacity=10, device=CPU)
-    with process_group(ReplicaContext(), CPU, TIMEOUT) as device:
-        assert device == CPU
-        outcome = gather(exchange, 0, 1, control=2)
+def test_a_single_replica_needs_no_process_group():
+    with process_group(ReplicaContext(), CPU, GroupOptions(TIMEOUT)) as group:
+        assert group == Group.alone() and group.is_alone
+        exchange = Exchange(group, capacity=10)
+        outcome = gather(exchange, control=2)
         assert not torch.distributed.is_initialized()
     assert outcome.values[:, 0].tolist() == [-1, *(100 * node for node in range(1, len(make_tree())))]
     assert outcome.control == 2
-    assert gather(exchange, 0, 1).control == 0
+    assert gather(exchange).control == 0
     value = object()
-    assert broadcast_object(value, 0, 1, CPU) is value
+    assert broadcast_object(value, Group.alone()) is value
 
 
 def test_a_taken_port_is_an_error_in_one_line():
@@ -142,7 +146,7 @@ def test_a_group_that_nobody_else_joins_is_an_error_in_one_line():
     store = host_store("127.0.0.1", 0, 1.0)
     with (
         pytest.raises(LaunchError, match="rank 0 of 2 could not join") as caught,
-        process_group(ReplicaContext(0, 2, host="127.0.0.1", port=store.port), CPU, 1.0, store),
+        process_group(ReplicaContext(0, 2, host="127.0.0.1", port=store.port), CPU, GroupOptions(1.0), store),
     ):
         pass
     assert len(str(caught.value).splitlines()) == 1
@@ -164,12 +168,22 @@ def test_torchruns_variables_become_the_context(monkeypatch):
 
 
 def test_backends_are_for_their_devices():
-    with process_group(ReplicaContext(), torch.device("cuda", 0), TIMEOUT, backend="gloo") as device:
-        assert device == CPU
-    with process_group(ReplicaContext(), torch.device("cuda", 0), TIMEOUT) as device:
-        assert device == torch.device("cuda", 0)
+    gpu = torch.device("cuda", 0)
+    with process_group(ReplicaContext(), gpu, GroupOptions(TIMEOUT, backend="gloo")) as group:
+        assert group == Group.alone(CPU)
+    with process_group(ReplicaContext(), gpu, GroupOptions(TIMEOUT)) as group:
+        assert group == Group.alone(gpu)
     with (
         pytest.raises(LaunchError, match="launcher.backend=nccl: this replica is on cpu"),
-        process_group(ReplicaContext(), CPU, TIMEOUT, backend="nccl"),
+        process_group(ReplicaContext(), CPU, GroupOptions(TIMEOUT, backend="nccl")),
     ):
         pass
+
+
+def find_the_group(rank: int, num_replicas: int):
+    with existing_or_new_group(CPU, TIMEOUT) as group:
+        return group
+
+
+def test_a_group_that_is_there_is_used():
+    assert run_ranks(find_the_group, 2) == [Group(0, 2, CPU), Group(1, 2, CPU)]

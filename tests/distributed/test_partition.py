@@ -14,7 +14,7 @@ from lp_runtime.lookahead.tree import TokenTree
 
 @st.composite
 def trees(draw, max_nodes=30):
-    """Random trees: every node hangs under the root or any node below it."""
+    """Draw random trees: every node hangs under the root or any node below it."""
     tree = TokenTree(range(draw(st.integers(1, 4))), max_depth=99)
     for token in range(100, 100 + draw(st.integers(0, max_nodes))):
         tree.add(draw(st.integers(tree.root, len(tree) - 1)), token)
@@ -22,7 +22,7 @@ def trees(draw, max_nodes=30):
 
 
 def lookahead_tree(W: int, N: int, G: int) -> TokenTree:
-    """The largest tree of a step: a full window, and G guesses that share nothing; only the root is pending."""
+    """Return the largest tree of a step: a full window, and G guesses that share nothing; only the root is pending."""
     tree = TokenTree([0], max_depth=99)
     tokens = iter(range(1, 10_000))
     window = Window(W, N, lambda previous: next(tokens))
@@ -35,11 +35,22 @@ def lookahead_tree(W: int, N: int, G: int) -> TokenTree:
 
 
 def lists(shares: Shares) -> list[tuple[list[int], list[int]]]:
-    """Nodes and owned nodes of each replica."""
+    """Return (nodes, owned nodes) of each replica."""
     return [(share.nodes.tolist(), share.owned.tolist()) for share in shares]
 
 
+def with_ancestors(tree: TokenTree, nodes: list[int]) -> set[int]:
+    """Return the pending tokens, the nodes, and all ancestors of the nodes."""
+    found = set(range(tree.root + 1))
+    for node in nodes:
+        while node not in found:
+            found.add(node)
+            node = tree.parents[node]
+    return found
+
+
 def check_shares(tree: TokenTree, shares: Shares) -> None:
+    """Assert what the docstrings of `Share` and `Shares` promise."""
     owned = [node for _, owned in lists(shares) for node in owned]
     assert sorted(owned) == list(range(tree.root, len(tree)))
     assert shares.sizes == [len(nodes) for nodes, _ in lists(shares)]
@@ -53,15 +64,11 @@ def check_shares(tree: TokenTree, shares: Shares) -> None:
         assert fed[: tree.root + 1] == list(range(tree.root + 1))
         assert all(tree.parents[node] in nodes for node in nodes if node)
         # it is leaves and their ancestors: nothing is fed that leads to nothing this replica owns
-        useful = set(range(tree.root + 1))
-        for node in owned:
-            while node not in useful:
-                useful.add(node)
-                node = tree.parents[node]
-        assert nodes == useful
+        assert nodes == with_ancestors(tree, owned)
 
 
 def busiest(shares: Shares) -> int:
+    """Return the number of tokens that the busiest replica feeds."""
     return max(len(share.nodes) for share in shares)
 
 
@@ -92,7 +99,10 @@ def test_who_owns_what_is_digested():
     tree = lookahead_tree(5, 3, 5)
     digests = [partition(tree, speeds).digest() for speeds in ([1.0, 1.0], [1.0, 2.0], [2.0, 1.0], [1.0, 1.0, 1.0])]
     shares = partition(tree, [1.0, 1.0])
-    other = Shares(shares.owner[::-1].copy(), shares._nodes, shares._owned, shares.sizes, shares.num_owned)
+    nodes, owned = (
+        np.concatenate(each) for each in zip(*((share.nodes, share.owned) for share in shares), strict=True)
+    )
+    other = Shares(shares.owner[::-1].copy(), nodes, owned, shares.sizes, shares.num_owned)
     assert len({*digests, other.digest()}) == 5 and all(0 < digest < 1 << 56 for digest in digests)
 
 
@@ -143,7 +153,7 @@ def test_15_5_15_on_four_replicas():
     assert len(tree) == 120
     shares = partition(tree, [1.0] * 4)
     check_shares(tree, shares)
-    assert busiest(shares) <= 34  # benchmarks/partition_bound.py: 33 is the least possible
+    assert busiest(shares) <= 34  # 33 is the least possible
 
 
 @pytest.mark.parametrize("setting", [(5, 3, 5), (7, 5, 7), (15, 5, 15), (20, 7, 20)])
@@ -171,7 +181,7 @@ def test_only_ratios_of_speeds_matter():
 
 
 def least_time(tree: TokenTree, speeds: list[float]) -> float:
-    """The optimum, by trying every assignment of leaves to replicas (replicas of equal load and speed once)."""
+    """Return the optimum, by trying every assignment of leaves to replicas (replicas of equal load and speed once)."""
     parents = set(tree.parents)
     leaves = [node for node in range(tree.root + 1, len(tree)) if node not in parents]
     paths = []

@@ -10,13 +10,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.batches import FIXED, KEEPING, decode_alone, decode_batch
 from support.ranks import CPU, run_ranks
-from test_run_together import FIXED, KEEPING, decode_alone, decode_batch
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.exchange import Exchange
+from lp_runtime.distributed.group import Group
 from lp_runtime.engine.engine import Arrival, Engine
 from lp_runtime.engine.output import Report
 from lp_runtime.engine.request import Request
@@ -84,7 +85,7 @@ def test_a_request_alone(model, blocking, name):
 
 def test_requests_together(model, blocking):
     together = decode_batch(
-        Engine(model, 0, 1, CPU),
+        Engine(model, Group.alone()),
         {number + 1: [Arrival(name, request)] for number, (name, request) in enumerate(REQUESTS.items())},
     )
     for name, (tokens, _, report) in together.items():
@@ -98,7 +99,7 @@ def test_a_run_is_told_behind_the_next_launch_if_whoever_is_told_is_quick(model,
     if not quick:
         model.timer = Timer(0.001)
     launched = []  # passes that had been launched when each run was told
-    for event in Engine(model, 0, 1, CPU).run(REQUESTS["fixed"]):
+    for event in Engine(model, Group.alone()).run(REQUESTS["fixed"]):
         if not isinstance(event, Report):
             launched.append(model.timer.num_started)
         time.sleep(0.0 if quick else 0.002)
@@ -115,7 +116,7 @@ def test_together_nothing_waits_for_a_prompt(model, monkeypatch):
     first = replace(REQUESTS["fixed"], max_new_tokens=80)
     arriving = iter([[Arrival("first", first)], [], [], [Arrival("long", long)]])
     order = []
-    loop = Engine(model, 0, 1, CPU)
+    loop = Engine(model, Group.alone())
     step, feed = loop._step, model._forward
 
     def noted_step(*args):
@@ -142,7 +143,7 @@ def test_together_nothing_waits_for_a_prompt(model, monkeypatch):
 
 @pytest.mark.parametrize("kind", [ModelError, torch.OutOfMemoryError])
 def test_what_is_committed_is_told_before_what_goes_wrong(model, monkeypatch, kind):
-    loop = Engine(model, 0, 1, CPU)
+    loop = Engine(model, Group.alone())
     *whole, _ = loop.run(REQUESTS["fixed"])
     forward = model.forward
 
@@ -161,17 +162,17 @@ def test_what_is_committed_is_told_before_what_goes_wrong(model, monkeypatch, ki
     with pytest.raises(kind):
         told.extend(loop.run_batch(iter([[Arrival("one", REQUESTS["fixed"])], [], [], []]).__next__))
     assert [run for _, run in told] == whole[:3]
-    assert not loop._memories.lent
+    assert not loop.draft_pool.num_in_use
 
 
 def test_one_that_is_left_while_a_pass_is_under_way(model, blocking):
-    loop = Engine(model, 0, 1, CPU)
+    loop = Engine(model, Group.alone())
     events = loop.run(REQUESTS["fixed"])
     for _ in range(4):
         next(events)
     events.close()
     assert decode_alone(model, REQUESTS["fixed"])[0] == decode_alone(blocking, REQUESTS["fixed"])[0]
-    assert not loop._memories.lent
+    assert not loop.draft_pool.num_in_use
 
 
 def on_a_rank(rank: int, num_replicas: int):
@@ -188,7 +189,7 @@ def on_a_rank(rank: int, num_replicas: int):
     Exchange.start = noted
     observe = StepBudget.observe
     StepBudget.observe = lambda *args, is_late: lateness.append(is_late) or observe(*args, is_late=is_late)
-    loop = Engine(model, rank, num_replicas, CPU)
+    loop = Engine(model, Group(rank, num_replicas, CPU))
     found = {}
     for name in ("fixed", "auto", "sampled"):
         *runs, _ = loop.run(REQUESTS[name])

@@ -4,23 +4,23 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.batches import FIXED, KEEPING, decode_alone, decode_batch
 
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
-from lp_runtime.engine.engine import Arrival, Engine
+from lp_runtime.distributed.group import Group
+from lp_runtime.engine.batch import Arrival
+from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.output import Report
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import LookaheadError, RequestError
 from lp_runtime.model.kv_cache.cache import TreeCache
-from lp_runtime.model.kv_cache.slots import CacheSlot, SlotPool
 from lp_runtime.model.loader import load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.tokenizer import StopStrings
 
 CPU = torch.device("cpu")
-FIXED = LookaheadConfig(7, 5, 7, prior="none")
-KEEPING = LookaheadConfig(5, 4, 5, prior="none", draft_tables="runtime")
 CASES = {
     "full": (FIXED, {}),
     "plain": (PLAIN, {}),
@@ -53,32 +53,6 @@ def requests(tokenizer) -> dict[str, Request]:
     return found
 
 
-def decode_batch(loop: Engine, arriving: dict[int, list[Arrival]]):
-    """What became of each: (tokens, log-probabilities, report or error)."""
-    found = {each.key: ([], [], None) for arrivals in arriving.values() for each in arrivals}
-    num_asked = 0
-
-    def arrivals() -> list[Arrival]:
-        nonlocal num_asked
-        num_asked += 1
-        return arriving.get(num_asked, [])
-
-    for key, event in loop.run_batch(arrivals):
-        tokens, logprobs, end = found[key]
-        assert end is None, "nothing comes after the end"
-        if isinstance(event, Report | LookaheadError):
-            found[key] = (tokens, logprobs, event)
-        else:
-            tokens += event.token_ids
-            logprobs += event.logprobs or ()
-    return found
-
-
-def decode_alone(model: ModelRunner, request: Request, stop=None):
-    *runs, report = Engine(model, 0, 1, CPU).run(request, stop=stop)
-    return [token for run in runs for token in run.token_ids], [p for run in runs for p in run.logprobs or ()], report
-
-
 def test_outputs_are_those_of_requests_alone(model, requests, monkeypatch):
     sizes = []
     forward = ModelRunner.forward_batch
@@ -88,7 +62,7 @@ def test_outputs_are_those_of_requests_alone(model, requests, monkeypatch):
     arriving = {1: [], 3: [], 4: []}
     for number, (name, request) in enumerate(requests.items()):
         arriving[(1, 3, 4)[number % 3]].append(Arrival(name, request))
-    loop = Engine(model, 0, 1, CPU)
+    loop = Engine(model, Group.alone())
     found = decode_batch(loop, arriving)
     assert max(sizes) >= len(requests) - 2 and sizes[-1] == 1
     for name, (tokens, logprobs, report) in found.items():
@@ -100,12 +74,8 @@ def test_outputs_are_those_of_requests_alone(model, requests, monkeypatch):
     assert {name: each[0] for name, each in again.items()} == {name: each[0] for name, each in found.items()}
 
 
-def forget_texts(model, monkeypatch) -> None:
-    """What the model holds of an earlier request would not be fed again."""
-    monkeypatch.setattr(model, "texts", SlotPool(CacheSlot()))
 
-
-def test_a_long_prompt_keeps_nobody_waiting(model, requests, monkeypatch):
+def test_a_long_prompt_keeps_nobody_waiting(model, requests):
     """One chunk of 16 is fed between two steps of the others; what is taken up is fed so, too."""
     running = replace(requests["plain"], max_new_tokens=40)
     prompt = requests["sampled"].prompt_ids * 40
@@ -113,10 +83,10 @@ def test_a_long_prompt_keeps_nobody_waiting(model, requests, monkeypatch):
     alone = {"running": decode_alone(model, running)[0], "long": decode_alone(model, long)[0]}
     rest = replace(long, committed=tuple(alone["long"][:5]))
     for newcomer, expected in ((long, alone["long"]), (rest, alone["long"][5:])):
-        forget_texts(model, monkeypatch)
+        model.slots.clear()  # what a slot holds of an earlier request would not be fed again
         order, tokens = [], {"running": [], "long": []}
         arriving = iter([[Arrival("running", running)], [], [Arrival("long", newcomer)]])
-        for key, event in Engine(model, 0, 1, CPU).run_batch(lambda arriving=arriving: next(arriving, [])):
+        for key, event in Engine(model, Group.alone()).run_batch(lambda arriving=arriving: next(arriving, [])):
             if not isinstance(event, Report):
                 order.append(key)
                 tokens[key] += event.token_ids
@@ -131,7 +101,7 @@ def test_one_that_is_taken_up_and_one_that_stops_and_one_that_is_cancelled(model
     ending = replace(requests["auto"], stop=(text[8:12],))
     stop = StopStrings(tokenizer, ending.stop)
     found = decode_batch(
-        Engine(model, 0, 1, CPU),
+        Engine(model, Group.alone()),
         {
             1: [
                 Arrival("taken up", replace(requests["sampled"], committed=tuple(whole[:9]))),
@@ -155,9 +125,9 @@ def test_one_that_is_cancelled_while_its_prompt_is_fed(model, requests, monkeypa
     fed = []
     commit = TreeCache.commit
     monkeypatch.setattr(TreeCache, "commit", lambda self, count: fed.append(count) or commit(self, count))
-    loop = Engine(model, 0, 1, CPU)
+    loop = Engine(model, Group.alone())
     rest = replace(long, committed=tuple(expected[:num_committed]))
-    forget_texts(model, monkeypatch)
+    model.slots.clear()
     *runs, report = loop.run(rest, should_cancel=lambda: len(fed) > 2)
     assert runs == [] and report.finish_reason == "cancelled"
     assert fed == [16] * 3
@@ -179,19 +149,19 @@ class Refuses:
 @pytest.mark.parametrize("length, kind", [(0, RequestError), (20, RequestError), (0, ValueError), (20, IndexError)])
 def test_one_that_fails_does_not_harm_the_others(model, requests, length, kind):
     bad = replace(requests["full"], processors=(Refuses(length, kind),), max_new_tokens=40)
-    loop = Engine(model, 0, 1, CPU)
+    loop = Engine(model, Group.alone())
     found = decode_batch(loop, {1: [Arrival("good", requests["auto"])], 2: [Arrival("bad", bad)]})
     assert isinstance(found["bad"][2], LookaheadError) and len(found["bad"][0]) < 40
     assert found["good"][0] == decode_alone(model, requests["auto"])[0]
-    assert not loop._draft_pool.lent
+    assert not loop.draft_pool.num_in_use
 
 
 def test_a_loop_that_is_left_gives_back_what_it_borrowed(model, requests):
-    loop = Engine(model, 0, 1, CPU)
+    loop = Engine(model, Group.alone())
     events = loop.run_batch(iter([[Arrival("one", requests["full"]), Arrival("two", requests["plain"])], []]).__next__)
     next(events)
     events.close()
-    assert not loop._draft_pool.lent
+    assert not loop.draft_pool.num_in_use
     assert (
         decode_batch(loop, {1: [Arrival("one", requests["full"])]})["one"][0]
         == decode_alone(model, requests["full"])[0]

@@ -6,7 +6,8 @@ import torch
 from support.ranks import CPU, run_ranks
 
 from lp_runtime.config.settings import ModelConfig
-from lp_runtime.engine.calibration import Calibration
+from lp_runtime.distributed.group import Group
+from lp_runtime.engine.calibration import Calibration, Measured
 from lp_runtime.lookahead.drafters.best_first.tables import ENTRY, K
 from lp_runtime.model.loader import load_model
 from lp_runtime.model.runner import ModelRunner
@@ -22,14 +23,14 @@ def model(tiny_model_dir) -> ModelRunner:
 
 
 def test_steps_are_measured_in_nanoseconds(model):
-    times = Calibration(model, 0, 1, CPU, None).times(100)
+    times = Calibration(model, Group.alone(), None).times(100)
     assert times.shape == (1, 101)
     assert (np.diff(times) >= 0).all()
     assert 10_000 < times[0, 1] < 1_000_000_000
 
 
 def test_the_vocabularys_entries_are_what_the_model_says_of_each_token_alone(model):
-    vocabulary = Calibration(model, 0, 1, CPU, None).vocabulary()
+    vocabulary = Calibration(model, Group.alone(), None).vocabulary()
     assert vocabulary.shape == (model.vocabulary_size, ENTRY)
     with torch.inference_mode():
         logits = model.model(torch.arange(model.vocabulary_size)[:, None]).logits[:, 0]
@@ -39,11 +40,11 @@ def test_the_vocabularys_entries_are_what_the_model_says_of_each_token_alone(mod
 
 
 def test_what_was_measured_is_kept_and_a_damaged_file_is_made_again(model, tmp_path, monkeypatch):
-    first = Calibration(model, 0, 1, CPU, str(tmp_path))
+    first = Calibration(model, Group.alone(), str(tmp_path))
     times, vocabulary = first.times(50), first.vocabulary()
     files = sorted(tmp_path.iterdir())
     assert [file.name.split("-")[0] for file in files] == ["steps", "vocabulary"]
-    again = Calibration(model, 0, 1, CPU, str(tmp_path))
+    again = Calibration(model, Group.alone(), str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr("lp_runtime.engine.calibration.measure_steps", None)
         patch.setattr("lp_runtime.engine.calibration.sweep_vocabulary", None)
@@ -51,32 +52,32 @@ def test_what_was_measured_is_kept_and_a_damaged_file_is_made_again(model, tmp_p
         assert (again.vocabulary() == vocabulary).all()
     for file in files:
         file.write_bytes(file.read_bytes()[:50])
-    assert (Calibration(model, 0, 1, CPU, str(tmp_path)).vocabulary() == vocabulary).all()
+    assert (Calibration(model, Group.alone(), str(tmp_path)).vocabulary() == vocabulary).all()
     assert files[1].stat().st_size > 50
 
 
 def test_a_folder_that_cannot_be_written_is_no_obstacle(model):
-    assert len(Calibration(model, 0, 1, CPU, "/proc/nowhere").vocabulary()) == model.vocabulary_size
+    assert len(Calibration(model, Group.alone(), "/proc/nowhere").vocabulary()) == model.vocabulary_size
 
 
 def test_another_model_has_another_name(model, demo_model_dir):
     assert (
-        Calibration(model, 0, 1, CPU, None)._fingerprint()
-        != Calibration(tree_model(demo_model_dir), 0, 1, CPU, None)._fingerprint()
+        Calibration(model, Group.alone(), None)._fingerprint()
+        != Calibration(tree_model(demo_model_dir), Group.alone(), None)._fingerprint()
     )
 
 
 def test_what_there_is_no_time_for_is_left_out(model, monkeypatch):
     monkeypatch.setattr("lp_runtime.engine.calibration.SWEEP_SECONDS", 0.0)
-    monkeypatch.setattr("lp_runtime.engine.calibration.SWEEP_BATCH", 8)
-    vocabulary = Calibration(model, 0, 1, CPU, None).vocabulary()
+    monkeypatch.setattr("lp_runtime.engine.calibration.SWEEP_BATCH_TOKENS", 8)
+    vocabulary = Calibration(model, Group.alone(), None).vocabulary()
     assert (vocabulary[:8, 0] >= 0).all()
     assert (vocabulary[8:, :K] == -1).all()
 
 
 def tune_on_ranks(rank: int, num_replicas: int, folder: str):
     model = tree_model(folder)
-    calibration = Calibration(model, rank, num_replicas, CPU, None)
+    calibration = Calibration(model, Group(rank, num_replicas, CPU), None)
     return (
         calibration.times(20),
         calibration.vocabulary(),
@@ -98,13 +99,12 @@ KNOWN = {
 
 
 def vocabulary_of(model, rank: int, known) -> np.ndarray:
-    known = {} if known[rank] is None else {"vocabulary": known[rank]}
-    return Calibration(model, rank, 2, CPU, None, known).vocabulary()
+    return Calibration(model, Group(rank, 2, CPU), None, Measured(vocabulary=known[rank])).vocabulary()
 
 
 def test_replicas_share_the_work_and_know_each_others_curves(model, tiny_model_dir):
     results = run_ranks(tune_on_ranks, 2, str(tiny_model_dir))
-    alone = Calibration(model, 0, 1, CPU, None).vocabulary()
+    alone = Calibration(model, Group.alone(), None).vocabulary()
     assert (results[0][0] == results[1][0]).all() and results[0][0].shape == (2, 21)
     for _, found, same, first, first_too, last in results:
         assert (found[:, :K] == alone[:, :K]).mean() > 0.99

@@ -13,6 +13,7 @@ from transformers import LogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsP
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
+from lp_runtime.distributed.group import Group
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.output import Report
 from lp_runtime.engine.request import Request
@@ -31,7 +32,7 @@ def model(random_model):
 
 @pytest.fixture(scope="module")
 def loop(model):
-    return Engine(ModelRunner(model, 2048), 0, 1, CPU)
+    return Engine(ModelRunner(model, 2048), Group.alone())
 
 
 def decode(loop: Engine, request: Request, **options) -> tuple[list[int], Report]:
@@ -83,7 +84,7 @@ RANK_REQUESTS = [
 
 def sample_on_a_rank(rank: int, num_replicas: int, folder: str):
     model = load_model(ModelConfig(path=folder), CPU, "float32")
-    loop = Engine(ModelRunner(model, 2048), rank, num_replicas, CPU)
+    loop = Engine(ModelRunner(model, 2048), Group(rank, num_replicas, CPU))
     return [decode(loop, request)[0] for request in RANK_REQUESTS]
 
 
@@ -146,7 +147,7 @@ def test_greedy_with_processors_is_generate_with_them(loop, model, values, proce
 
 def test_the_models_own_defaults_apply_unless_overridden(random_model):
     model = random_model("Llama", seed=5, initializer_range=0.15)
-    loop = Engine(ModelRunner(model, 2048), 0, 1, CPU)
+    loop = Engine(ModelRunner(model, 2048), Group.alone())
     request = Request(PROMPT, LookaheadConfig(5, 4, 5), 20, sampling=SamplingConfig(seed=4))
     greedy = decode(loop, request)[0]
     model.generation_config.update(do_sample=True, temperature=0.7, top_k=3, repetition_penalty=1.4)

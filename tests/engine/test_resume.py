@@ -10,6 +10,7 @@ import torch
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
+from lp_runtime.distributed.group import Group
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.output import Report
 from lp_runtime.engine.request import Request
@@ -49,7 +50,7 @@ def prompt_ids() -> tuple[int, ...]:
 def decode(model: ModelRunner, request: Request, num_runs: int | None = None, stop=None):
     """(token ids, log-probabilities, report) of a request, or what its first runs are; there is no report then."""
     tokens, logprobs = [], []
-    events = Engine(model, 0, 1, CPU).run(request, stop=stop)
+    events = Engine(model, Group.alone()).run(request, stop=stop)
     for number, event in enumerate(events):
         if isinstance(event, Report):
             return tokens, logprobs, event
@@ -78,7 +79,7 @@ def test_what_comes_after(model, prompt_ids, case, keeps_cache, monkeypatch):
             patch.setattr(
                 ModelRunner,
                 "prefill_in_chunks",
-                lambda self, tokens: fed.append(len(tokens)) or prefill(self, tokens),
+                lambda self, slot, tokens: fed.append(len(tokens)) or prefill(self, slot, tokens),
             )
             rest, more, report = decode(model, replace(request, committed=tuple(committed)))
         assert committed + rest == expected
@@ -130,10 +131,9 @@ def test_a_text_whose_reading_is_broken_off(prompt_ids, strict_tokens):
     request = Request(prompt, FIXED, 24)
     expected, _, _ = decode(model, request)
     for num_asked in range(1, 6):
-        text = CacheSlot()
-        with model.feeding(text):
-            for _ in zip(range(num_asked), model.resume(prompt, expected[:20], 100), strict=False):
-                pass
-        assert text.tokens == [*prompt, *expected[:20]][: len(text.tokens)] and text.cache.length == len(text.tokens)
-        model.texts.give(text)
+        slot = CacheSlot()
+        for _ in zip(range(num_asked), model.resume(slot, prompt, expected[:20], 100), strict=False):
+            pass
+        assert slot.tokens == [*prompt, *expected[:20]][: len(slot.tokens)] and slot.cache.length == len(slot.tokens)
+        model.slots.release(slot)
         assert expected[:20] + decode(model, replace(request, committed=tuple(expected[:20])))[0] == expected

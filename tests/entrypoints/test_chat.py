@@ -13,7 +13,7 @@ from support.processes import PATIENCE, marked
 from lp_runtime import LookaheadRuntime
 from lp_runtime.entrypoints.cli import chat_main
 
-CHAT = "from lp_runtime.cli import chat_main; chat_main()"
+CHAT = "from lp_runtime.entrypoints.cli import chat_main; chat_main()"
 TEMPLATE = (
     "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}# assistant:{% endif %}"

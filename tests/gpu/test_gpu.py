@@ -64,7 +64,7 @@ def test_captured_passes_equal_the_others(dtype, compiled, tolerance):
     free, captured = demo(dtype), demo(dtype)
     assert can_capture(captured.model)
     assert fuse_blocks(captured.model) == 25  # of six layers
-    captured.fix_sizes(capture=True, compiled=compiled)
+    captured.enable_graphs(capture=True, compiled=compiled)
     assert check_model(captured) < 2 * tolerance
     rng = random.Random(0)
     prompt = [rng.randrange(500) for _ in range(200)]
@@ -80,7 +80,7 @@ def test_captured_passes_equal_the_others(dtype, compiled, tolerance):
 
 def test_a_longer_text_moves_the_cache():
     model = demo("bfloat16")
-    model.fix_sizes(capture=True)
+    model.enable_graphs(capture=True)
     for length in (100, 3000, 50):
         model.begin(length + 64)
         model.prefill([7] * length)

@@ -52,26 +52,26 @@ def test_rotary_embedding_into_a_cache(num_queries, num_keys, size, in_one):
     states = torch.randn(1, num_tokens, num_queries + 2 * num_keys, size)
     query, key, value = states.split((num_queries, num_keys, num_keys), 2)
     cos, sin = torch.randn(2, 1, num_tokens, size)
-    memory = torch.randn(2, 1, num_keys, capacity, size)
-    expected_memory = memory.clone()
+    cache = torch.randn(2, 1, num_keys, capacity, size)
+    expected_cache = cache.clone()
     expected_query, expected_key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
-    expected_memory[0][:, :, start : start + num_tokens] = expected_key
-    expected_memory[1][:, :, start : start + num_tokens] = value.transpose(1, 2)
+    expected_cache[0][:, :, start : start + num_tokens] = expected_key
+    expected_cache[1][:, :, start : start + num_tokens] = value.transpose(1, 2)
     if in_one:
         arrays, first = [states.numpy()] * 3, (0, num_queries, num_queries + num_keys)
     else:
         arrays, first = [array_of(each) for each in (query, key, value)], (0, 0, 0)
     found = rotate_and_write(
-        *arrays, first, (num_queries, num_keys), cos.numpy(), sin.numpy(), start, *(each.numpy() for each in memory)
+        *arrays, first, (num_queries, num_keys), cos.numpy(), sin.numpy(), start, *(each.numpy() for each in cache)
     )
     torch.testing.assert_close(found, expected_query)
-    torch.testing.assert_close(memory, expected_memory)
+    torch.testing.assert_close(cache, expected_cache)
 
 
 def test_nothing_is_written_behind_a_cache():
-    states, angles, memory = np.zeros((1, 3, 3, 2), np.float32), np.zeros((1, 3, 2), np.float32), np.zeros((1, 1, 4, 2))
+    states, angles, cache = np.zeros((1, 3, 3, 2), np.float32), np.zeros((1, 3, 2), np.float32), np.zeros((1, 1, 4, 2))
     with pytest.raises(AssertionError):
-        rotate_and_write(states, states, states, (0, 1, 2), (1, 1), angles, angles, 2, memory, memory)
+        rotate_and_write(states, states, states, (0, 1, 2), (1, 1), angles, angles, 2, cache, cache)
 
 
 def test_what_they_are_not_for():

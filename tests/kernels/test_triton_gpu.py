@@ -13,11 +13,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.one_slot import OneSlot
 from support.small_models import FAMILIES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.distributed.group import Group
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.request import Request
 from lp_runtime.kernels import numba_cpu
@@ -38,8 +40,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter has no products in bfloat16
 if DEVICE == "cuda":
     TOLERANCES[torch.bfloat16] = 3e-2
-MOST_SHARED = 99 << 10  # bytes that a program has on every GPU from compute capability 8.0 on
-MOST_STACK = 64  # bytes; a few registers more or less
+MAX_SHARED_BYTES = 99 << 10  # that a program has on every GPU from compute capability 8.0 on
+MAX_STACK_BYTES = 64  # a few registers more or less
 
 
 def random_seen(num_tokens: int) -> torch.Tensor:
@@ -65,12 +67,12 @@ def random_seen(num_tokens: int) -> torch.Tensor:
 def test_attention(num_tokens, num_cached, groups, size, num_processors, dtype):
     generator = torch.Generator().manual_seed(num_tokens)
 
-    def draw(heads: int, tokens: int) -> torch.Tensor:
+    def random_states(heads: int, tokens: int) -> torch.Tensor:
         return (2 * torch.randn(1, tokens, heads, size, generator=generator)).to(DEVICE, dtype).transpose(1, 2)
 
     num_keys = num_cached + num_tokens
-    query = draw(2 * groups, num_tokens)
-    keys, values = (draw(2, num_keys + 70).contiguous() for _ in range(2))
+    query = random_states(2 * groups, num_tokens)
+    keys, values = (random_states(2, num_keys + 70).contiguous() for _ in range(2))
     keys[:, :, num_keys:] = values[:, :, num_keys:] = torch.nan  # anything may be there
     seen = random_seen(num_tokens).to(DEVICE)
     mask = torch.zeros(seen.shape, dtype=dtype, device=DEVICE).masked_fill_(~seen, torch.finfo(dtype).min)
@@ -103,9 +105,9 @@ def test_rotating_and_writing(num_tokens, num_cached, groups, size, is_apart, dt
     new = slice(num_cached, num_cached + num_tokens)
     torch.testing.assert_close(keys[:, :, new].transpose(1, 2), rotate(key, cos, sin), **tolerance)
     assert torch.equal(values[:, :, new].transpose(1, 2), value)
-    for memory in (keys, values):
-        memory[:, :, new] = 0
-        assert not memory.any()  # nothing else was written
+    for cache in (keys, values):
+        cache[:, :, new] = 0
+        assert not cache.any()  # nothing else was written
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -120,13 +122,13 @@ def test_gating(num_tokens, size, dtype):
 
 
 @pytest.mark.parametrize("num", [1, 3, K])
-@pytest.mark.parametrize("kind", ["drawn", "equal", "few", "infinite"])
+@pytest.mark.parametrize("kind", ["random", "equal", "few", "infinite"])
 @pytest.mark.parametrize("size", [5, kernels.CHUNK, 2 * kernels.CHUNK + 100])
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter: inf - inf
-def test_runners_up(num, kind, size):
+def test_top_k_candidates(num, kind, size):
     """Beside those that are found on a CPU."""
     scores = {
-        "drawn": torch.randn(3, size, generator=torch.Generator().manual_seed(size)),
+        "random": torch.randn(3, size, generator=torch.Generator().manual_seed(size)),
         "equal": torch.zeros(3, size),
         "few": torch.full((3, size), -torch.inf).index_fill_(1, torch.tensor([1, size - 1]), 1.0),
         "infinite": torch.randn(3, size).index_fill_(1, torch.tensor([0, size - 2]), torch.inf),
@@ -135,7 +137,7 @@ def test_runners_up(num, kind, size):
     expected = np.zeros((3, 1 + (num + 1) // 2), dtype=np.int64)
     sampler.pack_top_k(scores.numpy(), num, expected)
     expected[:, 0] = first
-    constants = sampler.NO_TOKEN, sampler.MARGIN_UNIT, sampler.MAX_MARGIN
+    constants = sampler.NO_TOKEN, sampler.UNITS_PER_NAT, sampler.MAX_MARGIN
     packed = kernels.pack_top_k(scores.to(DEVICE), first.to(DEVICE), num, *constants)
     assert packed.tolist() == expected.tolist()
 
@@ -191,10 +193,11 @@ def test_steps_through_the_kernels(random_model, name, settings, monkeypatch):
     counted = counted_kernels(Launches())
     use_kernels(monkeypatch, counted)
     free, fixed = (
-        ModelRunner(random_model(name, seed=3, **settings).to(DEVICE), 512, own_attention=True) for _ in range(2)
+        OneSlot(ModelRunner(random_model(name, seed=3, **settings).to(DEVICE), 512, own_attention=True))
+        for _ in range(2)
     )
     fuse_blocks(fixed.model)
-    fixed.fix_sizes(capture=False)
+    fixed.enable_graphs(capture=False)
     rng = random.Random(0)
     for model in (free, fixed):
         model.begin(300)
@@ -204,13 +207,13 @@ def test_steps_through_the_kernels(random_model, name, settings, monkeypatch):
         while len(tree) < num_pending + num_guesses:
             tree.add(rng.randrange(tree.root, len(tree)), rng.randrange(60))
         nodes = list(range(len(tree)))
-        logits = [model.forward(tree, nodes, nodes) for model in (free, fixed)]
-        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
-        greedy = sampler.Sampler(TreeProcessors([], logits[1].device), None, num_top_k=K)
-        expected, _ = greedy.draw(logits[1], tree, nodes, [0])
-        assert fixed.text.drawn.tolist() == expected.tolist() and free.text.drawn is None
+        unpacked, packed = (model.runner.forward(model.inputs(tree, nodes, nodes)) for model in (free, fixed))
+        torch.testing.assert_close(unpacked.logits, packed.logits, rtol=1e-4, atol=1e-4)
+        greedy = sampler.Sampler(TreeProcessors([], packed.logits.device), None, num_top_k=K)
+        expected, _ = greedy.sample(packed.logits, tree, nodes, [0])
+        assert packed.presampled.tolist() == expected.tolist() and unpacked.presampled is None
     assert counted.launches.counts["attend"] == 4 * 2
-    assert check_model(fixed) < 1e-4
+    assert check_model(fixed.runner) < 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -218,12 +221,12 @@ def test_families_through_the_kernels(random_model, family, monkeypatch):
     """A step of each, beside eager attention where the model has it."""
     name, settings = FAMILIES[family]
     use_kernels(monkeypatch, kernels)
-    eager = ModelRunner(random_model(name, seed=1, attention="eager", **settings).to(DEVICE), 512)
-    fixed = ModelRunner(random_model(name, seed=1, **settings).to(DEVICE), 512, own_attention=True)
+    eager = OneSlot(ModelRunner(random_model(name, seed=1, attention="eager", **settings).to(DEVICE), 512))
+    fixed = OneSlot(ModelRunner(random_model(name, seed=1, **settings).to(DEVICE), 512, own_attention=True))
     if not fixed.masks.is_own:
         pytest.skip("has an attention of its own: its passes are not captured")
     fuse_blocks(fixed.model)
-    fixed.fix_sizes(capture=False)
+    fixed.enable_graphs(capture=False)
     tree = TokenTree([1, 2], max_depth=4)
     for branch in ([3, 4], [3, 5], [6]):
         tree.add_branch(branch)
@@ -238,31 +241,31 @@ def test_families_through_the_kernels(random_model, family, monkeypatch):
 
 @pytest.mark.parametrize(("temperature", "logprobs"), [(0.0, False), (0.0, True), (0.8, False)])
 def test_decoding_through_the_kernels(random_model, temperature, logprobs, monkeypatch):
-    """What a pass drew on its own is taken where that is all that is asked for."""
+    """What a pass has sampled on its own is used where that is all that is asked for."""
     use_kernels(monkeypatch, kernels)
-    taken, draw = [], sampler.Sampler.draw
+    were_presampled, sample = [], sampler.Sampler.sample
 
-    def watched(*args):
-        packed, scores = draw(*args)
-        taken.append(packed is args[-1])
+    def watched(*args, **options):
+        packed, scores = sample(*args, **options)
+        were_presampled.append(packed is options.get("presampled", args[-1]))
         return packed, scores
 
-    monkeypatch.setattr(sampler.Sampler, "draw", watched)
+    monkeypatch.setattr(sampler.Sampler, "sample", watched)
     sampling = SamplingConfig(temperature=temperature, seed=1)
     lookahead = LookaheadConfig(W=2, N=3, G=2, prior="none")
     request = Request((5, 6, 7, 5, 6), lookahead, 12, sampling=sampling, logprobs=logprobs)
     texts = []
     for fixed in (False, True):
-        taken.clear()
+        were_presampled.clear()
         model = ModelRunner(random_model("Llama", initializer_range=0.3).to(DEVICE), 512, own_attention=True)
         if fixed:
             fuse_blocks(model.model)
-            model.fix_sizes(capture=False)
-        *runs, _ = Engine(model, 0, 1, torch.device("cpu")).run(request)
-        texts.append([token for run in runs for token in run.token_ids])
+            model.enable_graphs(capture=False)
+        *outputs, _ = Engine(model, Group.alone()).run(request)
+        texts.append([token for output in outputs for token in output.token_ids])
     assert texts[0] == texts[1] and len(texts[0]) == 12
     is_greedy = temperature == 0 and not logprobs
-    assert taken == [False] + [is_greedy] * (len(taken) - 1)  # not of the prefill
+    assert were_presampled == [False] + [is_greedy] * (len(were_presampled) - 1)  # not of the prefill
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts a CPU's operations")
@@ -274,9 +277,9 @@ def test_what_is_launched_for_a_layer(random_model, monkeypatch):
     for num_layers in (2, 3):
         launches = Launches()
         use_kernels(monkeypatch, counted_kernels(launches))
-        model = ModelRunner(random_model("Llama", num_hidden_layers=num_layers), 512, own_attention=True)
+        model = OneSlot(ModelRunner(random_model("Llama", num_hidden_layers=num_layers), 512, own_attention=True))
         fuse_blocks(model.model)
-        model.fix_sizes(capture=False)
+        model.enable_graphs(capture=False)
         model.begin(300)
         model.prefill(list(range(20)))
         tree = TokenTree([1], max_depth=4)
@@ -302,5 +305,5 @@ def test_they_compile_for_gpus_that_are_not_there():
     assert len(lines) == 2 * 12
     for line in lines:
         used = dict(part.split("=") for part in line.split("}")[1].split())
-        assert int(used["shared"]) <= MOST_SHARED, line
-        assert int(used["stack"]) <= MOST_STACK or (line.startswith("attend_part") and " fp32 " in line), line
+        assert int(used["shared"]) <= MAX_SHARED_BYTES, line
+        assert int(used["stack"]) <= MAX_STACK_BYTES or (line.startswith("attend_part") and " fp32 " in line), line

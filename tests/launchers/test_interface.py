@@ -12,7 +12,7 @@ from support.ranks import CPU, TIMEOUT, interfaces
 
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import gather_rows
-from lp_runtime.distributed.process_group import address_of, host_store, process_group
+from lp_runtime.distributed.process_group import GroupOptions, address_of, host_store, process_group
 from lp_runtime.entrypoints.cli import main
 from lp_runtime.errors import ConfigError
 
@@ -20,12 +20,12 @@ NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def exchange_over(rank: int, names: list[str], port: int, results) -> None:
-    """A rank that forms a group over each interface in turn; says which addresses its connections have."""
+    """Be a rank that forms a group over each interface in turn, and report which addresses its connections have."""
     os.environ["GLOO_SOCKET_IFNAME"] = "none"  # of the user's; the setting goes first, and leaves it as it was
     for number, name in enumerate(names):
         context = ReplicaContext(rank, 2, host="127.0.0.1", port=port, attempt=number)
-        with process_group(context, CPU, TIMEOUT, interface=name) as device:
-            gather_rows(np.array([rank]), 2, device)
+        with process_group(context, CPU, GroupOptions(TIMEOUT, interface=name)) as group:
+            gather_rows(np.array([rank]), group)
             peers = [
                 (connection.laddr.ip, connection.raddr.ip)
                 for connection in psutil.Process().net_connections("tcp")

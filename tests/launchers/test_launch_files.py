@@ -69,7 +69,7 @@ def test_every_path_is_on_a_volume_of_its_pod(job, config):
     for group in (head, *workers):
         volumes = {volume["name"]: volume for volume in group["pod"]["volumes"]}
         mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in group["container"]["volumeMounts"]}
-        assert mounts["/dev/shm"]["emptyDir"]["medium"] == "DraftTables"
+        assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
         paths = [config.model.path, config.cache_dir, *([config.prompts, config.output] if group is head else [])]
         for path in paths:
             assert any(Path(path).is_relative_to(mount) for mount in mounts), path

@@ -94,13 +94,13 @@ def test_equals_transformers_generate(runtime, greedy):
             assert out.steps < reference.MAX_NEW_TOKENS
 
 
-def test_pieces_and_a_stream_closed_early(runtime, greedy):
+def test_deltas_and_a_stream_closed_early(runtime, greedy):
     stream = runtime.stream(reference.PROMPTS[0], 2000, eos=False)
     seen = next(stream).token_ids + next(stream).token_ids
     stream.close()
     assert seen == greedy[0][: len(seen)]
-    pieces = list(runtime.stream(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False))
-    assert [token for piece in pieces for token in piece.token_ids] == greedy[0]
+    deltas = list(runtime.stream(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False))
+    assert [token for delta in deltas for token in delta.token_ids] == greedy[0]
 
 
 def test_sampling_is_that_of_one_token_a_step(runtime, sampled):
@@ -137,7 +137,7 @@ def test_port_that_is_taken(runtime, cluster, tiny_model_dir):
 
 
 def test_replicas_that_are_killed_and_that_hang(cluster, runtime, demo_model_dir):
-    """The others finish, with the same tokens; Ray starts the lost ones again."""
+    """The remaining replicas finish, with the undisturbed tokens; Ray starts the lost ones again."""
     expected = runtime.generate(reference.PROMPTS[1], 300, eos=False).token_ids
     before = actors(cluster)
     config = RuntimeConfig(
@@ -150,16 +150,16 @@ def test_replicas_that_are_killed_and_that_hang(cluster, runtime, demo_model_dir
         lookahead=FIXED,
     )
     with LookaheadRuntime.from_config(config) as disturbed:
-        team = disturbed._launcher
+        team = disturbed.launcher
 
         def stop() -> None:
             os.kill(min(set(actors(cluster)) - set(before)), signal.SIGSTOP)
 
-        for harm in (lambda: ray.kill(team._actors[0]), stop):
+        for harm in (lambda: ray.kill(team.host.actors[0]), stop):
             tokens = []
             stream = disturbed.stream(reference.PROMPTS[1], 300, eos=False)
-            for number, piece in enumerate(stream):
-                tokens += piece.token_ids
+            for number, delta in enumerate(stream):
+                tokens += delta.token_ids
                 if number == 3:
                     harm()
             assert tokens == expected and stream.generation.losses == 1
@@ -205,6 +205,6 @@ def test_a_local_cluster_that_it_starts_and_ends(demo_model_dir, tmp_path):
 def test_a_message_that_cannot_be_read_ends_the_replica_with_a_reason():
     actor = ReplicaActor(RuntimeConfig())
     actor.post(b"no pickle")
-    failed = actor._said.get_nowait()
+    failed = actor.outgoing.get_nowait()
     assert isinstance(failed, Failed) and "UnpicklingError" in failed.message
-    assert actor._said.get_nowait() is None
+    assert actor.outgoing.get_nowait() is None

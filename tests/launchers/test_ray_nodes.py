@@ -91,7 +91,7 @@ def test_nodes_that_replicas_are_put_on(placement, gpus, counts):
         nodes = booking.nodes()
         assert sorted(Counter(nodes).values(), reverse=True) == counts
         for index, node in enumerate(nodes):
-            assert vars(booking.place(index)) == {"device_index": 0, "num_local": nodes.count(node)}
+            assert vars(booking.placement(index)) == {"device_index": 0, "num_local": nodes.count(node)}
 
 
 @pytest.mark.usefixtures("free_cluster")
@@ -107,13 +107,13 @@ def seen_by_actors(runtime: LookaheadRuntime) -> dict[int, tuple[str, int]]:
     """Of each replica: its node's id, and how many replicas it takes to be there."""
 
     def look(_) -> tuple[str, int]:
-        return ray.get_runtime_context().get_node_id(), Booking.place_here().num_local
+        return ray.get_runtime_context().get_node_id(), Booking.placement_here().num_local
 
-    return {index: ray.get(actor.__ray_call__.remote(look)) for index, actor in runtime._launcher._actors.items()}
+    return {index: ray.get(actor.__ray_call__.remote(look)) for index, actor in runtime.launcher.host.actors.items()}
 
 
 def test_a_node_that_is_lost(cluster, demo_model_dir, greedy):
-    """The other finishes, with the same tokens; the replica comes back on the other node."""
+    """The remaining replica finishes, with the undisturbed tokens; the lost one comes back on the other node."""
     interface = interfaces()[-1]
     options = {"device": "cpu", "dtype": "float32", "lookahead": LookaheadConfig(7, 5, 7, prior="none")}
     launcher = LauncherConfig(name="ray", placement="spread", interface=interface)
@@ -121,24 +121,24 @@ def test_a_node_that_is_lost(cluster, demo_model_dir, greedy):
         before = seen_by_actors(runtime)
         assert len({node for node, _ in before.values()}) == 2
         assert [num_local for _, num_local in before.values()] == [1, 1]
-        assert runtime._launcher._meeting_place(0)[0] == address_of(interface)
+        assert runtime.launcher.host.rendezvous_address(0)[0] == address_of(interface)
         expected = runtime.generate(reference.PROMPTS[1], LENGTH, eos=False)
         assert expected.token_ids[: reference.MAX_NEW_TOKENS] == greedy[1]
         assert expected.losses == 0
 
         tokens = []
         stream = runtime.stream(reference.PROMPTS[1], LENGTH, eos=False)
-        for number, piece in enumerate(stream):
-            tokens += piece.token_ids
+        for number, delta in enumerate(stream):
+            tokens += delta.token_ids
             if number == 3:
                 (victim,) = [node for node in cluster.worker_nodes if node.node_id == before[0][0]]
                 cluster.remove_node(victim, allow_graceful=False)
         assert tokens == expected.token_ids
         assert stream.generation.losses == 1
 
-        wait_until(lambda: runtime._launcher.num_ready == 2)
+        wait_until(lambda: runtime.launcher.num_ready == 2)
         after = seen_by_actors(runtime)
         assert after == dict.fromkeys((0, 1), (before[1][0], 2))
         again = runtime.generate(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False)
         assert again.token_ids == greedy[0] and again.exchange_bytes > 0
-        assert runtime._launcher._restarts == {0: 1, 1: 0}
+        assert runtime.launcher.pool.num_restarts == {0: 1, 1: 0}

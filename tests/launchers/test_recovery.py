@@ -28,11 +28,11 @@ def start(gpus: int, timeout: float = 60.0, restarts: int = 3, **settings) -> Lo
 
 def replicas_of(runtime: LookaheadRuntime) -> list[int]:
     """Process ids by index."""
-    return [process.pid for _, process in sorted(runtime._launcher._processes.items())]
+    return list(runtime.launcher.process_ids.values())
 
 
 def decode(runtime: LookaheadRuntime, disturb=lambda number: None, **options):
-    """The generation of a prompt; `disturb` is told of every piece."""
+    """The generation of a prompt; `disturb` is called with the number of every delta."""
     stream = runtime.stream(reference.PROMPTS[1], LENGTH, eos=False, **options)
     for number, _ in enumerate(stream):
         disturb(number)
@@ -47,7 +47,7 @@ def undisturbed() -> dict:
 
 
 def when(number: int, action):
-    """What `decode` may call: the action, once, after so many pieces."""
+    """What `decode` may call: the action, once, after so many deltas."""
     return lambda now: action() if now == number else None
 
 
@@ -72,7 +72,7 @@ def shared_runtime():
 
 @pytest.fixture
 def runtime(shared_runtime):
-    """The same, all of them there."""
+    """The shared runtime, when all its replicas are there."""
     wait_until(lambda: poll(shared_runtime))
     return shared_runtime
 
@@ -85,7 +85,7 @@ def test_a_replica_killed_while_decoding(undisturbed, runtime, victim, at, name)
     assert out.losses == 1
     wait_until(lambda: poll(runtime))
     assert_same(decode(runtime), undisturbed["greedy"])
-    assert runtime.launcher._joined == dict.fromkeys((0, 1, 2), (0, 1, 2))
+    assert [runtime.launcher.pool.group_of(index) for index in range(3)] == [(0, 1, 2)] * 3
 
 
 def test_one_of_two_killed(undisturbed, started_replicas):
@@ -104,8 +104,8 @@ def test_losses_in_a_row_until_none_is_left(undisturbed):
         stream = runtime.stream(reference.PROMPTS[1], LENGTH, eos=False)
         tokens = []
         with pytest.raises(ReplicaError) as caught:
-            for number, piece in enumerate(stream):
-                tokens += piece.token_ids
+            for number, delta in enumerate(stream):
+                tokens += delta.token_ids
                 if number in (2, 4, 6):
                     os.kill(pids[(number - 2) // 2], signal.SIGKILL)
         assert "all replicas were lost while decoding, after" in str(caught.value)
@@ -155,17 +155,17 @@ def test_a_loss_during_the_prefill(undisturbed, runtime):
     prompt = reference.PROMPTS[1] * 20
     expected = runtime.generate(prompt, 24, eos=False).token_ids
     stream = runtime.stream(prompt, 24, eos=False)
-    launcher = runtime._launcher
-    send = launcher._send
+    host = runtime.launcher.host
+    send = host.send
 
     def send_and_kill(index: int, message: object) -> None:
         send(index, message)
         if isinstance(message, Decode) and index == 1:
-            launcher._send = send
+            host.send = send
             os.kill(replicas_of(runtime)[1], signal.SIGKILL)
 
-    launcher._send = send_and_kill
-    tokens = [token for piece in stream for token in piece.token_ids]
+    host.send = send_and_kill
+    tokens = [token for delta in stream for token in delta.token_ids]
     assert tokens == expected and stream.generation.losses == 1
 
 
@@ -194,7 +194,7 @@ def test_other_replicas_are_wanted_and_then_not(undisturbed, runtime):
         if isinstance(event, Report):
             break
         tokens += event.token_ids
-        sizes.append(len(runtime.launcher._joined[0]))
+        sizes.append(len(runtime.launcher.pool.group_of(0)))
         if number in (2, 3, 6, 9):
             lease.wanted = frozenset({2: {0}, 3: {0, 1, 2}, 6: {0, 1}, 9: {2, 0}}[number])
     assert tokens == undisturbed["greedy"].token_ids
@@ -211,7 +211,7 @@ if "replica_process" in " ".join(sys.orig_argv):
 
     def harmed(self, shares, values, digest, control, clock=0):
         steps[0] += 1
-        if steps[0] == {step} and self.rank == {rank} and self.num_replicas == {gpus}:
+        if steps[0] == {step} and self.group.rank == {rank} and self.group.size == {gpus}:
             {harm}
         return start(self, shares, values, digest, control, clock)
 
@@ -235,4 +235,4 @@ def test_a_replica_whose_step_goes_wrong(
         out = decode(runtime, logprobs=True)
         assert_same(out, undisturbed["greedy"])
         assert out.losses == 1
-        assert list(runtime._launcher._losses.values()) == [reason]
+        assert list(runtime.launcher.pool.losses.values()) == [reason]

@@ -13,9 +13,9 @@ from support.ranks import interfaces
 from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.distributed.process_group import address_of
-from lp_runtime.launchers.spawn import _Line
+from lp_runtime.launchers.spawn import ReplicaPipe
 
-# Sizes of steps are given, so that nothing depends on the machine's mood, and nothing is measured at start.
+# Sizes of steps are given, so that no step depends on measured times, and nothing is measured at start.
 FIXED = LookaheadConfig(15, 5, 15)
 SETTINGS = [FIXED, LookaheadConfig(0, 4, 6), LookaheadConfig(7, 5, 7, drafter="paper"), LookaheadConfig(budget=12)]
 
@@ -66,20 +66,20 @@ def test_a_stream_closed_after_all_was_decoded(demo_model_dir, greedy):
     with LookaheadRuntime(str(demo_model_dir), gpus=2, device="cpu", dtype="float32") as runtime:
         stream = runtime.stream(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False)
         next(stream)
-        wait_until(lambda: sum(inbox.messages.qsize() for inbox in runtime.launcher._inboxes.values()) > 4)
+        wait_until(lambda: sum(inbox.messages.qsize() for inbox in runtime.launcher.pool.inboxes.open.values()) > 4)
         stream.close()
         out = runtime.generate(reference.PROMPTS[1], reference.MAX_NEW_TOKENS, eos=False)
         assert out.token_ids == greedy[1]
 
 
-def test_what_a_replica_that_hangs_is_told_keeps_nobody_waiting():
+def test_what_is_sent_to_a_replica_that_hangs_keeps_nobody_waiting():
     ours, theirs = Pipe()
-    line = _Line(ours)
+    pipe = ReplicaPipe(ours)
     for _ in range(3):
-        line.say(bytes(1 << 20))  # more than a pipe holds
-    line.close(timeout=0.1)
+        pipe.send(bytes(1 << 20))  # more than a pipe holds
+    pipe.close(timeout=0.1)
     assert not ours.closed
     assert theirs.recv() == bytes(1 << 20)
     theirs.close()
-    line.close()
+    pipe.close()
     assert ours.closed

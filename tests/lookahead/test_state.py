@@ -32,10 +32,10 @@ class Rules:
 RULES = Rules()
 
 
-def toy_next(tokens: list[int], seed: int = 0, vocabulary: int = 5, memory: int = 3) -> int:
+def toy_next(tokens: list[int], seed: int = 0, vocabulary: int = 5, context: int = 3) -> int:
     """The toy model: a hash of the last tokens, and of the position now and then, so that it repeats but not only."""
     value = seed
-    for token in tokens[-memory:]:
+    for token in tokens[-context:]:
         value = (value * 31 + token + 7) % 10_007
     if len(tokens) % 4 == 0:
         value += len(tokens)
@@ -62,15 +62,15 @@ def greedy_text(prompt: list[int], rules: Rules, seed: int = 0) -> list[int]:
 
 
 def decode(prompt: list[int], rules: Rules, seed: int = 0, state: DecodingState | None = None):
-    """All proposals and all runs of a request."""
+    """Decode a request; return its state, its proposals and the tokens that each step committed."""
     state = state or rules.state(prompt)
     proposals = [state.propose_prefill()]
-    runs = [state.advance_prefill(proposals[0], VerificationResult([toy_next(prompt, seed)]))]
+    outputs = [state.advance_prefill(proposals[0], VerificationResult([toy_next(prompt, seed)]))]
     while state.finish_reason is None:
         proposal = state.propose()
         proposals.append(proposal)
-        runs.append(state.advance(proposal, VerificationResult(toy_successors(state, proposal, seed)))[0])
-    return state, proposals, runs
+        outputs.append(state.advance(proposal, VerificationResult(toy_successors(state, proposal, seed)))[0])
+    return state, proposals, outputs
 
 
 rules_strategy = st.builds(
@@ -89,24 +89,24 @@ prompt_strategy = st.lists(st.integers(0, 4), min_size=1, max_size=12)
 @settings(max_examples=200, deadline=None)
 @given(prompt_strategy, rules_strategy, st.integers(0, 50))
 def test_the_output_is_the_models_greedy_text_whatever_W_N_G(prompt, rules, seed):
-    state, proposals, runs = decode(prompt, rules, seed)
+    state, proposals, outputs = decode(prompt, rules, seed)
     expected = greedy_text(prompt, rules, seed)
-    assert state.new_tokens == sum(runs, []) == expected
+    assert state.new_tokens == sum(outputs, []) == expected
     assert state.finish_reason == ("eos" if expected[-1] in rules.eos_token_ids else "length")
-    assert state.num_steps == len(runs) == len(proposals)
-    assert all(runs)
-    assert len(runs[0]) == 1
-    assert state.num_cached + len(runs[-1]) == len(state.tokens)
+    assert state.num_steps == len(outputs) == len(proposals)
+    assert all(outputs)
+    assert len(outputs[0]) == 1
+    assert state.num_cached + len(outputs[-1]) == len(state.tokens)
 
 
 @settings(max_examples=100, deadline=None)
 @given(prompt_strategy, rules_strategy, st.integers(0, 50))
 def test_no_node_stands_deeper_than_what_could_be_committed(prompt, rules, seed):
-    _, proposals, runs = decode(prompt, rules, seed)
+    _, proposals, outputs = decode(prompt, rules, seed)
     num_committed = 0
-    for proposal, run in zip(proposals, runs, strict=True):
+    for proposal, committed in zip(proposals, outputs, strict=True):
         assert max(proposal.tree.depths) + 1 <= rules.max_new_tokens - num_committed
-        num_committed += len(run)
+        num_committed += len(committed)
 
 
 @settings(max_examples=50, deadline=None)
@@ -120,9 +120,9 @@ def test_equal_successors_make_equal_states(prompt, rules, seed):
 
 
 def test_guesses_save_steps():
-    state, _, runs = decode([1, 2, 3], replace(RULES, W=5, N=4, G=5, max_new_tokens=200))
+    state, _, outputs = decode([1, 2, 3], replace(RULES, W=5, N=4, G=5, max_new_tokens=200))
     assert state.num_steps < 150
-    assert max(map(len, runs)) > 2
+    assert max(map(len, outputs)) > 2
 
 
 def test_a_guess_accepted_in_full_commits_N_tokens():
@@ -134,25 +134,25 @@ def test_a_guess_accepted_in_full_commits_N_tokens():
 
 
 def test_without_window_and_guesses_every_step_feeds_the_root_alone():
-    state, proposals, runs = decode([1, 2, 3], replace(RULES, W=0, G=0))
+    state, proposals, outputs = decode([1, 2, 3], replace(RULES, W=0, G=0))
     assert [len(p.tree) for p in proposals] == [1] * 30
-    assert [len(run) for run in runs] == [1] * 30
+    assert [len(committed) for committed in outputs] == [1] * 30
 
 
 def test_pending_tokens_are_what_the_last_step_committed():
     state = RULES.state([1, 2, 3])
     assert state.pending == [1, 2, 3]
     proposal = state.propose_prefill()
-    run = state.advance_prefill(proposal, VerificationResult([toy_next([1, 2, 3])]))
+    committed = state.advance_prefill(proposal, VerificationResult([toy_next([1, 2, 3])]))
     while state.finish_reason is None:
-        assert state.pending == run
+        assert state.pending == committed
         proposal = state.propose()
-        assert proposal.tree.tokens[: len(run)] == run
-        assert proposal.tree.root == len(run) - 1
-        run, _ = state.advance(proposal, VerificationResult(toy_successors(state, proposal)))
+        assert proposal.tree.tokens[: len(committed)] == committed
+        assert proposal.tree.root == len(committed) - 1
+        committed, _ = state.advance(proposal, VerificationResult(toy_successors(state, proposal)))
 
 
-def test_a_run_is_cut_after_the_first_end_token():
+def test_what_is_accepted_is_cut_after_the_first_end_token():
     state = replace(RULES, W=0, N=4, eos_token_ids=frozenset({9})).state([1])
     state.advance_prefill(state.propose_prefill(), VerificationResult([1]))
     state.drafter.pool.insert((1, 2, 9, 4))
@@ -215,7 +215,7 @@ def test_pool_holds_the_committed_ngrams():
         assert tuple(rest) in state.drafter.pool.guesses(first)
 
 
-def test_the_window_starts_from_prompt_tokens_drawn_by_its_seed():
+def test_the_window_starts_from_prompt_tokens_chosen_by_its_seed():
     def first_level(seed: int) -> list[int]:
         rules = replace(RULES, W=12, G=0, window_seed=seed)
         return rules.state([50, 60, 70]).drafter.window.levels[0]

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from support.one_slot import OneSlot
 from torch._dynamo.testing import CompileCounter
 
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
@@ -14,7 +15,7 @@ from lp_runtime.engine import replica
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model import cuda_graph
 from lp_runtime.model.cuda_graph import SIZES
-from lp_runtime.model.runner import GRANULE, ModelRunner
+from lp_runtime.model.runner import CAPACITY_UNIT, ModelRunner
 from lp_runtime.model.self_check import check_model
 
 FAMILIES = {
@@ -29,8 +30,8 @@ FAMILIES = {
 
 def pair(random_model, name: str = "Llama", **settings) -> tuple[ModelRunner, ModelRunner]:
     """The same model twice: fed in passes of any size, and of fixed sizes."""
-    models = [ModelRunner(random_model(name, seed=3, **settings), 512, own_attention=True) for _ in range(2)]
-    models[1].fix_sizes(capture=False)
+    models = [OneSlot(ModelRunner(random_model(name, seed=3, **settings), 512, own_attention=True)) for _ in range(2)]
+    models[1].enable_graphs(capture=False)
     return models[0], models[1]
 
 
@@ -83,7 +84,7 @@ def test_what_lies_behind_the_committed_tokens_does_not_matter(random_model):
         model.begin(64)
         model.prefill([5, 6, 7])
         with torch.inference_mode():
-            for layer in model.text.cache.layers:
+            for layer in model.slot.cache.layers:
                 layer.keys[:, :, 3:] = layer.values[:, :, 3:] = torch.nan
     tree = random_tree(random.Random(2), 1, 8)
     nodes = list(range(len(tree)))
@@ -94,12 +95,12 @@ def test_a_larger_tree_and_a_longer_text(random_model):
     """Larger trees are fed as ever; a longer text moves the cache, and passes are made anew."""
     free, fixed = pair(random_model, max_position_embeddings=4096)
     rng = random.Random(4)
-    text = [rng.randrange(60) for _ in range(GRANULE + 40)]
+    text = [rng.randrange(60) for _ in range(CAPACITY_UNIT + 40)]
     for length in (20, len(text)):
         for model in (free, fixed):
             model.begin(length + 400)
             model.prefill(text[:length])
-        assert fixed.text.cache.capacity % GRANULE == 0
+        assert fixed.slot.cache.capacity % CAPACITY_UNIT == 0
         for tree in (random_tree(rng, 1, 20), random_tree(rng, 1, SIZES[-1] + 10)):
             nodes = list(range(len(tree)))
             logits = [model.forward(tree, nodes, nodes) for model in (free, fixed)]
@@ -122,8 +123,8 @@ def test_every_size_is_compiled(random_model, monkeypatch):
     """Where it is asked for; of more than so many, 8, torch would run the rest as they are."""
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
-    model = ModelRunner(random_model("Llama"), 512, own_attention=True)
-    model.fix_sizes(capture=False, compiled=True)
+    model = OneSlot(ModelRunner(random_model("Llama"), 512, own_attention=True))
+    model.enable_graphs(capture=False, compiled=True)
     model.begin(40)
     model.prefill([1, 2, 3])
     rng = random.Random(0)
@@ -135,9 +136,9 @@ def test_every_size_is_compiled(random_model, monkeypatch):
 
 def test_the_self_check_goes_through_them(random_model):
     _, fixed = pair(random_model)
-    assert fixed.fixed_sizes and check_model(fixed) < 1e-4
-    fixed.free_sizes()
-    assert fixed.fixed_sizes is None and check_model(fixed) < 1e-4
+    assert fixed.graphs and check_model(fixed.runner) < 1e-4
+    fixed.disable_graphs()
+    assert fixed.graphs is None and check_model(fixed.runner) < 1e-4
 
 
 def test_a_model_whose_passes_cannot_be_captured_goes_without(tiny_model_dir, monkeypatch, caplog):
@@ -145,5 +146,5 @@ def test_a_model_whose_passes_cannot_be_captured_goes_without(tiny_model_dir, mo
     monkeypatch.setattr(replica, "can_capture", lambda model: True)
     config = RuntimeConfig(model=ModelConfig(path=str(tiny_model_dir)))
     model, difference = replica.ready_model(config, torch.device("cpu"))
-    assert model.fixed_sizes is None and difference < 1e-4
+    assert model.graphs is None and difference < 1e-4
     assert "going on with compile=off" in caplog.text

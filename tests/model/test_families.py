@@ -6,6 +6,7 @@ from support.small_models import FAMILIES, REFUSED, random_model
 
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.distributed.group import Group
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import ModelError
@@ -17,7 +18,7 @@ LENGTH, NEW = 12, 40
 
 
 def decode(model: ModelRunner, request: Request) -> list[int]:
-    *runs, report = Engine(model, 0, 1, CPU).run(request)
+    *runs, report = Engine(model, Group.alone()).run(request)
     return [token for run in runs for token in run.token_ids]
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.settings import ModelConfig
+from lp_runtime.distributed.group import Group
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import ModelError
@@ -138,8 +139,8 @@ def assert_decodes_as_transformers(model) -> None:
         pad_token_id=0,
     )  # fmt: skip
     request = Request(tuple(prompt[0].tolist()), LookaheadConfig(5, 4, 5), 16)
-    *runs, _ = Engine(tree_model, 0, 1, CPU).run(request)
-    assert [token for run in runs for token in run.token_ids] == expected[0, 7:].tolist()
+    *outputs, _ = Engine(tree_model, Group.alone()).run(request)
+    assert [token for output in outputs for token in output.token_ids] == expected[0, 7:].tolist()
 
 
 def test_a_quantized_checkpoint_is_loaded_checked_and_decoded_exactly(demo_model_dir, tmp_path):

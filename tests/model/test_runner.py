@@ -6,32 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import small_models
+from support.one_slot import OneSlot
+from support.trees import ARCHITECTURES, assert_close, draw, path_text, plain_logits, random_tree
 
 from lp_runtime.distributed.partition import partition
 from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.attention.mask import MaskForm
 from lp_runtime.model.attention.tree_attention import NAME as TREE
 from lp_runtime.model.hf_config import attention_settings, of_text_model
 from lp_runtime.model.runner import ModelRunner
-
-WINDOW = 8  # shorter than every text below
-ALTERNATING = {
-    "head_dim": 8,
-    "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    "num_hidden_layers": 3,
-}
-ARCHITECTURES = {
-    "llama": ("Llama", {}),
-    "mistral": ("Mistral", {"sliding_window": WINDOW}),
-    "qwen2": ("Qwen2", {}),
-    "qwen2-sliding": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
-    "qwen3": ("Qwen3", {"head_dim": 8}),
-    "gemma3": ("Gemma3", ALTERNATING),
-    "phi3": ("Phi3", {"sliding_window": WINDOW}),
-    "gpt2": ("GPT2", {}),
-    "gpt_neox": ("GPTNeoX", {}),
-}
 
 
 @pytest.fixture(scope="module", params=[(a, n) for a in ARCHITECTURES for n in ("sdpa", "eager", "own")], ids="-".join)
@@ -46,42 +30,9 @@ def model(request, random_model):
     return model
 
 
-@torch.inference_mode()
-def plain_logits(model, tokens: list[int]) -> torch.Tensor:
-    """[V] logits after the last of the tokens, without a cache."""
-    return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
-
-
-def path_text(tree: TokenTree, node: int) -> list[int]:
-    tokens = []
-    while node >= 0:
-        tokens.append(tree.tokens[node])
-        node = tree.parents[node]
-    return tokens[::-1]
-
-
-def draw(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(64) for _ in range(count)]
-
-
-def random_tree(rng: random.Random, num_pending: int) -> TokenTree:
-    tree = TokenTree(draw(rng, num_pending), max_depth=9)
-    for _ in range(4):
-        tree.add_branch(draw(rng, rng.randint(1, 5)))
-    for _ in range(6):
-        tree.add(rng.randrange(tree.root, len(tree)), rng.randrange(64))
-    return tree
-
-
-def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    # random models have logits of about 0.1, so that an absolute tolerance would hide much
-    scale = expected.std()
-    torch.testing.assert_close(actual / scale, expected / scale, rtol=0, atol=1e-4)
-
-
 def test_trees_equal_plain_text_step_after_step(model):
     rng = random.Random(2)
-    tree_model = ModelRunner(model, prefill_chunk=2048)
+    tree_model = OneSlot(ModelRunner(model, prefill_chunk=2048))
     text = draw(rng, 21)
     tree_model.begin(200)
     assert_close(tree_model.prefill(text)[0], plain_logits(model, text))
@@ -100,8 +51,8 @@ def test_attention_to_prefix_and_tree_apart_as_on_a_gpu(architecture, random_mod
     rng = random.Random(6)
     name, settings = ARCHITECTURES[architecture]
     model = random_model(name, seed=1, attention="sdpa", **settings)
-    tree_model = ModelRunner(model, 2048, own_attention=True)
-    tree_model.masks._additive, tree_model.masks._only_tree = False, True
+    tree_model = OneSlot(ModelRunner(model, 2048, own_attention=True))
+    tree_model.masks.form = MaskForm.TREE_ONLY
     text = draw(rng, 6 if "sliding_window" in settings else 40)  # the window hides nothing at first
     tree_model.begin(200)
     tree_model.prefill(text)
@@ -117,12 +68,12 @@ def test_shares_find_what_the_whole_tree_finds(model):
     rng = random.Random(3)
     prompt = draw(rng, 13)
     steps = [random_tree(rng, num_pending) for num_pending in (2, 4)]
-    whole = ModelRunner(model, prefill_chunk=2048)
+    whole = OneSlot(ModelRunner(model, prefill_chunk=2048))
     whole.begin(200)
     whole.prefill(prompt)
     expected = [whole.forward(tree, range(len(tree)), range(tree.root, len(tree))) for tree in steps]
     for rank in range(3):
-        replica = ModelRunner(model, prefill_chunk=2048)
+        replica = OneSlot(ModelRunner(model, prefill_chunk=2048))
         replica.begin(200)
         replica.prefill(prompt)
         for tree, all_logits in zip(steps, expected, strict=True):
@@ -138,7 +89,7 @@ def test_a_prefill_in_chunks_equals_one_in_one_piece(model, chunk):
     tree = random_tree(rng, 2)
     found = []
     for size in (2048, chunk):
-        tree_model = ModelRunner(model, prefill_chunk=size)
+        tree_model = OneSlot(ModelRunner(model, prefill_chunk=size))
         tree_model.begin(100)
         last = tree_model.prefill(prompt)
         assert last.shape == (1, 64)
@@ -149,7 +100,7 @@ def test_a_prefill_in_chunks_equals_one_in_one_piece(model, chunk):
 def test_a_request_leaves_nothing_behind_for_the_next(random_model):
     rng = random.Random(5)
     model = random_model()
-    tree_model = ModelRunner(model, prefill_chunk=2048)
+    tree_model = OneSlot(ModelRunner(model, prefill_chunk=2048))
     tree = random_tree(rng, 2)
     for capacity in (100, 60, 150):
         prompt = draw(rng, 11)
@@ -162,7 +113,7 @@ def test_a_request_leaves_nothing_behind_for_the_next(random_model):
 def test_a_share_without_leaves_still_caches_the_pending_tokens(random_model):
     rng = random.Random(6)
     model = random_model()
-    tree_model = ModelRunner(model, prefill_chunk=2048)
+    tree_model = OneSlot(ModelRunner(model, prefill_chunk=2048))
     prompt = draw(rng, 9)
     tree_model.begin(100)
     tree_model.prefill(prompt)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.one_slot import OneSlot
 from support.small_models import FAMILIES
 
 from lp_runtime.errors import ModelError
@@ -30,8 +31,8 @@ def test_rounding_is_no_reason_to_refuse(random_model, dtype):
 class Unwindowed(MaskBuilder):
     """Knows its window, but leaves it out of the masks."""
 
-    def _finish(self, full, positions, num_cached, kind):
-        return super()._finish(full, positions, num_cached, FULL)
+    def _windowed(self, kind, ancestors, positions, num_cached):
+        return super()._windowed(FULL, ancestors, positions, num_cached)
 
 
 def test_the_check_is_longer_than_a_sliding_window(random_model):
@@ -80,9 +81,10 @@ def test_a_model_with_another_kind_of_local_window_is_right_past_it_or_refused(r
     tree = TokenTree([1], max_depth=5)
     for branch in ([2] * 4, [3] * 5, [4] * 5):
         last = tree.add_branch(branch)[-1]
-    tree_model.begin(120)
-    tree_model.prefill(text)
-    found = tree_model.forward(tree, range(len(tree)), [last])[0]
+    one = OneSlot(tree_model)
+    one.begin(120)
+    one.prefill(text)
+    found = one.forward(tree, range(len(tree)), [last])[0]
     with torch.inference_mode():
         plain = model(input_ids=torch.tensor([text + [1] + [4] * 5]), use_cache=False).logits[0, -1]
     torch.testing.assert_close(found / plain.std(), plain / plain.std(), rtol=0, atol=1e-3)
@@ -92,9 +94,9 @@ def test_only_windows_that_a_text_can_cross_are_crossed(random_model):
     lengths = []
 
     class Spy(ModelRunner):
-        def prefill(self, prompt):
+        def prefill(self, slot, prompt):
             lengths.append(len(prompt))
-            return super().prefill(prompt)
+            return super().prefill(slot, prompt)
 
     for window in (64, 256):  # the context is 256
         check_model(Spy(random_model("Mistral", sliding_window=window), prefill_chunk=2048))

@@ -1,4 +1,4 @@
-"""Streaming text: pieces add up, characters stay whole."""
+"""Streaming text: deltas add up, characters stay whole."""
 
 import pytest
 from hypothesis import given, settings
@@ -47,13 +47,13 @@ def whole(tokenizer, ids) -> str:
 
 
 def stream(tokenizer, ids, sizes) -> list[str]:
-    """Feed the ids in runs of the given sizes, over and over."""
-    text, pieces, start = TextStream(tokenizer), [], 0
+    """The deltas of ids that come so many at a time, the sizes over and over."""
+    text, deltas, start = TextStream(tokenizer), [], 0
     while start < len(ids):
         for size in sizes:
-            pieces.append(text.add(ids[start : start + size]))
+            deltas.append(text.add(ids[start : start + size]))
             start += size
-    return [*pieces, text.finish()]
+    return [*deltas, text.finish()]
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
@@ -62,9 +62,9 @@ def test_characters_are_never_split(sample, sizes):
     tokenizer = TOKENIZERS["byte_level"]
     ids = tokenizer.encode(sample)
     assert whole(tokenizer, ids) == sample
-    pieces = stream(tokenizer, ids, sizes)
-    assert "".join(pieces) == sample
-    assert not any(REPLACEMENT in piece for piece in pieces)
+    deltas = stream(tokenizer, ids, sizes)
+    assert "".join(deltas) == sample
+    assert not any(REPLACEMENT in delta for delta in deltas)
 
 
 def test_text_does_not_wait_longer_than_its_character():
@@ -102,7 +102,7 @@ def test_nothing_at_all():
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.data())
-def test_pieces_of_any_valid_text_add_up(name, data):
+def test_deltas_of_any_valid_text_add_up(name, data):
     tokenizer = TOKENIZERS[name]
     sample = data.draw(st.text(st.sampled_from("ab é北🙂▁thec\n"), max_size=40))
     ids = tokenizer.encode(sample, add_special_tokens=False)
@@ -112,7 +112,7 @@ def test_pieces_of_any_valid_text_add_up(name, data):
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 299), max_size=40), st.lists(st.integers(1, 5), min_size=1, max_size=4))
-def test_pieces_of_any_tokens_add_up_even_where_they_are_no_text(ids, sizes):
+def test_deltas_of_any_tokens_add_up_even_where_they_are_no_text(ids, sizes):
     tokenizer = TOKENIZERS["byte_level"]
     ids = [i for i in ids if i < len(tokenizer)]
     assert "".join(stream(tokenizer, ids, sizes)) == whole(tokenizer, ids).rstrip(REPLACEMENT)

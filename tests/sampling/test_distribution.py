@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from support.distribution import SETTINGS, chi_square, rows
+from support.distribution import SETTINGS, chi_square, chi_square_rows
 
 
-def test_drawn_tokens_follow_the_models_probabilities():
-    found = rows(500, settings=SETTINGS[1:2])
-    p_values = {(what.split()[0], sampler): p for what, _, sampler, p in found}
+def test_sampled_tokens_follow_the_models_probabilities():
+    rows = chi_square_rows(500, settings=SETTINGS[1:2])
+    p_values = {(row.token.split()[0], row.sampler): row.p_value for row in rows}
     assert p_values["first", "right"] > 0.01
     assert p_values["third", "right"] > 0.01
     assert p_values["third", "frozen"] < 1e-4

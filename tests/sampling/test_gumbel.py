@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lp_runtime.sampling.gumbel import GumbelNoise, draw, philox, uniforms
+from lp_runtime.sampling.gumbel import GumbelNoise, philox, sample_successors, uniforms
 
 CPU = torch.device("cpu")
 
@@ -58,16 +58,16 @@ def test_noise_is_kept_and_made_again_alike():
     assert noise.at([5]).mean().isfinite()
 
 
-def test_draw():
+def test_sampling_is_the_argmax_of_scores_and_noise():
     scores = torch.tensor([[0.0, 2.0, 2.0], [1.0, 0.0, -1.0]])
-    assert draw(scores, [7, 9], None).tolist() == [1, 0]
+    assert sample_successors(scores, [7, 9], None).tolist() == [1, 0]
     noise = GumbelNoise(1, 0, 3, CPU)
-    assert draw(scores, [7, 9], noise).tolist() == (scores + noise.at([7, 9])).argmax(-1).tolist()
-    assert draw(scores[:0], [], noise).shape == (0,)
+    assert sample_successors(scores, [7, 9], noise).tolist() == (scores + noise.at([7, 9])).argmax(-1).tolist()
+    assert sample_successors(scores[:0], [], noise).shape == (0,)
 
 
-def test_what_is_ruled_out_is_never_drawn():
+def test_what_is_ruled_out_is_never_sampled():
     scores = torch.full((1, 50), float("-inf"))
     scores[0, 17] = -1e4
     for seed in range(200):
-        assert draw(scores, [seed], GumbelNoise(seed, 0, 50, CPU)).item() == 17
+        assert sample_successors(scores, [seed], GumbelNoise(seed, 0, 50, CPU)).item() == 17

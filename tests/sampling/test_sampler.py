@@ -1,4 +1,4 @@
-"""What is found about a node, packed to travel."""
+"""The outcome of a node, packed to travel."""
 
 import pytest
 import torch
@@ -15,11 +15,11 @@ def make_sampler(**settings) -> Sampler:
     return Sampler(TreeProcessors([], CPU), None, **settings)
 
 
-def drawn(drawing: Sampler, logits: torch.Tensor, **options):
+def outcome(sampler: Sampler, logits: torch.Tensor, **options):
     tree = TokenTree([0], max_depth=9)
-    packed, _ = drawing.draw(logits, tree, [0] * len(logits), [0], **options)
-    assert packed.shape == (len(logits), drawing.width)
-    return drawing.unpack(packed.numpy(), **options)
+    packed, _ = sampler.sample(logits, tree, [0] * len(logits), [0], **options)
+    assert packed.shape == (len(logits), sampler.width)
+    return sampler.unpack(packed.numpy(), **options)
 
 
 @pytest.mark.parametrize("with_logprobs", [False, True])
@@ -28,7 +28,7 @@ def drawn(drawing: Sampler, logits: torch.Tensor, **options):
 def test_what_is_packed_is_unpacked(with_logprobs, num, size):
     logits = torch.randn(3, size, generator=torch.Generator().manual_seed(size))
     logits[0, size - 1] = 30  # the largest id
-    successors, logprobs, entries = drawn(make_sampler(with_logprobs=with_logprobs, num_top_k=num), logits)
+    successors, logprobs, entries = outcome(make_sampler(with_logprobs=with_logprobs, num_top_k=num), logits)
     assert successors.tolist() == logits.argmax(-1).tolist()
     if with_logprobs:
         assert logprobs == pytest.approx(logits.log_softmax(-1).max(-1).values.tolist(), abs=1e-5)
@@ -44,27 +44,27 @@ def test_what_is_packed_is_unpacked(with_logprobs, num, size):
     assert (entries[:, kept:K] == -1).all()
     if num == K:
         for row, values in zip(entries, top.values, strict=True):
-            gaps = [margin_of(row[None], 0, rank) for rank in range(kept)]
-            assert gaps == pytest.approx(((values[0] - values) * 16).clamp(max=255).round().tolist(), abs=1)
+            margins = [margin_of(row[None], 0, rank) for rank in range(kept)]
+            assert margins == pytest.approx(((values[0] - values) * 16).clamp(max=255).round().tolist(), abs=1)
 
 
-def test_runners_up_that_nobody_looks_at_are_not_found():
-    drawing = make_sampler(num_top_k=K)
-    successors, _, entries = drawn(drawing, torch.eye(4), with_top_k=False)
+def test_candidates_that_nobody_looks_at_are_not_found():
+    sampler = make_sampler(num_top_k=K)
+    successors, _, entries = outcome(sampler, torch.eye(4), with_top_k=False)
     assert successors.tolist() == [0, 1, 2, 3] and entries is None
 
 
-def test_what_may_not_be_drawn_lies_far_below():
-    _, gaps = top_k(torch.tensor([[3.0, float("-inf"), 2.0]]), 3)
-    assert gaps.tolist() == [[0, 16, 255]]
+def test_what_may_not_be_sampled_lies_far_below():
+    _, margins = top_k(torch.tensor([[3.0, float("-inf"), 2.0]]), 3)
+    assert margins.tolist() == [[0, 16, 255]]
 
 
 @pytest.mark.parametrize("num", [1, 3, K])
 @pytest.mark.parametrize("size", [1, K, BLOCK - 1, BLOCK, 5 * BLOCK, 5 * BLOCK + 7])
-@pytest.mark.parametrize("kind", ["drawn", "rising", "falling", "equal", "few", "none", "infinite", "no numbers"])
-def test_runners_up_are_found_on_a_cpu_as_elsewhere(kind, size, num):
+@pytest.mark.parametrize("kind", ["random", "rising", "falling", "equal", "few", "none", "infinite", "no numbers"])
+def test_top_k_candidates_are_found_on_a_cpu_as_elsewhere(kind, size, num):
     logits = {
-        "drawn": torch.randn(4, size, generator=torch.Generator().manual_seed(size)),
+        "random": torch.randn(4, size, generator=torch.Generator().manual_seed(size)),
         "rising": torch.arange(size).expand(4, size) / 8.0,
         "falling": -torch.arange(size).expand(4, size) / 8.0,
         "equal": torch.zeros(4, size),
@@ -73,9 +73,9 @@ def test_runners_up_are_found_on_a_cpu_as_elsewhere(kind, size, num):
         "infinite": torch.randn(4, size).index_fill_(1, torch.tensor([0, size // 2]), torch.inf),
         "no numbers": torch.full((4, size), torch.nan),
     }[kind].contiguous()
-    successors, _, entries = drawn(make_sampler(num_top_k=num), logits)
+    successors, _, entries = outcome(make_sampler(num_top_k=num), logits)
     assert successors.tolist() == logits.argmax(-1).tolist()
-    ids, gaps = top_k(logits, num)
+    ids, margins = top_k(logits, num)
     for row, entry in enumerate(entries):
         for rank in range(num):
             token = int(entry[rank])
@@ -84,7 +84,7 @@ def test_runners_up_are_found_on_a_cpu_as_elsewhere(kind, size, num):
                 continue
             assert logits[row, token] == logits[row, ids[row, rank]]  # of equals any
             if num == K and kind != "infinite":
-                assert margin_of(entry[None], 0, rank) == gaps[row, rank]
+                assert margin_of(entry[None], 0, rank) == margins[row, rank]
         found = [token for token in entry[:num].tolist() if token >= 0]
         assert len(found) == len(set(found))
 
@@ -100,6 +100,6 @@ def test_a_processor_may_have_parameters():
         def forward(self, input_ids, scores):
             return scores + self.bias
 
-    drawing = Sampler(TreeProcessors([Bias()], CPU), None, num_top_k=K)
-    successors, _, entries = drawn(drawing, torch.tensor([[1.0, 0.0, 3.0]]))
+    sampler = Sampler(TreeProcessors([Bias()], CPU), None, num_top_k=K)
+    successors, _, entries = outcome(sampler, torch.tensor([[1.0, 0.0, 3.0]]))
     assert successors.tolist() == [1] and entries[0, :3].tolist() == [1, 2, 0]

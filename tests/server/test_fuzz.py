@@ -1,4 +1,4 @@
-"""A few hundred of the malformed requests and command lines of benchmarks/fuzz.py."""
+"""A few hundred of the malformed requests and command lines of `benchmarks/correctness.py fuzz`."""
 
 from __future__ import annotations
 

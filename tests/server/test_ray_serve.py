@@ -22,7 +22,7 @@ from lp_runtime.server.ray_serve import build
 
 pytest.importorskip("ray.serve", reason="needs Ray Serve: pip install 'lp-runtime[ray-serve]'")
 
-COMMAND = [sys.executable, "-c", "from lp_runtime.cli import serve_main; serve_main()", "server=ray_serve"]
+COMMAND = [sys.executable, "-c", "from lp_runtime.entrypoints.cli import serve_main; serve_main()", "server=ray_serve"]
 SETTINGS = ["device=cpu", "dtype=float32", "lookahead.W=7", "lookahead.N=5", "lookahead.G=7", "lookahead.prior=none"]
 PROMPT = reference.PROMPTS[1]
 
@@ -62,7 +62,7 @@ def test_answers_streams_and_clients_that_go(tmp_path):
         asked["extra_body"]["lookahead"] = {"W": 0, "N": 2, "G": 0}
         stream = client.completions.create(max_tokens=2000, stream=True, **asked)
         assert next(iter(stream)).choices[0].text  # it comes while the rest is still decoded
-        assert figures()["lp_requests_running"] == "1.0"
+        wait_until(lambda: figures()["lp_requests_running"] == "1.0")
         stream.close()
         wait_until(lambda: figures()["lp_requests_running"] == "0.0")
         assert figures()['lp_requests_total{outcome="cancelled"}'] == "1.0"

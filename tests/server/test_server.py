@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from lp_runtime.model.loader import load_tokenizer
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
 PROMPT = reference.PROMPTS[1]
 SAMPLED = {"temperature": 0.8, "seed": 7}
+LONG = 3000  # tokens of a request that does not end while a test looks at it
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +184,7 @@ def test_many_clients_at_once(server, expected):
         ({"logit_bias": {"x": 1}}, "logit_bias of 'x'"),
         ({"echo": True}, "echo, suffix and best_of"),
         ({"extra_body": {"nonsense": 1}}, "nonsense: Extra inputs are not permitted"),
+        ({"extra_body": {"lookahead": {"policy": "paper"}}}, "lookahead.policy: Extra inputs are not permitted"),
         ({"extra_body": {"lookahead": {"W": -1, "N": 5, "G": 5}}}, "lookahead.W=-1"),
         ({"extra_body": {"lookahead": {"W": 10**9, "N": 5, "G": 5}}}, "lookahead.W: Input should be less than"),
         ({"stream_options": {"include_usage": True}}, "stream_options: only with stream=true"),
@@ -201,7 +202,7 @@ def test_a_client_that_goes_frees_the_replicas(server):
         connection = http.client.HTTPConnection(url.removeprefix("http://"))
         asked = {
             "prompt": PROMPT,
-            "max_tokens": 900,
+            "max_tokens": LONG,
             "stream": stream,
             "ignore_eos": True,
             "lookahead": {"W": 0, "N": 2, "G": 0},
@@ -214,36 +215,46 @@ def test_a_client_that_goes_frees_the_replicas(server):
         assert scheduler.totals.requests["cancelled"] == before + 1
 
 
-def test_a_full_queue_and_a_key(runtime):
-    with served(runtime, max_waiting=1, api_key="secret", max_new_tokens=600, queue_timeout=0.01) as (url, scheduler):
+SLOW = {"ignore_eos": True, "lookahead": {"W": 0, "N": 2, "G": 0}}
+
+
+def test_a_full_queue_and_a_key(runtime, expected):
+    with served(runtime, max_waiting=1, api_key="secret", max_new_tokens=LONG) as (url, scheduler):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=f"{url}/v1", api_key="guess", max_retries=0).models.list()
         assert urllib.request.urlopen(f"{url}/health").status == 200
-        slow = {"ignore_eos": True, "lookahead": {"W": 0, "N": 2, "G": 0}}
-        stream = client.completions.create(**body(max_tokens=600, stream=True, extra_body=slow))
+        stream = client.completions.create(**body(max_tokens=LONG, stream=True, extra_body=SLOW))
         next(iter(stream))
         with ThreadPoolExecutor(1) as pool:
-            late = pool.submit(client.completions.create, **body())
+            waiting = pool.submit(client.completions.create, **body(temperature=0))
             wait_until(lambda: scheduler.num_waiting == 1)
             with pytest.raises(openai.RateLimitError, match="busy: 1 requests are waiting, and at most 1 may"):
                 client.completions.create(**body())
-            time.sleep(0.02)
             stream.close()
-            with pytest.raises(openai.InternalServerError, match="waited for too long"):
-                late.result()
-        with pytest.raises(openai.BadRequestError, match="max_tokens=601: must be at most 600"):
-            client.completions.create(**body(max_tokens=601))
+            assert waiting.result().choices[0].text == expected[PROMPT, False].text
+        with pytest.raises(openai.BadRequestError, match=f"max_tokens={LONG + 1}: must be at most {LONG}"):
+            client.completions.create(**body(max_tokens=LONG + 1))
         with pytest.raises(openai.BadRequestError, match="n=3: must be at most 2 with max_waiting=1"):
             client.completions.create(**body(n=3, **SAMPLED))
         with pytest.raises(openai.BadRequestError, match="2 prompts x n=2: must be at most 2 with max_waiting=1"):
             client.completions.create(**body(prompt=["a", "b"], n=2, **SAMPLED))
 
 
+def test_a_request_that_waits_for_too_long(runtime):
+    with served(runtime, queue_timeout=0.01) as (url, _):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        stream = client.completions.create(**body(max_tokens=LONG, stream=True, extra_body=SLOW))
+        next(iter(stream))
+        with pytest.raises(openai.InternalServerError, match="waited for too long"):
+            client.completions.create(**body())
+        stream.close()
+
+
 @contextmanager
 def command(tmp_path, *overrides: str):
     """(mark, process, client) of an lp-serve."""
-    code = "from lp_runtime.cli import serve_main; serve_main()"
+    code = "from lp_runtime.entrypoints.cli import serve_main; serve_main()"
     settings = ["device=cpu", "dtype=float32", "lookahead.W=7", "lookahead.N=5", "lookahead.G=7"]
     with marked() as mark, one_core():
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""How many tokens a step is worth, and who feeds how many: from curves, kept up to date."""
+"""The step budget: how many nodes a step feeds, and which replica feeds which."""
 
 import numpy as np
 import pytest
@@ -6,24 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lp_runtime.distributed.partition import partition_by_times
-from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.sizing.budget import (
-    LONGEST_REST,
-    NUM_TIMED,
-    PATH_PROBABILITY_BITS,
-    PROBE_AFTER,
-    PROBE_STEPS,
-    REST_AFTER,
-    LearnedCosts,
-    StepBudget,
-)
-from lp_runtime.sizing.cost_model import UNIT, assumed_times, interpolate
+from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
+from lp_runtime.sizing.budget import StepBudget
+from lp_runtime.sizing.cost_model import FIXED_POINT_ONE, assumed_times
+from lp_runtime.sizing.drafting_state import MAX_REST_STEPS, PROBE_AFTER_STEPS, PROBE_STEPS, REST_AFTER_STEPS
+from lp_runtime.sizing.learned_costs import NUM_TIMED, LearnedCosts
 
 MILLISECOND = 1_000_000
 
 
 def make_tree(num_nodes: int, num_pending: int = 1, rate: float = 0.7) -> TokenTree:
-    """A tree as the drafter `full` makes one: every node has two children, the likelier one first, best first."""
+    """Return a tree as the drafter `full` makes one: every node has two children; the likeliest nodes come first."""
     root = num_pending - 1
     nodes = [(1.0, -1, 0)]
     open_nodes = [(rate, 0), (0.3 * rate, 0)]
@@ -47,18 +40,17 @@ def make_tree(num_nodes: int, num_pending: int = 1, rate: float = 0.7) -> TokenT
 
 
 def timed(times: np.ndarray) -> LearnedCosts:
-    """What is known once steps of the root alone were timed, and took what the curves say."""
-    learned = LearnedCosts.nothing(len(times))
-    learned.num_plain = 4
-    return learned
+    """Return what is known once steps of the root alone were timed, and took as long as measured."""
+    return LearnedCosts.initial(len(times), is_timed=True)
 
 
 def fitted(budget: StepBudget, tree: TokenTree) -> int:
+    """Return how many of the tree's first nodes to feed."""
     return budget.fit(tree, tree.path_probabilities)
 
 
 def flat(num_tokens: int, free: int, slope: float) -> np.ndarray:
-    """A curve that is flat up to `free` tokens, and then rises by `slope` of it with every token."""
+    """Return [1, num_tokens + 1] times: equal up to `free` tokens, then rising by `slope` with each token."""
     tokens = np.arange(num_tokens + 1)
     return (MILLISECOND * (1 + slope * np.maximum(0, tokens - free))).astype(np.int64)[None]
 
@@ -84,7 +76,7 @@ def test_the_budget_is_spent(num_replicas):
     assert sum(len(share.nodes) for share in step.shares(tree)) > 0.9 * 40 * num_replicas
 
 
-def test_what_is_free_is_taken_and_what_is_dear_is_left():
+def test_free_tokens_are_fed_and_expensive_ones_are_not():
     tree = make_tree(200)
     for free in (1, 8, 30, 100):
         assert fitted(StepBudget(flat(200, free, 0.2), True, None), tree) == pytest.approx(free, abs=6)
@@ -124,9 +116,9 @@ def test_when_nothing_pays_drafting_rests_longer_and_longer():
             asked.append(step)
             assert fitted(budget, tree) == 1
         budget.observe(shares, [MILLISECOND], [0], 0)
-    assert asked[:REST_AFTER] == list(range(REST_AFTER))
+    assert asked[:REST_AFTER_STEPS] == list(range(REST_AFTER_STEPS))
     pauses = np.diff(asked)
-    assert (np.diff(pauses) >= 0).all() and pauses[-1] == LONGEST_REST
+    assert (np.diff(pauses) >= 0).all() and pauses[-1] == MAX_REST_STEPS
     # and it wakes up when something does
     while budget.is_resting:
         budget.observe(shares, [MILLISECOND], [0], 0)
@@ -136,7 +128,7 @@ def test_when_nothing_pays_drafting_rests_longer_and_longer():
 
 @pytest.mark.parametrize("slowdown", [2, 4])
 def test_a_replica_that_turns_out_slow_gets_less(slowdown):
-    """Three replicas, the second of which takes longer than its curve says: all are done at about the same time."""
+    """Three replicas, the second of which takes longer than measured: all are done at about the same time."""
     curves = flat(400, 1, 0.02).repeat(3, axis=0)
     actual = curves * np.array([[1], [slowdown], [1]])
     budget = StepBudget(curves, False, None)
@@ -164,18 +156,10 @@ def test_small_differences_are_noise():
     assert budget.shares(tree).owner.tolist() == before.owner.tolist()
 
 
-def test_a_curve_goes_through_its_points_and_does_not_fall():
-    curve = interpolate([1, 4, 8], [100, 90, 200], 16)
-    assert curve[[1, 4, 8]].tolist() == [100, 100, 200]
-    assert (np.diff(curve) >= 0).all()
-    assert curve[16] == 200 + 8 * 25
-    assert interpolate([1], [100], 5).tolist() == [100] * 6
-
-
 @pytest.mark.parametrize("is_auto", [True, False])
 @pytest.mark.parametrize("slow", [1, 3])
 def test_no_replica_feeds_more_than_the_budget_where_more_would_be_as_fast(is_auto, slow):
-    """Curves with a plateau, and replicas of unequal speed: the budget holds all the same."""
+    """Times with a plateau, and replicas of unequal speed: the budget holds all the same."""
     times = np.concatenate([flat(400, 64, 0.1), slow * flat(400, 64, 0.1)])
     for size in (2, 40, 57, 200):
         tree = make_tree(size)
@@ -198,7 +182,7 @@ def test_promises_are_believed_as_far_as_they_were_kept():
 
 
 def test_a_step_of_the_root_alone_is_timed_before_the_first_that_drafts():
-    """It is cheaper than its curve says, so that less pays than seemed."""
+    """A step of the root alone takes less than measured, so that fewer trees pay than seemed."""
     tree, times = make_tree(50, rate=0.5), flat(50, 1, 0.05)
     budget = StepBudget(times, True, None)
     assert fitted(budget, tree) > 1
@@ -214,7 +198,8 @@ def test_a_step_of_the_root_alone_is_timed_before_the_first_that_drafts():
 @pytest.mark.parametrize("is_auto", [True, False])
 def test_times_that_come_a_step_late_teach_the_same(is_auto):
     times = np.tile(flat(64, 8, 0.05), (2, 1))
-    late, prompt = (StepBudget(times, is_auto, None, timed(times)) for _ in range(2))
+    learned_late, learned = timed(times), timed(times)
+    late, prompt = (StepBudget(times, is_auto, None, each) for each in (learned_late, learned))
     tree = make_tree(40)
     nanoseconds = [[0, 0], *([MILLISECOND * (10 + step), MILLISECOND * (40 - step)] for step in range(12))]
     fed = [tree, make_tree(12), make_tree(25)]
@@ -224,9 +209,9 @@ def test_times_that_come_a_step_late_teach_the_same(is_auto):
             budget.fit(fed[step % 3], fed[step % 3].path_probabilities)
         prompt.observe(shares, nanoseconds[step + 1], [0, 0], 2)
         late.observe(shares, nanoseconds[step], [0, 0], 2, is_late=True)
-    assert late._learned.scales.tolist() != prompt._learned.scales.tolist()
+    assert learned_late.scales.tolist() != learned.scales.tolist()
     late.observe(shares, nanoseconds[12], [0, 0], 2, is_late=True)
-    assert late._learned.scales.tolist() == prompt._learned.scales.tolist() != [UNIT] * 2
+    assert learned_late.scales.tolist() == learned.scales.tolist() != [FIXED_POINT_ONE] * 2
 
 
 @pytest.mark.parametrize(("slope", "is_probed"), [(0.36, True), (0.001, False)])
@@ -236,7 +221,7 @@ def test_what_hardly_pays_is_compared_with_fresh_times_now_and_then(slope, is_pr
     times = flat(64, 1, slope)
     step = StepBudget(times, True, None, timed(times))
     rested = 0
-    for _ in range(3 * PROBE_AFTER):
+    for _ in range(3 * PROBE_AFTER_STEPS):
         if step.is_resting:
             rested += 1
             share = step.shares(TokenTree([0], max_depth=0))
@@ -252,46 +237,53 @@ def test_what_hardly_pays_is_compared_with_fresh_times_now_and_then(slope, is_pr
     assert is_probed or rested == 0
 
 
-def settled(times: np.ndarray, overhead, steps: int = 60, tree: TokenTree | None = None) -> StepBudget:
-    """A budget after steps of a tree of 400 nodes, where the host takes so many nanoseconds for so many nodes."""
-    budget = StepBudget(times, True, None, timed(times))
-    budget._learned.host.plain = overhead(0)
-    told = 0
-    for _ in range(steps):
+def settled(times: np.ndarray, overhead) -> tuple[StepBudget, LearnedCosts]:
+    """Return a budget, and what it has learned, after 60 steps of a tree of 400 nodes.
+
+    Args:
+        times: [1, M + 1] nanoseconds of the forward pass.
+        overhead: Nanoseconds of the host, by the number of nodes below the root.
+    """
+    learned = timed(times)
+    budget = StepBudget(times, True, None, learned)
+    learned.host.plain_ns = overhead(0)
+    host_ns = 0
+    for _ in range(60):
         part = make_tree(400)
         part.truncate(size := fitted(budget, part))
-        budget.observe(budget.shares(part), [MILLISECOND], [told], 3)
-        told = overhead(size - 1)  # with the next step
-    return budget
+        budget.observe(budget.shares(part), [MILLISECOND], [host_ns], 3)
+        host_ns = overhead(size - 1)  # known with the next step
+    return budget, learned
 
 
-def test_what_the_host_needs_for_each_node_is_a_part_of_its_price():
-    """Steps that draft take it longer: the more nodes, the longer, whatever the device takes."""
+def test_the_host_time_of_each_node_counts():
+    """The host takes longer for a step with more nodes, whatever the device takes."""
     tree, times = make_tree(400), flat(400, 400, 0)
-    free = settled(times, lambda num: MILLISECOND // 10)
-    slow = settled(times, lambda num: MILLISECOND // 10 + 10_000 * num)
+    free, _ = settled(times, lambda num: MILLISECOND // 10)
+    slow, _ = settled(times, lambda num: MILLISECOND // 10 + 10_000 * num)
     assert fitted(free, tree) > 300
     assert 4 < fitted(slow, tree) < 60
 
 
-def test_what_drafting_takes_whatever_it_feeds_does_not_keep_trees_small():
-    """Growing takes the host the same for 2 nodes and for 30: that is no reason to feed 2."""
-    times, learned = flat(400, 1, 0.001), None
+def test_host_time_that_does_not_depend_on_the_tree_does_not_keep_trees_small():
+    """Growing takes the host equally long for 2 nodes and for 30: that is no reason to feed 2."""
+    times = flat(400, 1, 0.001)
+    learned = timed(times)
     for overhead in (lambda num: 20_000 + 60_000 * (num > 0), lambda num: 20_000):
-        budget = StepBudget(times, True, None, learned or timed(times))
-        learned, told = budget._learned, 0
+        budget = StepBudget(times, True, None, learned)
+        host_ns = 0
         for _ in range(400):  # chains that promise little: two nodes, or none, pay
             part = make_tree(3, rate=0.3)
             part.truncate(size := fitted(budget, part))
-            budget.observe(budget.shares(part), [MILLISECOND], [told], int(size > 1))
-            told = overhead(size - 1)
+            budget.observe(budget.shares(part), [MILLISECOND], [host_ns], int(size > 1))
+            host_ns = overhead(size - 1)
         assert fitted(budget, make_tree(400)) > 80
 
 
-def test_steps_in_which_nothing_paid_do_not_make_nodes_dear():
+def test_steps_in_which_nothing_paid_do_not_make_nodes_expensive():
     times = flat(400, 1, 0.001)
-    budget = settled(times, lambda num: 100_000 + 2_500 * num)
-    price = budget._learned.host.per_node
+    budget, learned = settled(times, lambda num: 100_000 + 2_500 * num)
+    per_node_ns = learned.host.per_node_ns
     for _ in range(2000):
         part = make_tree(40, rate=0.001)
         size = 1
@@ -299,21 +291,21 @@ def test_steps_in_which_nothing_paid_do_not_make_nodes_dear():
             part.truncate(size := fitted(budget, part))
         assert size == 1
         budget.observe(budget.shares(make_tree(1)), [MILLISECOND], [160_000], 0)
-    assert budget._learned.host.per_node < 2 * price
-    budget._rest = 0
+    assert learned.host.per_node_ns < 2 * per_node_ns
     assert fitted(budget, make_tree(400)) > 30
 
 
 def test_the_time_of_a_tree_is_known_before_it_is_cut():
-    """Once it is known how many tokens several replicas feed: within what a few tokens make of it."""
+    """The estimate is off by a few tokens' time at most, once it is known how many tokens several replicas feed."""
     times = np.concatenate([flat(400, 8, 0.05), 2 * flat(400, 4, 0.1), flat(400, 8, 0.05)])
-    budget = StepBudget(times, True, None, timed(times))
+    learned = timed(times)
+    budget = StepBudget(times, True, None, learned)
     for size in 6 * (60, 100, 140, 100):
         part = make_tree(size)
         shares = budget.shares(part)
         actual = max(times[rank, fed] for rank, fed in enumerate(shares.sizes))
         budget.observe(shares, [int(times[rank, fed]) for rank, fed in enumerate(shares.sizes)], [0] * 3, 2)
-        estimate = budget._times_of(1, size, 400)[size - 1]
+        estimate = budget.step_times(1, size, 400)[size - 1]
     assert estimate == pytest.approx(actual, rel=0.08)
     fed = (sum(shares.sizes) - 3) / (size - 1)
-    assert budget._learned.repeated / UNIT == pytest.approx(fed, rel=0.03)
+    assert learned.fed_per_node / FIXED_POINT_ONE == pytest.approx(fed, rel=0.03)

@@ -1,46 +1,41 @@
-"""Does sampling follow the model's distribution? Chi-square tests of drawn tokens against transformers' probabilities.
+"""Chi-square tests of sampled tokens against transformers' probabilities.
 
-    python benchmarks/distribution.py                        # 20,000 seeds a row, about 10 minutes on 2 cores
-    python benchmarks/distribution.py --seeds 2000
-
-Of the first new token on the trained model, and of the third on a random model of 64 token ids, where the exact
+The tokens are the first new one on the trained model, and the third on a random model of 64 token ids, where the exact
 distribution is summed over all 4,096 prefixes. The expected probabilities come from transformers alone: logits of plain
-forward passes, through its own processors, and a softmax. Each row is repeated with a sampler that is wrong on purpose,
-which the same test must reject:
-
-    cold       the noise is scaled by 0.9: a first token of a wrong distribution
-    frozen     the noise of every position is that of one position: right token by token, but not independent
+forward passes, through its own processors, and a softmax. Each test is repeated with a sampler that is wrong on
+purpose.
+Used by tests/sampling/test_distribution.py and by `benchmarks/correctness.py distribution`.
+Letters: V vocabulary.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from common import machine, markdown
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, PreTrainedModel
 
 from lp_runtime import LookaheadConfig, ModelConfig, SamplingConfig
+from lp_runtime.distributed.group import CPU, Group
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.request import Request
-from lp_runtime.engine.sampler_factory import make_sampler
+from lp_runtime.engine.sampler_factory import make_sampler_spec
 from lp_runtime.model.loader import load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sampling.gumbel import GumbelNoise
 from lp_runtime.sampling.hf_settings import build_processors
 
-CPU = torch.device("cpu")
-SETTINGS = (
+SETTINGS: tuple[dict[str, float], ...] = (
     {"temperature": 1.0},
     {"temperature": 0.7},
     {"temperature": 1.0, "top_p": 0.9},
 )
 LOOKAHEAD = LookaheadConfig(W=4, N=3, G=4)
-LEAST_EXPECTED = 5.0  # rarer tokens are counted together, as the test needs
+MIN_EXPECTED = 5.0  # rarer tokens are counted together, as the test needs
+RIGHT = "right"  # the sampler that is not wrong
 
 
 class ColdNoise(GumbelNoise):
@@ -57,17 +52,58 @@ class FrozenNoise(GumbelNoise):
         return super().at([0] * len(positions))
 
 
-SAMPLERS = {"right": GumbelNoise, "cold": ColdNoise, "frozen": FrozenNoise}
+SAMPLERS = {RIGHT: GumbelNoise, "cold": ColdNoise, "frozen": FrozenNoise}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A token whose distribution is known.
+
+    Attributes:
+        token: which, in words.
+        position: of the token among the new ones, from 0.
+        model: the model.
+        prompt: token ids.
+        expected: maps sampling settings to the token's [V] probabilities.
+    """
+
+    token: str
+    position: int
+    model: PreTrainedModel
+    prompt: list[int]
+    expected: Callable[[SamplingConfig], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The result of one test.
+
+    Attributes:
+        token: which token.
+        sampling: the settings.
+        sampler: a key of SAMPLERS.
+        p_value: of the tokens that were sampled.
+    """
+
+    token: str
+    sampling: Mapping[str, float]
+    sampler: str
+    p_value: float
 
 
 def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """The p-value of observed counts [V] under probabilities [V]; rare outcomes are merged into one."""
+    """Return the p-value of observed counts under probabilities; rare outcomes are merged into one.
+
+    Args:
+        counts: [V] how often each outcome was seen.
+        probabilities: [V] expected probabilities.
+    """
     expected = probabilities.double() * counts.sum()
-    assert counts[expected == 0].sum() == 0, "a token was drawn that has no probability"
-    common = expected >= LEAST_EXPECTED
+    assert counts[expected == 0].sum() == 0, "a token was sampled that has no probability"
+    common = expected >= MIN_EXPECTED
     observed = torch.cat([counts[common].double(), counts[~common].double().sum()[None]])
     expected = torch.cat([expected[common], expected[~common].sum()[None]])
-    if expected[-1] < LEAST_EXPECTED:  # even together too rare: into the smallest of the others
+    if expected[-1] < MIN_EXPECTED:  # even together too rare: into the smallest of the others
         last = expected[:-1].argmin()
         observed[last], expected[last] = observed[last] + observed[-1], expected[last] + expected[-1]
         observed, expected = observed[:-1], expected[:-1]
@@ -76,18 +112,24 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     return torch.special.gammaincc(degrees, statistic / 2).item()
 
 
-def probabilities_after(model, sampling: SamplingConfig, texts: torch.Tensor) -> torch.Tensor:
-    """[n, V] of the token after each text [n, L], by transformers alone."""
+def probabilities_after(model: PreTrainedModel, sampling: SamplingConfig, texts: torch.Tensor) -> torch.Tensor:
+    """Return [n, V] probabilities of the token after each text, by transformers alone.
+
+    Args:
+        model: the model.
+        sampling: the settings.
+        texts: [n, L] token ids.
+    """
     processors: LogitsProcessorList = build_processors(model, texts[0].tolist(), sampling, 8, ())
     with torch.inference_mode():
         logits = model(input_ids=texts).logits[:, -1].float()
     return processors(texts, logits).double().softmax(-1)
 
 
-def third_token(model, sampling: SamplingConfig, prompt: list[int]) -> torch.Tensor:
-    """[V] exact probabilities of the third new token: the sum over all first and second ones."""
+def third_token(model: PreTrainedModel, sampling: SamplingConfig, prompt: Sequence[int]) -> torch.Tensor:
+    """Return [V] exact probabilities of the third new token: the sum over all first and second tokens."""
     size = model.config.vocab_size
-    start = torch.tensor([prompt])
+    start = torch.tensor([list(prompt)])
     first = probabilities_after(model, sampling, start)[0]
     ids = torch.arange(size)
     after_one = torch.cat([start.expand(size, -1), ids[:, None]], dim=1)
@@ -97,34 +139,43 @@ def third_token(model, sampling: SamplingConfig, prompt: list[int]) -> torch.Ten
     return torch.einsum("a,ab,abc->c", first, second, third)
 
 
-def draw_tokens(
-    model, sampling: dict, prompt: Sequence[int], num_seeds: int, position: int, noise: type[GumbelNoise]
-) -> torch.Tensor:
-    """[V] how often each token was drawn as new token `position` (from 0), over seeds 0, 1, ..."""
-    tree_model = ModelRunner(model, prefill_chunk=2048)
-    loop = Engine(tree_model, 0, 1, CPU)
+def sample_tokens(case: Case, sampling: Mapping[str, float], num_seeds: int, noise: type[GumbelNoise]) -> torch.Tensor:
+    """Return [V] how often each token was sampled, over seeds 0, 1, ...
+
+    Args:
+        case: which token.
+        sampling: settings of SamplingConfig.
+        num_seeds: how often to sample.
+        noise: what a sample's noise is.
+    """
+    model = ModelRunner(case.model, prefill_chunk=2048)
+    engine = Engine(model, Group.alone())
     found: Counter[int] = Counter()
-    first = Request(tuple(prompt), LOOKAHEAD, position + 1, sampling=SamplingConfig(**sampling, seed=0))
-    drawing = make_sampler(tree_model, first)
+    config = SamplingConfig(**sampling, seed=0)
+    request = Request(tuple(case.prompt), LOOKAHEAD, case.position + 1, sampling=config)
+    spec = make_sampler_spec(model, request)
     for seed in range(num_seeds):
-        drawing.noise = noise(seed, 0, tree_model.vocabulary_size, CPU)
-        tokens = [token for run in list(loop.run(first, drawing))[:-1] for token in run.token_ids]
-        found[tokens[position]] += 1
-    counts = torch.zeros(tree_model.vocabulary_size, dtype=torch.int64)
+        *outputs, _ = engine.run(request, replace(spec, noise=noise(seed, 0, model.vocabulary_size, CPU)))
+        found[[token for output in outputs for token in output.token_ids][case.position]] += 1
+    counts = torch.zeros(model.vocabulary_size, dtype=torch.int64)
     for token, count in found.items():
         counts[token] = count
     return counts
 
 
-def first_token_of_a_prompt(config: ModelConfig, text: str):
-    """(model, prompt, function of the settings that gives the expected [V] probabilities)"""
+def first_token_of_a_prompt(config: ModelConfig, text: str) -> Case:
+    """Return the case of a model's first new token."""
     model = load_model(config, CPU, "float32")
     prompt = load_tokenizer(config)(text).input_ids
-    return model, prompt, lambda sampling: probabilities_after(model, sampling, torch.tensor([prompt]))[0]
+
+    def expected(sampling: SamplingConfig) -> torch.Tensor:
+        return probabilities_after(model, sampling, torch.tensor([prompt]))[0]
+
+    return Case("first token, trained model", 0, model, prompt, expected)
 
 
-def third_token_of_a_small_model():
-    """As above, for a random model of 64 token ids, whose logits are spread widely."""
+def third_token_of_a_small_model() -> Case:
+    """Return the case of the third new token of a random model of 64 token ids, whose logits are spread widely."""
     torch.manual_seed(5)
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -134,38 +185,26 @@ def third_token_of_a_small_model():
         LlamaForCausalLM(config).save_pretrained(folder)
         model = load_model(ModelConfig(path=folder), CPU, "float32")
     prompt = [1, 2, 3, 1, 2]
-    return model, prompt, lambda sampling: third_token(model, sampling, prompt)
+    return Case("third token, 64 ids", 2, model, prompt, lambda sampling: third_token(model, sampling, prompt))
 
 
-def rows(num_seeds: int, model_path: str | None = None, settings: Sequence[dict] = SETTINGS) -> list[list]:
-    """A row a case: what, settings, sampler, p-value."""
+def chi_square_rows(
+    num_seeds: int, model_path: str | None = None, settings: Sequence[Mapping[str, float]] = SETTINGS
+) -> Iterator[Row]:
+    """Test every case with every setting, with the right sampler and with one that is wrong.
+
+    Args:
+        num_seeds: samples of each test.
+        model_path: directory or hub id of the trained model; None for the demo model.
+        settings: of SamplingConfig.
+
+    Yields:
+        a row a test.
+    """
     first = first_token_of_a_prompt(ModelConfig(path=model_path), "def fib(n):\n    return ")
-    cases = [("first token, trained model", 0, *first), ("third token, 64 ids", 2, *third_token_of_a_small_model())]
-    found = []
-    for what, position, model, prompt, expected_of in cases:
+    for case in (first, third_token_of_a_small_model()):
         for sampling in settings:
-            expected = expected_of(SamplingConfig(**sampling))
-            for name in ("right", "frozen" if position else "cold"):
-                counts = draw_tokens(model, sampling, prompt, num_seeds, position, SAMPLERS[name])
-                found.append([what, sampling, name, chi_square(counts, expected)])
-                print(*found[-1], file=sys.stderr, flush=True)
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=None, help="directory or hub id; the demo model if not given")
-    parser.add_argument("--seeds", type=int, default=20_000)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    found = rows(args.seeds, args.model)
-    table = [[what, ", ".join(f"{k} {v}" for k, v in s.items()), name, f"{p:.3g}"] for what, s, name, p in found]
-    print(f"{machine()}; {args.seeds} seeds a row\n")
-    print(markdown(["token", "settings", "sampler", "p-value"], table))
-    right = [p for *_, name, p in found if name == "right"]
-    wrong = [p for *_, name, p in found if name != "right"]
-    sys.exit(0 if min(right) > 1e-3 and max(wrong) < 1e-4 else 1)
-
-
-if __name__ == "__main__":
-    main()
+            expected = case.expected(SamplingConfig(**sampling))
+            for name in (RIGHT, "frozen" if case.position else "cold"):
+                counts = sample_tokens(case, sampling, num_seeds, SAMPLERS[name])
+                yield Row(case.token, sampling, name, chi_square(counts, expected))

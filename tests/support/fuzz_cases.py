@@ -1,10 +1,10 @@
-"""Malformed HTTP requests, made from a seed: for benchmarks/fuzz.py and the tests."""
+"""Malformed HTTP requests, made from a seed, for tests and `benchmarks/correctness.py fuzz`."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 KEY = "secret"  # the API key that the server asks for
@@ -24,9 +24,9 @@ class HttpCase:
     """A request, byte for byte.
 
     Attributes:
-        kind: what is wrong with it.
+        kind: what is wrong with the request.
         data: what is sent.
-        may_pass: whether some of its kind can be answered after all; others must be refused.
+        may_pass: whether some requests of the kind can be answered after all; others must be refused.
     """
 
     kind: str
@@ -161,11 +161,18 @@ EXTREME = {
 }
 
 
-def request(path: str, body: bytes, method: str = "POST", headers: dict[str, str] | None = None) -> bytes:
-    """A well-formed request but for what is given; a header of None is left out."""
-    told = {"Host": "x", "Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    told |= {"Content-Length": str(len(body)), "Connection": "close"} | (headers or {})
-    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in told.items() if value is not None)]
+def request(path: str, body: bytes, method: str = "POST", headers: Mapping[str, str | None] | None = None) -> bytes:
+    """Return a request, byte for byte.
+
+    Args:
+        path: of the URL.
+        body: what is sent behind the headers.
+        method: of HTTP.
+        headers: beside the usual ones, or in their place; a header of None is left out.
+    """
+    sent: dict[str, str | None] = {"Host": "x", "Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    sent |= {"Content-Length": str(len(body)), "Connection": "close"} | (headers or {})
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in sent.items() if value is not None)]
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
 
 
@@ -303,7 +310,12 @@ def _random(rng: random.Random) -> HttpCase:
 
 
 def http_cases(count: int, seed: int = 0) -> list[HttpCase]:
-    """So many requests: each thing of the tables once, if there is room, in any order, and random ones."""
+    """Return requests in random order: each thing of the tables once, if `count` allows, and random ones.
+
+    Args:
+        count: number of requests; a tenth of them at least is random.
+        seed: of the random choices.
+    """
     rng = random.Random(seed)
     cases = [*_bodies(), *_documents(rng), *_places(rng), *_headers(rng)]
     cases += [_random(rng) for _ in range(max(count // 10, count - len(cases)))]

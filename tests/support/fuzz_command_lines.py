@@ -1,4 +1,4 @@
-"""Malformed command lines, made from a seed: for benchmarks/fuzz.py and the tests."""
+"""Malformed command lines, made from a seed, for tests and `benchmarks/correctness.py fuzz`."""
 
 from __future__ import annotations
 
@@ -102,7 +102,12 @@ SERVE = {
 
 
 def override_cases(count: int, seed: int = 0) -> list[tuple[str, list[str]]]:
-    """(command, its arguments), each of which must be refused: each thing of the tables once, if there is room."""
+    """Return (command, its arguments) pairs in random order, all of which must be refused.
+
+    Args:
+        count: number of command lines; each thing of the tables is there once if `count` allows, the rest is random.
+        seed: of the random choices.
+    """
     rng = random.Random(seed)
     table = dict.fromkeys(INTS, BAD_INT) | dict.fromkeys(SECONDS, BAD_SECONDS) | dict.fromkeys(BOOLS, BAD_BOOL)
     table |= dict.fromkeys(CHOICES, BAD_CHOICE) | NUMBERS

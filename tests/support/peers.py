@@ -1,8 +1,9 @@
-"""Peers to compare drafting with, as drafters of this runtime, after the rules of their published code.
+"""Published drafting methods as drafters of this runtime, after the rules of their code, to compare drafting with.
 
-SAM decoding (arXiv 2411.10666) with a token recycling tree: Spec-Bench, model/samd, with its defaults: 40 tokens copied
-from behind the first occurrence of the longest suffix that has occurred before, where that suffix has 5 tokens or more;
-else the recycling tree token_recycle.json, filled from a table that the prompt's logits enter, too.
+SAM decoding (arXiv 2411.10666) with a token recycling tree is Spec-Bench's model/samd with its defaults. The longest
+suffix of the text that has occurred before is looked up. If it has 5 tokens or more, 40 tokens from behind its first
+occurrence are copied. Else the tree token_recycle.json is filled from a table of top-k candidates, which the prompt's
+logits enter, too.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from lp_runtime.lookahead.drafters.base import CountingDrafter, VerificationResu
 from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.lookahead.tree import TokenTree
 
-NUM_PREDICTED, LEAST_LENGTH = 40, 5
-# Children of the nodes that have any, breadth first: token_recycle.json of Spec-Bench, as counts.
+NUM_COPIED = 40  # tokens, model/samd's default
+MIN_MATCH = 5  # tokens of a suffix, model/samd's default
+# Number of children of each node that has any, breadth first: token_recycle.json of Spec-Bench.
 NUM_CHILDREN = {
     **{0: 7, 1: 6, 2: 5, 3: 3, 4: 2, 5: 2, 6: 1, 7: 1, 8: 3, 9: 2, 10: 2, 11: 1, 12: 1, 14: 3, 15: 2, 16: 1, 17: 1},
     **{19: 1, 20: 1, 22: 1, 24: 1, 26: 1, 28: 2, 29: 1, 31: 1, 37: 2, 40: 1, 44: 1, 49: 2, 51: 1, 53: 1},
@@ -29,17 +31,22 @@ class SamDrafter(CountingDrafter):
     num_top_k = K
 
     def __init__(self) -> None:
-        super().__init__("text", "runners-up")
-        self.max_nodes = max(NUM_PREDICTED, 1 + sum(NUM_CHILDREN.values()))
-        self.max_committed = NUM_PREDICTED
+        super().__init__("text", "top-k")
+        self.max_nodes = max(NUM_COPIED, 1 + sum(NUM_CHILDREN.values()))
+        self.max_committed = NUM_COPIED
         self._table: dict[int, np.ndarray] = {}
-        self._copied = False
+        self._is_copied = False  # whether the last tree was
 
     def begin(self, tokens: Sequence[int]) -> None:
         pass
 
     def note_prompt(self, tokens: Sequence[int], entries: np.ndarray) -> None:
-        """The prompt's own runners-up."""
+        """Enter the top-k candidates of the prompt's tokens into the table.
+
+        Args:
+            tokens: [n] the prompt.
+            entries: [n, ENTRY] int32 candidates, as drafters/best_first/tables.py has them.
+        """
         for token, row in zip(tokens, entries, strict=True):
             self._table[token] = row
 
@@ -49,34 +56,41 @@ class SamDrafter(CountingDrafter):
         tree = TokenTree(tokens[num_cached:], max_depth)
         text = list(tokens[:-1])  # the last token is not in the automaton yet
         length = longest_match(text, tokens)
-        self._copied = length >= LEAST_LENGTH
-        if self._copied:
-            while length > 1 and len(text) - first_end(text, tokens[-length:]) < NUM_PREDICTED:
+        self._is_copied = length >= MIN_MATCH
+        if self._is_copied:
+            while length > 1 and len(text) - first_end(text, tokens[-length:]) < NUM_COPIED:
                 length -= 1
             place = first_end(text, tokens[-length:])
-            tree.add_branch(text[place : place + NUM_PREDICTED - 1])
+            tree.add_branch(text[place : place + NUM_COPIED - 1])
             return tree
         nodes: list[int | None] = [tree.root]
         for index in range(1 + max(NUM_CHILDREN)):
-            row = None if nodes[index] is None else self._table.get(tree.tokens[nodes[index]])
+            parent = nodes[index]
+            row = None if parent is None else self._table.get(tree.tokens[parent])
             for rank in range(NUM_CHILDREN.get(index, 0)):
-                nodes.append(None if row is None else tree.add(nodes[index], int(row[rank])))
+                nodes.append(None if parent is None or row is None else tree.add(parent, int(row[rank])))
         return tree
 
     def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
         pass
 
     def advance(
-        self, tokens: Sequence[int], tree: TokenTree, found: VerificationResult, run: Sequence[int], path: Sequence[int]
+        self,
+        tokens: Sequence[int],
+        tree: TokenTree,
+        found: VerificationResult,
+        committed: Sequence[int],
+        path: Sequence[int],
     ) -> None:
+        assert found.top_k is not None
         for token, row in zip(tree.tokens[tree.root :], found.top_k, strict=True):
             self._table[token] = row
         nodes = range(tree.root + 1, len(tree))
-        self.count(tree, path, [nodes if self._copied else (), nodes])
+        self.count(tree, path, [nodes if self._is_copied else (), nodes])
 
 
 def longest_match(text: Sequence[int], tokens: Sequence[int]) -> int:
-    """Length of the longest suffix of `tokens` that occurs in `text`."""
+    """Return the length of the longest suffix of `tokens` that occurs in `text`; 0 for none."""
     best = 0
     for end in range(len(text), 0, -1):
         length = 0
@@ -87,6 +101,6 @@ def longest_match(text: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 def first_end(text: Sequence[int], ngram: Sequence[int]) -> int:
-    """Where the first occurrence of an n-gram in a text ends."""
+    """Return the index behind the first occurrence of an n-gram in a text; the n-gram must occur."""
     size = len(ngram)
     return next(end for end in range(size, len(text) + 1) if list(text[end - size : end]) == list(ngram))

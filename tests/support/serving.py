@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from lp_runtime import LookaheadRuntime, Scheduler
 from lp_runtime.config.settings import DEMO_MODEL
@@ -21,12 +22,22 @@ TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}
 
 @contextmanager
 def served(
-    runtime: LookaheadRuntime, max_waiting: int = 64, policy: str = "fair", **settings
+    runtime: LookaheadRuntime, max_waiting: int = 64, policy: str = "fair", **settings: Any
 ) -> Iterator[tuple[str, Scheduler]]:
-    """(base URL, scheduler) of a server of a model named demo; `settings` are ServerSettings'."""
+    """Serve a runtime's model under the name `demo`.
+
+    Args:
+        runtime: what decodes.
+        max_waiting: see Scheduler.
+        policy: see Scheduler.
+        settings: further settings of ServerSettings.
+
+    Yields:
+        base URL and scheduler of the server.
+    """
     with Scheduler(runtime, max_waiting, policy) as scheduler:
-        settings = ServerSettings("demo", **settings)
-        app = Server(runtime, scheduler, settings, load_tokenizer(runtime.config.model)).app()
+        server_settings = ServerSettings("demo", **settings)
+        app = Server(runtime, scheduler, server_settings, load_tokenizer(runtime.config.model)).app()
         listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
         server = http_server(app)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -41,7 +52,7 @@ def served(
 
 
 def demo_model_that_chats(folder: Path) -> Path:
-    """A copy of the demo model with a chat template."""
+    """Write a copy of the demo model with a chat template to a new folder; return the folder."""
     shutil.copytree(DEMO_MODEL, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder

@@ -1,12 +1,15 @@
 """Small random models of many families, for tests and measurements: the library's own classes, a few thousand weights.
 
-Windows are smaller than the texts that are decoded with them, so that every kind of layer matters.
+Attention windows are smaller than the sequences that are decoded, so that every kind of layer matters.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 SHAPE = {
     "vocab_size": 64,
@@ -94,14 +97,14 @@ REFUSED: dict[str, tuple[str, dict, str]] = {
 }
 
 
-def random_model(name: str = "Llama", seed: int = 0, attention: str | None = None, **settings):
-    """A random causal LM in float32, in eval mode.
+def random_model(name: str = "Llama", seed: int = 0, attention: str | None = None, **settings: Any) -> PreTrainedModel:
+    """Return a random causal LM in float32, in eval mode.
 
     Args:
-        name: as in LlamaConfig.
+        name: of the architecture, as in LlamaConfig.
         seed: of the weights.
-        attention: its attn_implementation; None is the library's choice.
-        settings: for its configuration, beside SHAPE.
+        attention: the model's attn_implementation; None for the library's choice.
+        settings: of the model's configuration, beside SHAPE.
     """
     config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
     config = config_class(**(SHAPE | settings))

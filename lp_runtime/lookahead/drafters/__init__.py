@@ -1,1 +1,1 @@
-"""Drafters: what a step's token tree proposes."""
+"""Drafters: each proposes the token trees of a request in its own way."""

@@ -1,9 +1,9 @@
-"""What a drafting drafter is: it proposes what may follow, and learns from what the step found.
+"""The interface of drafters: a drafter proposes what may follow, and learns from each step's verification result.
 
-A drafter decides how many steps a text takes, never which text it is: a guess is committed only where the model agrees.
-Its answers are functions of what all replicas share.
+A drafter decides how many steps a sequence takes, never which tokens it has: a guess is committed only where the model
+agrees. Everything a drafter answers is a function of what all replicas share.
 
-Letters: T nodes in the tree, n of them from the root on, K runners-up of a node.
+Letters: T nodes in the tree, n of them from the root on, K top-k candidates of a node.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ import numpy as np
 
 from lp_runtime.lookahead.tree import TokenTree, accept
 
-MAX_DEPTH_COUNTED = 16
+MAX_DEPTH_COUNTED = 16  # columns of Counts; deeper nodes are rare and count in the last one
 
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """What a step found.
+    """What the exchange tells of every node of a step's tree.
 
     Attributes:
-        successors: [T] the token that follows each node, from the root on; int64 if it is an array, which takes the
-            least time.
-        top_k: [n, ENTRY] int32, of the nodes from the root on, where the drafter asked for them: the K likeliest
-            successors by the scores they are drawn from, before noise; -1 where there are fewer, and how far each lies
-            below the first (tables.py).
+        successors: [T] the token that follows each node, valid from the root on; an int64 array is used as it is.
+        top_k: [n, ENTRY] int32 top-k candidates of the nodes from the root on, and their margins, as
+            best_first/tables.py lays them out: the K likeliest successors by the scores they are sampled from, before
+            noise, -1 where there are fewer. None where the drafter did not ask for them.
     """
 
     successors: Sequence[int] | np.ndarray
@@ -37,26 +36,34 @@ class VerificationResult:
 
     @classmethod
     def from_root(cls, root: int, successors: np.ndarray, top_k: np.ndarray | None = None) -> VerificationResult:
-        """What was found of the nodes from the root on, [n]; of the pending tokens before it nothing is known."""
+        """Return a result from successors of the nodes from the root on; those of the pending tokens before it are -1.
+
+        Args:
+            root: index of the root.
+            successors: [n] int64 token ids.
+            top_k: [n, ENTRY] int32, see VerificationResult.
+        """
         if root:
-            below, successors = successors, np.empty(root + len(successors), np.int64)
-            successors[:root], successors[root:] = -1, below
+            from_root, successors = successors, np.empty(root + len(successors), np.int64)
+            successors[:root], successors[root:] = -1, from_root
         return cls(successors, top_k)
 
     @cached_property
     def successor_array(self) -> np.ndarray:
-        """[T] int64, the successors."""
+        """[T] int64 successors."""
         return np.ascontiguousarray(self.successors, np.int64)
 
 
 @dataclass
 class Counts:
-    """Nodes by where they came from and how deep they stood: [sources, MAX_DEPTH_COUNTED], the last column and deeper.
+    """How many nodes were fed and accepted, by source and depth: [sources, MAX_DEPTH_COUNTED].
+
+    Column d counts depth d + 1; the last column counts all deeper nodes, too.
 
     Attributes:
-        sources: names of the rows.
-        fed: nodes below the root.
-        accepted: of these, what stood on the committed run.
+        sources: names of the rows: where a node's token came from.
+        fed: [sources, MAX_DEPTH_COUNTED] int64 nodes below the root.
+        accepted: [sources, MAX_DEPTH_COUNTED] int64 nodes on the committed path.
     """
 
     sources: tuple[str, ...]
@@ -68,7 +75,13 @@ class Counts:
         self.accepted = np.zeros_like(self.fed)
 
     def add(self, sources: np.ndarray, depths: np.ndarray, path: Sequence[int]) -> None:
-        """Count a step: source and depth of each node below the root, and which of them were accepted."""
+        """Count one step.
+
+        Args:
+            sources: [m] int64 row of each node below the root.
+            depths: [m] int64 depth of each node below the root.
+            path: indices into `sources` of the accepted nodes.
+        """
         columns = np.minimum(depths, MAX_DEPTH_COUNTED) - 1
         np.add.at(self.fed, (sources, columns), 1)
         if path:
@@ -76,13 +89,13 @@ class Counts:
 
 
 class Drafter(ABC):
-    """Proposes trees for one request.
+    """Proposes the trees of one request.
 
     Attributes:
-        num_top_k: K, how many likeliest successors of every node it wants to know; 0 for none.
-        max_nodes: nodes of a tree at most, the root counted; pending tokens before it may come on top.
-        max_committed: tokens that one step commits at most.
-        counts: what was fed and accepted, by source.
+        num_top_k: K, how many top-k candidates of every node the drafter wants to know; 0 for none.
+        max_nodes: largest number of nodes of a tree, the root counted; pending tokens before it may come on top.
+        max_committed: largest number of tokens that one step commits.
+        counts: nodes fed and accepted so far, by source and depth.
     """
 
     num_top_k: int = 0
@@ -92,55 +105,76 @@ class Drafter(ABC):
 
     @abstractmethod
     def begin(self, tokens: Sequence[int]) -> None:
-        """Take up a request, whose prompt is `tokens`."""
+        """Begin a request with the prompt `tokens`."""
 
     @abstractmethod
     def propose(
         self, tokens: Sequence[int], num_cached: int, max_depth: int, tree_size_hint: int | None = None
     ) -> TokenTree:
-        """The next step's tree.
+        """Return the next step's tree.
 
         Args:
-            tokens: prompt and committed tokens; those from `num_cached` on are pending, the last one is the root.
-            max_depth: no node may stand deeper below the root.
-            tree_size_hint: nodes at most, where the drafter can choose.
+            tokens: prompt and committed tokens; the last one is the root.
+            num_cached: leading tokens that are cached; the others are pending.
+            max_depth: largest depth below the root of a node.
+            tree_size_hint: largest number of nodes to propose, where the drafter can choose; None for its own limit.
         """
 
     def accept(self, tree: TokenTree, found: VerificationResult) -> tuple[list[int], list[int]]:
-        """(run, path): see lp_runtime.lookahead.tree.accept."""
+        """Return (accepted, path): see lp_runtime.lookahead.tree.accept.
+
+        Args:
+            tree: what `propose` returned last.
+            found: the tree's verification result.
+        """
         return accept(tree, found.successors)
 
     @abstractmethod
     def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
-        """The prefill is done; `tokens` ends with the first committed token."""
+        """Learn from the prefill.
+
+        Args:
+            tokens: the prompt and the first committed token.
+            found: the verification result of the prompt's last token.
+        """
 
     @abstractmethod
     def advance(
-        self, tokens: Sequence[int], tree: TokenTree, found: VerificationResult, run: Sequence[int], path: Sequence[int]
+        self,
+        tokens: Sequence[int],
+        tree: TokenTree,
+        found: VerificationResult,
+        committed: Sequence[int],
+        path: Sequence[int],
     ) -> None:
-        """A step is done.
+        """Learn from a step.
 
         Args:
             tokens: prompt and committed tokens, this step's included.
-            tree: the step's.
-            found: what it found.
-            run: what it committed.
-            path: the nodes that carry the run's tokens, from below the root: all of them, or all but the last one.
+            tree: the step's tree.
+            found: the tree's verification result.
+            committed: the step's committed tokens.
+            path: the nodes that carry them, from below the root: of all committed tokens, or of all but the last one.
         """
 
 
 class CountingDrafter(Drafter):
-    """Counts what was fed and accepted by the set of nodes that each of its sources claims."""
+    """A drafter that counts fed and accepted nodes by the sets of nodes that its sources claim.
+
+    Args:
+        *sources: names of where a node's token may come from.
+    """
 
     def __init__(self, *sources: str):
         self.counts = Counts(sources)
 
     def count(self, tree: TokenTree, path: Sequence[int], claims: Sequence[Iterable[int]]) -> None:
-        """Count a step.
+        """Count one step.
 
         Args:
-            path: what `advance` is told.
-            claims: the nodes of each source; the first one that claims a node has it.
+            tree: the step's tree.
+            path: the accepted nodes.
+            claims: the nodes that each source claims; the first source that claims a node is the one it counts for.
         """
         sources = np.full(len(tree), -1)
         for source, claimed in reversed(list(enumerate(claims))):

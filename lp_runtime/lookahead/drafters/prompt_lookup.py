@@ -1,7 +1,7 @@
-"""Prompt lookup: what followed the longest earlier occurrence of the text's last tokens is proposed as it stands.
+"""Prompt lookup: the tokens behind the longest earlier occurrence of the last tokens are proposed as one chain.
 
-After https://github.com/apoorvumang/prompt-lookup-decoding, whose n-grams have at most 3 tokens, as here; the longest
-n-gram wins, and of its occurrences the earliest one that has something behind it.
+After https://github.com/apoorvumang/prompt-lookup-decoding, whose n-grams have at most 3 tokens, as here. The longest
+n-gram wins. Of its occurrences the earliest one with a token behind it wins.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from lp_runtime.lookahead.drafters.base import CountingDrafter, VerificationResult
 from lp_runtime.lookahead.tree import TokenTree
 
-MAX_NGRAM = 3
+MAX_NGRAM = 3  # tokens, as in the published code
 
 
 class PromptLookupDrafter(CountingDrafter):
-    """One chain of copied tokens.
+    """Proposes one chain of copied tokens.
 
     Args:
-        num_copied: tokens to copy at most.
-        budget: nodes at most, pending tokens included; None for no other limit.
+        num_copied: largest number of tokens to copy.
+        budget: largest number of nodes, pending tokens included; None for no other limit.
     """
 
     def __init__(self, num_copied: int, budget: int | None = None):
@@ -28,18 +28,19 @@ class PromptLookupDrafter(CountingDrafter):
         self.max_committed = num_copied + 1
         self._num_copied = num_copied
         self._budget = budget
-        self._places: dict[tuple[int, ...], int] = {}  # behind the first occurrence of every n-gram
-        self._num_seen = 0
+        self._places: dict[tuple[int, ...], int] = {}  # index of the token behind the first occurrence of every n-gram
+        self._num_indexed = 0
 
     def begin(self, tokens: Sequence[int]) -> None:
-        self._note(tokens)
+        self._index(tokens)
 
-    def _note(self, tokens: Sequence[int]) -> None:
+    def _index(self, tokens: Sequence[int]) -> None:
+        """Add the n-grams of tokens that were not indexed before."""
         # The last token has nothing behind it yet, so n-grams that end with it wait.
-        for end in range(max(1, self._num_seen), len(tokens)):
+        for end in range(max(1, self._num_indexed), len(tokens)):
             for size in range(1, min(MAX_NGRAM, end) + 1):
                 self._places.setdefault(tuple(tokens[end - size : end]), end)
-        self._num_seen = len(tokens)
+        self._num_indexed = len(tokens)
 
     def propose(
         self, tokens: Sequence[int], num_cached: int, max_depth: int, tree_size_hint: int | None = None
@@ -53,10 +54,15 @@ class PromptLookupDrafter(CountingDrafter):
         return tree
 
     def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
-        self._note(tokens)
+        self._index(tokens)
 
     def advance(
-        self, tokens: Sequence[int], tree: TokenTree, found: VerificationResult, run: Sequence[int], path: Sequence[int]
+        self,
+        tokens: Sequence[int],
+        tree: TokenTree,
+        found: VerificationResult,
+        committed: Sequence[int],
+        path: Sequence[int],
     ) -> None:
-        self._note(tokens)
+        self._index(tokens)
         self.count(tree, path, [range(tree.root + 1, len(tree))])

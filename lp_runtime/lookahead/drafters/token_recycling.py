@@ -1,8 +1,8 @@
-"""Token recycling (Luo et al., arXiv 2408.08696): a static tree over a table of the last runners-up of every token.
+"""Token recycling (Luo et al., arXiv 2408.08696): a static tree over a table of every token's last top-k candidates.
 
-The rule is the published code's (Spec-Bench, inference_recycling.py): the table starts as zeros, every node that is fed
-overwrites its token's row with its 8 likeliest successors, the prefill's tokens do not; the tree is its template 2.2.2,
-written here as how many children each node has.
+The rules are the published code's (Spec-Bench, inference_recycling.py). The table starts as zeros. Every node that is
+fed overwrites its token's row with its 8 likeliest successors; the prefill's tokens do not. The tree is the template
+2.2.2 of that code, written here as how many children each node has.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lp_runtime.lookahead.drafters.base import CountingDrafter, VerificationResu
 from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.lookahead.tree import TokenTree
 
-# For each node that has children, by its path of ranks from the root: how many.
+# Number of children of each node that has any, by the node's path of ranks from the root.
 CHILDREN = {
     "": 8,
     **{"0": 8, "1": 4, "2": 3, "3": 2, "4": 1, "5": 1, "6": 1, "7": 1},
@@ -25,27 +25,28 @@ CHILDREN = {
     **{"0000": 3, "0001": 1, "0002": 1, "0010": 1, "0100": 1, "1000": 1},
     **{"00000": 2, "00010": 1},
 }
+# (path of the parent, rank of the child) of every node below the root, level by level.
 TEMPLATE = [
     (path, rank) for path in sorted(CHILDREN, key=lambda path: (len(path), path)) for rank in range(CHILDREN[path])
 ]
 
 
 class TokenRecyclingDrafter(CountingDrafter):
-    """The template's tree, filled in from the table.
+    """Proposes the template's tree, filled in from the table.
 
     Args:
-        budget: nodes at most, pending tokens included; None for the whole template.
+        budget: largest number of nodes, pending tokens included; None for the whole template.
     """
 
     num_top_k = K
 
     def __init__(self, budget: int | None = None):
-        super().__init__("runners-up")
+        super().__init__("top-k")
         self.max_nodes = 1 + len(TEMPLATE)
         self.max_committed = 2 + max(len(path) for path in CHILDREN)  # the deepest child's depth and the bonus token
         self._budget = budget
         self._table: dict[int, np.ndarray] = {}
-        self._unseen = np.zeros(K, dtype=np.int64)
+        self._unseen_row = np.zeros(K, dtype=np.int64)
 
     def begin(self, tokens: Sequence[int]) -> None:
         pass
@@ -58,7 +59,7 @@ class TokenRecyclingDrafter(CountingDrafter):
         for path, rank in TEMPLATE:
             parent = nodes[path]
             if parent is not None:
-                row = self._table.get(tree.tokens[parent], self._unseen)
+                row = self._table.get(tree.tokens[parent], self._unseen_row)
                 parent = tree.add(parent, int(row[rank]))
             nodes[path + str(rank)] = parent
         return tree
@@ -67,8 +68,14 @@ class TokenRecyclingDrafter(CountingDrafter):
         pass
 
     def advance(
-        self, tokens: Sequence[int], tree: TokenTree, found: VerificationResult, run: Sequence[int], path: Sequence[int]
+        self,
+        tokens: Sequence[int],
+        tree: TokenTree,
+        found: VerificationResult,
+        committed: Sequence[int],
+        path: Sequence[int],
     ) -> None:
+        assert found.top_k is not None
         for token, row in zip(tree.tokens[tree.root :], found.top_k, strict=True):
             self._table[token] = row
         self.count(tree, path, [range(tree.root + 1, len(tree))])

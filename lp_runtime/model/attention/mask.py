@@ -1,15 +1,17 @@
 """The attention mask of a token tree: every node sees the committed tokens, its ancestors and itself.
 
-Letters: T tokens fed, L committed tokens in the cache.
+Letters: T tokens fed, L committed tokens in the cache, S = L + T keys.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from enum import Enum
 
 import numpy as np
 import torch
+from transformers import PreTrainedConfig
 
 from lp_runtime.errors import ModelError
 from lp_runtime.model.attention.tree_attention import NAME as TREE
@@ -23,8 +25,26 @@ WINDOW_FIELDS = ("sliding_window", "attention_chunk_size", "window_size")
 LayerMasks = torch.Tensor | dict[str, torch.Tensor]
 
 
+class MaskForm(Enum):
+    """The form in which an attention function takes masks.
+
+    Attributes:
+        BOOLEAN: [1, 1, T, S] bool, True where a token sees a key.
+        ADDITIVE: [1, 1, T, S] in the model's dtype, added to the scores.
+        TREE_ONLY: [1, 1, T, T] additive, for the tree's own keys; BOOLEAN where a layer hides committed tokens.
+    """
+
+    BOOLEAN = "boolean"
+    ADDITIVE = "additive"
+    TREE_ONLY = "tree only"
+
+
 def ancestor_mask(parents: Sequence[int]) -> np.ndarray:
-    """[T, T] bool: row i is True at i and at its ancestors. `parents` [T]: parents before children, -1 for none."""
+    """Return [T, T] bool: row i is True at i and at the ancestors of i.
+
+    Args:
+        parents: [T] index of each node's parent, -1 for none; parents stand before children.
+    """
     mask = np.empty((len(parents), len(parents)), dtype=np.bool_)
     _mark_ancestors(np.array(parents, dtype=np.int64), mask)
     return mask
@@ -32,13 +52,13 @@ def ancestor_mask(parents: Sequence[int]) -> np.ndarray:
 
 @functools.cache
 def compile_masks() -> None:
-    """Compile, or load from where it is kept, what is compiled here. Once a process."""
-    with_fresh_cache(lambda: (ancestor_mask([-1, 0]), added_mask([-1, 0], 1, -1.0)))
+    """Compile this module's kernels, or load them from Numba's cache; once a process."""
+    with_fresh_cache(lambda: (ancestor_mask([-1, 0]), additive_mask([-1, 0], 1, -1.0)))
 
 
 @compiled
 def _mark_ancestors(parents, mask):
-    """The same, of [T] int64 into a given [T, T] bool."""
+    """Write `ancestor_mask` of parents, [T] int64, into a mask, [T, T] bool."""
     for node in range(len(parents)):
         parent = parents[node]
         for other in range(parent + 1):
@@ -48,8 +68,14 @@ def _mark_ancestors(parents, mask):
         mask[node, node] = True
 
 
-def added_mask(parents: Sequence[int], num_cached: int, lowest: float) -> np.ndarray:
-    """[T, L + T] float32, what is added to scores: `lowest` where `ancestor_mask` behind L columns of True is False."""
+def additive_mask(parents: Sequence[int], num_cached: int, lowest: float) -> np.ndarray:
+    """Return [T, S] float32, added to scores: 0 at committed tokens, at ancestors and at the node, else `lowest`.
+
+    Args:
+        parents: [T] index of each node's parent, -1 for none; parents stand before children.
+        num_cached: L.
+        lowest: the value that hides a key.
+    """
     mask = np.empty((len(parents), num_cached + len(parents)), dtype=np.float32)
     _mark_hidden(np.asarray(parents, dtype=np.int64), num_cached, lowest, mask)
     return mask
@@ -57,66 +83,57 @@ def added_mask(parents: Sequence[int], num_cached: int, lowest: float) -> np.nda
 
 @compiled
 def _mark_hidden(parents, num_cached, lowest, mask):
-    """The same, of [T] int64 into a given [T, L + T]."""
+    """Write `additive_mask` of parents, [T] int64, into a mask, [T, S] float32."""
     for node in range(len(parents)):
         parent, behind = parents[node], num_cached + parents[node] + 1
-        for place in range(num_cached):
-            mask[node, place] = 0
-        for place in range(num_cached, behind):
-            mask[node, place] = mask[parent, place]
-        for place in range(behind, mask.shape[1]):
-            mask[node, place] = lowest
+        for column in range(num_cached):
+            mask[node, column] = 0
+        for column in range(num_cached, behind):
+            mask[node, column] = mask[parent, column]
+        for column in range(behind, mask.shape[1]):
+            mask[node, column] = lowest
         mask[node, num_cached + node] = 0
 
 
 class MaskBuilder:
-    """Makes 4-D masks in the form that a model's attention wants.
+    """Makes 4-D masks in the form that a model's attention takes.
 
     Args:
         config: the model's (text) configuration.
-        attention: "sdpa" takes boolean masks; "eager" additive ones (a boolean one it would silently misread);
-            that of tree_attention.py additive ones, and but on a CPU of the tree alone where it can be.
-        dtype, device: of the model.
+        attention: name of the model's attention implementation. "sdpa" takes boolean masks. "eager" takes additive ones
+            and would silently misread a boolean one. tree_attention.py takes additive ones: on a CPU of all keys, on
+            other devices of the tree alone.
+        dtype: the model's.
+        device: the model's.
 
     Attributes:
-        windows: lengths of the sliding windows and chunks that layers may have.
+        form: the form of the masks.
+        windows: lengths, in tokens, of the sliding windows and chunks that layers may have.
         by_kind: whether the model takes a mask for each kind of layer, by name, and not one for all.
         is_own: whether the attention is that of tree_attention.py.
-        windows_by_kind: the sliding window of each kind of layer; 0 without one.
+        windows_by_kind: sliding window of each kind of layer, in tokens; 0 without one.
 
     Raises:
-        ModelError: if the model has a kind of layer that cannot be fed a tree.
+        ModelError: if the model has a kind of layer that cannot be fed a token tree.
     """
 
-    def __init__(self, config, attention: str, dtype: torch.dtype, device: torch.device):
+    def __init__(self, config: PreTrainedConfig, attention: str, dtype: torch.dtype, device: torch.device):
         compile_masks()
-        on_cpu = device.type == "cpu"
         self.is_own = attention == TREE
-        self._additive = attention == "eager" or (attention == TREE and on_cpu)
-        self._only_tree = attention == TREE and not on_cpu
+        self.form = _form_of(attention, device)
         self._dtype, self._device = dtype, device
-        self._sliding_window: int | None = getattr(config, "sliding_window", None)
-        self._chunk: int | None = getattr(config, "attention_chunk_size", None)
-        kinds = set(getattr(config, "layer_types", None) or ())
-        if unknown := kinds - set(KINDS):
-            raise ModelError(
-                f"{config.model_type}: layers of type {min(unknown)} cannot be fed a token tree: they carry a state"
-                " from token to token, or mix neighbours, whatever the mask says"
-            )
-        if getattr(config, "alibi", False) or getattr(config, "model_type", None) in ALIBI_MODELS:
-            raise ModelError(
-                f"{config.model_type}: cannot be fed a token tree: its position biases (ALiBi) go by a token's place"
-                " in the input, not by its position"
-            )
+        self._sliding_window: int = getattr(config, "sliding_window", None) or 0
+        self._chunk: int = getattr(config, "attention_chunk_size", None) or 0
+        kinds = _layer_kinds(config)
         # A model of several kinds of layers takes a mask for each, by name; a model of one kind takes one mask.
         self.by_kind = bool(kinds - {FULL})
         self._kinds = kinds if self.by_kind else {FULL if kinds or not self._sliding_window else SLIDING}
-        self.windows_by_kind = {kind: (self._sliding_window or 0) if kind == SLIDING else 0 for kind in self._kinds}
+        self.windows_by_kind = {kind: self._sliding_window if kind == SLIDING else 0 for kind in self._kinds}
         # Every name under which a model keeps a length beyond which it attends otherwise, used here or not.
         self.windows: list[int] = [length for name in WINDOW_FIELDS if (length := getattr(config, name, None))]
 
     def build(self, parents: Sequence[int], positions: torch.Tensor, num_cached: int) -> LayerMasks:
-        """The masks of a step: [1, 1, T, L + T] each, or as tree_attention.py has them.
+        """Return the mask of a step, or one for each kind of layer by name, in the shape that `form` says.
 
         Args:
             parents: [T] index of each token's parent among those fed, -1 for the first.
@@ -124,42 +141,84 @@ class MaskBuilder:
             num_cached: L; the cached tokens stand at positions 0 .. L - 1.
         """
         num_keys = num_cached + len(parents)
-        masks = {}
-        if not self._additive or self.hides(num_keys):
+        hiding = {kind for kind in self._kinds if self._hides(kind, num_keys)}
+        from_ancestors = hiding if self.form is MaskForm.ADDITIVE else self._kinds
+        masks: dict[str, torch.Tensor] = {}
+        if from_ancestors:
             ancestors = tensor_on(self._device, ancestor_mask(parents))
-        if self._additive and not all(self._hides(kind, num_keys) for kind in self._kinds):
-            lowest = max(torch.finfo(each).min for each in (self._dtype, torch.float32))
-            seen = tensor_on(self._device, added_mask(parents, num_cached, lowest)).to(self._dtype)[None, None]
-        for kind in self._kinds:
-            hides = self._hides(kind, num_keys)
-            if self._only_tree and not hides:
-                masks[kind] = self._add(ancestors)
-            elif self._additive and not hides:
-                masks[kind] = seen
-            else:
-                masks[kind] = self._finish(ancestors, positions, num_cached, kind)
+            for kind in from_ancestors:
+                if self.form is MaskForm.TREE_ONLY and kind not in hiding:
+                    masks[kind] = self._to_additive(ancestors)
+                else:
+                    masks[kind] = self._windowed(kind, ancestors, positions, num_cached)
+        if unwindowed := self._kinds - from_ancestors:
+            masks |= dict.fromkeys(unwindowed, self._unwindowed(parents, num_cached))
         return masks if self.by_kind else next(iter(masks.values()))
 
     def hides(self, num_keys: int) -> bool:
-        """Whether any layer may hide committed tokens from some token, with so many keys."""
+        """Whether any layer may hide committed tokens from some token, with `num_keys` keys."""
         return any(self._hides(kind, num_keys) for kind in self._kinds)
 
     def _hides(self, kind: str, num_keys: int) -> bool:
-        """Whether a kind of layer may hide committed tokens from some token, with so many keys."""
+        """Whether a kind of layer may hide committed tokens from some token, with `num_keys` keys."""
         return kind != FULL and num_keys > (self._sliding_window if kind == SLIDING else self._chunk)
 
-    def _finish(self, ancestors: torch.Tensor, positions: torch.Tensor, num_cached: int, kind: str) -> torch.Tensor:
-        full = torch.cat([ancestors.new_ones((len(ancestors), num_cached)), ancestors], dim=1)
+    def _unwindowed(self, parents: Sequence[int], num_cached: int) -> torch.Tensor:
+        """Return the additive mask, [1, 1, T, S], of layers that hide no committed token."""
+        lowest = max(torch.finfo(each).min for each in (self._dtype, torch.float32))
+        mask = tensor_on(self._device, additive_mask(parents, num_cached, lowest))
+        return mask.to(self._dtype)[None, None]
+
+    def _windowed(self, kind: str, ancestors: torch.Tensor, positions: torch.Tensor, num_cached: int) -> torch.Tensor:
+        """Return the mask, [1, 1, T, S], boolean or additive, of layers that may hide committed tokens.
+
+        Args:
+            kind: of the layers.
+            ancestors: [T, T] bool.
+            positions: [T].
+            num_cached: L.
+        """
+        mask = torch.cat([ancestors.new_ones((len(ancestors), num_cached)), ancestors], dim=1)
         if kind != FULL:
             keys = torch.cat([torch.arange(num_cached, device=positions.device), positions])[None, :]
             queries = positions[:, None]
             if kind == SLIDING:
-                full = full & (queries - keys < self._sliding_window)
+                mask = mask & (queries - keys < self._sliding_window)
             else:
-                full = full & (queries // self._chunk == keys // self._chunk)
-        return self._add(full) if self._additive else full[None, None]
+                mask = mask & (queries // self._chunk == keys // self._chunk)
+        return self._to_additive(mask) if self.form is MaskForm.ADDITIVE else mask[None, None]
 
-    def _add(self, mask: torch.Tensor) -> torch.Tensor:
-        """A boolean mask, [T, S], as what is added to scores, [1, 1, T, S]."""
+    def _to_additive(self, mask: torch.Tensor) -> torch.Tensor:
+        """Return the additive form, [1, 1, T, columns], of a boolean mask, [T, columns]."""
         lowest = torch.finfo(self._dtype).min
         return torch.zeros(mask.shape, dtype=self._dtype, device=mask.device).masked_fill_(~mask, lowest)[None, None]
+
+
+def _form_of(attention: str, device: torch.device) -> MaskForm:
+    """Return the form of masks that an attention implementation takes on a device."""
+    if attention == "eager" or (attention == TREE and device.type == "cpu"):
+        return MaskForm.ADDITIVE
+    return MaskForm.TREE_ONLY if attention == TREE else MaskForm.BOOLEAN
+
+
+def _layer_kinds(config: PreTrainedConfig) -> set[str]:
+    """Return the kinds of layers that a configuration names; empty if it names none.
+
+    Args:
+        config: the model's (text) configuration.
+
+    Raises:
+        ModelError: if a layer cannot be fed a token tree.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if unknown := kinds - set(KINDS):
+        raise ModelError(
+            f"{config.model_type}: layers of type {min(unknown)} cannot be fed a token tree: they carry a state"
+            " from token to token, or mix neighbours, whatever the mask says"
+        )
+    if getattr(config, "alibi", False) or getattr(config, "model_type", None) in ALIBI_MODELS:
+        raise ModelError(
+            f"{config.model_type}: cannot be fed a token tree: its position biases (ALiBi) go by a token's place"
+            " in the input, not by its position"
+        )
+    return kinds

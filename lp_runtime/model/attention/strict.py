@@ -1,4 +1,4 @@
-"""Attention whose result for a token does not depend on how its text was fed: bit for bit, in any dtype.
+"""Attention whose result for a token does not depend on how its sequence was fed: bit for bit, in any dtype.
 
 In half precision the shape of a forward pass changes rounding: other kernels are chosen, sums are taken in another
 order, and near-ties flip. Two things take that away. Every pass feeds the same number of tokens (strict_passes.py), so
@@ -11,12 +11,14 @@ function of a token's position alone:
 
 Scores, weights and sums are float32.
 
-Letters: B tokens of a pass, S keys written, H key/value heads, g query heads for each, D head size, n blocks.
+Letters: T tokens fed, B tokens of a pass, S keys written, H key/value heads, g query heads for each, D head size,
+n blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,20 +27,20 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lp_runtime.errors import ModelError
 
-NAME = "lp_runtime_strict"
-BLOCK = 64
-TAIL = 2 * BLOCK
-MAX_DEPTH = BLOCK  # tokens behind the committed ones that a token may stand at: all before them are in the head or tail
-POSITION, WINDOW, KEYS = 0, 1, 2  # columns of the table: position, sliding window (0: none), then TAIL places of keys
+NAME = "lp_runtime_strict"  # as `attn_implementation` of a model
+BLOCK = 64  # positions
+TAIL = 2 * BLOCK  # positions
+MAX_DEPTH = BLOCK  # tokens of a path behind the committed ones: head and tail then cover all that a token sees
+POSITION, WINDOW, KEYS = 0, 1, 2  # columns of the table: position, sliding window (0: none), then TAIL cache positions
 
 
 def tail_table(num_cached: int, parents: Sequence[int], window: int) -> np.ndarray:
-    """[T, KEYS + TAIL] int64: what each token fed attends to, in the form that `strict_attention` takes as its mask.
+    """Return what each token attends to, [T, KEYS + TAIL] int64, as `strict_attention` takes it for a mask.
 
     Args:
-        num_cached: committed tokens, at places 0 .. num_cached - 1 of the cache; token i fed is at num_cached + i.
-        parents: [T] place among those fed of each token's parent, -1 for the first.
-        window: sliding window of the layers; 0 without one.
+        num_cached: committed tokens, at 0 .. num_cached - 1 of the cache; token i fed is written at num_cached + i.
+        parents: [T] index of each token's parent among those fed, -1 for the first.
+        window: sliding window of the layers, in tokens; 0 without one.
     """
     table = np.full((len(parents), KEYS + TAIL), -1, dtype=np.int64)
     table[:, WINDOW] = window
@@ -51,11 +53,41 @@ def tail_table(num_cached: int, parents: Sequence[int], window: int) -> np.ndarr
         table[token, POSITION] = position
         start = (position // BLOCK - 1) * BLOCK  # negative for the first block
         first = max(0, start)
-        places = np.arange(first, position + 1)
+        keys = np.arange(first, position + 1)
         new = max(0, num_cached - first)
-        places[new:] = path[len(path) - (len(places) - new) :] if new < len(places) else []
-        table[token, KEYS + first - start : KEYS + position + 1 - start] = places
+        keys[new:] = path[len(path) - (len(keys) - new) :] if new < len(keys) else []
+        table[token, KEYS + first - start : KEYS + position + 1 - start] = keys
     return table
+
+
+class _Queries(NamedTuple):
+    """The queries of a pass, and what limits their view.
+
+    Attributes:
+        states: [H, g, B, D] float32, scaled.
+        positions: [B] int64.
+        windows: [B] int64, sliding window of each token; 0 without one.
+        softcap: scores are squashed to +-softcap; None for no limit.
+    """
+
+    states: torch.Tensor
+    positions: torch.Tensor
+    windows: torch.Tensor
+    softcap: float | None
+
+    @property
+    def tail_start(self) -> torch.Tensor:
+        """[B] position at which each token's tail begins; negative in the first block."""
+        return (self.positions // BLOCK - 1) * BLOCK
+
+    def cap(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return scores squashed by `softcap`."""
+        return scores if self.softcap is None else torch.tanh(scores / self.softcap) * self.softcap
+
+    def in_window(self, key_positions: torch.Tensor) -> torch.Tensor:
+        """Return which key positions, [B, ...], are inside each token's sliding window, [B, ...] bool."""
+        windows = self.windows.view(-1, *[1] * (key_positions.dim() - 1))
+        return (windows == 0) | (self.positions.view_as(windows) - key_positions < windows)
 
 
 def strict_attention(
@@ -66,20 +98,25 @@ def strict_attention(
     attention_mask: torch.Tensor,
     scaling: float | None = None,
     softcap: float | None = None,
-    **kwargs,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers' interface.
+    """Attend by blocks of absolute positions; an attention function of transformers' interface.
 
     Args:
+        module: the model's attention block.
         query: [1, g H, B, D].
-        key, value: [1, H, S, D].
+        key: [1, H, S, D].
+        value: [1, H, S, D].
         attention_mask: [1, 1, B, KEYS + TAIL] int64, of `tail_table`.
         scaling: of the scores; default 1 / sqrt(D).
         softcap: scores are squashed to +-softcap, if given.
-        kwargs: of other attention functions; a mask says what they would.
+        **kwargs: of other attention functions; the mask says what they would.
 
     Returns:
         ([1, B, g H, D], None)
+
+    Raises:
+        ModelError: if the model has attention sinks.
     """
     if kwargs.get("s_aux") is not None:
         raise ModelError("attention sinks cannot be computed with exactness=strict")
@@ -87,42 +124,14 @@ def strict_attention(
     num_tokens, num_heads = query.shape[2], key.shape[1]
     groups = query.shape[1] // num_heads
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    queries = (query[0].float() * scale).view(num_heads, groups, num_tokens, -1)  # [H, g, B, D]
-    keys, values = key[0], value[0]
-    positions, window = table[:, POSITION], table[:, WINDOW]
-    lowest = torch.finfo(torch.float32).min
+    states = (query[0].float() * scale).view(num_heads, groups, num_tokens, -1)
+    queries = _Queries(states, table[:, POSITION], table[:, WINDOW], softcap)
 
-    def capped(scores: torch.Tensor) -> torch.Tensor:
-        return scores if softcap is None else torch.tanh(scores / softcap) * softcap
-
-    def seen(at: torch.Tensor) -> torch.Tensor:
-        """Of [B, ...] positions, those inside each token's sliding window."""
-        width = window.view(-1, *[1] * (at.dim() - 1))
-        return (width == 0) | (positions.view_as(width) - at < width)
-
-    # Tail: [H, B, TAIL, D], a gather a token.
-    places = table[:, KEYS:]
-    start = (positions // BLOCK - 1) * BLOCK
-    tail_positions = start[:, None] + torch.arange(TAIL, device=table.device)
-    allowed = (places >= 0) & seen(tail_positions)
-    places = places.clamp_min(0)
-    tail_keys, tail_values = keys[:, places].float(), values[:, places].float()
-    tail_scores = capped(torch.matmul(queries.transpose(1, 2), tail_keys.transpose(2, 3)))  # [H, B, g, TAIL]
-    tail_scores = tail_scores.masked_fill(~allowed[None, :, None], lowest).transpose(1, 2)  # [H, g, B, TAIL]
-    peak = tail_scores.amax(-1, keepdim=True)
-
-    # Head: blocks that are committed for every token that may see them.
-    num_blocks = keys.shape[1] // BLOCK
+    tail_scores, tail_values = _tail(queries, key[0], value[0], table[:, KEYS:])
+    peak = tail_scores.amax(-1, keepdim=True)  # [H, g, B, 1]
+    num_blocks = key.shape[2] // BLOCK
     if num_blocks:
-        head_keys = keys[:, : num_blocks * BLOCK].float().unflatten(1, (num_blocks, BLOCK))  # [H, n, BLOCK, D]
-        head_values = values[:, : num_blocks * BLOCK].float().unflatten(1, (num_blocks, BLOCK))
-        flat = queries.flatten(1, 2)[:, None].expand(-1, num_blocks, -1, -1)  # [H, n, g B, D]
-        head_scores = capped(torch.matmul(flat, head_keys.transpose(2, 3)))
-        head_scores = head_scores.unflatten(2, (groups, num_tokens))  # [H, n, g, B, BLOCK]
-        at = torch.arange(num_blocks * BLOCK, device=table.device).expand(num_tokens, -1)
-        allowed = (at < start[:, None]) & seen(at)  # [B, n BLOCK]
-        allowed = allowed.unflatten(1, (num_blocks, BLOCK)).transpose(0, 1)  # [n, B, BLOCK]
-        head_scores = head_scores.masked_fill(~allowed[None, :, None], lowest)
+        head_scores, head_values = _head(queries, key[0], value[0], num_blocks)
         peak = torch.maximum(peak, head_scores.amax(-1).amax(1)[..., None])
 
     weights = torch.exp(tail_scores - peak)
@@ -137,8 +146,57 @@ def strict_attention(
     return output.transpose(0, 1)[None].to(query.dtype), None
 
 
+def _tail(
+    queries: _Queries, keys: torch.Tensor, values: torch.Tensor, key_indices: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather each token's last two blocks, and score them.
+
+    Args:
+        queries: B tokens.
+        keys: [H, S, D].
+        values: [H, S, D].
+        key_indices: [B, TAIL] where in the cache each position's key stands; -1 for none.
+
+    Returns:
+        (scores, values): [H, g, B, TAIL], and [H, B, TAIL, D], float32.
+    """
+    positions = queries.tail_start[:, None] + torch.arange(TAIL, device=key_indices.device)
+    allowed = (key_indices >= 0) & queries.in_window(positions)
+    key_indices = key_indices.clamp_min(0)
+    tail_keys, tail_values = keys[:, key_indices].float(), values[:, key_indices].float()
+    scores = queries.cap(torch.matmul(queries.states.transpose(1, 2), tail_keys.transpose(2, 3)))  # [H, B, g, TAIL]
+    scores = scores.masked_fill(~allowed[None, :, None], torch.finfo(torch.float32).min)
+    return scores.transpose(1, 2), tail_values
+
+
+def _head(
+    queries: _Queries, keys: torch.Tensor, values: torch.Tensor, num_blocks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Score the blocks before each token's tail, which are committed for every token that may see them.
+
+    Args:
+        queries: B tokens.
+        keys: [H, S, D].
+        values: [H, S, D].
+        num_blocks: n, the whole blocks among the keys, at least one.
+
+    Returns:
+        (scores, values): [H, n, g, B, BLOCK], and [H, n, BLOCK, D], float32.
+    """
+    groups, num_tokens = queries.states.shape[1:3]
+    head_keys = keys[:, : num_blocks * BLOCK].float().unflatten(1, (num_blocks, BLOCK))  # [H, n, BLOCK, D]
+    head_values = values[:, : num_blocks * BLOCK].float().unflatten(1, (num_blocks, BLOCK))
+    flat = queries.states.flatten(1, 2)[:, None].expand(-1, num_blocks, -1, -1)  # [H, n, g B, D]
+    scores = queries.cap(torch.matmul(flat, head_keys.transpose(2, 3)))
+    scores = scores.unflatten(2, (groups, num_tokens))  # [H, n, g, B, BLOCK]
+    positions = torch.arange(num_blocks * BLOCK, device=keys.device).expand(num_tokens, -1)
+    allowed = (positions < queries.tail_start[:, None]) & queries.in_window(positions)  # [B, n BLOCK]
+    allowed = allowed.unflatten(1, (num_blocks, BLOCK)).transpose(0, 1)  # [n, B, BLOCK]
+    return scores.masked_fill(~allowed[None, :, None], torch.finfo(torch.float32).min), head_values
+
+
 def _sum_of_pairs(values: torch.Tensor) -> torch.Tensor:
-    """Sum over dimension 1 by adjacent pairs: zeros behind the last summand that counts change no bit."""
+    """Return the sum over dimension 1 by adjacent pairs: zeros behind the last summand that counts change no bit."""
     while values.shape[1] > 1:
         if values.shape[1] % 2:
             values = torch.cat([values, torch.zeros_like(values[:, :1])], dim=1)

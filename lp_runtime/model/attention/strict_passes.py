@@ -1,4 +1,4 @@
-"""A tree as passes that all have the same number of tokens: what exactness=strict feeds (strict.py says why).
+"""A tree in passes that all have the same number of tokens: what exactness=strict feeds (strict.py says why).
 
 Letters: T tokens fed, B tokens of a pass.
 """
@@ -17,28 +17,30 @@ from lp_runtime.utils.tensors import tensor_on
 
 
 def strict_passes(
-    fed: InputLayout, size: int, num_cached: int, masks: MaskBuilder, device: torch.device
+    layout: InputLayout, size: int, num_cached: int, masks: MaskBuilder, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, LayerMasks]]:
-    """The inputs of passes of B tokens each; the last one is filled up.
+    """Yield the inputs of passes of B tokens each; the last pass is padded.
 
     Args:
-        fed: T tokens.
+        layout: T tokens.
         size: B.
         num_cached: committed tokens.
-        masks: know the model's kinds of layers.
+        masks: knows the model's kinds of layers.
         device: the model's.
 
     Yields:
-        ids [B], positions [B], and what strict_attention takes as masks.
+        (ids, positions, masks): [B], [B], and tables of `tail_table` for strict_attention, by kind of layer if the
+        model has several.
     """
-    # What fills up stands at position 0 and sees the first committed token, so that it stays finite.
-    num_filling = -len(fed.tokens) % size
-    tables = {window: tail_table(num_cached, fed.parents, window) for window in masks.windows_by_kind.values()}
+    # Padding stands at position 0 and sees the first committed token, so that it stays finite.
+    num_padding = -len(layout.tokens) % size
+    tables = {window: tail_table(num_cached, layout.parents, window) for window in masks.windows_by_kind.values()}
     for window, table in tables.items():
-        filling = np.full((num_filling, table.shape[1]), -1, dtype=np.int64)
-        filling[:, [POSITION, WINDOW, KEYS + BLOCK]] = 0
-        tables[window] = tensor_on(device, np.concatenate([table, filling]))
-    ids, positions = tensor_on(device, np.pad(np.stack([fed.tokens, fed.positions]), ((0, 0), (0, num_filling))))
+        padding = np.full((num_padding, table.shape[1]), -1, dtype=np.int64)
+        padding[:, [POSITION, WINDOW, KEYS + BLOCK]] = 0
+        tables[window] = tensor_on(device, np.concatenate([table, padding]))
+    inputs = np.pad(np.stack([layout.tokens, layout.positions]), ((0, 0), (0, num_padding)))
+    ids, positions = tensor_on(device, inputs)
     for start in range(0, len(ids), size):
         rows = slice(start, start + size)
         by_kind = {kind: tables[window][rows][None, None] for kind, window in masks.windows_by_kind.items()}

@@ -5,45 +5,66 @@ one call, with a mask. On a GPU a mask would turn the fastest kernels off, and n
 every token of a tree sees the whole committed prefix. So attention goes over the prefix without a mask, over the
 tree's own T x T part with one, and the two are merged by the log-sum-exp of their scores (as in split-key decoding).
 
-Letters: T tokens of the tree, L committed tokens, H key/value heads, g query heads for each, D head size.
+Letters: T tokens of the tree, L committed tokens, H key/value heads, g query heads for each, D head size, P sequences
+of a batch.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-NAME = "lp_runtime_tree"
-FLASH_DTYPES = (torch.float16, torch.bfloat16)
-MAX_FLASH_HEAD = 256
-FLASH_CAPABILITY = (8, 0)  # of the GPU, at least
+NAME = "lp_runtime_tree"  # as `attn_implementation` of a model
+FLASH_DTYPES = (torch.float16, torch.bfloat16)  # that torch's flash attention takes
+MAX_FLASH_HEAD_SIZE = 256  # torch's flash attention takes no larger D
+MIN_FLASH_CAPABILITY = (8, 0)  # torch's flash attention needs an Ampere GPU
 
 
 class Committed(NamedTuple):
-    """How many tokens are committed, where only the device knows.
+    """Where the committed tokens end, if only the device knows.
 
     Attributes:
-        slots: [T] int64, where the tree's own keys and values stand in the cache.
+        cache_positions: [T] int64, where the tree's own keys and values stand in the cache.
         length: [1] int64, L.
-        kernels: triton_gpu.py where it can be used, else None.
+        kernels: the module kernels/triton_gpu.py where Triton runs, else None.
         num_processors: multiprocessors of the device.
     """
 
-    slots: torch.Tensor
+    cache_positions: torch.Tensor
     length: torch.Tensor
     kernels: ModuleType | None = None
     num_processors: int = 1
 
 
+class AttentionBatch(Protocol):
+    """What attention must know of several sequences that are fed in one pass; BatchedCache is one."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """[P + 1] tokens fed of each sequence, and the padding behind them."""
+
+    @property
+    def states(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """[P] keys and values of each sequence in the present layer, [1, H, L + T, D] each."""
+
+    def masks_of(self, stand_in: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the [P] masks that one mask of a layer stands for.
+
+        Args:
+            stand_in: the mask that the layer was given.
+        """
+
+
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch's flash attention runs on a GPU in a type."""
-    return dtype in FLASH_DTYPES and torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
+    """Whether torch's flash attention runs on a GPU in a dtype."""
+    return dtype in FLASH_DTYPES and torch.cuda.get_device_capability(device) >= MIN_FLASH_CAPABILITY
 
 
 def tree_attention(
@@ -54,36 +75,36 @@ def tree_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     committed: Committed | None = None,
-    together: Any = None,
-    **kwargs,
+    batch: AttentionBatch | None = None,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers' interface.
+    """Attend to committed tokens and ancestors; an attention function of transformers' interface.
 
     Args:
+        module: the model's attention block.
         query: [1, g H, T, D].
-        key, value: [1, H, L + T, D].
-        attention_mask: additive, in the type of the query: [1, 1, T, L + T], or [1, 1, T, T], of the tree alone. With
+        key: [1, H, L + T, D].
+        value: [1, H, L + T, D].
+        attention_mask: additive, in the dtype of the query: [1, 1, T, L + T], or [1, 1, T, T], of the tree alone. With
             any other mask, or without one, this is transformers' sdpa.
         scaling: of the scores; default 1 / sqrt(D).
-        committed: where L is known on the device only: key and value are the whole memory of the cache then, and the
-            mask is of the tree alone.
-        together: a BatchedCache where the tokens are of several texts: it has their keys, values and masks.
-        kwargs: of sdpa.
+        committed: given where L is known on the device only. `key` and `value` are then the cache's whole tensors,
+            [1, H, capacity, D], and the mask is of the tree alone.
+        batch: keys, values and masks of several sequences, if the tokens are of several; `key` is not read then, and of
+            `value` its shape only.
+        **kwargs: of transformers' sdpa.
 
     Returns:
         ([1, T, g H, D], None)
     """
-    if together is not None:
-        *queries, filling = query.split(together.sizes, 2)
-        parts = zip(queries, together.states, together.masks_of(attention_mask), strict=True)
-        outputs = [tree_attention(module, part, *states, mask, scaling, **kwargs)[0] for part, states, mask in parts]
-        outputs.append(query.new_zeros((1, filling.shape[2], query.shape[1], value.shape[3])))
-        return torch.cat(outputs, 1), None
+    if batch is not None:
+        return _attend_batch(module, query, value, attention_mask, scaling, batch, **kwargs), None
     num_tokens, num_keys, num_heads, size = query.shape[2], key.shape[2], key.shape[1], query.shape[3]
     groups = query.shape[1] // num_heads
-    num_columns = attention_mask.shape[-1] if attention_mask is not None and attention_mask.dtype == query.dtype else 0
+    num_columns = _num_columns(attention_mask, query.dtype)
     if committed is None and num_columns not in (num_tokens, num_keys):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    assert attention_mask is not None
     scale = size**-0.5 if scaling is None else scaling
     if committed is not None and committed.kernels and size == value.shape[3]:
         mask = attention_mask[0, 0]
@@ -91,7 +112,7 @@ def tree_attention(
         return attend_to_all(query, key, value, mask, committed.length, scale, committed.num_processors), None
     folded = query.reshape(1, num_heads, groups * num_tokens, size)
     if committed is not None:
-        tree_key, tree_value = (each.index_select(2, committed.slots) for each in (key, value))
+        tree_key, tree_value = (each.index_select(2, committed.cache_positions) for each in (key, value))
         tree = attend_masked(folded, tree_key, tree_value, attention_mask[0, 0], scale)
         output = merge(*attend_committed(folded, key, value, committed, scale), *tree).to(query.dtype)
     elif num_columns == num_keys:
@@ -104,21 +125,49 @@ def tree_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
+def _num_columns(mask: torch.Tensor | None, dtype: torch.dtype) -> int:
+    """Return the number of keys that a mask is of; 0 if it is no additive mask in a dtype."""
+    return mask.shape[-1] if mask is not None and mask.dtype == dtype else 0
+
+
+def _attend_batch(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None,
+    batch: AttentionBatch,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Return `tree_attention` of each sequence of a batch and zeros for the padding, one behind the other.
+
+    Arguments are those of `tree_attention`. The result is [1, T, g H, D], with the tokens of all sequences and padding.
+    """
+    assert attention_mask is not None
+    *queries, padding = query.split(batch.sizes, 2)
+    parts = zip(queries, batch.states, batch.masks_of(attention_mask), strict=True)
+    outputs = [tree_attention(module, part, *states, mask, scaling, **kwargs)[0] for part, states, mask in parts]
+    outputs.append(query.new_zeros((1, padding.shape[2], query.shape[1], value.shape[3])))
+    return torch.cat(outputs, 1)
+
+
 @functools.lru_cache(maxsize=16)  # by identity: all layers of a step are given the same masks
 def _fold(mask: torch.Tensor, groups: int) -> torch.Tensor:
-    """[1, 1, g T, S]: the rows of a mask g times over."""
+    """Return a mask with its rows repeated g times, [1, 1, g T, S]."""
     return mask if groups == 1 else mask.repeat(1, 1, groups, 1)
 
 
 def attend_apart(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attention over the prefix without a mask and over the tree with one, merged.
+    """Attend to the committed prefix without a mask and to the tree with one, and merge the two.
 
     Args:
         query: [1, H, g T, D].
-        key, value: [1, H, L + T, D].
+        key: [1, H, L + T, D].
+        value: [1, H, L + T, D].
         mask: [T, T] additive.
+        scale: factor of the scores.
 
     Returns:
         [1, H, g T, D]
@@ -130,19 +179,29 @@ def attend_apart(
 
 
 def merge(prefix: torch.Tensor, prefix_sum: torch.Tensor, tree: torch.Tensor, tree_sum: torch.Tensor) -> torch.Tensor:
-    """Attention over prefix and tree together, float32, from either's output, [..., D], and log-sum-exp, [...]."""
-    share = torch.sigmoid(prefix_sum - tree_sum)[..., None]  # of the weights, the prefix's
-    return torch.lerp(tree, prefix.float(), share)
+    """Return attention over prefix and tree from attention over each, [..., D] float32.
+
+    Args:
+        prefix: [..., D] attention over the prefix.
+        prefix_sum: [...] log-sum-exp of the prefix's scores.
+        tree: [..., D] attention over the tree, float32.
+        tree_sum: [...] log-sum-exp of the tree's scores.
+    """
+    prefix_weight = torch.sigmoid(prefix_sum - tree_sum)[..., None]
+    return torch.lerp(tree, prefix.float(), prefix_weight)
 
 
 def attend_committed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, committed: Committed, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention without a mask over the committed tokens, whose number is known on the device only.
+    """Attend to the committed tokens without a mask, where their number is known on the device only.
 
     Args:
         query: [1, H, n, D].
-        key, value: [1, H, capacity, D]; what lies behind the committed tokens may be anything.
+        key: [1, H, capacity, D]; behind the committed tokens may be anything.
+        value: [1, H, capacity, D]; behind the committed tokens may be anything.
+        committed: L.
+        scale: factor of the scores.
 
     Returns:
         (output, log-sum-exp): [1, H, n, D], and [1, H, n], float32.
@@ -158,11 +217,13 @@ def attend_committed(
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention without a mask.
+    """Attend to all keys without a mask, by the fastest kernel that torch has for device and dtype.
 
     Args:
         query: [1, H, n, D].
-        key, value: [1, H, L, D].
+        key: [1, H, L, D].
+        value: [1, H, L, D].
+        scale: factor of the scores.
 
     Returns:
         (output, log-sum-exp): [1, H, n, D], and [1, H, n] float32.
@@ -171,7 +232,7 @@ def attend(
     if query.device.type == "cpu" and query.shape[3] == value.shape[3]:
         return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, False, scale=scale)
     if query.device.type == "cuda" and query.shape[3] == value.shape[3]:
-        fits = query.shape[3] <= MAX_FLASH_HEAD and query.shape[3] % 8 == 0
+        fits = query.shape[3] <= MAX_FLASH_HEAD_SIZE and query.shape[3] % 8 == 0
         if fits and has_flash(query.device, query.dtype):
             output, total, *_ = aten._scaled_dot_product_flash_attention(
                 query, key, value, 0.0, False, False, scale=scale
@@ -180,19 +241,21 @@ def attend(
         output, total, *_ = aten._scaled_dot_product_efficient_attention(
             query, key, value, None, True, 0.0, False, scale=scale
         )
-        return output, total[..., : query.shape[2]]  # it is filled up to a multiple of its own
+        return output, total[..., : query.shape[2]]  # the kernel pads its rows
     return attend_masked(query, key, value, None, scale)
 
 
 def attend_masked(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of few keys, as two matrix products, in float32.
+    """Attend to few keys by two matrix products in float32.
 
     Args:
         query: [1, H, g n, D].
-        key, value: [1, H, S, D].
+        key: [1, H, S, D].
+        value: [1, H, S, D].
         mask: [n, S] additive; None for none.
+        scale: factor of the scores.
 
     Returns:
         (output, log-sum-exp): [1, H, g n, D] and [1, H, g n], float32.

@@ -1,7 +1,7 @@
-"""Several texts in one forward pass: every layer works on the tokens of all of them at once, and only attention, which
-must not mix them, goes text by text.
+"""Several sequences in one forward pass: every layer works on the tokens of all of them at once, and only attention,
+which must not mix them, goes sequence by sequence.
 
-Letters: P texts, T tokens fed, of all texts together or, T_p, of one; H key/value heads, D head size.
+Letters: P sequences, T tokens fed, of all sequences together or, T_p, of one; H key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -16,20 +16,25 @@ from lp_runtime.model.kv_cache.cache import TreeCache
 
 
 class BatchedCache(Cache):
-    """What stands for the caches of several texts in one forward pass.
+    """Stands for the caches of several sequences in one forward pass.
 
     Args:
-        caches: [P] theirs.
-        sizes: [P] tokens fed of each, T_p; they stand one text after another in the input.
+        caches: [P] the sequences' caches.
+        sizes: [P] tokens fed of each, T_p; they stand one sequence after another in the input.
         masks: [P] as MaskBuilder makes them.
-        num_filling: tokens behind all texts that are of none, and whose logits nobody reads.
+        num_padding: tokens behind all sequences that are of none, and whose logits nobody reads.
+
+    Attributes:
+        sizes: [P + 1] tokens fed of each sequence, then of padding.
+        states: [P] keys and values, [1, H, L_p + T_p, D] each, of the layer that wrote last.
+        mask: what the model is given as its mask, or masks by kind of layer; `masks_of` knows what each stands for.
     """
 
     def __init__(
-        self, caches: Sequence[TreeCache], sizes: Sequence[int], masks: Sequence[LayerMasks], num_filling: int = 0
+        self, caches: Sequence[TreeCache], sizes: Sequence[int], masks: Sequence[LayerMasks], num_padding: int = 0
     ):
-        self.sizes = [*sizes, num_filling]
-        self.states: list[tuple[torch.Tensor, torch.Tensor]] = []  # [P] keys and values, of the last layer that wrote
+        self.sizes = [*sizes, num_padding]
+        self.states: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._masks: dict[int, list[torch.Tensor]] = {}
         self.mask = self._stand_in(masks)
         super().__init__(
@@ -37,7 +42,7 @@ class BatchedCache(Cache):
         )
 
     def _stand_in(self, masks: Sequence[LayerMasks]) -> LayerMasks:
-        """What the model is given as its mask, or masks by kind of layer: `masks_of` knows what each stands for."""
+        """Return a tensor that stands for [P] masks, or one for each kind of layer, and remember what it stands for."""
         if isinstance(masks[0], dict):
             return {kind: self._stand_in([each[kind] for each in masks]) for kind in masks[0]}
         stand_in = torch.zeros((1, 1, 1, 1), dtype=masks[0].dtype, device=masks[0].device)
@@ -45,13 +50,15 @@ class BatchedCache(Cache):
         return stand_in
 
     def masks_of(self, stand_in: torch.Tensor) -> list[torch.Tensor]:
-        """[P] the masks that a layer was given as one."""
+        """Return the [P] masks that a layer's mask stands for."""
         return self._masks[stand_in.data_ptr()]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Return (T, 0): what transformers would make a mask of, if none were given."""
         return query_length, 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: positions are always given."""
         return 0
 
 
@@ -65,22 +72,26 @@ class _BatchedLayer(CacheLayerMixin):
         self._owner, self._layers = owner, layers
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate nothing: each sequence's own layer does."""
         self.is_initialized = True
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write each text's new states into its own cache; returns what it was given, [1, H, T, D] each."""
+        """Write each sequence's part of the new keys and values, [1, H, T, D], into its own cache; return both."""
         states = (each.split(self._owner.sizes, 2)[:-1] for each in (key_states, value_states))
         parts = zip(self._layers, *states, strict=True)
         self._owner.states = [layer.update(keys, values) for layer, keys, values in parts]
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return (T, 0), as `BatchedCache.get_mask_sizes`."""
         return query_length, 0
 
     def get_seq_length(self) -> int:
+        """Return 0: positions are always given."""
         return 0
 
     def get_max_length(self) -> int:
+        """Return the number of tokens that fit into the smallest of the caches."""
         return min(layer.get_max_length() for layer in self._layers)

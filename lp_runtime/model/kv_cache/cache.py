@@ -1,7 +1,7 @@
-"""The key/value cache of one replica: preallocated, holds committed tokens, is cut back in O(1).
+"""The KV cache of one sequence: preallocated, holds committed tokens, is truncated in O(1).
 
 A forward pass writes its keys and values behind the committed ones; committing moves the length, nothing else.
-Built on the cache interface of transformers. Letters: H key/value heads, D head size.
+Built on the cache interface of transformers. Letters: T tokens fed, H key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -15,33 +15,51 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class _Length:
-    """The committed length, and how much is written behind it already, shared by all layers of a cache; or where to
-    write, on the device."""
+    """How full a cache is; shared by all its layers.
 
-    __slots__ = ("value", "written", "slots")
+    Attributes:
+        value: committed tokens.
+        written: tokens written behind the committed ones that the next pass must not overwrite.
+        positions: [T] int64 on the device, where the next pass writes instead; None to write behind what is there.
+    """
+
+    __slots__ = ("value", "written", "positions")
 
     def __init__(self) -> None:
         self.value = 0
         self.written = 0
-        self.slots: torch.Tensor | None = None
+        self.positions: torch.Tensor | None = None
 
     @property
     def place(self) -> int:
+        """Index at which the next token is written."""
         return self.value + self.written
 
 
 class TreeCacheLayer(CacheLayerMixin):
-    """One layer's keys and values, [1, H, capacity, D] each. What lies behind the committed length is scratch."""
+    """One layer's keys and values, [1, H, capacity, D] each. What lies behind the committed length is scratch.
+
+    Args:
+        capacity: tokens that fit.
+        length: the cache's.
+
+    Attributes:
+        capacity: tokens that fit.
+        arrays: keys and values as arrays on the tensors' memory, on a CPU in float32; else None.
+    """
 
     is_sliding = False  # a sliding window is written into the step's mask
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self, capacity: int, length: _Length):
         super().__init__()
         self.capacity = capacity
+        self.arrays: tuple[np.ndarray, np.ndarray] | None = None
         self._length = length
 
     def grow(self, capacity: int) -> None:
-        """Make room for more tokens; the committed ones are copied."""
+        """Make `capacity` tokens fit; the committed ones are copied."""
         self.capacity = capacity
         if self.is_initialized:
             length, old = self._length.value, (self.keys, self.values)
@@ -50,26 +68,41 @@ class TreeCacheLayer(CacheLayerMixin):
                 new[..., :length, :] = before[..., :length, :]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate the layer's tensors.
+
+        Args:
+            key_states: [1, H, any, D]; gives heads, size, dtype and device of the keys.
+            value_states: [1, H, any, D]; gives heads, size, dtype and device of the values.
+        """
+
         def empty(like: torch.Tensor) -> torch.Tensor:
             return like.new_empty((*like.shape[:-2], self.capacity, like.shape[-1]))
 
         self.keys, self.values = empty(key_states), empty(value_states)
-        is_read = self.keys.is_cpu and self.keys.dtype is torch.float32
-        self.arrays = (self.keys.numpy(), self.values.numpy()) if is_read else None
+        has_arrays = self.keys.is_cpu and self.keys.dtype is torch.float32
+        self.arrays = (self.keys.numpy(), self.values.numpy()) if has_arrays else None
         self.is_initialized = True
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write T new tokens' states behind what is there; returns views of all of it, [1, H, length, D].
+        """Write the keys and values of T new tokens.
 
-        While slots are given, to these; returns the whole memory, [1, H, capacity, D].
+        Args:
+            key_states: [1, H, T, D].
+            value_states: [1, H, T, D].
+            *args: of transformers' interface; not read.
+            **kwargs: of transformers' interface; not read.
+
+        Returns:
+            Views of all keys and values up to the new ones, [1, H, length, D]. Within `TreeCache.writing_at`, the whole
+            tensors, [1, H, capacity, D].
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self._length.slots is not None:
-            self.keys.index_copy_(2, self._length.slots, key_states)
-            self.values.index_copy_(2, self._length.slots, value_states)
+        if self._length.positions is not None:
+            self.keys.index_copy_(2, self._length.positions, key_states)
+            self.values.index_copy_(2, self._length.positions, value_states)
             return self.keys, self.values
         start = self._length.place
         end = start + key_states.shape[-2]
@@ -78,86 +111,108 @@ class TreeCacheLayer(CacheLayerMixin):
         return self.keys[..., :end, :], self.values[..., :end, :]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return (keys that `query_length` new tokens attend to, index of the first): what transformers' masks need."""
         return self._length.value + query_length, 0
 
     def get_seq_length(self) -> int:
+        """Return the number of committed tokens."""
         return self._length.value
 
     def get_max_length(self) -> int:
+        """Return the number of tokens that fit."""
         return self.capacity
 
 
 class TreeCache(Cache):
-    """The cache of all layers.
+    """The keys and values of one sequence in all layers.
 
     Args:
         num_layers: decoder layers of the model.
-        capacity: tokens it can hold: the committed ones and one step's.
+        capacity: tokens that fit: the committed ones and one step's.
+
+    Attributes:
+        capacity: tokens that fit.
     """
 
     def __init__(self, num_layers: int, capacity: int):
         self._length = _Length()
         self.capacity = capacity
-        super().__init__(layers=[TreeCacheLayer(capacity, self._length) for _ in range(num_layers)])
+        self._layers = [TreeCacheLayer(capacity, self._length) for _ in range(num_layers)]
+        super().__init__(layers=list(self._layers))
 
     @property
     def length(self) -> int:
-        """Committed tokens."""
+        """Number of committed tokens."""
         return self._length.value
 
     @property
     def place(self) -> int:
-        """Where the next token is written."""
+        """Index at which the next token is written."""
         return self._length.place
 
     def arrays(self, layer: int, num_heads: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """`memory` of a layer on a CPU, in float32, for code that is no tensors'; made if need be, for H and D."""
-        if not self.layers[layer].is_initialized:
+        """Return a layer's keys and values as arrays, [1, H, capacity, D] each; on a CPU and in float32 only.
+
+        Args:
+            layer: index of the layer, whose tensors are allocated if they are not yet.
+            num_heads: H.
+            size: D.
+        """
+        tree_layer = self._layers[layer]
+        if not tree_layer.is_initialized:
             nothing = torch.empty(1, num_heads, 0, size, dtype=torch.float32)
-            self.layers[layer].lazy_initialization(nothing, nothing)
-        return self.layers[layer].arrays
+            tree_layer.lazy_initialization(nothing, nothing)
+        assert tree_layer.arrays is not None
+        return tree_layer.arrays
 
     @property
     def bytes_per_token(self) -> int:
-        """Of all layers, as far as they have been used."""
-        tensors = [each for layer in self.layers if layer.is_initialized for each in (layer.keys, layer.values)]
+        """Bytes that one token takes in all layers that have been used."""
+        tensors = [each for layer in self._layers if layer.is_initialized for each in (layer.keys, layer.values)]
         return sum(each.numel() * each.element_size() for each in tensors) // self.capacity
 
-    def memory(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's keys and values, [1, H, capacity, D] each; it must have been used."""
-        return self.layers[layer].keys, self.layers[layer].values
+    def tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the whole keys and values of a layer that has been used, [1, H, capacity, D] each."""
+        return self._layers[layer].keys, self._layers[layer].values
 
     @contextmanager
-    def writing_at(self, slots: torch.Tensor) -> Iterator[None]:
-        """Write the tokens of a forward pass to slots, [T] int64, that are known on the device only."""
-        self._length.slots = slots
+    def writing_at(self, positions: torch.Tensor) -> Iterator[None]:
+        """Have forward passes write their tokens at given places of the cache, for the duration of a `with` block.
+
+        Args:
+            positions: [T] int64 on the device: index in the cache of each token fed.
+        """
+        self._length.positions = positions
         try:
             yield
         finally:
-            self._length.slots = None
+            self._length.positions = None
 
     def keep_writing(self, num_tokens: int) -> None:
-        """A forward pass has written this many; the next one writes behind them. Until the next commit."""
+        """Have the next forward pass write behind `num_tokens` more tokens, which the last one has written.
+
+        The next `commit` or `truncate` ends this.
+        """
         self._length.written += num_tokens
 
     def commit(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` of those that have been written since the last commit; forget the others."""
+        """Keep the first `num_tokens` of the tokens that were written since the last commit; forget the others."""
         assert self._length.value + num_tokens <= self.capacity
         self._length.value += num_tokens
         self._length.written = 0
 
     def truncate(self, length: int) -> None:
-        """Keep the first committed tokens; forget the others."""
+        """Keep the first `length` committed tokens; forget the others."""
         assert length <= self._length.value
         self._length.value = length
         self._length.written = 0
 
     def grow(self, capacity: int) -> None:
-        """Make room for more tokens; the committed ones are copied, layer by layer."""
+        """Make `capacity` tokens fit; the committed ones are copied, layer by layer."""
         self.capacity = capacity
-        for layer in self.layers:
+        for layer in self._layers:
             layer.grow(capacity)
 
     def clear(self) -> None:
-        """Forget everything; the memory stays."""
+        """Forget all tokens; the memory stays allocated."""
         self.truncate(0)

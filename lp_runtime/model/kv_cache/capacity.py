@@ -1,4 +1,4 @@
-"""How many tokens a replica's cache has room for in the memory that is free."""
+"""How many tokens a replica's KV cache can hold in the memory that is free."""
 
 from __future__ import annotations
 
@@ -8,45 +8,55 @@ import torch
 
 from lp_runtime.model.runner import ModelRunner
 
-USABLE = 0.9  # of what is free; activations need some
-ONE_STEP = 1024  # tokens of a step, which need room, too
+USABLE_FRACTION = 0.9  # of the free memory; activations need the rest
+STEP_TOKENS = 1024  # that a step may write behind the committed ones: the largest step that calibration measures
 RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Free memory of a device, or of this machine or container; None if it cannot be told."""
+    """Return the free memory, in bytes, of a GPU, or for a CPU of this machine or container; None if it is unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    found = []
+    return min((each for each in (_free_of_machine(), _free_of_container()) if each is not None), default=None)
+
+
+def _free_of_machine() -> int | None:
+    """Return the bytes that this machine has available; None if it does not say."""
     try:
         lines = MEMINFO.read_text().splitlines()
-        found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+        available = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
     except (OSError, ValueError, IndexError):
-        pass
+        return None
+    return min(available, default=None)
+
+
+def _free_of_container() -> int | None:
+    """Return the bytes that this container's limit leaves; None without a limit."""
     try:  # "max" where there is no limit
         limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         # files that were read, as a checkpoint, count as used until the memory is wanted
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        found.append(max(0, limit - used + sum(int(stat.get(name, 0)) for name in RECLAIMABLE)))
+        return max(0, limit - used + sum(int(stat.get(name, 0)) for name in RECLAIMABLE))
     except (OSError, ValueError):
-        pass
-    return min(found, default=None)
+        return None
 
 
 def capacity_in_tokens(model: ModelRunner, num_sharing: int) -> int | None:
-    """How many tokens of prompt and output together a replica has room for; None if it cannot be told, as where a model
-    lies on several devices.
+    """Return how many tokens of prompt and output together fit into a replica's free memory.
 
     Args:
-        model: has fed something, so that its cache's layers are known.
+        model: has fed something, so that the size of its cache's layers is known.
         num_sharing: replicas that share the device's memory.
+
+    Returns:
+        Tokens, >= 0; None if the capacity is unknown, as where a model lies on several devices.
     """
     if len({each.device for each in model.model.parameters()}) > 1:
         return None
-    free, each = free_bytes(model.device), model.cache_bytes_per_token
-    if free is None or not each:
+    free, token_bytes = free_bytes(model.device), model.cache_bytes_per_token
+    if free is None or not token_bytes:
         return None
-    return max(0, int(free // num_sharing * USABLE) // each - ONE_STEP)
+    return max(0, int(free // num_sharing * USABLE_FRACTION) // token_bytes - STEP_TOKENS)

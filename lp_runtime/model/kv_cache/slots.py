@@ -1,90 +1,118 @@
-"""The texts that a model has been fed: each has a cache of its own."""
+"""KV-cache slots: each holds the keys and values of one sequence. The pool keeps the free ones for reuse."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
-import torch
-
-from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model.cuda_graph import CudaGraphRunner
 from lp_runtime.model.kv_cache.cache import TreeCache
+
+if TYPE_CHECKING:
+    from lp_runtime.model.cuda_graph import CudaGraphRunner
 
 
 @dataclass
 class CacheSlot:
-    """A text that a model has been fed.
+    """A place for one sequence's keys and values.
 
     Attributes:
-        cache: its keys and values; None before anything was fed.
-        tokens: whose keys and values these are.
-        num_prefilled: of them, fed as a prompt.
-        fixed: passes of fixed sizes over this cache, where there are.
-        drawn: what the last pass drew on its own, see CudaGraphRunner.forward; None if it did not.
+        cache: keys and values of all layers; None before the first forward pass.
+        tokens: token ids whose keys and values are committed in `cache`.
+        num_prefilled: leading tokens of `tokens` that were fed as a prompt, not as a tree.
+        graphs: captured passes that read and write `cache`; None if there are none.
     """
 
     cache: TreeCache | None = None
     tokens: list[int] = field(default_factory=list)
     num_prefilled: int = 0
-    fixed: CudaGraphRunner | None = None
-    drawn: torch.Tensor | None = None
+    graphs: CudaGraphRunner | None = None
 
     @property
     def capacity(self) -> int:
-        """Tokens that it has memory for."""
+        """Tokens that fit into the slot's memory; 0 before memory was allocated."""
         return 0 if self.cache is None else self.cache.capacity
 
+    def reset(self, num_layers: int, capacity: int) -> None:
+        """Empty the slot and make `capacity` tokens fit.
 
-class Fed(NamedTuple):
-    """A text's part in a step: see ModelRunner.forward."""
+        Args:
+            num_layers: decoder layers of the model.
+            capacity: tokens; memory is allocated anew only if the present capacity is smaller.
+        """
+        if self.capacity < capacity:
+            self.cache = self.graphs = None  # freed before the larger cache is allocated
+            self.cache = TreeCache(num_layers, capacity)
+        self.cache.clear()
+        self.tokens = []
 
-    text: CacheSlot
-    tree: TokenTree
-    nodes: Sequence[int]
-    wanted: Sequence[int]
+    def grow(self, capacity: int) -> None:
+        """Make `capacity` tokens fit, keeping the committed ones. Captured passes are dropped if memory moves."""
+        if self.capacity < capacity:
+            self.graphs = None
+            self.cache.grow(capacity)
 
 
 class SlotPool:
-    """Texts that nobody is decoding: their memory, and what they hold, may be of use.
+    """The free slots of a model. Their memory is reused, and what they hold may be a prefix of the next sequence.
 
     Args:
-        first: one to begin with.
+        padded: maps tokens that must fit to the capacity that a slot is allocated with.
     """
 
-    def __init__(self, first: CacheSlot):
-        self._texts = [first]
+    def __init__(self, padded: Callable[[int], int]):
+        self._padded = padded
+        self._free: list[CacheSlot] = []
 
-    def take(self, capacity: int, tokens: Sequence[int] = ()) -> CacheSlot:
-        """One to be used: of those that have room, the one whose passes of fixed sizes are made, else the smallest. If
-        none has, the largest; all others are freed then.
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes in a slot, of all layers; 0 if no free slot has been used yet."""
+        return next((slot.cache.bytes_per_token for slot in self._free if slot.cache is not None), 0)
+
+    def acquire(self, capacity: int = 0, tokens: Sequence[int] = ()) -> CacheSlot:
+        """Take a slot out of the pool.
+
+        Prefers, in this order: the slot that holds the longest prefix of `tokens`; one whose capacity suffices; one
+        with captured passes; the smallest that suffices. If no capacity suffices, the largest slot is taken and all
+        other free slots are dropped, so that their memory can be allocated again.
 
         Args:
-            capacity: tokens that it needs room for.
-            tokens: a text that is taken up: if any holds the beginning of it, the one that holds most.
+            capacity: tokens that the sequence will need.
+            tokens: token ids of a sequence that is resumed; empty for a new one.
         """
-        wanted = list(tokens)
+        wanted, capacity = list(tokens), self._padded(capacity) if capacity else 0
 
-        def num_known(text: CacheSlot) -> int:
-            return len(os.path.commonprefix([text.tokens, wanted])) if wanted else 0
+        def preference(slot: CacheSlot) -> tuple[int, bool, bool, int]:
+            num_known = len(os.path.commonprefix([slot.tokens, wanted])) if wanted else 0
+            fits = slot.capacity >= capacity
+            return num_known, fits, slot.graphs is not None, -slot.capacity if fits else slot.capacity
 
-        def worth(text: CacheSlot) -> tuple:
-            has_room = text.capacity >= capacity
-            return num_known(text), has_room, text.fixed is not None, -text.capacity if has_room else text.capacity
-
-        best = max(self._texts, key=worth, default=None)
+        best = max(self._free, key=preference, default=None)
         if best is None:
             return CacheSlot()
-        self._texts = [text for text in self._texts if text is not best]
+        self._free = [slot for slot in self._free if slot is not best]
         if best.capacity < capacity:
-            self._texts = []
+            self._free = []
         return best
 
-    def give(self, text: CacheSlot) -> None:
-        """One more that nobody is decoding. Passes of fixed sizes are kept of one of them only."""
-        if text.fixed is not None:
-            for other in self._texts:
-                other.fixed = None
-        self._texts.append(text)
+    def release(self, slot: CacheSlot) -> None:
+        """Put a slot back. Captured passes are kept for one free slot only, the latest."""
+        if slot.graphs is not None:
+            for other in self._free:
+                other.graphs = None
+        self._free.append(slot)
+
+    @contextmanager
+    def borrowed(self, capacity: int = 0, tokens: Sequence[int] = ()) -> Iterator[CacheSlot]:
+        """Acquire a slot for the duration of a `with` block. Arguments as in `acquire`."""
+        slot = self.acquire(capacity, tokens)
+        try:
+            yield slot
+        finally:
+            self.release(slot)
+
+    def clear(self) -> None:
+        """Drop all free slots and their memory."""
+        self._free = []

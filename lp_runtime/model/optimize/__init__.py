@@ -1,1 +1,1 @@
-"""Replacements of a model's blocks that compute the same in fewer operations."""
+"""Replacements of a model's blocks that compute equal results in fewer operations."""

@@ -1,9 +1,11 @@
-"""Puts blocks that compute the same in fewer, larger operations (fused_blocks.py) in the place of transformers' own.
+"""Replaces transformers' blocks by blocks that give equal results in fewer, larger operations (fused_blocks.py).
 
 For the few tokens of a step an operation costs more to launch than to compute: a layer of transformers' Llama launches
 some forty, most of them for norms and rotary embeddings. A block is replaced, instance by instance, where its class
-runs the very code of one of the library's blocks that are known here, and where the replacement computes the same from
-random input. What is left of a model stays as it is; no class is touched.
+runs the very code of one of the library's blocks that are known here, and where both give equal output for random
+input. All other blocks stay; no class is changed.
+
+Letters: E hidden size, D head size.
 """
 
 from __future__ import annotations
@@ -22,15 +24,17 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from lp_runtime.errors import first_line
 from lp_runtime.kernels.dispatch import on
+from lp_runtime.model.hf_config import attention_of
 from lp_runtime.model.optimize.fused_blocks import FusedAttention, FusedLayer, FusedMLP, FusedNorm
 from lp_runtime.model.optimize.packing import is_hooked, is_plain, places_of
 
 log = logging.getLogger(__name__)
 
 ATTENTIONS = (llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, qwen3.Qwen3Attention)
-NUM_TOKENS = 3  # that blocks are compared with
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-BLOCKS = {  # of a layer
+PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+NUM_TOKENS = 3  # of the input that blocks are compared by
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of outputs, relative to their norm
+FUSED_BLOCKS = {  # of a layer, all of whose blocks have been replaced
     "self_attn": FusedAttention,
     "mlp": FusedMLP,
     "input_layernorm": FusedNorm,
@@ -39,10 +43,13 @@ BLOCKS = {  # of a layer
 
 
 def fuse_blocks(model: nn.Module) -> int:
-    """Replace the blocks of a model that are known here, one by one; the weights of each are freed.
+    """Replace the blocks of a model that are known here, one by one; each one's old weights are freed before the next.
+
+    Args:
+        model: changed in place.
 
     Returns:
-        how many were replaced.
+        The number of blocks that were replaced.
     """
     kinds = (
         (_is_attention, FusedAttention, _attention_input),
@@ -58,7 +65,7 @@ def fuse_blocks(model: nn.Module) -> int:
                 replacement = fused(block)
                 if not _agree(block, replacement, make_input(block)):
                     continue
-            except Exception as error:  # it looks like what is known here, and is not; or there is no room for both
+            except Exception as error:  # the block only looks like a known one, or memory does not suffice for both
                 log.info("%s stays as it is: %s", type(block).__name__, first_line(error))
                 continue
             setattr(parent, name, replacement)
@@ -67,49 +74,53 @@ def fuse_blocks(model: nn.Module) -> int:
 
 
 def _is_attention(module: nn.Module) -> bool:
+    """Whether a module is attention that FusedAttention can replace."""
     names = {name for name, _ in module.named_children()}
     return (
-        names
-        in ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"})
+        names in (PROJECTIONS, PROJECTIONS | {"q_norm", "k_norm"})
         and any(_runs_code_of(module, known) for known in ATTENTIONS)
         and _same_code(_global(module, "apply_rotary_pos_emb"), llama.apply_rotary_pos_emb)
         and _same_code(_global(module, "rotate_half"), llama.rotate_half)
-        and module.config._attn_implementation in ALL_ATTENTION_FUNCTIONS
+        and attention_of(module.config) in ALL_ATTENTION_FUNCTIONS
         and _can_merge(module.q_proj, module.k_proj, module.v_proj)
     )
 
 
 def _is_mlp(module: nn.Module) -> bool:
+    """Whether a module is an MLP that FusedMLP can replace."""
     return _runs_code_of(module, llama.LlamaMLP) and _can_merge(module.gate_proj, module.up_proj)
 
 
 def _is_layer(module: nn.Module) -> bool:
+    """Whether a module is a decoder layer on a CPU, of replaced blocks, that FusedLayer can replace."""
     blocks = {name: type(child) for name, child in module.named_children()}
     return (
         _runs_code_of(module, llama.LlamaDecoderLayer)
-        and blocks == BLOCKS
+        and blocks == FUSED_BLOCKS
         and not any(map(is_hooked, module.children()))
-        and module.input_layernorm.weight.is_cpu  # a GPU's passes are captured: there it would change nothing
+        and module.input_layernorm.weight.is_cpu  # a GPU's passes are captured: there FusedLayer would gain nothing
     )
 
 
 def _is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm that FusedNorm can replace."""
     return _runs_code_of(module, llama.LlamaRMSNorm) and type(module.weight) is nn.Parameter
 
 
 def _can_merge(*linears: nn.Module) -> bool:
-    """Whether they are plain linear layers of one kind."""
+    """Whether modules are plain linear layers of one dtype, on one device, all with biases or all without."""
     return (
         all(map(is_plain, linears)) and len({(x.weight.dtype, x.weight.device, x.bias is None) for x in linears}) == 1
     )
 
 
 def _runs_code_of(module: nn.Module, known: type[nn.Module]) -> bool:
+    """Whether a module's forward is, instruction by instruction, that of a known class."""
     return not is_hooked(module) and _same_code(type(module).forward, known.forward)
 
 
 def _same_code(left: Callable | None, right: Callable) -> bool:
-    """Whether two functions are the same but for their annotations and their names."""
+    """Whether two functions differ in annotations, docstrings and names at most; False if the first is None."""
     if left is None:
         return False
     left, right = inspect.unwrap(left).__code__, inspect.unwrap(right).__code__
@@ -119,11 +130,12 @@ def _same_code(left: Callable | None, right: Callable) -> bool:
 
 
 def _global(module: nn.Module, name: str) -> Callable | None:
-    """What a name means to a module's forward."""
+    """Return what a global name stands for in a module's forward; None if it stands for nothing."""
     return inspect.unwrap(type(module).forward).__globals__.get(name)
 
 
 def _attention_input(attention: nn.Module) -> dict[str, object]:
+    """Return random arguments for an attention block."""
     weight = next(attention.parameters())
     cos, sin = (_random(weight, attention.head_dim) for _ in range(2))
     return {
@@ -134,26 +146,29 @@ def _attention_input(attention: nn.Module) -> dict[str, object]:
 
 
 def _mlp_input(mlp: nn.Module) -> dict[str, object]:
+    """Return random arguments for an MLP."""
     return {"x": _random(mlp.gate_proj.weight, mlp.gate_proj.in_features)}
 
 
 def _norm_input(norm: nn.Module) -> dict[str, object]:
+    """Return random arguments for a norm."""
     return {"hidden_states": _random(norm.weight, len(norm.weight))}
 
 
 def _layer_input(layer: nn.Module) -> dict[str, object]:
-    attention = layer.self_attn
-    return _attention_input(attention)
+    """Return random arguments for a decoder layer."""
+    return _attention_input(layer.self_attn)
 
 
 def _random(like: torch.Tensor, size: int) -> torch.Tensor:
-    """[1, NUM_TOKENS, size]"""
+    """Return normal random numbers, [1, NUM_TOKENS, size], in the dtype and on the device of `like`."""
     generator = torch.Generator().manual_seed(size)
     return torch.randn(1, NUM_TOKENS, size, generator=generator).to(like)
 
 
 @torch.inference_mode()
 def _agree(block: nn.Module, replacement: nn.Module, arguments: dict[str, object]) -> bool:
+    """Whether the outputs of a block and of its replacement differ by rounding only."""
     with on(next(block.parameters()).device):
         outputs = [each(**arguments) for each in (block, replacement)]
     expected, actual = (each[0] if isinstance(each, tuple) else each for each in outputs)

@@ -1,11 +1,11 @@
-"""Linear layers on a CPU with their weights packed once, in the own order of oneDNN or of MKL.
+"""Linear layers on a CPU with their weights packed once, in the order of oneDNN or of MKL.
 
 torch's matrix product reads a layer's weights as they lie in the checkpoint: for one token through a kernel of its own,
 for several by packing all of them anew at every call, which costs more than the product. Packed once, a few tokens
-cost hardly more than one. The products are the same but for the order of their sums.
+cost hardly more than one. The results differ in the order of sums only.
 
-Which of the two libraries is faster, and for small layers whether either is, depends on the CPU: a call of oneDNN's
-takes some microseconds more than one of MKL's, whose kernels are fast on Intel's CPUs.
+Which of the two libraries is faster, and for small layers whether either is, depends on the CPU: a call to oneDNN takes
+some microseconds more than one to MKL, whose kernels are fast on Intel's CPUs.
 """
 
 from __future__ import annotations
@@ -13,21 +13,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-NUM_TOKENS = 16  # that oneDNN's order is chosen for; others are computed as well
-MKL_NUM_TOKENS = 64  # the same for MKL's: it packs anew what was packed for fewer, if the layer is large
-SAMPLE_SIZE = 64
+NUM_TOKENS = 16  # oneDNN packs for products of so many tokens; other numbers work as well
+MKL_NUM_TOKENS = 64  # MKL packs for products of so many tokens; a large layer with more would be packed anew
+NUM_SAMPLED_WEIGHTS = 64  # of a layer, kept unpacked
 SMALL_BYTES = 256 << 20  # of weights; with more, packed ones were faster on every CPU that was tried
-SAMPLE_BYTES = 128 << 20  # of a larger model's weights, in which order is tried on: more than most caches hold
-NUM_TRIALS = 5  # passes of each kind, in turn
+SAMPLE_BYTES = 128 << 20  # of a large model's weights that orders are tried on: more than most CPU caches hold
+NUM_TRIALS = 5  # timed passes of each choice, in turn
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of outputs, relative to their norm
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # torch has no public way to ask for a module's hooks
+
+Layers = TypeVar("Layers")  # a list of modules
 
 
 @dataclass(frozen=True)
 class WeightInfo:
-    """What can be said of weights that are packed. It is no tensor: a model that computes with it must fail."""
+    """What can be said of weights that are packed. It is no tensor, so that a model that computes with it fails.
+
+    Attributes:
+        shape: [out_features, in_features].
+        dtype: of the weights.
+        device: of the weights.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
@@ -35,16 +46,21 @@ class WeightInfo:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer, [..., in_features] to [..., out_features], that keeps its weights packed only, in oneDNN's order.
+    """A linear layer, [..., in_features] to [..., out_features], that keeps its weights in oneDNN's packed order only.
 
     Args:
         linear: a layer on a CPU, in one of `dtypes`; it is not changed.
 
     Attributes:
-        dtypes: of the weights that can be packed so.
+        dtypes: dtypes of weights that can be packed.
+        in_features: numbers of an input.
+        out_features: numbers of an output.
+        weight: what is known of the weights.
+        bias: [out_features]; None without one.
+        sample: a few of the weights, for whoever must tell models apart.
 
     Raises:
-        RuntimeError: if the library cannot pack such weights on this CPU.
+        RuntimeError: if the library cannot pack weights of the layer's dtype on this CPU.
     """
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
@@ -56,41 +72,59 @@ class PackedLinear(nn.Module):
         self.weight = WeightInfo(weight.shape, weight.dtype, weight.device)
         self._packed = self._pack(weight.contiguous())
         self.bias = linear.bias
-        # A few of the weights, for whoever must tell models apart.
-        sample = weight.flatten()[:: max(1, weight.numel() // SAMPLE_SIZE)][:SAMPLE_SIZE].clone()
-        self.register_buffer("sample", sample, persistent=False)
+        stride = max(1, weight.numel() // NUM_SAMPLED_WEIGHTS)
+        self.register_buffer("sample", weight.flatten()[::stride][:NUM_SAMPLED_WEIGHTS].clone(), persistent=False)
 
     def _pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return weights, [out_features, in_features], in the library's own order."""
         return torch.ops.mkldnn._reorder_linear_weight(weight, NUM_TOKENS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x W^T + bias, [..., out_features]."""
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
     def extra_repr(self) -> str:
+        """Return the layer's sizes, for torch's representation of a model."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 class MKLPackedLinear(PackedLinear):
-    """The same in MKL's order."""
+    """A linear layer, [..., in_features] to [..., out_features], that keeps its weights in MKL's packed order only.
+
+    Args:
+        linear: a layer on a CPU, in one of `dtypes`; it is not changed.
+
+    Raises:
+        RuntimeError: if MKL cannot pack the layer's weights on this CPU.
+    """
 
     dtypes = (torch.float32,)
 
+    def __init__(self, linear: nn.Linear):
+        super().__init__(linear)
+        self._like_weight = linear.weight.detach().new_zeros(1).expand(linear.weight.shape)  # MKL reads its shape only
+
     def _pack(self, weight: torch.Tensor) -> torch.Tensor:
-        self._like_weight = weight.new_zeros(1).expand(weight.shape)  # its shape is all that is asked for
+        """Return weights, [out_features, in_features], in MKL's own order."""
         return torch.ops.mkl._mkl_reorder_linear_weight(weight, MKL_NUM_TOKENS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        num_tokens = x.numel() // self.in_features  # with any other number torch would not use what is packed
+        """Return x W^T + bias, [..., out_features]."""
+        num_tokens = x.numel() // self.in_features  # with any other number torch would not use the packed weights
         return torch.ops.mkl._mkl_linear(x, self._packed, self._like_weight, self.bias, num_tokens)
 
 
 def pack_linears(model: nn.Module, packed: type[PackedLinear] = PackedLinear) -> int:
-    """Replace a model's plain linear layers on the CPU by packed ones, one by one; the weights of each are freed.
+    """Replace a model's plain linear layers on the CPU by packed ones, one by one; each one's old weights are freed.
 
-    Layers of other classes, types and devices stay. Where this CPU's library cannot do it, or not correctly, all stay.
+    Layers of other classes, dtypes and devices stay. Where this CPU's library cannot pack, or not correctly, all stay.
+
+    Args:
+        model: changed in place.
+        packed: the class of the packed layers.
 
     Returns:
-        how many were replaced.
+        The number of layers that were replaced.
     """
     if not torch.backends.mkldnn.is_available():
         return 0
@@ -109,31 +143,40 @@ def pack_linears(model: nn.Module, packed: type[PackedLinear] = PackedLinear) ->
 
 
 def pack_if_faster(model: nn.Module) -> int:
-    """The same, in the order that turns out to be the fastest, here and now. A small causal LM is tried as a whole, and
-    stays as it is if it is faster so; of a large one a few layers are, as both orders of all would take much memory."""
+    """Pack a causal LM's plain linear layers on the CPU in the order that is measured to be the fastest.
+
+    A small model is timed as a whole, and stays unpacked if that is the fastest. Of a large one a few layers are timed,
+    as both orders of all layers would take much memory.
+
+    Args:
+        model: changed in place.
+
+    Returns:
+        The number of layers that are packed.
+    """
     places = places_of(model, lambda module: _can_pack(module, PackedLinear.dtypes))
     plain = [getattr(parent, name) for parent, name in places]
     if sum(map(_num_bytes, plain)) > SMALL_BYTES:
         packed = _faster_order(plain)
         del plain
-        return pack_linears(model, packed) + pack_linears(model)  # in which all types can be packed
+        return pack_linears(model, packed) + pack_linears(model)  # oneDNN packs the other dtypes
     choices = [plain]
     for packed in (MKLPackedLinear, PackedLinear):
         if pack_linears(model, packed):
             choices.append([getattr(parent, name) for parent, name in places])
             _put(places, plain)
 
-    def seconds(layers: list[nn.Module]) -> float:
+    def seconds_with(layers: list[nn.Module]) -> float:
         _put(places, layers)
         return _seconds_of_a_pass(model)
 
-    fastest = choices[_fastest(choices, seconds)]
+    fastest = choices[_fastest(choices, seconds_with)]
     _put(places, fastest)
     return sum(isinstance(each, PackedLinear) for each in fastest)
 
 
 def _faster_order(linears: list[nn.Linear]) -> type[PackedLinear]:
-    """In which order the first of some layers are faster."""
+    """Return the packed class that computes the first of some layers faster."""
     sample, num_bytes = [], 0
     for linear in linears:
         if linear.weight.dtype in MKLPackedLinear.dtypes and num_bytes < SAMPLE_BYTES:
@@ -148,31 +191,33 @@ def _faster_order(linears: list[nn.Linear]) -> type[PackedLinear]:
 
 
 def _num_bytes(linear: nn.Linear) -> int:
+    """Return the size of a layer's weights, in bytes."""
     return linear.weight.numel() * linear.weight.element_size()
 
 
-def _fastest(choices: list[list[nn.Module]], seconds: Callable[[list[nn.Module]], float]) -> int:
-    """Which choice of layers is the fastest; the last one if they cannot be tried."""
+def _fastest(choices: list[Layers], seconds: Callable[[Layers], float]) -> int:
+    """Return the index of the choice of layers that takes the fewest seconds; the last one if a choice fails."""
     best = [float("inf")] * len(choices)
     try:
         for trial in range(NUM_TRIALS + 1):
             for index, layers in enumerate(choices):
                 taken = seconds(layers)
-                if trial:  # the first sets up what is kept
+                if trial:  # the first trial initializes the libraries
                     best[index] = min(best[index], taken)
-    except Exception:  # of a foreign model, which the self-check will have more to say about
+    except Exception:  # of a foreign model, which the self-check will report better
         return len(choices) - 1
     return best.index(min(best))
 
 
 def _put(places: list[tuple[nn.Module, str]], layers: list[nn.Module]) -> None:
+    """Set the modules at some places of a model."""
     for (parent, name), layer in zip(places, layers, strict=True):
         setattr(parent, name, layer)
 
 
 @torch.inference_mode()
 def _seconds_of_a_pass(model: nn.Module) -> float:
-    """Of a few tokens."""
+    """Return how long a forward pass of NUM_TOKENS tokens takes, in seconds."""
     ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64)
     started = time.perf_counter()
     model(input_ids=ids, use_cache=False)
@@ -181,7 +226,7 @@ def _seconds_of_a_pass(model: nn.Module) -> float:
 
 @torch.inference_mode()
 def _seconds_of_layers(layers: list[PackedLinear]) -> float:
-    """Of one token and of some, layer after layer."""
+    """Return how long layers, one after another, take for one token and for some, in seconds."""
     taken = 0.0
     for num_tokens in (1, NUM_TOKENS, 2 * NUM_TOKENS):
         inputs = [torch.ones(num_tokens, layer.in_features) for layer in layers]
@@ -193,28 +238,36 @@ def _seconds_of_layers(layers: list[PackedLinear]) -> float:
 
 
 def places_of(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> list[tuple[nn.Module, str]]:
-    """Where a model has modules that are wanted: the module above, and the name there. They are not held on to, so each
-    one's weights are freed as soon as it is replaced."""
+    """Return where a model has modules that are wanted: for each the parent module, and the name in the parent.
+
+    The wanted modules are not referenced, so that the weights of each are freed as soon as it is replaced.
+
+    Args:
+        model: is searched.
+        is_wanted: asked about every module below the model.
+    """
     return [(parent, name) for parent in model.modules() for name, child in parent.named_children() if is_wanted(child)]
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module is a linear layer of torch's with weights of its own, which nothing looks into."""
+    """Whether a module is exactly torch's linear layer, with an ordinary weight parameter and without hooks."""
     return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not is_hooked(module)
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a module runs more than its class says."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    """Whether a module runs more than its class's forward: hooks, or a forward of its own."""
+    attributes = vars(module)
+    return "forward" in attributes or any(attributes.get(name) for name in HOOKS)
 
 
 def _can_pack(module: nn.Module, dtypes: tuple[torch.dtype, ...]) -> bool:
+    """Whether a module is a plain linear layer on a CPU, with weights in one of some dtypes."""
     return is_plain(module) and module.weight.device.type == "cpu" and module.weight.dtype in dtypes
 
 
 @torch.inference_mode()
 def _agree(linear: nn.Linear, packed: PackedLinear) -> bool:
+    """Whether the outputs of a layer and of its packed form differ by rounding only."""
     x = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(0)).to(linear.weight.dtype)
     expected, actual = linear(x).float(), packed(x).float()
-    tolerance = 1e-4 if linear.weight.dtype == torch.float32 else 3e-2
-    return bool((actual - expected).norm() <= tolerance * expected.norm())
+    return bool((actual - expected).norm() <= TOLERANCES[linear.weight.dtype] * expected.norm())

@@ -1,4 +1,4 @@
-"""Best-first drafting, driven by a toy language model whose runners-up are known."""
+"""All drafters, and the best-first one in detail, driven by a toy language model whose top-k candidates are known."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lp_runtime.lookahead.drafters.base import Drafter, VerificationResult
-from lp_runtime.lookahead.drafters.best_first import candidates, growth, tables
+from lp_runtime.lookahead.drafters.best_first import candidates, estimates, tables
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
 from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
 from lp_runtime.lookahead.drafters.prompt_lookup import PromptLookupDrafter
 from lp_runtime.lookahead.drafters.token_recycling import TokenRecyclingDrafter
 from lp_runtime.lookahead.state import DecodingRules, DecodingState
-from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
 from lp_runtime.sampling.gumbel import GumbelNoise
 
 VOCABULARY = 11
-ONE_CERTAIN = 1 << growth.PROBABILITY_BITS
+CERTAIN = 1 << PATH_PROBABILITY_BITS
+SMALL = 1 << 16  # bytes of draft tables
 
 
 def toy_ranking(tokens: list[int], seed: int) -> list[int]:
@@ -34,16 +35,26 @@ def toy_ranking(tokens: list[int], seed: int) -> list[int]:
 
 
 def entries_of(rankings: list[list[int]]) -> np.ndarray:
-    """Runners-up as a step tells of them, gaps of 1, 2, 3 ... nats."""
+    """Top-k candidates as a verification result has them, with margins of 1, 2, 3 ... nats."""
     entries = np.full((len(rankings), tables.ENTRY), -1, np.int32)
-    gaps = np.tile(np.arange(tables.K, dtype=np.uint8) * 16, (len(rankings), 1))
-    entries[:, tables.MARGINS : tables.STAMP] = gaps.view(np.int32)
+    margins = np.tile(np.arange(tables.K, dtype=np.uint8) * tables.UNITS_PER_NAT, (len(rankings), 1))
+    entries[:, tables.MARGINS : tables.STAMP] = margins.view(np.int32)
     entries[:, : tables.K] = [ranking[: tables.K] for ranking in rankings]
     return entries
 
 
+def best_first(
+    max_nodes: int,
+    draft_tables: DraftTables | None = None,
+    vocabulary: np.ndarray | None = None,
+    noise: tuple[int, int] | None = None,
+    max_depth: int = 24,
+) -> BestFirstDrafter:
+    return BestFirstDrafter(max_nodes, draft_tables or DraftTables(SMALL), vocabulary, noise, max_depth)
+
+
 def found_of(tree: TokenTree, committed: list[int], drafter: Drafter, seed: int) -> VerificationResult:
-    """What the toy model says of a tree; `committed` ends with its root."""
+    """The toy model's verification result of a tree; `committed` ends with the tree's root."""
     texts: list[list[int]] = []
     for node, token in enumerate(tree.tokens):
         parent = tree.parents[node]
@@ -76,10 +87,10 @@ def greedy_text(prompt: list[int], seed: int, num_new: int) -> list[int]:
 
 
 DRAFTERS = {
-    "full": lambda: BestFirstDrafter(24, DraftTables(1 << 16)),
-    "full, one node": lambda: BestFirstDrafter(1, DraftTables(1 << 16)),
-    "full, flat": lambda: BestFirstDrafter(40, DraftTables(1 << 16), max_depth=1),
-    "full, noise": lambda: BestFirstDrafter(30, DraftTables(1 << 16), noise=(5, 0)),
+    "full": lambda: best_first(24),
+    "full, one node": lambda: best_first(1),
+    "full, flat": lambda: best_first(40, max_depth=1),
+    "full, noise": lambda: best_first(30, noise=(5, 0)),
     "paper": lambda: PaperDrafter(4, 3, 4),
     "paper, guesses alone": lambda: PaperDrafter(4, 3, 4, only_guesses=True),
     "paper, budget": lambda: PaperDrafter(4, 3, 4, budget=7),
@@ -93,7 +104,7 @@ DRAFTERS = {
 @pytest.mark.parametrize("name", DRAFTERS)
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=12), st.integers(0, 50), st.integers(1, 60))
-def test_no_policy_changes_the_output(name, prompt, seed, num_new):
+def test_no_drafter_changes_the_output(name, prompt, seed, num_new):
     drafter = DRAFTERS[name]()
     state, trees = decode(prompt, drafter, seed, num_new)
     assert state.new_tokens == greedy_text(prompt, seed, num_new)
@@ -119,18 +130,18 @@ def test_a_budget_caps_what_is_fed_pending_tokens_included(budget):
 
 
 def test_equal_histories_make_equal_trees():
-    first, second = (decode([1, 2, 3], BestFirstDrafter(30, DraftTables(1 << 16)), 4, 60)[1] for _ in range(2))
+    first, second = (decode([1, 2, 3], best_first(30), 4, 60)[1] for _ in range(2))
     assert [tree.tokens for tree in first] == [tree.tokens for tree in second]
     assert [tree.parents for tree in first] == [tree.parents for tree in second]
     assert all((a.path_probabilities == b.path_probabilities).all() for a, b in zip(first, second, strict=True))
 
 
-def test_nodes_stand_in_the_order_of_their_reach():
-    _, trees = decode([1, 2, 3], BestFirstDrafter(40, DraftTables(1 << 16)), 4, 60)
+def test_nodes_stand_in_the_order_of_their_path_probabilities():
+    _, trees = decode([1, 2, 3], best_first(40), 4, 60)
     assert len(trees[-2]) > 10
     for tree in trees:
         below = tree.path_probabilities[tree.root :]
-        assert below[0] == ONE_CERTAIN
+        assert below[0] == CERTAIN
         assert (np.diff(below) <= 0).all()
         parents = np.array(tree.parents[tree.root + 1 :], dtype=np.int64)
         assert (tree.path_probabilities[tree.root + 1 :] < tree.path_probabilities[parents]).all()
@@ -138,11 +149,11 @@ def test_nodes_stand_in_the_order_of_their_reach():
 
 def test_the_first_nodes_are_the_smaller_tree():
     """What a smaller budget feeds is the beginning of what a larger one does, at the same state."""
-    draft_tables = DraftTables(1 << 16)
-    state, _ = decode([1, 2, 3], BestFirstDrafter(24, draft_tables), 4, 60)
+    draft_tables = DraftTables(SMALL)
+    state, _ = decode([1, 2, 3], best_first(24, draft_tables), 4, 60)
     trees = []
     for max_nodes in (8, 24, 60):
-        drafter = BestFirstDrafter(max_nodes, draft_tables)
+        drafter = best_first(max_nodes, draft_tables)
         trees.append(drafter.propose(state.tokens, len(state.tokens) - 2, max_depth=20))
     assert [len(tree) for tree in trees] == [8, 24, 60]
     for small, large in zip(trees, trees[1:], strict=False):
@@ -151,9 +162,7 @@ def test_the_first_nodes_are_the_smaller_tree():
 
 
 def test_more_nodes_take_fewer_steps():
-    steps = [
-        decode([1, 2, 3], BestFirstDrafter(size, DraftTables(1 << 16)), 7, 150)[0].num_steps for size in (1, 4, 16, 64)
-    ]
+    steps = [decode([1, 2, 3], best_first(size), 7, 150)[0].num_steps for size in (1, 4, 16, 64)]
     assert steps[0] == 150
     assert steps == sorted(steps, reverse=True)
     assert steps[-1] < 60
@@ -162,7 +171,7 @@ def test_more_nodes_take_fewer_steps():
 def test_a_text_that_repeats_is_copied():
     # The toy model knows two tokens back, but for the position; a text without that part repeats for ever.
     text = [3, 1, 4, 1, 5, 9, 2, 6]
-    drafter = BestFirstDrafter(12, DraftTables(1 << 16))
+    drafter = best_first(12)
     tokens = text * 3 + text[:3]
     drafter.begin(tokens)
     tree = drafter.propose(tokens, len(tokens) - 1, max_depth=30)
@@ -173,28 +182,28 @@ def test_a_text_that_repeats_is_copied():
 
 def test_what_follows_each_token_alone_is_a_start():
     vocabulary = entries_of([[(token + rank + 1) % VOCABULARY for rank in range(8)] for token in range(VOCABULARY)])
-    drafter = BestFirstDrafter(6, DraftTables(1 << 16), vocabulary)
+    drafter = best_first(6, vocabulary=vocabulary)
     drafter.begin([4])
     tree = drafter.propose([4], 0, max_depth=30)
     assert (tree.tokens[1], tree.parents[1]) == (5, 0)
     assert len(tree) == 6
-    none = BestFirstDrafter(6, DraftTables(1 << 16))
+    none = best_first(6)
     none.begin([4])
     assert len(none.propose([4], 0, max_depth=30)) == 1
 
 
 def test_a_source_that_is_often_wrong_starves():
-    """Rates are learned: a context whose first runner-up is never what comes loses its place to one that is."""
-    draft_tables = DraftTables(1 << 16)
+    """Rates are learned: a source whose candidate is never what comes loses its place to one that is."""
+    draft_tables = DraftTables(SMALL)
     feature = candidates.TEXT_FEATURES  # order 1, rank 0, the narrowest margin
     before = draft_tables.rates.rate.copy()
     draft_tables.rates.tried[feature] += 50
     draft_tables.rates.tried[0] += 50
-    draft_tables.rates.taken[0] += 50
+    draft_tables.rates.accepted[0] += 50
     draft_tables.estimate()
     assert draft_tables.rates.rate[feature] < before[feature] / 5
     assert draft_tables.rates.rate[0] > before[0]
-    assert (draft_tables.rates.rate > 0).all() and (draft_tables.rates.rate <= candidates.ONE).all()
+    assert (draft_tables.rates.rate > 0).all() and (draft_tables.rates.rate <= estimates.ONE).all()
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**33 + 5, 2**64 - 1])
@@ -204,13 +213,13 @@ def test_the_kernels_noise_is_that_of_sampling(seed):
     rows = noise.at([0, 7, 100_000])
     for row, position in zip(rows, (0, 7, 100_000), strict=True):
         ours = [tables.gumbel(key, position, token) for token in range(64)]
-        assert ours == [tables.gumbel(key, position, token) for token in range(64)]  # as they are kept
-        assert np.abs(np.array(ours) / tables.SCORE_UNIT - row.numpy()).max() <= 0.5 / tables.SCORE_UNIT + 1e-5
+        assert ours == [tables.gumbel(key, position, token) for token in range(64)]  # from the cache
+        assert np.abs(np.array(ours) / tables.UNITS_PER_NAT - row.numpy()).max() <= 0.5 / tables.UNITS_PER_NAT + 1e-5
 
 
-def test_with_noise_the_likeliest_candidate_is_what_would_be_drawn():
-    draft_tables, key = DraftTables(1 << 16), (9, 0)
-    drafter = BestFirstDrafter(9, draft_tables, noise=key)
+def test_with_noise_the_likeliest_candidate_is_what_would_be_sampled():
+    key = (9, 0)
+    drafter = best_first(9, noise=key)
     drafter.begin([1, 2])
     tokens = [1, 2, 3]
     drafter.advance_prefill(tokens, VerificationResult([3]))
@@ -219,21 +228,21 @@ def test_with_noise_the_likeliest_candidate_is_what_would_be_drawn():
     drafter.advance([*tokens, 3], tree, VerificationResult([3] * len(tree), entries_of([ranking] * len(tree))), [3], [])
     # The root is 3 again, so what was found under 3 is ranked anew by the noise of the next position.
     noise = tables.make_noise(True, *key)
-    values = [tables.gumbel(noise, 4, token) - 16 * rank for rank, token in enumerate(ranking)]
+    values = [tables.gumbel(noise, 4, token) - tables.UNITS_PER_NAT * rank for rank, token in enumerate(ranking)]
     tree = drafter.propose([*tokens, 3], 3, max_depth=1)
     first = [tree.tokens[node] for node in range(1, len(tree))]
-    assert ranking[int(np.argmax(values))] in first[:2]  # the token drawn before stands there, too
+    assert ranking[int(np.argmax(values))] in first[:2]  # the token sampled before stands there, too
 
 
-def merged_one_by_one(rates, found, num_rows: int, least: int) -> list[tuple[int, int, int]]:
+def merged_one_by_one(rates, found, num_rows: int, floor: int) -> list[tuple[int, int, int]]:
     """(token, feature, how many agree) as `merge` has them, from one list by token."""
     naming: dict[int, list[tuple[int, bool, int]]] = {}
     for token, feature in zip(found.tokens[:num_rows].flat, found.features[:num_rows].flat, strict=True):
         if token >= 0:
-            is_strong = bool(rates.most[feature] >= least)
+            is_strong = bool(rates.highest[feature] >= floor)
             naming.setdefault(int(token), []).append((int(rates.rate[feature]), is_strong, int(feature)))
     return [
-        (token, max(named, key=lambda each: each[:2])[2], min(len(named), candidates.MAX_AGREEING) - 1)
+        (token, max(named, key=lambda each: each[:2])[2], min(len(named), estimates.MAX_AGREEING) - 1)
         for token, named in naming.items()
         if any(is_strong for _, is_strong, _ in named)
     ]
@@ -241,16 +250,16 @@ def merged_one_by_one(rates, found, num_rows: int, least: int) -> list[tuple[int
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32 - 1), st.integers(0, candidates.NUM_ROWS), st.integers(0, 40))
-def test_candidates_of_one_token_become_one(seed, num_rows, least):
+def test_candidates_of_one_token_become_one(seed, num_rows, floor):
     random = np.random.default_rng(seed)
-    rates, found = DraftTables(1 << 16).rates, candidates.make_candidates()
-    rates.rate[:], rates.most[:] = random.integers(0, 9, (2, candidates.NUM_FEATURES)) * 5
+    rates, found = DraftTables(SMALL).rates, candidates.make_candidates()
+    rates.rate[:], rates.highest[:] = random.integers(0, 9, (2, candidates.NUM_FEATURES)) * 5
     found.features[:] = random.integers(0, candidates.NUM_FEATURES, found.features.shape)
     for row in found.tokens:
         num = random.integers(0, tables.K + 1)
         row[:num], row[num:] = random.permutation(14)[:num], -1
-    expected = merged_one_by_one(rates, found, num_rows, least)
-    num = candidates.merge(rates, found, num_rows, least)
+    expected = merged_one_by_one(rates, found, num_rows, floor)
+    num = estimates.merge(rates, found, num_rows, floor)
     merged = zip(found.merged[:num], found.best[:num], found.agreeing[:num], strict=True)
     assert [tuple(map(int, each)) for each in merged] == expected
 
@@ -260,7 +269,7 @@ def test_contents_tell_trees_apart():
     trees = [
         tree
         for prompt, seed, max_depth in texts + texts
-        for tree in decode(prompt, BestFirstDrafter(24, DraftTables(1 << 16), max_depth=max_depth), seed, 60)[1]
+        for tree in decode(prompt, best_first(24, max_depth=max_depth), seed, 60)[1]
     ]
     kinds = {(tuple(tree.tokens), tuple(tree.parents)): tree.content() for tree in trees}
     assert len(trees) > len(kinds) > 100
@@ -272,7 +281,7 @@ def test_contents_tell_trees_apart():
         vocabulary = np.full((3, tables.ENTRY), -1, np.int32)
         for token, following in top_k.items():
             vocabulary[token, : len(following)] = following
-        drafter = BestFirstDrafter(3, DraftTables(1 << 16), vocabulary)
+        drafter = best_first(3, vocabulary=vocabulary)
         drafter.begin([0])
         pair.append(drafter.propose([0], 0, max_depth=5))
     assert pair[0].tokens == pair[1].tokens == [0, 1, 2]
@@ -300,7 +309,7 @@ def test_successors_may_be_an_array(name, monkeypatch):
 
 
 def test_accepted_tokens_are_counted_by_source_and_depth():
-    drafter = BestFirstDrafter(24, DraftTables(1 << 16))
+    drafter = best_first(24)
     state, trees = decode([1, 2, 3], drafter, 7, 150)
     counts = drafter.counts
     assert counts.sources == candidates.SOURCES

@@ -1,41 +1,40 @@
-"""The tables that drafts are made from: bounded, forgotten, kept."""
+"""The draft tables: bounded, cleared, saved."""
 
 import numpy as np
 import pytest
-from test_best_first import VOCABULARY, decode
+from test_best_first import VOCABULARY, best_first, decode
 
 from lp_runtime.lookahead.drafters.best_first import tables
 from lp_runtime.lookahead.drafters.best_first.candidates import make_nodes, match_text
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
-from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
 
 SIZE = 1 << 16
 
 
 def num_bytes(draft_tables: DraftTables) -> int:
-    tables = (draft_tables._top_k, draft_tables._text, draft_tables.rates)
-    return sum(array.nbytes for table in tables for array in table)
+    parts = (draft_tables.top_k, draft_tables.text, draft_tables.rates)
+    return sum(array.nbytes for part in parts for array in part)
 
 
 @pytest.mark.parametrize("size", [1 << 16, 1 << 20, 3 << 20, 16 << 20])
-def test_a_memory_is_as_large_as_it_may_be(size):
+def test_draft_tables_are_as_large_as_they_may_be(size):
     assert size / 3 <= num_bytes(DraftTables(size)) <= size * 1.1
 
 
-def test_a_small_memory_forgets_and_does_not_grow():
+def test_small_draft_tables_overwrite_and_do_not_grow():
     draft_tables = DraftTables(SIZE)
     before = num_bytes(draft_tables)
     for seed in range(6):
-        decode([seed, 2, 3], BestFirstDrafter(60, draft_tables), seed, 120)
+        decode([seed, 2, 3], best_first(60, draft_tables), seed, 120)
     assert num_bytes(draft_tables) == before
-    assert np.count_nonzero(draft_tables._top_k.keys) > 0.8 * len(draft_tables._top_k.keys)
+    assert np.count_nonzero(draft_tables.top_k.keys) > 0.8 * len(draft_tables.top_k.keys)
 
 
-def test_what_was_seen_helps_the_next_request_and_a_cleared_memory_does_not():
+def test_what_was_seen_helps_the_next_request_until_it_is_cleared():
     draft_tables = DraftTables(1 << 20)
 
     def steps() -> int:
-        return decode([1, 2, 3], BestFirstDrafter(12, draft_tables), 5, 100)[0].num_steps
+        return decode([1, 2, 3], best_first(12, draft_tables), 5, 100)[0].num_steps
 
     first, second = steps(), steps()
     assert second < 0.6 * first
@@ -43,23 +42,22 @@ def test_what_was_seen_helps_the_next_request_and_a_cleared_memory_does_not():
     assert steps() == first
 
 
-def test_nothing_of_an_earlier_request_is_taken_for_this_ones_positions():
-    """What was drawn at a position belongs to a request."""
+def test_positions_of_an_earlier_request_are_not_mistaken_for_this_ones():
     draft_tables = DraftTables(1 << 20)
-    text = draft_tables._text
+    text = draft_tables.text
     first = tables.position_key(text, 7, -1)
     draft_tables.begin_text([1, 2, 3])
     draft_tables.begin_text([1, 2, 3])
     assert tables.position_key(text, 7, -1) != first
 
 
-def test_a_saved_memory_is_the_same_memory():
+def test_saved_draft_tables_are_loaded_as_they_were():
     draft_tables = DraftTables(SIZE)
-    decode([1, 2, 3], BestFirstDrafter(12, draft_tables), 5, 60)
+    decode([1, 2, 3], best_first(12, draft_tables), 5, 60)
     again = DraftTables.load(draft_tables.dump(VOCABULARY), SIZE, VOCABULARY)
-    runs = [decode([3, 2, 1], BestFirstDrafter(12, each), 5, 60) for each in (draft_tables, again)]
-    assert [tree.tokens for tree in runs[0][1]] == [tree.tokens for tree in runs[1][1]]
-    assert (draft_tables.rates.taken == again.rates.taken).all()
+    outcomes = [decode([3, 2, 1], best_first(12, each), 5, 60) for each in (draft_tables, again)]
+    assert [tree.tokens for tree in outcomes[0][1]] == [tree.tokens for tree in outcomes[1][1]]
+    assert (draft_tables.rates.accepted == again.rates.accepted).all()
 
 
 @pytest.mark.parametrize(
@@ -70,12 +68,12 @@ def test_a_saved_memory_is_the_same_memory():
         (lambda data: data[: len(data) // 2], "not saved draft tables"),
     ],
 )
-def test_what_is_not_a_saved_memory_is_refused(spoil, message):
+def test_what_is_no_saved_draft_tables_is_refused(spoil, message):
     with pytest.raises(ValueError, match=message):
         DraftTables.load(spoil(DraftTables(SIZE).dump(VOCABULARY)), SIZE, VOCABULARY)
 
 
-def test_a_memory_of_another_size_is_refused():
+def test_draft_tables_of_another_size_are_refused():
     with pytest.raises(ValueError, match="draft_tables_bytes=65536"):
         DraftTables.load(DraftTables(SIZE).dump(VOCABULARY), 2 * SIZE, VOCABULARY)
 
@@ -83,12 +81,12 @@ def test_a_memory_of_another_size_is_refused():
 def match(draft_tables: DraftTables, tail: list[int]) -> tuple[int, int]:
     """(place, length) of the longest match of a chain of nodes under the text's last token."""
     nodes = make_nodes(len(tail) + 1)
-    nodes.hashes[0] = draft_tables._text.hashes
+    nodes.hashes[0] = draft_tables.text.hashes
     nodes.tokens[1:] = tail
     nodes.parents[:] = np.arange(-1, len(tail))
     for node in range(1, len(tail) + 1):
         tables.extend_hashes(nodes.hashes, node - 1, nodes.tokens[node], nodes.hashes, node)
-    return match_text(draft_tables._text, nodes, 0, len(tail))
+    return match_text(draft_tables.text, nodes, 0, len(tail))
 
 
 def test_the_longest_match_in_the_text_wins():
@@ -124,7 +122,7 @@ def test_a_match_ends_where_the_request_begins():
 
 def test_text_that_is_overwritten_is_not_matched():
     draft_tables = DraftTables(SIZE)
-    size = len(draft_tables._text.buffer)
+    size = len(draft_tables.text.buffer)
     draft_tables.begin_text([1, 2, 3, 4])
     draft_tables.append_text([5 + i % 3 for i in range(2 * size)])
     assert match(draft_tables, [1, 2, 3])[1] == 0

@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lp_runtime.model.attention.mask import MaskBuilder, ancestor_mask
+from lp_runtime.model.attention.mask import MaskBuilder, MaskForm, ancestor_mask
+from lp_runtime.model.attention.tree_attention import NAME as TREE
 
 CPU = torch.device("cpu")
 # Two pending tokens, a branch of two, a branch of one.
@@ -33,6 +34,7 @@ def build(attention="sdpa", dtype=torch.float32, **config):
     return MaskBuilder(SimpleNamespace(**config), attention, dtype, CPU).build(PARENTS, POSITIONS, num_cached=4)
 
 
+@settings(deadline=None)  # the first call compiles
 @given(st.lists(st.integers(0, 100), max_size=15))
 def test_a_node_sees_itself_and_its_ancestors(choices):
     parents = [choice % (node + 1) - 1 for node, choice in enumerate(choices)]
@@ -86,3 +88,17 @@ def test_windows():
     assert windows(sliding_window=7) == [7]
     assert windows(sliding_window=7, layer_types=["sliding_attention", "full_attention"]) == [7]
     assert windows(sliding_window=7, attention_chunk_size=9) == [7, 9]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_on_a_gpu_our_own_attention_takes_masks_of_the_tree_alone(dtype):
+    """Where a layer hides committed tokens, a boolean mask of all keys."""
+    config = SimpleNamespace(sliding_window=3, layer_types=["sliding_attention", "full_attention"])
+    builder = MaskBuilder(config, TREE, dtype, CPU)
+    assert builder.is_own and builder.form is MaskForm.ADDITIVE
+    builder.form = MaskForm.TREE_ONLY
+    masks = builder.build(PARENTS, POSITIONS, num_cached=4)
+    assert masks["sliding_attention"].dtype == torch.bool
+    assert masks["sliding_attention"][0, 0].int().tolist() == WINDOW_OF_3
+    assert masks["full_attention"].dtype == dtype
+    assert (masks["full_attention"] == 0)[0, 0].int().tolist() == [row[4:] for row in FULL]

@@ -1,12 +1,14 @@
-"""exactness=strict: no bit of a token's logits depends on how its text was fed."""
+"""exactness=strict: no bit of a token's logits depends on how its sequence was fed."""
 
 import pytest
 import torch
+from support.one_slot import OneSlot
 from support.small_models import FAMILIES, random_model
 
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
+from lp_runtime.distributed.group import Group
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import ModelError
@@ -24,8 +26,8 @@ HALF = [torch.bfloat16, torch.float16]
 
 
 def decode(model: ModelRunner, request: Request) -> list[int]:
-    *runs, _ = Engine(model, 0, 1, CPU).run(request)
-    return [token for run in runs for token in run.token_ids]
+    *outputs, _ = Engine(model, Group.alone()).run(request)
+    return [token for output in outputs for token in output.token_ids]
 
 
 def test_the_table_names_the_keys_of_a_path():
@@ -49,7 +51,7 @@ def test_logits_are_those_of_one_token_a_step_bit_for_bit(demo_model_dir, dtype)
     others = [[(11 * i * j + 5) % 4096 for i in range(1, 2 + j % 7)] for j in range(9)]
     differed = 0
     for strict_tokens in (16, None):
-        tree_model = ModelRunner(model, 2048, strict_tokens)
+        tree_model = OneSlot(ModelRunner(model, 2048, strict_tokens))
         for length in (9, 60, 122, 250):
             prompt = [(13 * i) % 4096 for i in range(length)]
             tree_model.begin(600)
@@ -93,10 +95,10 @@ def test_further_passes_count_as_steps(demo_model_dir):
     ids = tuple(load_tokenizer(ModelConfig(path=str(demo_model_dir)))("def fib(n):").input_ids)
     steps = {}
     for size in (8, 128):
-        *runs, report = Engine(ModelRunner(model, 2048, size), 0, 1, CPU).run(
+        *outputs, report = Engine(ModelRunner(model, 2048, size), Group.alone()).run(
             Request(ids, LookaheadConfig(7, 5, 7), 32)
         )
-        steps[size] = report.num_steps, len(runs)
+        steps[size] = report.num_steps, len(outputs)
     assert steps[128][0] == steps[128][1]
     assert steps[8][0] > steps[8][1]
 
@@ -107,9 +109,9 @@ def test_a_model_whose_bits_depend_on_the_pass_is_refused(random_model, monkeypa
     monkeypatch.setattr(strict, "_sum_of_pairs", lambda values: values.sum(1))
     feed = ModelRunner._forward
 
-    def sloppy(self, ids, positions, mask, keep):
+    def sloppy(self, ids, positions, mask, cache, rows):
         """As if a kernel rounded by the row a token is fed in."""
-        logits = feed(self, ids, positions, mask, keep)
+        logits = feed(self, ids, positions, mask, cache, rows)
         return logits + 1e-3 * torch.arange(len(logits))[:, None] * (mask is not None)
 
     monkeypatch.setattr(ModelRunner, "_forward", sloppy)

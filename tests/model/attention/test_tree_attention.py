@@ -19,7 +19,7 @@ def inputs(num_tokens: int, num_cached: int, groups: int, dtype: torch.dtype, si
     """(query, key, value, additive mask of the tree, ancestors) of 3 key/value heads, laid out as models do."""
     generator = torch.Generator().manual_seed(num_tokens + num_cached)
 
-    def draw(heads: int, tokens: int) -> torch.Tensor:
+    def random_states(heads: int, tokens: int) -> torch.Tensor:
         return (2 * torch.randn(1, tokens, heads, size, generator=generator)).to(dtype).transpose(1, 2)
 
     rng = random.Random(num_tokens)
@@ -27,7 +27,8 @@ def inputs(num_tokens: int, num_cached: int, groups: int, dtype: torch.dtype, si
     seen = torch.from_numpy(ancestor_mask(parents))
     mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
     num_keys = num_cached + num_tokens
-    return draw(3 * groups, num_tokens), draw(3, num_keys), draw(3, num_keys), mask[None, None], seen
+    query, *states = (random_states(*each) for each in ((3 * groups, num_tokens), (3, num_keys), (3, num_keys)))
+    return query, *states, mask[None, None], seen
 
 
 def dense(query, key, value, seen, scale) -> torch.Tensor:

@@ -4,12 +4,14 @@ import random
 
 import pytest
 import torch
-from test_tree_model import ARCHITECTURES, assert_close, draw, path_text, plain_logits, random_tree
+from support.trees import ARCHITECTURES, assert_close, draw, path_text, plain_logits, random_tree
 
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.engine.replica import ready_model
+from lp_runtime.model.attention.mask import MaskForm
 from lp_runtime.model.kv_cache.slots import CacheSlot
-from lp_runtime.model.runner import Fed, ModelRunner
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.step_inputs import StepInputs
 
 
 @pytest.fixture(params=ARCHITECTURES)
@@ -19,40 +21,37 @@ def model(request, random_model):
 
 
 def begin(model: ModelRunner, lengths, rng: random.Random) -> list[tuple[CacheSlot, list[int]]]:
-    """Texts that were prefilled, and their tokens."""
-    texts = []
+    """Slots that were prefilled, and their tokens."""
+    slots = []
     for length in lengths:
-        model.text = CacheSlot()
-        tokens = draw(rng, length)
-        model.begin(200)
-        model.prefill(tokens)
-        texts.append((model.text, tokens))
-    return texts
+        slot, tokens = CacheSlot(), draw(rng, length)
+        model.begin(slot, 200)
+        model.prefill(slot, tokens)
+        slots.append((slot, tokens))
+    return slots
 
 
-@pytest.mark.parametrize("own_process", [False, True], ids=["one-mask", "as-on-a-gpu"])
+@pytest.mark.parametrize("apart", [False, True], ids=["one-mask", "as-on-a-gpu"])
 def test_each_text_gets_what_it_gets_alone(model, apart):
     rng = random.Random(3)
     tree_model = ModelRunner(model, 2048, own_attention=True)
     assert tree_model.supports_batching
     if apart:
-        tree_model.masks._additive, tree_model.masks._only_tree = False, True
+        tree_model.masks.form = MaskForm.TREE_ONLY
     texts = begin(tree_model, (21, 3, 40), rng)
-    before = tree_model.text
     for step in range(3):
         fed = texts[step % 2 :]  # they need not always be the same
         trees = [random_tree(rng, rng.randint(1, 4)) for _ in fed]
         wanted = [range(tree.root, len(tree)) for tree in trees]
         parts = [
-            Fed(text, tree, range(len(tree)), some) for (text, _), tree, some in zip(fed, trees, wanted, strict=True)
+            StepInputs(text, tree, range(len(tree)), some) for (text, _), tree, some in zip(fed, trees, wanted, strict=True)
         ]
-        logits = tree_model.forward_batch(parts)
+        logits = [found.logits for found in tree_model.forward_batch(parts)]
         for (text, tokens), tree, some, rows in zip(fed, trees, wanted, logits, strict=True):
             for node, row in zip(some, rows, strict=True):
                 assert_close(row, plain_logits(model, tokens + path_text(tree, node)))
             tokens += tree.tokens[: tree.root + 1]
             assert text.tokens == tokens and text.cache.length == len(tokens)
-    assert tree_model.text is before
 
 
 @pytest.mark.parametrize("settings", [{"strict_tokens": 8}, {}], ids=["strict", "sdpa"])
@@ -63,8 +62,9 @@ def test_where_it_cannot_they_are_fed_one_by_one(settings, random_model):
     assert not tree_model.supports_batching
     texts = begin(tree_model, (5, 12), rng)
     trees = [random_tree(rng, 2) for _ in texts]
-    parts = [Fed(text, tree, range(len(tree)), [tree.root]) for (text, _), tree in zip(texts, trees, strict=True)]
-    for (_, tokens), tree, rows in zip(texts, trees, tree_model.forward_batch(parts), strict=True):
+    parts = [StepInputs(text, tree, range(len(tree)), [tree.root]) for (text, _), tree in zip(texts, trees, strict=True)]
+    found = tree_model.forward_batch(parts)
+    for (_, tokens), tree, (rows, _) in zip(texts, trees, found, strict=True):
         assert_close(rows[0], plain_logits(model, tokens + path_text(tree, tree.root)))
         assert torch.isfinite(rows).all()
 

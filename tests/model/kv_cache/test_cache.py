@@ -1,4 +1,4 @@
-"""The cache: written behind the committed tokens, cut back by moving a length."""
+"""The cache: written behind the committed tokens, truncated by moving a length."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_clear_keeps_the_memory():
     assert cache.layers[0].keys.data_ptr() == memory
 
 
-def test_committing_and_cutting_back_copies_nothing():
+def test_committing_and_writing_again_copies_nothing():
     cache = TreeCache(num_layers=1, capacity=8)
     keys, _ = cache.update(states(1, 2, 3), states(1, 2, 3), 0)
     cache.commit(2)

@@ -1,4 +1,4 @@
-"""How much text fits into memory, and what is refused because it does not."""
+"""How many tokens fit into free memory."""
 
 import pytest
 import torch
@@ -46,8 +46,9 @@ def test_tokens_that_fit(random_model, machine):
     config = model.config
     tree_model = ModelRunner(model, 2048)
     assert capacity.capacity_in_tokens(tree_model, 1) is None  # nothing is known of its cache yet
-    tree_model.begin(50)
-    tree_model.prefill([1, 2, 3])
+    with tree_model.slots.borrowed() as slot:
+        tree_model.begin(slot, 50)
+        tree_model.prefill(slot, [1, 2, 3])
     each = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     assert tree_model.cache_bytes_per_token == each
     machine(available=1000 * each)  # kB

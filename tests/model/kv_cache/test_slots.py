@@ -1,46 +1,60 @@
-"""Which memory a text gets: large enough if there is any, and what it holds of a text that is taken up."""
+"""Which slot a sequence gets: a large enough one if there is any, and one that holds a prefix of a resumed sequence."""
 
 from types import SimpleNamespace
 
 from lp_runtime.model.kv_cache.slots import CacheSlot, SlotPool
 
 
-def text(capacity: int, tokens=(), fixed=None) -> CacheSlot:
-    return CacheSlot(SimpleNamespace(capacity=capacity), list(tokens), fixed=fixed)
+def slot(capacity: int, tokens=(), graphs=None) -> CacheSlot:
+    return CacheSlot(SimpleNamespace(capacity=capacity, bytes_per_token=7), list(tokens), graphs=graphs)
 
 
-def idle(*texts: CacheSlot) -> SlotPool:
-    found = SlotPool(texts[0])
-    for each in texts[1:]:
-        found.give(each)
-    return found
+def pool(*slots: CacheSlot, padding: int = 0) -> SlotPool:
+    made = SlotPool(lambda capacity: capacity + padding)
+    for each in slots:
+        made.release(each)
+    return made
 
 
-def test_the_smallest_that_has_room():
-    small, middle, large = text(10), text(100), text(1000)
-    texts = idle(large, small, middle)
-    assert texts.take(50) is middle
-    assert texts.take(50) is large
-    assert texts.take(50) is small, "it must grow"
-    assert texts.take(50).capacity == 0
+def test_the_smallest_that_suffices():
+    small, middle, large = slot(10), slot(100), slot(1000)
+    slots = pool(large, small, middle)
+    assert slots.acquire(50) is middle
+    assert slots.acquire(50) is large
+    assert slots.acquire(50) is small, "it must grow"
+    assert slots.acquire(50).capacity == 0
 
 
-def test_all_others_are_freed_if_none_has_room():
-    small, large = text(10), text(100)
-    texts = idle(small, large)
-    assert texts.take(200) is large
-    assert texts.take(5) not in (small, large)
+def test_padding_counts():
+    small, large = slot(60), slot(100)
+    assert pool(small, large, padding=20).acquire(50) is large
 
 
-def test_a_text_that_is_taken_up():
-    other, same = text(100, [1, 2, 9, 9]), text(10, [1, 2, 3, 4])
-    assert idle(other, same).take(50, (1, 2, 3, 5)) is same
-    assert idle(other, same).take(50) is other
-    assert idle(other, same).take(50, (7, 7)) is other
+def test_all_others_are_dropped_if_none_suffices():
+    small, large = slot(10), slot(100)
+    slots = pool(small, large)
+    assert slots.acquire(200) is large
+    assert slots.acquire(5) not in (small, large)
 
 
-def test_passes_of_fixed_sizes_are_kept_once_and_used_again():
-    first, second, spare = text(100, fixed=object()), text(200, fixed=object()), text(60)
-    texts = idle(first, spare, second)
-    assert first.fixed is None
-    assert texts.take(50) is second
+def test_a_resumed_sequence_gets_the_slot_that_knows_most_of_it():
+    other, same = slot(100, [1, 2, 9, 9]), slot(10, [1, 2, 3, 4])
+    assert pool(other, same).acquire(50, (1, 2, 3, 5)) is same
+    assert pool(other, same).acquire(50) is other
+    assert pool(other, same).acquire(50, (7, 7)) is other
+
+
+def test_captured_passes_are_kept_once_and_used_again():
+    first, second, spare = slot(100, graphs=object()), slot(200, graphs=object()), slot(60)
+    slots = pool(first, spare, second)
+    assert first.graphs is None
+    assert slots.acquire(50) is second
+
+
+def test_a_borrowed_slot_comes_back():
+    only = slot(100)
+    slots = pool(only)
+    assert slots.bytes_per_token == 7
+    with slots.borrowed(50) as borrowed:
+        assert borrowed is only and slots.bytes_per_token == 0
+    assert slots.acquire(50) is only

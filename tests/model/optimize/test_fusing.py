@@ -1,4 +1,4 @@
-"""Blocks in fewer operations: the same results, where the block is one that is known; everything else stays."""
+"""Blocks in fewer operations give equal results where the block is one that is known; everything else stays."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
+from support.one_slot import OneSlot
 from support.small_models import FAMILIES, random_model
 from torch import nn
 from transformers.models.llama import modeling_llama as llama
@@ -21,8 +22,9 @@ from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.optimize.fused_blocks import FusedAttention, FusedLayer, FusedMLP, FusedNorm, rotate
 from lp_runtime.model.optimize.fusing import TOLERANCES, fuse_blocks
 from lp_runtime.model.optimize.packing import pack_linears
-from lp_runtime.model.runner import Fed, ModelRunner
+from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.self_check import check_model
+from lp_runtime.model.step_inputs import StepInputs
 
 ATTENTION, MLP, NORM, LAYER = FusedAttention, FusedMLP, FusedNorm, FusedLayer
 FUSED = {  # of two layers; norms: two a layer and the last, and one each of queries and keys
@@ -47,7 +49,7 @@ def blocks_of(model: nn.Module) -> dict[type, int]:
 
 
 def logits_of(model: nn.Module, strict_tokens: int | None = None, own_attention: bool = True) -> list[torch.Tensor]:
-    """Of a prompt in chunks, of a tree, and of two texts at once."""
+    """Of a prompt in chunks, of a tree, and of two sequences at once."""
     tree_model = ModelRunner(model, 5, strict_tokens, own_attention)
     rng = random.Random(0)
     tree = TokenTree([3, 4], max_depth=8)
@@ -56,14 +58,12 @@ def logits_of(model: nn.Module, strict_tokens: int | None = None, own_attention:
     nodes = list(range(len(tree)))
     parts, logits = [], []
     for length in (12, 3):
-        text = tree_model.texts.take(0)
-        with tree_model.feeding(text):
-            tree_model.begin(100)
-            logits.append(tree_model.prefill(list(range(length))))
-        parts.append(Fed(text, tree, nodes, nodes[tree.root :]))
-    with tree_model.feeding(parts[0].text):
-        logits.append(tree_model.forward(tree, nodes, nodes, commit=False))
-    return logits + tree_model.forward_batch(parts)
+        slot = tree_model.slots.acquire()
+        tree_model.begin(slot, 100)
+        logits.append(tree_model.prefill(slot, list(range(length))))
+        parts.append(StepInputs.whole(slot, tree))
+    logits.append(tree_model.forward(StepInputs(parts[0].slot, tree, nodes, nodes), commit=False).logits)
+    return logits + [found.logits for found in tree_model.forward_batch(parts)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -221,12 +221,12 @@ def test_a_cache_that_is_new_and_one_that_was_used_hold_the_same(name, strict_to
     """Bit for bit: replicas that have decoded other requests before must not differ."""
     model = random_model(name, initializer_range=0.3)
     fuse_blocks(model)
-    tree_model = ModelRunner(model, 512, strict_tokens, own_attention=True)
+    tree_model = OneSlot(ModelRunner(model, 512, strict_tokens, own_attention=True))
     seen = []
     for _ in range(2):
         tree_model.begin(200)
         logits = tree_model.prefill(list(range(1, 20)))
-        keys = [layer.keys[:, :, :19].clone() for layer in tree_model.text.cache.layers]
+        keys = [layer.keys[:, :, :19].clone() for layer in tree_model.slot.cache.layers]
         seen.append([logits, *keys])
     assert all(map(torch.equal, *seen))
 

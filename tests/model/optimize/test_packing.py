@@ -1,9 +1,10 @@
-"""Packed linear layers: the same products, for any number of tokens; what cannot be packed stays as it is."""
+"""Packed linear layers give equal products for any number of tokens; what cannot be packed stays as it is."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from support.one_slot import OneSlot
 from torch import nn
 
 from lp_runtime.lookahead.tree import TokenTree
@@ -45,7 +46,7 @@ def test_a_packed_model_computes_the_same(random_model, kind):
     nodes = list(range(len(tree)))
 
     def logits() -> torch.Tensor:
-        tree_model = ModelRunner(model, 2048)
+        tree_model = OneSlot(ModelRunner(model, 2048))
         tree_model.begin(40)
         tree_model.prefill([5, 6, 7, 8])
         return tree_model.forward(tree, nodes, nodes)

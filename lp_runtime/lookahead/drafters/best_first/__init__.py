@@ -1,1 +1,1 @@
-"""The default drafter: trees grown best first from everything that is known for free."""
+"""The default drafter: trees grown best first, from every source of candidates that costs no forward pass."""

@@ -1,150 +1,169 @@
-"""What drafts are made from: the tables of runners-up and of text, and how often what they said came true.
+"""The draft tables: top-k candidates by context, the committed text, and how often each kind of candidate came.
 
-A draft_tables lives for one request, or for many; either way it is bounded in bytes, and forgets what is oldest.
+Draft tables live for one request or for many. Either way they are bounded in bytes and overwrite what is oldest.
 """
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first import tables
-from lp_runtime.lookahead.drafters.best_first.candidates import (
-    MAX_AGREEING,
-    NUM_FEATURES,
-    NUM_LENGTHS,
-    NUM_NOISE_BINS,
-    NUM_PROMISES,
-    ONE,
-    PRIOR_WEIGHT,
-    Rates,
-)
+from lp_runtime.lookahead.drafters.best_first.candidates import NUM_FEATURES, NUM_LENGTHS, NUM_NOISE_BINS
+from lp_runtime.lookahead.drafters.best_first.estimates import NUM_CALIBRATIONS, ONE, PRIOR_WEIGHT, make_rates
 from lp_runtime.lookahead.drafters.best_first.tables import EMPTY_HASH, NUM_HASHES, NUM_ORDERS, WAYS, K
 
-LINE = 64  # bytes
+LINE_BYTES = 64  # of a cache
 SLOT_BYTES = 8 + 4 * tables.ENTRY
-TEXT_BYTES = 4 + 16 * 2 * tables.MAX_GRAM  # a token and its n-grams, half of whose slots are in use
-FORMAT = 2  # of saved draft tables
-SHAPE = (NUM_ORDERS, NUM_FEATURES, K, NUM_PROMISES)
+TOKEN_BYTES = 4 + 16 * 2 * tables.MAX_GRAM  # of the text: a token and its n-grams, half of whose slots are in use
+MIN_TEXT_TOKENS = 64  # of the text buffer, however few bytes there are
+FORMAT = 3  # of saved draft tables
+SHAPE = (NUM_ORDERS, NUM_FEATURES, K, NUM_CALIBRATIONS)
 
-# Prior estimates of acceptance: of an entry's first token by its margin, from wide to narrow; of the others by their
-# gap, from none to wide, and by rank; times a factor by order, the vocabulary last.
+# Prior estimates of acceptance: of an entry's first token by its margin, from wide to narrow; of the other tokens by
+# their margin, from none to wide, and by rank; times a factor by order, the vocabulary last.
 PRIOR_FIRST = (0.9, 0.85, 0.75, 0.6, 0.45, 0.35, 0.3, 0.3, 0.3)
 PRIOR_OTHERS = (0.4, 0.38, 0.35, 0.3, 0.2, 0.12, 0.06, 0.02, 0.01)
 PRIOR_BY_RANK = (1.0, 1.0, 0.7, 0.4)
 PRIOR_BY_ORDER = (0.55, 0.7, 0.8, 0.85, 0.2)
-LEAST_PRIOR = 0.003
+MIN_PRIOR = 0.003
 
 
 def prior_rates() -> np.ndarray:
-    """[F] estimates of acceptance before anything was seen, of ONE."""
-    by_gap = np.multiply.outer(PRIOR_BY_RANK, PRIOR_OTHERS)
-    by_gap[0] = PRIOR_FIRST
-    top_k = np.maximum(np.multiply.outer(PRIOR_BY_ORDER, by_gap), LEAST_PRIOR)
+    """Return [F] int64 estimates of acceptance before anything was seen, of ONE."""
+    by_margin = np.multiply.outer(PRIOR_BY_RANK, PRIOR_OTHERS)
+    by_margin[0] = PRIOR_FIRST
+    top_k = np.maximum(np.multiply.outer(PRIOR_BY_ORDER, by_margin), MIN_PRIOR)
     text = np.repeat(np.minimum(0.4 + 0.1 * np.arange(NUM_LENGTHS), 0.9), NUM_NOISE_BINS)
-    drawn = np.concatenate([0.15 / (1 + np.arange(K)), 0.4 / (1 + np.arange(K))])
-    return (np.concatenate([text, top_k.ravel(), drawn]) * ONE).astype(np.int64)
+    same_position = np.concatenate([0.15 / (1 + np.arange(K)), 0.4 / (1 + np.arange(K))])
+    return (np.concatenate([text, top_k.ravel(), same_position]) * ONE).astype(np.int64)
 
 
 def _power_of_two(limit: int) -> int:
-    """The largest power of two within a limit, at least one bucket."""
+    """Return the largest power of two within a limit, or WAYS if that is larger."""
     return max(WAYS, 1 << (max(1, limit).bit_length() - 1))
 
 
 def _make_zeros(*kinds: tuple[tuple[int, ...], type]) -> list[np.ndarray]:
-    """Arrays of zeros that begin with a line of the caches, in one block, so that large pages can hold them."""
-    sizes = [-(-math.prod(shape) * np.dtype(dtype).itemsize // LINE) * LINE for shape, dtype in kinds]
-    block = np.zeros(sum(sizes) + LINE, np.uint8)
-    start = -block.ctypes.data % LINE
-    made = []
+    """Return arrays of zeros, of (shape, dtype) each, that begin with a cache line and lie in one block.
+
+    In one block large pages can hold them.
+    """
+    sizes = [-(-math.prod(shape) * np.dtype(dtype).itemsize // LINE_BYTES) * LINE_BYTES for shape, dtype in kinds]
+    block = np.zeros(sum(sizes) + LINE_BYTES, np.uint8)
+    start = -block.ctypes.data % LINE_BYTES
+    arrays: list[np.ndarray] = []
     for (shape, dtype), size in zip(kinds, sizes, strict=True):
-        made.append(block[start : start + math.prod(shape) * np.dtype(dtype).itemsize].view(dtype).reshape(shape))
+        arrays.append(block[start : start + math.prod(shape) * np.dtype(dtype).itemsize].view(dtype).reshape(shape))
         start += size
-    return made
+    return arrays
 
 
 class DraftTables:
-    """The tables, bounded in bytes.
+    """What the best-first drafter remembers, bounded in bytes.
 
     Args:
         num_bytes: of all tables, about.
 
     Attributes:
-        drafts, rates: for the tables.
+        num_bytes: of all tables, about.
+        top_k: top-k candidates by context.
+        text: the committed tokens and an index of their n-grams.
+        rates: how often candidates came, by feature.
     """
 
     def __init__(self, num_bytes: int):
         self.num_bytes = num_bytes
-        slots = _power_of_two(num_bytes * 3 // 4 // SLOT_BYTES)
-        places = _power_of_two(num_bytes // 4 // TEXT_BYTES)
-        grams = _power_of_two(2 * tables.MAX_GRAM * places)
-        made = _make_zeros(
-            ((slots, tables.ENTRY), np.int32),
-            ((slots,), np.int64),
-            ((grams,), np.int64),
-            ((grams, 1), np.int64),
-            ((max(places, 64),), np.int32),
+        num_slots = _power_of_two(num_bytes * 3 // 4 // SLOT_BYTES)
+        num_tokens = _power_of_two(num_bytes // 4 // TOKEN_BYTES)
+        num_ngrams = _power_of_two(2 * tables.MAX_GRAM * num_tokens)
+        entries, keys, ngram_keys, ngram_places, buffer = _make_zeros(
+            ((num_slots, tables.ENTRY), np.int32),
+            ((num_slots,), np.int64),
+            ((num_ngrams,), np.int64),
+            ((num_ngrams, 1), np.int64),
+            ((max(num_tokens, MIN_TEXT_TOKENS),), np.int32),
         )
-        entries, keys, gram_keys, gram_places, buffer = made
-        self._top_k = tables.TopKTable(keys, entries)
-        self._text = tables.Text(
+        self.top_k = tables.TopKTable(keys, entries)
+        self.text = tables.TextIndex(
             buffer=buffer,
             span=np.zeros(2, np.int64),
             hashes=np.zeros((1, NUM_HASHES), np.int64),
-            keys=gram_keys,
-            places=gram_places,
+            keys=ngram_keys,
+            places=ngram_places,
         )
-        counted = [np.zeros(NUM_FEATURES, np.int64) for _ in range(3)]
-        promises = [np.zeros(NUM_PROMISES, np.int64) for _ in range(2)]
-        kept = np.zeros((MAX_AGREEING, NUM_FEATURES), np.int64)
-        self.rates = Rates(*counted, prior_rates(), *promises, kept, np.zeros(NUM_FEATURES, np.int64))
+        self.rates = make_rates(prior_rates())
         self._stamp = 0
         self.estimate()
 
     def drafts(self, vocabulary: np.ndarray) -> tables.DraftArrays:
-        """The tables, with a vocabulary's, [V, ENTRY]."""
-        return tables.DraftArrays(self._top_k, self._text, vocabulary)
+        """Return the tables' arrays together with a vocabulary's entries, [V, ENTRY] int32."""
+        return tables.DraftArrays(self.top_k, self.text, vocabulary)
 
     def clear(self) -> None:
-        """Forget everything; the draft_tables stays."""
-        self._top_k.keys[:] = 0
-        self._text.keys[:] = 0
-        self._text.span[:] = 0
-        self._text.buffer[:] = 0
+        """Forget everything that was stored and counted; no array is reallocated."""
+        self.top_k.keys[:] = 0
+        self.text.keys[:] = 0
+        self.text.span[:] = 0
+        self.text.buffer[:] = 0
         for counted in self._counted().values():
             counted[:] = 0
         self._stamp = 0
         self.estimate()
 
     def begin_text(self, tokens: Sequence[int]) -> None:
-        """Begin a text: no n-gram reaches back across here."""
-        self._text.span[0] = self._text.span[1]
-        self._text.hashes[:] = 0
-        self._text.hashes[0, 0] = EMPTY_HASH
+        """Begin a new text with `tokens`; no n-gram reaches back into the text before."""
+        self.text.span[0] = self.text.span[1]
+        self.text.hashes[:] = 0
+        self.text.hashes[0, 0] = EMPTY_HASH
         self.append_text(tokens)
 
     def append_text(self, tokens: Sequence[int]) -> None:
         """Append committed tokens to the text."""
-        tables.append_text(self._text, np.array(tokens, dtype=np.int64))
+        tables.append_text(self.text, np.array(tokens, dtype=np.int64))
 
     def next_stamp(self) -> int:
-        """The age of what is stored from now on."""
+        """Return the stamp of the entries that the next step stores: a count that tells their age."""
         self._stamp += 1
         return self._stamp
 
     def estimate(self) -> None:
         """Bring the estimates up to what was counted."""
         rates = self.rates
-        np.floor_divide(rates.taken * ONE + rates.prior * PRIOR_WEIGHT, rates.tried + PRIOR_WEIGHT, out=rates.rate)
+        np.floor_divide(rates.accepted * ONE + rates.prior * PRIOR_WEIGHT, rates.tried + PRIOR_WEIGHT, out=rates.rate)
 
     def _counted(self) -> dict[str, np.ndarray]:
-        return {name: getattr(self.rates, name) for name in ("tried", "taken", "promised", "came")}
+        """Return the arrays that only count, by name."""
+        rates = self.rates
+        return {
+            "tried": rates.tried,
+            "accepted": rates.accepted,
+            "expected": rates.expected,
+            "observed": rates.observed,
+        }
+
+    def _saved(self) -> dict[str, np.ndarray]:
+        """Return the arrays that a saved file holds, by name."""
+        return {
+            "top_k_keys": self.top_k.keys,
+            "top_k_entries": self.top_k.entries,
+            "text_buffer": self.text.buffer,
+            "text_span": self.text.span,
+            "text_hashes": self.text.hashes,
+            "text_keys": self.text.keys,
+            "text_places": self.text.places,
+            **self._counted(),
+        }
 
     def dump(self, vocabulary_size: int) -> bytes:
-        """Everything, for `load`."""
+        """Return everything as the bytes of a file, for `load`.
+
+        Args:
+            vocabulary_size: of the model that the tables are for.
+        """
         file = io.BytesIO()
         np.savez(
             file,
@@ -153,44 +172,61 @@ class DraftTables:
             vocabulary_size=vocabulary_size,
             shape=SHAPE,
             stamp=self._stamp,
-            **self._counted(),
-            **{f"top_k_{name}": value for name, value in self._top_k._asdict().items()},
-            **{f"text_{name}": value for name, value in self._text._asdict().items()},
+            **self._saved(),  # type: ignore[arg-type]  # numpy's own keyword allow_pickle is not among them
         )
         return file.getvalue()
 
     @classmethod
     def load(cls, data: bytes, num_bytes: int, vocabulary_size: int) -> DraftTables:
-        """A draft_tables from what `dump` returned.
+        """Return draft tables from what `dump` returned.
+
+        Args:
+            data: what `dump` returned.
+            num_bytes: size that the tables must have.
+            vocabulary_size: of the model that the tables must be for.
 
         Raises:
-            ValueError: if it is not that, or of another size, version or vocabulary.
+            ValueError: if `data` is something else, damaged, or of another size, version or vocabulary.
         """
         draft_tables = cls(num_bytes)
-        try:
-            with np.load(io.BytesIO(data), allow_pickle=False) as saved:
-                arrays = {name: saved[name] for name in saved.files}
-            version = (int(arrays["format"]), tuple(arrays["shape"].tolist()))
-            size, vocabulary, stamp = (int(arrays[name]) for name in ("num_bytes", "vocabulary_size", "stamp"))
-        except Exception as error:  # whatever a broken archive raises
-            raise ValueError("it is not saved draft tables") from error
-        if version != (FORMAT, SHAPE):
-            raise ValueError("it was saved by another version")
-        if size != num_bytes:
-            raise ValueError(f"it was saved with draft_tables_bytes={size}")
-        if vocabulary != vocabulary_size:
-            raise ValueError(f"it is of a model with {vocabulary} tokens, not {vocabulary_size}")
-        targets = {f"top_k_{name}": value for name, value in draft_tables._top_k._asdict().items()}
-        targets |= {f"text_{name}": value for name, value in draft_tables._text._asdict().items()}
-        targets |= draft_tables._counted()
-        for name, target in targets.items():
+        draft_tables.restore(_read_arrays(data, num_bytes, vocabulary_size), vocabulary_size)
+        return draft_tables
+
+    def restore(self, arrays: Mapping[str, np.ndarray], vocabulary_size: int) -> None:
+        """Replace everything by saved arrays.
+
+        Args:
+            arrays: as `dump` saves them, by name.
+            vocabulary_size: of the model; token ids must be below.
+
+        Raises:
+            ValueError: if an array is missing, has another shape or type, or holds an unknown token id.
+        """
+        for name, target in self._saved().items():
             value = arrays.get(name)
             if value is None or value.shape != target.shape or value.dtype != target.dtype:
                 raise ValueError("it is damaged")
             target[:] = value
-        tokens = draft_tables._top_k.entries[:, :K]
-        if max(tokens.max(), draft_tables._text.buffer.max()) >= vocabulary_size or draft_tables._text.buffer.min() < 0:
+        tokens = self.top_k.entries[:, :K]
+        if max(tokens.max(), self.text.buffer.max()) >= vocabulary_size or self.text.buffer.min() < 0:
             raise ValueError("it is damaged")
-        draft_tables._stamp = stamp
-        draft_tables.estimate()
-        return draft_tables
+        self._stamp = int(arrays["stamp"])
+        self.estimate()
+
+
+def _read_arrays(data: bytes, num_bytes: int, vocabulary_size: int) -> dict[str, np.ndarray]:
+    """Return the arrays of saved draft tables by name; ValueError if they are not what is asked for."""
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as saved:
+            arrays = {name: saved[name] for name in saved.files}
+        version = (int(arrays["format"]), tuple(arrays["shape"].tolist()))
+        size, vocabulary, _ = (int(arrays[name]) for name in ("num_bytes", "vocabulary_size", "stamp"))
+    except Exception as error:  # whatever a broken archive raises
+        raise ValueError("it is not saved draft tables") from error
+    if version != (FORMAT, SHAPE):
+        raise ValueError("it was saved by another version")
+    if size != num_bytes:
+        raise ValueError(f"it was saved with draft_tables_bytes={size}")
+    if vocabulary != vocabulary_size:
+        raise ValueError(f"it is of a model with {vocabulary} tokens, not {vocabulary_size}")
+    return arrays

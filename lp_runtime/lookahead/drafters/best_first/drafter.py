@@ -1,14 +1,15 @@
-"""The runtime's own drafting: one tree, grown best first from everything that is free.
+"""The runtime's own drafter: one tree, grown best first from every source of candidates that costs no forward pass.
 
-Sources of what may follow a context (candidates.py): what followed the longest match of it in the text; the runners-up
-that a forward pass found under its last 4, 3, 2 and 1 tokens, in this text or in a branch of an earlier tree; and what
-the model says follows its last token alone. How often a candidate is accepted is counted by source, length or order,
-rank and log-probability, and the tree takes, of all candidates below all its nodes, always the one that is likeliest to
-be reached. Where successors are sampled, candidates are ranked by log-probability plus the noise of the position that
-they would stand at (sampling.py): what will be drawn there is what is proposed.
+What may follow a context comes from four sources (candidates.py): what followed its longest match in the text; the
+top-k candidates that a forward pass found under its last 4, 3, 2 and 1 tokens, in the text or in a branch of an earlier
+tree; what the model says follows its last token alone; and what any node said comes at this absolute position, in an
+earlier step. How often a candidate is accepted is counted by source, length or order, rank and margin (estimates.py).
+The tree takes, of all candidates below all its nodes, always the one with the highest path probability (growth.py).
+Where successors are sampled, candidates are ranked by log-probability plus the noise of the position that they would
+stand at: what will be sampled there is what is proposed.
 
-After: best-first trees as in OPT-Tree (arXiv 2406.17276), runners-up as in token recycling (arXiv 2408.08696), matches
-as in prompt lookup; all of them at once, and with the noise known, are this project's.
+After: best-first trees as in OPT-Tree (arXiv 2406.17276), top-k candidates as in token recycling (arXiv 2408.08696),
+matches as in prompt lookup. To use all of them at once, and with the noise known, is this project's.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.utils.jit import bound, with_fresh_cache
 
-MAX_DEPTH = 24
 NO_VOCABULARY = np.zeros((0, tables.ENTRY), np.int32)
+SMALL_BYTES = 1 << 16  # of draft tables that kernels are compiled with
 
 
 class BestFirstDrafter(Drafter):
     """Grows trees best first.
 
     Args:
-        max_nodes: nodes of a tree at most, pending tokens counted; the root is always there.
-        draft_tables: its tables; cleared by whoever owns it, if at all.
-        vocabulary: [V, ENTRY] what follows each token alone; None for nothing.
+        max_nodes: largest number of nodes of a tree, pending tokens counted; the root is always there.
+        draft_tables: what the drafter remembers; cleared by whoever owns them, if at all.
+        vocabulary: [V, ENTRY] int32 entries of what follows each token alone; None where that is not known.
         noise: (seed, sample) where successors are sampled, else None.
-        max_depth: of a tree.
+        max_depth: largest depth below the root of a node.
     """
 
     num_top_k = tables.K
@@ -46,9 +47,9 @@ class BestFirstDrafter(Drafter):
         self,
         max_nodes: int,
         draft_tables: DraftTables,
-        vocabulary: np.ndarray | None = None,
-        noise: tuple[int, int] | None = None,
-        max_depth: int = MAX_DEPTH,
+        vocabulary: np.ndarray | None,
+        noise: tuple[int, int] | None,
+        max_depth: int,
     ):
         self.max_nodes = max_nodes
         self.max_committed = min(max_depth, max_nodes - 1) + 1
@@ -58,12 +59,11 @@ class BestFirstDrafter(Drafter):
         self._drafts = draft_tables.drafts(NO_VOCABULARY if vocabulary is None else vocabulary)
         seed, sample = noise or (0, 0)
         self._noise = tables.make_noise(noise is not None, seed, sample)
-        room = max_nodes + self.max_committed
-        self._nodes = make_nodes(room)
-        self._pushed = growth.make_pushed(room)
+        capacity = max_nodes + self.max_committed
+        self._nodes = make_nodes(capacity)
+        self._frontier = growth.make_frontier(capacity)
         self._candidates = make_candidates()
-        self._path = np.zeros(room, np.int64)
-        self._counted = (self.counts.fed, self.counts.accepted)
+        self._path = np.zeros(capacity, np.int64)
         self._grow, self._accept, self._advance = _bind_kernels()
 
     def begin(self, tokens: Sequence[int]) -> None:
@@ -81,40 +81,46 @@ class BestFirstDrafter(Drafter):
             self._noise,
             self._draft_tables.rates,
             nodes,
-            self._pushed,
+            self._frontier,
             self._candidates,
             len(tokens),
             root,
             max(root + 1, min(self.max_nodes, tree_size_hint or self.max_nodes)),
             min(max_depth, self._max_depth),
         )
-        return TokenTree.from_arrays(*nodes.rows[:, :size].copy(), root, max_depth, digest)
+        tree_tokens, parents, depths, path_probabilities = nodes.rows[:, :size].copy()
+        return TokenTree.from_arrays(tree_tokens, parents, depths, path_probabilities, root, max_depth, digest)
 
     def accept(self, tree: TokenTree, found: VerificationResult) -> tuple[list[int], list[int]]:
-        nodes, drawn = self._nodes, found.successor_array
-        num = self._accept(nodes.tokens, nodes.parents, tree.root, len(tree), drawn, self._path)
+        nodes, successors = self._nodes, found.successor_array
+        num = self._accept(nodes.tokens, nodes.parents, tree.root, len(tree), successors, self._path)
         path = self._path[:num]
-        return drawn[path].tolist(), path[1:].tolist()
+        return successors[path].tolist(), path[1:].tolist()
 
     def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
         self._draft_tables.append_text(tokens[-1:])
 
     def advance(
-        self, tokens: Sequence[int], tree: TokenTree, found: VerificationResult, run: Sequence[int], path: Sequence[int]
+        self,
+        tokens: Sequence[int],
+        tree: TokenTree,
+        found: VerificationResult,
+        committed: Sequence[int],
+        path: Sequence[int],
     ) -> None:
-        if found.top_k is None:  # a step that guessed nothing, and was told of nothing
-            self._draft_tables.append_text(run)
+        if found.top_k is None:  # a step without guesses, of which no top-k candidates travelled
+            self._draft_tables.append_text(committed)
             return
         self._advance(
             self._drafts,
             self._noise,
             self._draft_tables.rates,
             self._nodes,
-            self._counted,
+            (self.counts.fed, self.counts.accepted),
             self._candidates,
-            len(tokens) - len(run),
+            len(tokens) - len(committed),
             np.array([tree.root, *path], np.int64),
-            np.array(run, np.int64),
+            np.array(committed, np.int64),
             found.successor_array,
             np.ascontiguousarray(found.top_k, np.int32),
             self._draft_tables.next_stamp(),
@@ -123,13 +129,18 @@ class BestFirstDrafter(Drafter):
 
 @functools.cache
 def _bind_kernels() -> tuple[Callable, Callable, Callable]:
-    """(grow, accept, advance) of growth.py, for the arrays that a drafter has."""
-    draft_tables, nodes, counts, candidates = DraftTables(1 << 16), make_nodes(1), Counts(SOURCES), make_candidates()
+    """Return (grow, accept, advance) of growth.py, compiled for the arrays that a drafter has."""
+    draft_tables, nodes, counts, candidates = (
+        DraftTables(SMALL_BYTES),
+        make_nodes(1),
+        Counts(SOURCES),
+        make_candidates(),
+    )
     counted = (counts.fed, counts.accepted)
     integers, entries = np.zeros(1, np.int64), np.zeros((1, tables.ENTRY), np.int32)
     state = (draft_tables.drafts(NO_VOCABULARY), tables.make_noise(False, 0, 0), draft_tables.rates, nodes)
     return (
-        bound(growth.grow, *state, growth.make_pushed(1), candidates, 0, 0, 0, 0),
+        bound(growth.grow, *state, growth.make_frontier(1), candidates, 0, 0, 0, 0),
         bound(growth.accept, nodes.tokens, nodes.parents, 0, 0, integers, integers),
         bound(growth.advance, *state, counted, candidates, 0, *[integers] * 3, entries, 0),
     )
@@ -137,18 +148,18 @@ def _bind_kernels() -> tuple[Callable, Callable, Callable]:
 
 @functools.cache
 def compile_kernels() -> None:
-    """Compile, or load from where it is kept, whatever a request needs, so that none waits for it. Once a process."""
+    """Compile whatever a request needs, or load it from disk, so that no request waits for that; once a process."""
     with_fresh_cache(_try_kernels)
 
 
 def _try_kernels() -> None:
+    """Decode one step greedily and one with noise."""
     for noise in (None, (1, 0)):
-        drafter = BestFirstDrafter(4, DraftTables(1 << 16), noise=noise)
+        drafter = BestFirstDrafter(4, DraftTables(SMALL_BYTES), None, noise, max_depth=3)
         drafter.begin([1, 2, 1])
         tokens = [1, 2, 1, 2]
         drafter.advance_prefill(tokens, VerificationResult([2]))
         tree = drafter.propose(tokens, 3, max_depth=3)
-        told = np.zeros((len(tree), tables.ENTRY), np.int32)
-        found = VerificationResult([1] * len(tree), told)
-        run, path = drafter.accept(tree, found)
-        drafter.advance([*tokens, *run], tree, found, run, path)
+        found = VerificationResult([1] * len(tree), np.zeros((len(tree), tables.ENTRY), np.int32))
+        accepted, path = drafter.accept(tree, found)
+        drafter.advance([*tokens, *accepted], tree, found, accepted, path)

@@ -1,55 +1,72 @@
-"""Trees that grow best first, and what a step's outcome leaves behind: compiled by Numba.
+"""Trees that grow best first, and what a step's outcome leaves in the draft tables. Compiled by Numba.
 
-Letters: n nodes from the root on, T nodes in the tree.
+Letters: T nodes in the tree, n of them from the root on.
 """
 
 from __future__ import annotations
 
-from collections import namedtuple
+from typing import NamedTuple
 
 import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first.candidates import (
     MAX_CANDIDATES,
-    ONE_BITS,
+    Candidates,
+    Nodes,
     collect,
-    learn,
-    merge,
     source_of,
-    weigh,
 )
+from lp_runtime.lookahead.drafters.best_first.estimates import ONE_BITS, Rates, calibrate, learn, merge
 from lp_runtime.lookahead.drafters.best_first.tables import (
     NUM_HASHES,
     NUM_ORDERS,
     STAMP,
+    DraftArrays,
+    Int,
+    Noise,
     append_text,
     extend_hashes,
     mix,
-    note_drawn,
     position_key,
     store_entry,
+    store_successor,
 )
+from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS
 from lp_runtime.utils.jit import compiled
 
-PROBABILITY_BITS = 40  # of a path
-SEQUENCE_BITS = 20
+SEQUENCE_BITS = 20  # of a heap key: the order in which nodes were pushed, for ties
 MAX_PUSHED = (1 << SEQUENCE_BITS) - 1
-NUM_SIZES = 4 * (PROBABILITY_BITS + 1)
-
-# What a growing tree may take: [room] each, heap keys, parents, tokens and sources; how many of each size there were.
-Pushed = namedtuple("Pushed", "heap parents tokens sources sizes")
+NUM_SIZES = 4 * (PATH_PROBABILITY_BITS + 1)  # four for each doubling of a path probability
 
 
-def make_pushed(num_nodes: int) -> Pushed:
-    """Room for what a tree of so many nodes may take."""
-    room = min(num_nodes * MAX_CANDIDATES, MAX_PUSHED)
-    arrays = [np.zeros(room, dtype) for dtype in (np.int64, np.int32, np.int32, np.int8)]
-    return Pushed(*arrays, np.zeros(NUM_SIZES, np.int64))
+class Frontier(NamedTuple):
+    """Candidates that may be added to a growing tree, in a heap, the one with the highest path probability first.
+
+    Attributes:
+        heap: [capacity] int64 path probability, and how early the candidate was pushed; the largest first.
+        parents: [capacity] int32 index of the parent, by push.
+        tokens: [capacity] int32 token id, by push.
+        sources: [capacity] int8 index in SOURCES, by push.
+        sizes: [NUM_SIZES] int64 how many of each size were pushed.
+    """
+
+    heap: np.ndarray
+    parents: np.ndarray
+    tokens: np.ndarray
+    sources: np.ndarray
+    sizes: np.ndarray
+
+
+def make_frontier(num_nodes: int) -> Frontier:
+    """Return an empty frontier with capacity for all candidates of `num_nodes` nodes."""
+    capacity = min(num_nodes * MAX_CANDIDATES, MAX_PUSHED)
+    heap, parents, tokens, sources = (np.zeros(capacity, dtype) for dtype in (np.int64, np.int32, np.int32, np.int8))
+    return Frontier(heap, parents, tokens, sources, np.zeros(NUM_SIZES, np.int64))
 
 
 @compiled
-def sift_up(heap, at):
-    """Restore a heap (the largest first) after its element `at` was added."""
+def sift_up(heap: np.ndarray, at: Int) -> None:
+    """Restore a heap, the largest first, after its element `at` was added."""
     while at > 0:
         above = (at - 1) >> 1
         if heap[above] >= heap[at]:
@@ -59,8 +76,8 @@ def sift_up(heap, at):
 
 
 @compiled
-def pop(heap, size):
-    """Take the largest element of a heap of `size` elements."""
+def pop(heap: np.ndarray, size: Int) -> Int:
+    """Remove and return the largest element of a heap of `size` elements."""
     top, last = heap[0], heap[size - 1]
     size -= 1
     at = 0
@@ -79,38 +96,54 @@ def pop(heap, size):
 
 
 @compiled
-def size_of(estimate):
-    """Which of NUM_SIZES an estimated path probability is of: four for each doubling."""
+def size_of(path_probability: Int) -> Int:
+    """Return which of NUM_SIZES a path probability has: four sizes for each doubling."""
     bits = 0
     for step in (32, 16, 8, 4, 2, 1):
-        if estimate >> (bits + step):
+        if path_probability >> (bits + step):
             bits += step
-    return 4 * bits + ((estimate >> (bits - 2)) & 3 if bits >= 2 else 0)
+    return 4 * bits + ((path_probability >> (bits - 2)) & 3 if bits >= 2 else 0)
 
 
 @compiled
-def smallest(size):
-    """The smallest estimate of a size."""
+def smallest(size: Int) -> Int:
+    """Return the smallest path probability of a size."""
     return np.int64(4 + (size & 3)) << ((size >> 2) - 2) if size >= 8 else np.int64(0)
 
 
 @compiled
-def grow(drafts, noise, rates, nodes, pushed, candidates, position, root, max_nodes, max_depth):
-    """Grow a tree best first: of all candidates below all nodes, always the one that is likeliest to be parent_probability.
+def grow(
+    drafts: DraftArrays,
+    noise: Noise,
+    rates: Rates,
+    nodes: Nodes,
+    frontier: Frontier,
+    candidates: Candidates,
+    position: Int,
+    root: Int,
+    max_nodes: Int,
+    max_depth: Int,
+) -> tuple[Int, Int]:
+    """Grow a tree best first: add, of all candidates below all nodes, always the one with the highest path probability.
 
     Args:
-        nodes: their tokens are those of the pending tokens, up to the root; the rest is written.
+        drafts: the draft tables.
+        noise: the noise of sampling.
+        rates: the estimates; their calibration is brought up to date.
+        nodes: the tree. The tokens up to the root are the pending ones; everything else is written.
+        frontier: scratch.
+        candidates: scratch.
         position: absolute position of what follows the root.
         root: index of the root.
-        max_nodes: nodes at most, the pending tokens included.
-        max_depth: none stands deeper.
+        max_nodes: largest number of nodes, the pending tokens included.
+        max_depth: largest depth below the root of a node.
 
     Returns:
-        (T, digest): the number of nodes; 64 bits that tell tokens and parents of trees apart.
+        (T, digest): the number of nodes, and 64 bits that tell tokens and parents of trees apart.
     """
     for node in range(root + 1):
         nodes.parents[node], nodes.depths[node] = node - 1, node - root
-    num_nodes = grow_below(drafts, noise, rates, nodes, pushed, candidates, position, root, max_nodes, max_depth)
+    num_nodes = grow_below(drafts, noise, rates, nodes, frontier, candidates, position, root, max_nodes, max_depth)
     digest = np.int64(0)
     for node in range(num_nodes):
         digest = mix(digest * 31 + (nodes.parents[node] << 32) + nodes.tokens[node])
@@ -118,16 +151,29 @@ def grow(drafts, noise, rates, nodes, pushed, candidates, position, root, max_no
 
 
 @compiled
-def grow_below(drafts, noise, rates, nodes, pushed, candidates, position, root, max_nodes, max_depth):
-    """Grow a tree from its root on: see `grow`. Returns the number of nodes."""
+def grow_below(
+    drafts: DraftArrays,
+    noise: Noise,
+    rates: Rates,
+    nodes: Nodes,
+    frontier: Frontier,
+    candidates: Candidates,
+    position: Int,
+    root: Int,
+    max_nodes: Int,
+    max_depth: Int,
+) -> Int:
+    """Grow a tree from its root on and return the number of nodes: see `grow`."""
     num_nodes = root + 1
     num_missing = max_nodes - num_nodes
     num_pushed = heap_size = 0
-    pushed.sizes[:] = 0
-    least, floor, num_counted = 0, np.int64(1), 0  # of what is below a size nothing need be pushed: so many are larger
-    best = weigh(rates)
+    frontier.sizes[:] = 0
+    # Candidates below the floor, the smallest path probability of a size, need not be pushed: as many as the tree still
+    # lacks are larger.
+    floor_size, floor, num_counted = 0, np.int64(1), 0
+    best = calibrate(rates)
     node = root
-    nodes.path_probabilities[root] = np.int64(1) << PROBABILITY_BITS
+    nodes.path_probabilities[root] = np.int64(1) << PATH_PROBABILITY_BITS
     for i in range(NUM_HASHES):
         nodes.hashes[root, i] = drafts.text.hashes[0, i]
     if num_missing <= 0:
@@ -138,31 +184,31 @@ def grow_below(drafts, noise, rates, nodes, pushed, candidates, position, root, 
             num_rows = collect(drafts, noise, position + nodes.depths[node], nodes, root, node, candidates)
             for i in range(merge(rates, candidates, num_rows, (floor + parent_probability - 1) // parent_probability)):
                 feature = candidates.best[i]
-                probability = parent_probability * rates.kept[candidates.agreeing[i], feature]
-                if probability < floor or num_pushed == len(pushed.heap):
+                probability = parent_probability * rates.calibrated[candidates.agreeing[i], feature]
+                if probability < floor or num_pushed == len(frontier.heap):
                     continue
-                pushed.sizes[size_of(probability)] += 1
+                frontier.sizes[size_of(probability)] += 1
                 num_counted += 1
-                while num_counted - pushed.sizes[least] >= num_missing:
-                    num_counted -= pushed.sizes[least]
-                    least += 1
-                    floor = max(smallest(least), 1)
-                pushed.heap[heap_size] = (probability << SEQUENCE_BITS) | (MAX_PUSHED - num_pushed)
-                pushed.parents[num_pushed] = node
-                pushed.tokens[num_pushed] = candidates.merged[i]
-                pushed.sources[num_pushed] = source_of(feature)
+                while num_counted - frontier.sizes[floor_size] >= num_missing:
+                    num_counted -= frontier.sizes[floor_size]
+                    floor_size += 1
+                    floor = max(smallest(floor_size), np.int64(1))
+                frontier.heap[heap_size] = (probability << SEQUENCE_BITS) | (MAX_PUSHED - num_pushed)
+                frontier.parents[num_pushed] = node
+                frontier.tokens[num_pushed] = candidates.merged[i]
+                frontier.sources[num_pushed] = source_of(feature)
                 num_pushed += 1
                 heap_size += 1
-                sift_up(pushed.heap, heap_size - 1)
+                sift_up(frontier.heap, heap_size - 1)
         if heap_size == 0 or num_nodes >= max_nodes:
             return num_nodes
-        top = pop(pushed.heap, heap_size)
+        top = pop(frontier.heap, heap_size)
         heap_size -= 1
         index = MAX_PUSHED - (top & MAX_PUSHED)
-        node, parent = num_nodes, np.int64(pushed.parents[index])
-        nodes.tokens[node] = pushed.tokens[index]
+        node, parent = num_nodes, np.int64(frontier.parents[index])
+        nodes.tokens[node] = frontier.tokens[index]
         nodes.parents[node] = parent
-        nodes.sources[node] = pushed.sources[index]
+        nodes.sources[node] = frontier.sources[index]
         nodes.depths[node] = nodes.depths[parent] + 1
         nodes.path_probabilities[node] = top >> SEQUENCE_BITS
         extend_hashes(nodes.hashes, parent, nodes.tokens[node], nodes.hashes, node)
@@ -170,13 +216,27 @@ def grow_below(drafts, noise, rates, nodes, pushed, candidates, position, root, 
 
 
 @compiled
-def remember(drafts, position, nodes, root, successors, entries, stamp):
-    """Store what was found at all nodes from the root on, each under its last tokens; the first nodes win.
+def store_results(
+    drafts: DraftArrays,
+    position: Int,
+    nodes: Nodes,
+    root: Int,
+    successors: np.ndarray,
+    entries: np.ndarray,
+    stamp: Int,
+) -> None:
+    """Store the top-k candidates of all nodes from the root on by context, and their successors by position.
+
+    Of nodes with equal contexts, the first one's candidates are kept.
 
     Args:
+        drafts: the draft tables.
         position: absolute position of what follows the root.
-        successors: [T] what was drawn, by node.
-        entries: [n, ENTRY] runners-up.
+        nodes: the tree.
+        root: index of the root.
+        successors: [T] int64 successor of each node.
+        entries: [n, ENTRY] int32 top-k candidates; the stamp is written into them.
+        stamp: the step's.
     """
     table = drafts.top_k
     for i in range(len(entries) - 1, -1, -1):
@@ -187,20 +247,26 @@ def remember(drafts, position, nodes, root, successors, entries, stamp):
                 break
             store_entry(table, nodes.hashes[node, order], entries, i)
         place = position + nodes.depths[node]
-        note_drawn(table, position_key(drafts.text, place, nodes.tokens[node]), successors[node], stamp)
-        note_drawn(table, position_key(drafts.text, place, -1), successors[node], stamp)
+        store_successor(table, position_key(drafts.text, place, nodes.tokens[node]), successors[node], stamp)
+        store_successor(table, position_key(drafts.text, place, -1), successors[node], stamp)
 
 
 @compiled
-def accept(tokens, parents, root, size, successors, path):
-    """Follow the model's own choices from the root: see tree.py.
+def accept(
+    tokens: np.ndarray, parents: np.ndarray, root: Int, size: Int, successors: np.ndarray, path: np.ndarray
+) -> Int:
+    """Follow the model's own choices from the root: see lp_runtime.lookahead.tree.accept.
 
     Args:
-        successors: [T] what was drawn; read from the root on.
-        path: the root and the nodes of the path are written.
+        tokens: [T] int64 token ids.
+        parents: [T] int64 index of each node's parent.
+        root: index of the root.
+        size: T.
+        successors: [T] int64 successor of each node; read from the root on.
+        path: the root and the accepted nodes are written to it.
 
     Returns:
-        how many were written.
+        How many nodes were written.
     """
     path[0] = node = root
     num = 1
@@ -212,8 +278,17 @@ def accept(tokens, parents, root, size, successors, path):
 
 
 @compiled
-def count(nodes, root, size, path, fed, accepted):
-    """Count a step's nodes by source and depth, and those of its path below the root: see base.py."""
+def count(nodes: Nodes, root: Int, size: Int, path: np.ndarray, fed: np.ndarray, accepted: np.ndarray) -> None:
+    """Count a step's nodes below the root by source and depth: see lp_runtime.lookahead.drafters.base.Counts.
+
+    Args:
+        nodes: the tree.
+        root: index of the root.
+        size: T.
+        path: [m] int64 the root and the accepted nodes.
+        fed: [sources, MAX_DEPTH_COUNTED] int64, counted up.
+        accepted: [sources, MAX_DEPTH_COUNTED] int64, counted up.
+    """
     for node in range(root + 1, size):
         fed[nodes.sources[node], min(nodes.depths[node], fed.shape[1]) - 1] += 1
     for i in range(1, len(path)):
@@ -222,20 +297,38 @@ def count(nodes, root, size, path, fed, accepted):
 
 
 @compiled
-def advance(drafts, noise, rates, nodes, counts, candidates, position, path, run, successors, entries, stamp):
-    """Take a step: count, learn from its run, remember what it found, append the run to the text.
+def advance(
+    drafts: DraftArrays,
+    noise: Noise,
+    rates: Rates,
+    nodes: Nodes,
+    counts: tuple[np.ndarray, np.ndarray],
+    candidates: Candidates,
+    position: Int,
+    path: np.ndarray,
+    committed: np.ndarray,
+    successors: np.ndarray,
+    entries: np.ndarray,
+    stamp: Int,
+) -> None:
+    """Count a step's nodes, learn from its committed tokens, store its results and append the tokens to the text.
 
     Args:
-        counts: (fed, accepted).
+        drafts: the draft tables.
+        noise: the noise of sampling.
+        rates: the estimates.
+        nodes: the tree.
+        counts: (fed, accepted), see `count`.
+        candidates: scratch.
         position: absolute position of what follows the root.
-        path: the root, and the nodes that carry the run's tokens.
-        run: committed tokens.
-        successors: [T] what was drawn; read from the root on.
-        entries: [n, ENTRY] runners-up of the nodes from the root on.
+        path: [m] int64 the root, and the nodes that carry the committed tokens.
+        committed: [m] int64 committed tokens.
+        successors: [T] int64 successor of each node; read from the root on.
+        entries: [n, ENTRY] int32 top-k candidates of the nodes from the root on.
         stamp: the step's.
     """
     root = path[0]
     count(nodes, root, root + len(entries), path, counts[0], counts[1])
-    learn(drafts, noise, position, nodes, root, path, run, rates, candidates)
-    remember(drafts, position, nodes, root, successors, entries, stamp)
-    append_text(drafts.text, run)
+    learn(drafts, noise, position, nodes, root, path, committed, rates, candidates)
+    store_results(drafts, position, nodes, root, successors, entries, stamp)
+    append_text(drafts.text, committed)

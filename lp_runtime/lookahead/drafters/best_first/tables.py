@@ -1,58 +1,118 @@
-"""Tables that drafts are made from, and the noise of sampling, for code compiled by Numba.
+"""The draft tables' layout, and the noise of sampling, for code compiled by Numba.
 
-Contexts are known by the hashes of their last 1, 2, 3 ... tokens. A token's gap is how far its log-probability lies
-below the likeliest one's, in sixteenths of a nat. Everything is integer arithmetic (the noise's logarithms are rounded
-at once), so equal inputs give equal tables on every replica.
+Contexts are looked up by the hashes of their last 1, 2, 3 ... tokens. A token's margin is how far its log-probability
+lies below the likeliest token's, in sixteenths of a nat. Everything is integer arithmetic (the noise's logarithms are
+rounded at once), so equal inputs give equal tables on every replica.
 
-Letters: J orders of runners-up, K runners-up, B tokens in the buffer of text.
+Letters: K top-k candidates, B tokens in the text buffer.
 """
 
 from __future__ import annotations
 
 import math
-from collections import namedtuple
+from typing import NamedTuple
 
 import numpy as np
 
+from lp_runtime.lookahead.philox import (
+    HALF_BITS,
+    KEY_INCREMENTS,
+    MULTIPLIERS,
+    NUM_ROUNDS,
+    UNIFORM_UNIT,
+    WORD_BITS,
+    WORD_MASK,
+)
 from lp_runtime.utils.jit import compiled
 
-K = 8
-ENTRY = 16
-MARGINS, STAMP = K, K + K // 4
+Int = int | np.int64  # in compiled code they are one type
+
+K = 8  # candidates of an entry: as many as token recycling's tree uses
+ENTRY = 16  # int32 of an entry, one cache line: K token ids, K margins of a byte each, the stamp; the rest is unused
+MARGINS, STAMP = K, K + K // 4  # where an entry's margins begin; where its stamp stands
+ID_BITS = 24  # of a token id, where one is packed
+UNITS_PER_NAT = 16  # margins and noise are integers, sixteenths of a nat
+MAX_MARGIN = 255  # fits a byte; 16 nats below the likeliest token nothing is worth telling apart
 WAYS = 4  # slots of a bucket; the oldest of them is overwritten
-MAX_GRAM = 6  # tokens of the longest n-gram in the index of text
-MAX_MATCH = 24  # tokens that a match of text is followed back
+MAX_GRAM = 6  # tokens of the longest n-gram in the text's index
+MAX_MATCH = 24  # tokens that a match in the text is followed back
 NUM_HASHES = MAX_GRAM + 1  # of a context: of its last 0, 1, 2 ... tokens; 0 where it has fewer
 EMPTY_HASH = 1  # of no tokens
-NUM_ORDERS = 4
-SCORE_UNIT = 16  # a nat
-NOISE_KEPT = 1 << 13  # values of noise that are kept
-NOISE_BITS = 12  # of each: noise is between -59 and 588 sixteenths
-ID_BITS = 24  # of a token
+NUM_ORDERS = 4  # longest context, in tokens, that top-k candidates are stored under
+NOISE_CACHE_SIZE = 1 << 13  # values of noise that are kept
+NOISE_BITS = 12  # of a kept value: noise is between -59 and 588 sixteenths of a nat
 
-WORD = 0xFFFFFFFF
 
-# Runners-up by hashed context: [slots] int64, and an entry for each, [slots, ENTRY] int32, one line of a cache: K
-# tokens, the likeliest first, -1 where there are fewer; their K gaps, a byte each; the age.
-TopKTable = namedtuple("TopKTable", "keys entries")
-# The buffer of text, a ring, [B] int32; where the request's text begins and ends in it, [2] int64; the hashes at its
-# end, [1, NUM_HASHES]; the place after an n-gram's last occurrence by its hash: [slots] and [slots, 1] int64.
-Text = namedtuple("Text", "buffer span hashes keys places")
-# What follows each token alone: [V, ENTRY] entries; V is 0 where there is none.
-# All of the above.
-DraftArrays = namedtuple("DraftArrays", "top_k text vocabulary")
-# Whether successors are drawn with noise; the key and the sample of it; values that were made lately, with position and
-# token, [NOISE_KEPT] int64.
-Noise = namedtuple("Noise", "is_on key0 key1 sample kept")
+class TopKTable(NamedTuple):
+    """Top-k candidates by hashed context.
+
+    Attributes:
+        keys: [slots] int64 hash of the context in each slot; 0 in an empty slot.
+        entries: [slots, ENTRY] int32: K token ids, the likeliest first, -1 where there are fewer; their margins; the
+            stamp of the step that stored the entry.
+    """
+
+    keys: np.ndarray
+    entries: np.ndarray
+
+
+class TextIndex(NamedTuple):
+    """A ring buffer of committed tokens, and the place behind the last occurrence of each of its n-grams.
+
+    Attributes:
+        buffer: [B] int32 token ids; B is a power of two.
+        span: [2] int64 places where the request's text begins and ends, counted without wrapping around.
+        hashes: [1, NUM_HASHES] int64 hashes of the context at the text's end.
+        keys: [slots] int64 hash of the n-gram in each slot; 0 in an empty slot.
+        places: [slots, 1] int64 place behind the n-gram's last occurrence.
+    """
+
+    buffer: np.ndarray
+    span: np.ndarray
+    hashes: np.ndarray
+    keys: np.ndarray
+    places: np.ndarray
+
+
+class DraftArrays(NamedTuple):
+    """All that candidates are looked up in.
+
+    Attributes:
+        top_k: top-k candidates by context.
+        text: the committed tokens.
+        vocabulary: [V, ENTRY] int32 entry of what follows each token alone; V is 0 where that is not known.
+    """
+
+    top_k: TopKTable
+    text: TextIndex
+    vocabulary: np.ndarray
+
+
+class Noise(NamedTuple):
+    """The Gumbel noise of one sample.
+
+    Attributes:
+        is_on: whether successors are sampled, with noise.
+        key0: lower word of the seed.
+        key1: upper word of the seed.
+        sample: index of the sample.
+        cache: [NOISE_CACHE_SIZE] int64 values computed lately, each packed with its position and token id.
+    """
+
+    is_on: bool
+    key0: Int
+    key1: Int
+    sample: int
+    cache: np.ndarray
 
 
 def make_noise(is_on: bool, seed: int, sample: int) -> Noise:
-    """The noise of one sample; seed and sample as sampling.py has them."""
-    return Noise(is_on, seed & WORD, seed >> 32, sample, np.full(NOISE_KEPT, -1, np.int64))
+    """Return the noise of one sample; see lp_runtime.sampling.gumbel for the seed's and the sample's range."""
+    return Noise(is_on, seed & WORD_MASK, seed >> WORD_BITS, sample, np.full(NOISE_CACHE_SIZE, -1, np.int64))
 
 
 @compiled
-def mix(value):
+def mix(value: Int) -> Int:
     """Scramble 64 bits (the finalizer of splitmix64, with arithmetic shifts)."""
     value = (value ^ (value >> 30)) * np.int64(-4658895280553007687)
     value = (value ^ (value >> 27)) * np.int64(-7723592293110705685)
@@ -60,15 +120,23 @@ def mix(value):
 
 
 @compiled
-def extend_hash(value, token):
-    """Hash of a context with one token more at its end."""
+def extend_hash(value: Int, token: Int) -> Int:
+    """Return the hash of a context with one token more at its end."""
     value = mix(value * np.int64(31) + token + np.int64(0x632BE5AB))
     return value if value != 0 else np.int64(1)  # 0 is an empty slot
 
 
 @compiled
-def extend_hashes(rows, row, token, extended_rows, extended):
-    """All hashes of a context, a row of several, with one token more at its end: to a row, maybe the same one."""
+def extend_hashes(rows: np.ndarray, row: Int, token: Int, extended_rows: np.ndarray, extended: Int) -> None:
+    """Write all hashes of a context with one token more at its end.
+
+    Args:
+        rows: [n, NUM_HASHES] int64 hashes of contexts.
+        row: which of them to extend.
+        token: the token.
+        extended_rows: [m, NUM_HASHES] int64, written to; may be `rows`.
+        extended: the row to write; may be `row`.
+    """
     # Rows by number: views would be counted references, which cost more than the hashes.
     for length in range(MAX_GRAM, 0, -1):
         before = rows[row, length - 1]
@@ -77,8 +145,8 @@ def extend_hashes(rows, row, token, extended_rows, extended):
 
 
 @compiled
-def find_slot(keys, key):
-    """The slot of a key, or -1."""
+def find_slot(keys: np.ndarray, key: Int) -> Int:
+    """Return the slot of a key, or -1."""
     first = (key & (len(keys) // WAYS - 1)) * WAYS
     for slot in range(first, first + WAYS):
         if keys[slot] == key:
@@ -87,56 +155,75 @@ def find_slot(keys, key):
 
 
 @compiled
-def take_slot(keys, rows, column, key):
-    """The slot of a key; if it has none, an empty one of its bucket, or the oldest one's, by a column of the rows."""
+def claim_slot(keys: np.ndarray, rows: np.ndarray, column: Int, key: Int) -> Int:
+    """Return the slot to store a key in: its own, else an empty one of its bucket, else the bucket's oldest one.
+
+    Args:
+        keys: [slots] int64.
+        rows: [slots, ...] what is stored in each slot.
+        column: the column of `rows` that tells the age; the smallest is the oldest.
+        key: the key.
+    """
     first = (key & (len(keys) // WAYS - 1)) * WAYS
     for slot in range(first, first + WAYS):
         if keys[slot] == key or keys[slot] == 0:
             return slot
-    best = first
+    oldest = first
     for slot in range(first + 1, first + WAYS):
-        if rows[slot, column] < rows[best, column]:
-            best = slot
-    return best
+        if rows[slot, column] < rows[oldest, column]:
+            oldest = slot
+    return oldest
 
 
 @compiled
-def margin_of(entries, row, rank):
-    """The gap of a rank."""
+def margin_of(entries: np.ndarray, row: Int, rank: Int) -> Int:
+    """Return the margin of an entry's candidate of a rank."""
     return np.int64((entries[row, MARGINS + (rank >> 2)] >> (8 * (rank & 3))) & 255)
 
 
 @compiled
-def make_gumbel(noise, position, token):
-    """Gumbel noise of a token that may be drawn at an absolute position, in sixteenths of a nat (see sampling.py)."""
+def make_gumbel(noise: Noise, position: Int, token: Int) -> Int:
+    """Compute the Gumbel noise of a token at an absolute position, in sixteenths of a nat (see philox.py)."""
     even0, odd0 = np.int64(token >> 1), np.int64(position)
     even1, odd1 = np.int64(noise.sample), np.int64(0)
     key0, key1 = noise.key0, noise.key1
-    for _ in range(10):
-        product0, product1 = even0 * np.int64(0xD2511F53), even1 * np.int64(0xCD9E8D57)
-        even0, even1 = ((product1 >> 32) & WORD) ^ odd0 ^ key0, ((product0 >> 32) & WORD) ^ odd1 ^ key1
-        odd0, odd1 = product1 & WORD, product0 & WORD
-        key0, key1 = (key0 + np.int64(0x9E3779B9)) & WORD, (key1 + np.int64(0xBB67AE85)) & WORD
+    for _ in range(NUM_ROUNDS):
+        product0, product1 = even0 * np.int64(MULTIPLIERS[0]), even1 * np.int64(MULTIPLIERS[1])
+        even0 = ((product1 >> WORD_BITS) & WORD_MASK) ^ odd0 ^ key0
+        even1 = ((product0 >> WORD_BITS) & WORD_MASK) ^ odd1 ^ key1
+        odd0, odd1 = product1 & WORD_MASK, product0 & WORD_MASK
+        key0 = (key0 + np.int64(KEY_INCREMENTS[0])) & WORD_MASK
+        key1 = (key1 + np.int64(KEY_INCREMENTS[1])) & WORD_MASK
     high, low = (even1, odd1) if token & 1 else (even0, odd0)
-    uniform = (float(((high >> 6) << 26) | (low >> 6)) + 0.5) * 2.0**-52
-    return np.int64(math.floor(-math.log(-math.log(uniform)) * SCORE_UNIT + 0.5))
+    unused = WORD_BITS - HALF_BITS
+    uniform = (float(((high >> unused) << HALF_BITS) | (low >> unused)) + 0.5) * UNIFORM_UNIT
+    return np.int64(math.floor(-math.log(-math.log(uniform)) * UNITS_PER_NAT + 0.5))
 
 
 @compiled
-def gumbel(noise, position, token):
-    """The same, from what is kept where it is."""
-    of = np.int64(position) << ID_BITS | np.int64(token)
-    slot = (position * 1021 + token) & (NOISE_KEPT - 1)
-    if noise.kept[slot] >> NOISE_BITS != of:
+def gumbel(noise: Noise, position: Int, token: Int) -> Int:
+    """Return the Gumbel noise of a token at an absolute position, in sixteenths of a nat; cached."""
+    key = np.int64(position) << ID_BITS | np.int64(token)
+    slot = (position * 1021 + token) & (NOISE_CACHE_SIZE - 1)
+    if noise.cache[slot] >> NOISE_BITS != key:
         value = make_gumbel(noise, position, token)
-        noise.kept[slot] = of << NOISE_BITS | (value + (1 << NOISE_BITS - 1))
+        noise.cache[slot] = key << NOISE_BITS | (value + (1 << NOISE_BITS - 1))
         return value
-    return (noise.kept[slot] & (1 << NOISE_BITS) - 1) - (1 << NOISE_BITS - 1)
+    return (noise.cache[slot] & (1 << NOISE_BITS) - 1) - (1 << NOISE_BITS - 1)
 
 
 @compiled
-def find_text(text, rows, row):
-    """(place, length) of what followed the longest n-gram that the text and a context's end share; length 0: none."""
+def find_ngram(text: TextIndex, rows: np.ndarray, row: Int) -> tuple[Int, Int]:
+    """Find the longest n-gram in the text that a context ends with.
+
+    Args:
+        text: the text.
+        rows: [n, NUM_HASHES] int64 hashes of contexts.
+        row: which of them to look up.
+
+    Returns:
+        (place, length): the place in the text behind the n-gram, and its tokens, 0 to MAX_GRAM; with 0 the place is -1.
+    """
     found, length = np.int64(-1), 0
     for i in range(1, NUM_HASHES):
         if rows[row, i] == 0:
@@ -152,8 +239,8 @@ def find_text(text, rows, row):
 
 
 @compiled
-def append_text(text, tokens):
-    """Append committed tokens, and note for every n-gram that ends before each of them that it follows."""
+def append_text(text: TextIndex, tokens: np.ndarray) -> None:
+    """Append committed tokens, [n] int64, and index every n-gram that ends right before one of them."""
     last = len(text.buffer) - 1  # a power of two, less one
     for i in range(len(tokens)):
         end = text.span[1]
@@ -161,7 +248,7 @@ def append_text(text, tokens):
             key = text.hashes[0, length]
             if key == 0:
                 break
-            slot = take_slot(text.keys, text.places, 0, key)
+            slot = claim_slot(text.keys, text.places, 0, key)
             text.keys[slot] = key
             text.places[slot, 0] = end
         text.buffer[end & last] = tokens[i]
@@ -170,24 +257,24 @@ def append_text(text, tokens):
 
 
 @compiled
-def store_entry(table, key, entries, row):
-    """Keep runners-up, a row of several, under a key; what is stored later under the same one takes their place."""
-    slot = take_slot(table.keys, table.entries, STAMP, key)
+def store_entry(table: TopKTable, key: Int, entries: np.ndarray, row: Int) -> None:
+    """Store a row of entries, [n, ENTRY] int32, under a key, in place of what was stored under it."""
+    slot = claim_slot(table.keys, table.entries, STAMP, key)
     table.keys[slot] = key
     for i in range(STAMP + 1):
         table.entries[slot, i] = entries[row, i]
 
 
 @compiled
-def position_key(text, position, token):
-    """Key of what was drawn at an absolute position of this request's text: after a token, or, with -1, after any."""
+def position_key(text: TextIndex, position: Int, token: Int) -> Int:
+    """Return the key of an absolute position in this request's text: behind a token, or, with -1, behind any."""
     return extend_hash(extend_hash(np.int64(1 << 40), position), text.span[0] + (np.int64(token) << 32))
 
 
 @compiled
-def note_drawn(table, key, token, stamp):
-    """Put a token to the front of what was drawn at a position."""
-    slot = take_slot(table.keys, table.entries, STAMP, key)
+def store_successor(table: TopKTable, key: Int, token: Int, stamp: Int) -> None:
+    """Put a token at the front of an entry of tokens in order of recency; the entry keeps each token once."""
+    slot = claim_slot(table.keys, table.entries, STAMP, key)
     entries = table.entries
     if table.keys[slot] != key:
         table.keys[slot] = key

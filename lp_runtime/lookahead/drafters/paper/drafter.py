@@ -1,4 +1,4 @@
-"""The paper's own drafting: the Jacobi window, and up to G guesses from its n-gram pool (paper, section 3)."""
+"""The paper's drafter: the Jacobi window, and up to G guesses from the n-gram pool (paper, section 3)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,24 @@ from lp_runtime.lookahead.tree import TokenTree, accept
 
 
 class PaperDrafter(CountingDrafter):
-    """Window and pool.
+    """Proposes the window and the pool's guesses as one tree.
 
     Args:
-        W, N, G: window columns, n-gram size, largest number of guesses (the paper's letters).
-        pool_from_prompt: insert the prompt's n-grams into the pool.
-        window_seed: seed of the tokens that slots of the window start from.
-        only_guesses: accept along guesses only, as the paper does; else along any node of the tree.
-        samples: whether successors are sampled; the window's tokens are the likeliest ones then, too.
-        budget: nodes at most, pending tokens included; None for no other limit than W, N and G.
+        W: window size in columns, >= 0; 0 for no window.
+        N: n-gram size, >= 2.
+        G: largest number of guesses verified in a step, >= 0.
+        pool_from_prompt: whether the prompt's n-grams are inserted into the pool.
+        window_seed: seed of the prompt tokens that slots of the window start from.
+        only_guesses: whether to accept along guesses only, as the paper does, instead of along any node of the tree.
+        samples: whether successors are sampled. The window's own tokens are the likeliest ones even then.
+        budget: largest number of nodes, pending tokens included; None for no other limit than W, N and G.
+
+    Attributes:
+        W: window size in columns.
+        N: n-gram size.
+        G: largest number of guesses verified in a step.
+        pool: the n-gram pool.
+        window: the lookahead window; None with W = 0.
     """
 
     def __init__(
@@ -57,7 +66,7 @@ class PaperDrafter(CountingDrafter):
         self.window = Window(self.W, self.N, self._refill) if self.W else None
 
     def _refill(self, previous: int | None) -> int:
-        """First guess for a window slot: what followed the token before it, else a token of the prompt."""
+        """Return a first guess for a window slot: what followed `previous` last, else a random prompt token."""
         expected = None if previous is None else self.pool.expect(previous)
         return self._prompt[self._random.randrange(len(self._prompt))] if expected is None else expected
 
@@ -72,26 +81,31 @@ class PaperDrafter(CountingDrafter):
         return tree
 
     def accept(self, tree: TokenTree, found: VerificationResult) -> tuple[list[int], list[int]]:
-        run, path = accept(tree, found.successors)
+        accepted, path = accept(tree, found.successors)
         if self._only_guesses:
             num_guessed = next((i for i, node in enumerate(path) if node not in self._guess_nodes), len(path))
-            run, path = run[: num_guessed + 1], path[:num_guessed]
-        return run, path
+            accepted, path = accepted[: num_guessed + 1], path[:num_guessed]
+        return accepted, path
 
     def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
         self.pool.insert_text(tokens, self._pool_first, len(self._prompt))
 
     def advance(
-        self, tokens: Sequence[int], tree: TokenTree, found: VerificationResult, run: Sequence[int], path: Sequence[int]
+        self,
+        tokens: Sequence[int],
+        tree: TokenTree,
+        found: VerificationResult,
+        committed: Sequence[int],
+        path: Sequence[int],
     ) -> None:
-        drawn = found.successor_array.tolist()
-        if found.top_k is not None:  # the window's own successors: the likeliest tokens, whatever is sampled
-            drawn = [-1] * tree.root + found.top_k[:, 0].tolist()
-        ngrams = self.window.ngrams(tree, self._slots, drawn) if self.window else []
+        successors = found.successor_array.tolist()
+        if found.top_k is not None:  # the window goes on with the likeliest tokens, whatever is sampled
+            successors = [-1] * tree.root + found.top_k[:, 0].tolist()
+        ngrams = self.window.ngrams(tree, self._slots, successors) if self.window else []
         for ngram in ngrams:
             self.pool.insert(ngram)
-        self.pool.insert_text(tokens, self._pool_first, len(tokens) - len(run))
+        self.pool.insert_text(tokens, self._pool_first, len(tokens) - len(committed))
         self.pool.record_step(path, self._guess_nodes)
         self.count(tree, path, [self._guess_nodes, range(tree.root + 1, len(tree))])
         if self.window:
-            self.window.advance(self._slots, drawn, len(run))
+            self.window.advance(self._slots, successors, len(committed))

@@ -1,4 +1,4 @@
-"""The n-gram pool: what has followed a token lately (paper, section 3.1, "n-gram pool")."""
+"""The n-gram pool: n-grams that followed a token recently (paper, section 3.1, "n-gram pool")."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PoolStatistics:
-    """What the pool holds and how useful it was.
+    """How much an n-gram pool holds, and how useful its guesses were.
 
     Attributes:
         num_keys: first tokens that have at least one n-gram.
-        num_ngrams: n-grams held.
-        fan_out: n-grams a key, mean.
-        hit_rate: share of the steps that had a guess to verify.
+        num_ngrams: n-grams in the pool.
+        fan_out: n-grams per key, mean.
+        hit_rate: fraction of the steps that had a guess to verify.
         accepted_length: accepted tokens that stood in a guess, mean over the steps that had guesses.
     """
 
@@ -26,11 +26,15 @@ class PoolStatistics:
 
 
 class NGramPool:
-    """n-grams of N tokens by their first token, the most recent first, at most G a key.
+    """n-grams of N tokens by their first token, the most recent first, at most G per first token.
 
     Args:
         ngram_size: N, >= 2.
         max_guesses: G, >= 0; with 0 the pool stays empty.
+
+    Attributes:
+        ngram_size: N.
+        max_guesses: G.
     """
 
     def __init__(self, ngram_size: int, max_guesses: int):
@@ -43,7 +47,7 @@ class NGramPool:
         self._num_accepted = 0
 
     def insert(self, ngram: Sequence[int]) -> None:
-        """Make `ngram` (N token ids) the most recent one of its first token; the oldest beyond G is dropped."""
+        """Make `ngram`, N token ids, the most recent n-gram of its first token, and drop the oldest one beyond G."""
         if not self.max_guesses:
             return
         rest = tuple(ngram[1:])
@@ -54,27 +58,39 @@ class NGramPool:
             del bucket[next(iter(bucket))]
 
     def insert_text(self, tokens: Sequence[int], first: int, first_end: int) -> None:
-        """Insert, in order, the n-grams of `tokens` that begin at `first` or later and end at `first_end` or later."""
+        """Insert, in order, the n-grams of `tokens` within two bounds.
+
+        Args:
+            tokens: token ids.
+            first: index of the first token that an n-gram may begin with.
+            first_end: index of the first token that an n-gram may end with.
+        """
         size = self.ngram_size
         for end in range(max(first + size, first_end + 1), len(tokens) + 1):
             self.insert(tokens[end - size : end])
 
     def guesses(self, token: int) -> list[tuple[int, ...]]:
-        """What may follow `token`: at most G tuples of N - 1 tokens, the most recent first."""
+        """Return what may follow `token`: at most G tuples of N - 1 token ids, the most recent first."""
         return list(reversed(self._ngrams.get(token, ())))
 
     def expect(self, token: int) -> int | None:
-        """The token that followed `token` most recently."""
+        """Return the token that followed `token` most recently, or None."""
         bucket = self._ngrams.get(token)
         return next(reversed(bucket))[0] if bucket else None
 
     def record_step(self, path: Iterable[int], guess_nodes: set[int]) -> None:
-        """Count a step: whether the pool had guesses, and how many accepted nodes stood in one."""
+        """Count one step for the statistics.
+
+        Args:
+            path: the accepted nodes.
+            guess_nodes: the nodes of the tree that stand in a guess.
+        """
         self._num_lookups += 1
         self._num_hits += bool(guess_nodes)
         self._num_accepted += sum(node in guess_nodes for node in path)
 
     def statistics(self) -> PoolStatistics:
+        """Return how much the pool holds, and how useful its guesses were so far."""
         num_ngrams = sum(map(len, self._ngrams.values()))
         return PoolStatistics(
             num_keys=len(self._ngrams),

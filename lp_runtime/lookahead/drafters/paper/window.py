@@ -1,7 +1,7 @@
 """The lookahead window: W columns of Jacobi guesses, N - 1 levels deep (paper, section 3.1 and figure 2).
 
 Column i of level r guesses the token i + r positions after the root. Level 0 of column 0 is the root itself; a token
-of level r is what the model said follows level r - 1 of the same column. The oldest level is level 0.
+of level r is what the model said follows level r - 1 of the column. The oldest level is level 0.
 """
 
 from __future__ import annotations
@@ -10,16 +10,21 @@ from collections.abc import Callable, Sequence
 
 from lp_runtime.lookahead.tree import TokenTree
 
-Slots = list[list[int | None]]  # [levels][W]: the tree node of each slot, None where the tree has no room for it
+Slots = list[list[int | None]]  # [levels][W]: the tree node of each slot, None where the tree could not hold it
 
 
 class Window:
-    """W x (N - 1) guesses. It starts with level 0 alone; each of the first N - 2 steps fills one more level.
+    """W x (N - 1) guesses, of which level 0 is there at first; each of the first N - 2 steps fills one more level.
 
     Args:
         num_columns: W, >= 1.
         ngram_size: N, >= 2.
         refill: maps the token before a slot (None if unknown) to a first guess for the slot.
+
+    Attributes:
+        num_columns: W.
+        num_levels: N - 1.
+        levels: [levels][W] token ids, the oldest level first; up to num_levels of them.
     """
 
     def __init__(self, num_columns: int, ngram_size: int, refill: Callable[[int | None], int]):
@@ -30,11 +35,14 @@ class Window:
 
     @property
     def is_full(self) -> bool:
-        """Whether warm-up is over: all N - 1 levels are there, so a step completes W n-grams."""
+        """Whether all N - 1 levels are filled, so that a step completes W n-grams."""
         return len(self.levels) == self.num_levels
 
     def place(self, tree: TokenTree) -> Slots:
-        """Add the window to the tree: level 0 a chain from the root, level r of a column under its level r - 1."""
+        """Add the window to a tree and return the node of each slot.
+
+        Level 0 becomes a chain from the root, level r of a column the child of level r - 1.
+        """
         node: int | None = tree.root
         chain: list[int | None] = [node]
         for token in self.levels[0][1:]:
@@ -47,33 +55,42 @@ class Window:
         return slots
 
     def ngrams(self, tree: TokenTree, slots: Slots, successors: Sequence[int]) -> list[tuple[int, ...]]:
-        """The n-grams that this step completed, one a column whose last level was fed; none during warm-up."""
+        """Return the n-grams that a step completed, one for each column whose last level was fed.
+
+        Args:
+            tree: the step's tree.
+            slots: what `place` returned for the step.
+            successors: [T] the token that follows each node.
+
+        Returns:
+            Tuples of N token ids; none before the window is full.
+        """
         if not self.is_full:
             return []
         return [
-            (*(tree.tokens[level[i]] for level in slots), successors[node])
-            for i, node in enumerate(slots[-1])
-            if node is not None
+            (*(tree.tokens[node] for level in slots if (node := level[i]) is not None), successors[last])
+            for i, last in enumerate(slots[-1])
+            if last is not None
         ]
 
     def advance(self, slots: Slots, successors: Sequence[int], num_committed: int) -> None:
-        """Append the level that the step made, drop the oldest (after warm-up) and slide past what was committed.
+        """Append the level that a step made, drop the oldest if the window is full, and slide past committed tokens.
 
         Args:
-            slots: what `place` returned for this step.
+            slots: what `place` returned for the step.
             successors: [T] the token that follows each node.
-            num_committed: tokens this step committed, >= 1.
+            num_committed: tokens that the step committed, >= 1.
         """
-        made = [None if node is None else successors[node] for node in slots[-1]]
+        new_level = [None if node is None else successors[node] for node in slots[-1]]
         slide = num_committed
-        levels: list[list[int | None]] = [*self.levels, made]
+        levels: list[Sequence[int | None]] = [*self.levels, new_level]
         if self.is_full:
             levels = levels[1:]  # level 1 becomes level 0: one position later, which is one column of the slide
             slide -= 1
         self.levels = [self._extend(level[slide:], self.num_columns) for level in levels]
 
-    def _extend(self, level: list[int | None], length: int) -> list[int]:
-        """Fill the gaps of a level, and lengthen it to `length`, with first guesses."""
+    def _extend(self, level: Sequence[int | None], length: int) -> list[int]:
+        """Return a level lengthened to `length`, with first guesses in its empty slots."""
         filled: list[int] = []
         previous: int | None = None
         for token in [*level, *[None] * (length - len(level))]:

@@ -1,0 +1,17 @@
+"""Is the output right? Exits with 1 if anything is not.
+
+python benchmarks/correctness.py STUDY [ARGUMENT ...]
+
+equality        greedy decoding in float32 against transformers' `generate`
+identity        one seed, one output: random models, settings, numbers of replicas and samplers
+distribution    sampled tokens against the probabilities that transformers gives them
+half_precision  outputs in bfloat16 with exactness=fast and exactness=strict
+fuzz            malformed HTTP requests and command lines are refused
+"""
+
+from common import run_command
+
+STUDIES = {name: name for name in ("equality", "identity", "distribution", "half_precision", "fuzz")}
+
+if __name__ == "__main__":
+    run_command(__doc__, STUDIES)

@@ -1,0 +1,12 @@
+"""Does decoding survive lost replicas and many clients? Exits with 1 if an output is not right.
+
+python benchmarks/resilience.py STUDY [ARGUMENT ...]
+
+kills  replicas are killed at random steps
+load   many clients ask lp-serve at once
+"""
+
+from common import run_command
+
+if __name__ == "__main__":
+    run_command(__doc__, {name: name for name in ("kills", "load")})

@@ -1,0 +1,12 @@
+"""Whole requests by methods and prompts that lp-bench does not compare.
+
+python benchmarks/speed.py STUDY [ARGUMENT ...]
+
+kinds            tokens per second by kind of prompt and temperature, over one token a step
+tensor_parallel  lookahead parallelism beside transformers' tensor parallelism; under torchrun
+"""
+
+from common import run_command
+
+if __name__ == "__main__":
+    run_command(__doc__, {name: name for name in ("kinds", "tensor_parallel")})

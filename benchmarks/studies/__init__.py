@@ -1,0 +1,1 @@
+"""Studies of the benchmark commands; see common.py."""

@@ -1,0 +1,189 @@
+"""How far a step is from the floor: the time that it takes to read the model's weights once.
+
+    python benchmarks/micro.py floor --models DIR ... --tokens 1 64 128 --compile off auto full --dtype bfloat16
+    python benchmarks/micro.py floor --shapes 7b 13b 34b --dtype bfloat16   the demo model inflated, in memory
+
+The floor is weight bytes / copy bandwidth, the bandwidth being what a large copy on the device reaches, bytes read and
+written. A step is what decoding does: inputs to the device, forward pass, successors and top-k candidates back on the
+host. Medians of --rounds, which alternate between the sizes. `issued ms` is when the host has given the device
+everything to do: what the host takes is hidden behind the device as long as that is less than the step. Weights that
+packing keeps outside of parameters are counted by their shapes. The exit status is 1 if a model could not be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from common import Results
+from inflate_model import DEMO_MODEL, SHAPES, inflated
+
+from lp_runtime.config.settings import ModelConfig, RuntimeConfig
+from lp_runtime.engine.replica import choose_device, prepare_model
+from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.loader import load_model
+from lp_runtime.model.optimize.packing import PackedLinear
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.step_inputs import StepInputs
+from lp_runtime.sampling.processors import TreeProcessors
+from lp_runtime.sampling.sampler import Sampler
+
+NUM_WARM_UPS = 4  # rounds: the first of a size compiles and captures
+NUM_COPIES = 10  # of which the fastest counts
+COPY_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # beyond any cache
+BRANCH = 8  # tokens of a branch under the root, as a drafted tree has about
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the study's arguments."""
+    parser.add_argument("--models", nargs="+", default=[], help="directories; the demo model if nothing is given")
+    parser.add_argument("--shapes", nargs="+", default=[], choices=SHAPES, help="of inflated models")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 64, 128])
+    parser.add_argument("--compile", nargs="+", default=["auto"], choices=["off", "auto", "full"])
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--context", type=int, default=512, help="committed tokens")
+    parser.add_argument("--rounds", type=int, default=20)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given; returns at once on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Return the bytes a second, read and written, of a large copy: the best of several."""
+    source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = 0.0
+    for _ in range(NUM_COPIES):
+        synchronize(device)
+        started = time.perf_counter()
+        target.copy_(source)
+        synchronize(device)
+        best = max(best, 2 * source.numel() / (time.perf_counter() - started))
+    return best
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes that a step of one token reads.
+
+    Those are all weights but an embedding that is only looked up; tied weights count once.
+    """
+    seen = {id(each): each.numel() * each.element_size() for each in model.parameters()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding.weight is not getattr(head, "weight", None):
+        seen.pop(id(embedding.weight), None)
+    packed = [each for each in model.modules() if isinstance(each, PackedLinear)]
+    return sum(seen.values()) + sum(each.weight.shape.numel() * each.weight.dtype.itemsize for each in packed)
+
+
+def drafted_tree(size: int, vocabulary_size: int) -> TokenTree:
+    """Return a tree of `size` nodes: branches of 8 tokens under the root."""
+    places = np.arange(size)
+    parents = np.where(places % BRANCH == 1, 0, places - 1)
+    depths = np.where(places > 0, (places - 1) % BRANCH + 1, 0)
+    return TokenTree.from_arrays(places % vocabulary_size, parents, depths, places, 0, max_depth=BRANCH)
+
+
+def measure(
+    model: ModelRunner, sizes: Sequence[int], num_committed: int, rounds: int
+) -> dict[int, tuple[float, float]]:
+    """Time steps of trees, in turns.
+
+    Args:
+        model: what is timed.
+        sizes: numbers of tokens of a step.
+        num_committed: tokens in the KV cache before the first step.
+        rounds: steps of each size.
+
+    Returns:
+        Medians of the step and of what the host issues it in, in milliseconds, by the step's number of tokens.
+    """
+    sampler = Sampler(TreeProcessors([], model.device), None, num_top_k=K)
+    text = [i % model.vocabulary_size for i in range(num_committed)]
+    times: dict[int, list[tuple[float, float]]] = {size: [] for size in sizes}
+    with model.slots.borrowed() as slot:
+        model.begin(slot, num_committed + (rounds + NUM_WARM_UPS) * len(sizes) + max(sizes))
+        model.prefill(slot, text)
+        for number in range(rounds + NUM_WARM_UPS):
+            for size in sizes:
+                tree = drafted_tree(size, model.vocabulary_size)
+                synchronize(model.device)
+                started = time.perf_counter()
+                found = model.forward(StepInputs.whole(slot, tree))
+                values, _ = sampler.sample(found.logits, tree, range(size), text, True, found.presampled)
+                issued = time.perf_counter()
+                values.cpu()
+                ended = time.perf_counter()
+                if number >= NUM_WARM_UPS:
+                    times[size].append((1e3 * (ended - started), 1e3 * (issued - started)))
+    return {
+        size: (statistics.median(step for step, _ in seen), statistics.median(issued for _, issued in seen))
+        for size, seen in times.items()
+    }
+
+
+def measure_model(
+    args: argparse.Namespace, shape: str | None, path: str | None, mode: str, device: torch.device, bandwidth: float
+) -> list[dict[str, str | int | float]]:
+    """Measure one model with one way to launch a pass.
+
+    Args:
+        args: of the study.
+        shape: of an inflated model; None for the model at `path`.
+        path: directory; None for the demo model.
+        mode: the setting `compile`.
+        device: where the model runs.
+        bandwidth: bytes a second.
+
+    Returns:
+        A row of results a number of tokens.
+    """
+    config = RuntimeConfig(model=ModelConfig(path=path), dtype=args.dtype, compile=mode)
+    if shape is None:
+        loaded = load_model(config.model, device, config.dtype)
+    else:
+        loaded = inflated(DEMO_MODEL, SHAPES[shape], "float32" if args.dtype == "auto" else args.dtype, device)
+    model, _ = prepare_model(loaded, config, device)
+    size = weight_bytes(model.model)
+    floor = 1e3 * size / bandwidth
+    found = measure(model, args.tokens, args.context, args.rounds)
+    rows = []
+    for tokens, (step, issued) in found.items():
+        row = {"model": shape or path or "demo", "compile": mode if model.graphs else "off", "tokens": tokens}
+        row |= {"GB": size / 1e9, "floor ms": floor, "step ms": step, "over floor": step / floor}
+        rows.append(row | {"over the first": step / found[args.tokens[0]][0], "issued ms": issued})
+    return rows
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every model in every mode; 1 if one could not be measured."""
+    device = choose_device("auto", 0)
+    bandwidth = copy_bandwidth(device)
+    results = Results("floor", args.output)
+    failed = []
+    wanted = [(shape, None) for shape in args.shapes] + [(None, path) for path in args.models]
+    for shape, path in wanted or [(None, None)]:
+        for mode in args.compile:
+            try:
+                for row in measure_model(args, shape, path, mode, device, bandwidth):
+                    results.add(row)
+            except Exception:  # of a compiler, or for want of memory: the others are still worth having
+                traceback.print_exc()
+                failed.append(f"{shape or path or 'demo'} {mode}")
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    results.finish(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s, {args.context} committed tokens, dtype={args.dtype}")
+    if failed:
+        print(f"not measured: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0

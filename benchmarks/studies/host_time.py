@@ -1,0 +1,170 @@
+"""What of a step does not hide behind an accelerator: from the end of a pass to the launch of the next one.
+
+    python benchmarks/micro.py host --prompts humaneval.jsonl:prompt --limit 6 --settings 7,5,7 15,5,15 30,5,30 auto
+    python benchmarks/micro.py host --prompts humaneval.jsonl:prompt --limit 6 --settings 15,5,15 auto --gpus 1 2 4 8
+
+Needs no accelerator. Every prompt is decoded once on this machine, and what each step samples is kept; then again with
+a device that is none: a launch returns at once, and some milliseconds later the pass has ended and what was kept is
+there, of the other replicas, too: the one that is timed is the first. The host meanwhile does what it does beside a
+GPU (its caches stay its own; a CPU's forward pass would empty them): it writes the inputs of a pass of a fixed size,
+waits where it would wait, and merges what all have sampled. Launching the graph, the collective and copies are not
+included.
+
+A pass of one token takes --device-ms, one of more what CURVE says, which `auto` sizes its steps by. So that both runs
+grow the same trees, both are told that the host takes --host-us and --node-us for each node.
+
+The figures are microseconds a step of one replica, median and 90th percentile over all steps, text decoding and
+delivery included. For the drafter `full`, greedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from common import Results, add_prompt_arguments, add_settings_argument, load_prompts, parse_setting
+
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.config.settings import DEMO_MODEL, ModelConfig, RuntimeConfig
+from lp_runtime.distributed.exchange import Exchange
+from lp_runtime.distributed.group import CPU, Group
+from lp_runtime.engine.calibration import Measured
+from lp_runtime.engine.generation import GenerationStream
+from lp_runtime.engine.replica import ready_model
+from lp_runtime.engine.request import Request
+from lp_runtime.engine.sampler_factory import make_sampler_spec
+from lp_runtime.model.loader import load_tokenizer
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.tokenizer import TextStream, encode
+from studies.replay import (
+    AssumedCalibration,
+    AssumedClocks,
+    ReplayDevice,
+    ReplayExchange,
+    ReplayRunner,
+    SettledEngine,
+)
+from studies.whole_tree import decode_whole_trees
+
+CURVE = {1: 1.0, 64: 1.11, 128: 1.26, 256: 2.1}  # of one token's time: what is aimed at on an H200 with 7B parameters
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A request that was decoded.
+
+    Attributes:
+        request: what was decoded.
+        token_ids: new tokens.
+        steps: [T, width] what all replicas sampled, by step, the prefill's first.
+    """
+
+    request: Request
+    token_ids: list[int]
+    steps: list[np.ndarray]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the study's arguments."""
+    add_prompt_arguments(parser)
+    add_settings_argument(parser)
+    parser.add_argument("--gpus", nargs="+", type=int, default=[1], metavar="R", help="replicas")
+    parser.add_argument("--device-ms", type=float, default=4.0, help="that a pass of one token takes")
+    parser.add_argument("--host-us", type=float, default=100.0, help="that `auto` takes the host for, a step")
+    parser.add_argument("--node-us", type=float, default=1.0, help="and a node")
+
+
+class HostBench:
+    """A model and prompts.
+
+    Args:
+        args: of the study.
+
+    Attributes:
+        prompts: token ids of every prompt.
+    """
+
+    def __init__(self, args: argparse.Namespace):
+        config = ModelConfig(path=str(args.model or DEMO_MODEL))
+        self._model: ModelRunner
+        self._model, _ = ready_model(RuntimeConfig(model=config, device="cpu", dtype="float32"), CPU)
+        self._tokenizer = load_tokenizer(config)
+        self.prompts = [tuple(encode(self._tokenizer, prompt.value)) for prompt in load_prompts(args)]
+        self._args = args
+        self._curve = {tokens: args.device_ms / 1000 * factor for tokens, factor in CURVE.items()}
+        self._known = Measured()
+
+    def measure(self, num_replicas: int, lookahead: LookaheadConfig) -> tuple[float, ReplayDevice]:
+        """Decode all prompts with some settings.
+
+        Args:
+            num_replicas: R.
+            lookahead: the settings.
+
+        Returns:
+            S over all prompts, and the device with what it has measured.
+        """
+        calibration = AssumedCalibration(self._model, num_replicas, self._curve, self._known)
+        recorded = self._record(num_replicas, calibration, lookahead)
+        device = ReplayDevice(calibration.seconds)
+
+        def make_exchange(group: Group, capacity: int, width: int) -> Exchange:
+            return ReplayExchange(group, capacity, width, device, self._clocks(calibration))
+
+        model = ReplayRunner(self._model, device)
+        engine = SettledEngine(model, num_replicas, calibration, make_exchange)
+        engine.prepare(lookahead)
+        for number, one in enumerate([recorded[0], *recorded]):
+            device.begin(one.steps)
+            events = engine.run(one.request, make_sampler_spec(model, one.request))
+            stream = GenerationStream(events, TextStream(self._tokenizer), None)
+            assert [token for delta in stream for token in delta.token_ids] == one.token_ids
+            if number == 0:  # the first one warms up
+                device.gaps.clear()
+                device.sizes.clear()
+        num_steps = sum(len(one.steps) for one in recorded)
+        return sum(len(one.token_ids) for one in recorded) / num_steps, device
+
+    def _record(
+        self, num_replicas: int, calibration: AssumedCalibration, lookahead: LookaheadConfig
+    ) -> Sequence[Recorded]:
+        """Decode all prompts on this machine."""
+        engine = SettledEngine(self._model, num_replicas, calibration)
+        recorded = []
+        for prompt in self.prompts:
+            request = Request(prompt, lookahead, self._args.max_new_tokens)
+            decoder = engine.open_decoder(request, make_sampler_spec(self._model, request))
+            decoded = decode_whole_trees(self._model, decoder, request, self._clocks(calibration), True)
+            steps = [each.values for each in decoded]
+            engine.close_decoder(decoder)
+            recorded.append(Recorded(request, decoder.state.new_tokens, steps))
+        return recorded
+
+    def _clocks(self, calibration: AssumedCalibration) -> AssumedClocks:
+        return AssumedClocks(calibration.seconds, self._args.host_us, self._args.node_us)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every setting on every number of replicas."""
+    bench = HostBench(args)
+    formats = {"tokens fed": ".0f", "nodes": ".0f", "not hidden, us": ".0f", "90th percentile": ".0f"}
+    results = Results("host", args.output, formats)
+    for num_replicas in args.gpus:
+        for setting in args.settings:
+            lookahead = parse_setting(setting)
+            if lookahead.drafter != "full":
+                raise SystemExit(f"--settings {setting}: must be of the drafter full")
+            lookahead = replace(lookahead, draft_tables="request")  # so that both runs grow the same trees
+            ratio, device = bench.measure(num_replicas, lookahead)
+            microseconds = [1e6 * gap for gap in device.gaps]
+            fed, nodes = (statistics.mean(each) for each in zip(*device.sizes, strict=True))
+            row = {"(W, N, G)": f"({setting})", "replicas": num_replicas, "tokens fed": fed, "nodes": nodes, "S": ratio}
+            row |= {"not hidden, us": statistics.median(microseconds)}
+            results.add(row | {"90th percentile": statistics.quantiles(microseconds, n=10)[8]})
+    results.finish(
+        f"{len(bench.prompts)} prompts, {args.max_new_tokens} new tokens each, {args.device_ms:g} ms a token"
+    )
+    return 0

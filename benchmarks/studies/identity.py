@@ -1,0 +1,234 @@
+"""One seed, one output: lookahead decoding against one token a step, over random choices of everything.
+
+    python benchmarks/correctness.py identity                       # 500 cases, about 5 minutes on 2 cores
+    python benchmarks/correctness.py identity --cases 50 --seed 1
+
+A case is a family of models, W, N, G, a number of replicas from 1 to 4 (real processes that meet over gloo), a prompt,
+sampling settings with a seed (or greedy decoding), and where to stop. Every rank's tokens must be those of this
+runtime's decoding of one token a step on one replica, and, where decoding is greedy, those of transformers' `generate`.
+The exit status is 1 after a mismatch, or if the comparison does not notice noise that is wrong on purpose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import random
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.queues import Queue
+from typing import NamedTuple
+
+import torch
+from common import Results
+from support.small_models import FAMILIES, random_model
+
+from lp_runtime import LookaheadConfig, SamplingConfig
+from lp_runtime.config.lookahead import PLAIN
+from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.group import CPU, Group
+from lp_runtime.distributed.process_group import GroupOptions, host_store, process_group
+from lp_runtime.engine.engine import Engine
+from lp_runtime.engine.request import Request
+from lp_runtime.engine.sampler_factory import SamplerSpec, make_sampler_spec
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.sampling.gumbel import GumbelNoise
+
+TIMEOUT_SECONDS = 600.0  # of a group's processes
+NUM_WRONG = 20  # sampled cases that are decoded with wrong noise
+CHOSEN = sorted(FAMILIES.keys() - {"phi3_longrope"})  # its context is too short for these cases
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is decoded.
+
+    Attributes:
+        family: of the model, a key of FAMILIES.
+        num_replicas: that share each step.
+        request: what they are asked.
+    """
+
+    family: str
+    num_replicas: int
+    request: Request
+
+
+class Output(NamedTuple):
+    """What a rank decoded.
+
+    Attributes:
+        token_ids: new tokens.
+        num_steps: the prefill's step included.
+    """
+
+    token_ids: list[int]
+    num_steps: int
+
+
+class DepthNoise(GumbelNoise):
+    """Wrong on purpose: noise that goes by the depth in the tree instead of the absolute position."""
+
+    def at(self, positions: Sequence[int]) -> torch.Tensor:
+        return super().at([position - min(positions) for position in positions])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the study's arguments."""
+    parser.add_argument("--cases", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def random_sampling(rng: random.Random) -> SamplingConfig:
+    """Return sampling settings; one in five is greedy."""
+    sampling = SamplingConfig()
+    if rng.random() < 0.8:
+        sampling = SamplingConfig(
+            temperature=rng.choice([0.5, 0.7, 1.0, 1.3]),
+            top_k=rng.choice([None, None, 5, 20]),
+            top_p=rng.choice([None, None, 0.8, 0.95]),
+            min_p=rng.choice([None, None, 0.05]),
+            typical_p=rng.choice([None, None, 0.9]),
+            seed=rng.getrandbits(64),
+        )
+    return replace(
+        sampling,
+        repetition_penalty=rng.choice([None, None, 1.2]),
+        no_repeat_ngram_size=rng.choice([None, None, 3]),
+        bad_words_ids=rng.choice([None, None, [[3], [5, 6]]]),
+        min_new_tokens=rng.choice([None, None, 10]),
+        logit_bias=rng.choice([None, None, {4: 2.0, 9: -1.0}]),
+    )
+
+
+def random_cases(num_cases: int, seed: int) -> list[Case]:
+    """Return cases chosen by a seeded generator."""
+    rng = random.Random(seed)
+    cases = []
+    for _ in range(num_cases):
+        sampling = random_sampling(rng)
+        request = Request(
+            prompt_ids=tuple(rng.randrange(64) for _ in range(rng.randint(1, 40))),
+            lookahead=LookaheadConfig(
+                W=rng.choice([0, 1, 3, 5, 7, 15]),
+                N=rng.randint(2, 6),
+                G=rng.choice([0, 1, 5, 15]),
+                drafter=rng.choice(["full", "full", "full", "paper", "paper", "prompt_lookup", "recycling"]),
+                prior=rng.choice(["vocabulary", "none"]),
+                draft_tables=rng.choice(["request", "runtime"]),
+                budget=rng.choice([None, None, 1, 3, 10, 30]),
+                pool_from_prompt=rng.random() < 0.7,
+                window_seed=rng.randrange(5),
+            ),
+            max_new_tokens=rng.randint(1, 48),
+            eos_token_ids=frozenset(rng.choice([(), (7,), (7, 30, 31)])),
+            sampling=sampling,
+            sample=rng.randrange(3),
+        )
+        cases.append(Case(rng.choice(CHOSEN), rng.randint(1, 4), request))
+    return cases
+
+
+def make_model(family: str) -> ModelRunner:
+    """Return a random model of a family; equal in every process."""
+    name, settings = FAMILIES[family]
+    return ModelRunner(random_model(name, seed=1, initializer_range=0.3, **settings), prefill_chunk=16)
+
+
+def decode(model: ModelRunner, request: Request, group: Group, spec: SamplerSpec | None = None) -> Output:
+    """Decode a request as one replica of a group; `spec` is that of the request by default."""
+    *outputs, report = Engine(model, group).run(request, spec)
+    return Output([token for output in outputs for token in output.token_ids], report.num_steps)
+
+
+def run_rank(cases: Sequence[Case], rank: int, num_replicas: int, port: int, results: Queue) -> None:
+    """Decode the cases in turn, in the process of a rank, and put (rank, outputs) into `results`."""
+    torch.set_num_threads(1)
+    context = ReplicaContext(rank, num_replicas, host="127.0.0.1", port=port)
+    models = {family: make_model(family) for family in sorted({case.family for case in cases})}
+    with process_group(context, CPU, GroupOptions(TIMEOUT_SECONDS)) as group:
+        results.put((rank, [decode(models[case.family], case.request, group) for case in cases]))
+
+
+def decode_on_replicas(cases: Sequence[Case], num_replicas: int) -> list[list[Output]]:
+    """Decode the cases on a group of processes; return [ranks][cases] outputs."""
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    store = host_store("127.0.0.1", 0, TIMEOUT_SECONDS)
+    processes = [
+        spawn.Process(target=run_rank, args=(cases, rank, num_replicas, store.port, results), daemon=True)
+        for rank in range(num_replicas)
+    ]
+    for process in processes:
+        process.start()
+    outputs = dict(results.get(timeout=TIMEOUT_SECONDS) for _ in processes)
+    for process in processes:
+        process.join(TIMEOUT_SECONDS)
+    return [outputs[rank] for rank in range(num_replicas)]
+
+
+def is_plain_greedy(request: Request) -> bool:
+    """Whether transformers' greedy decoding needs no settings to give the request's output."""
+    return request.sampling == SamplingConfig()
+
+
+def generate(model: ModelRunner, request: Request) -> list[int]:
+    """Return the new tokens of transformers' own greedy decoding."""
+    ids = torch.tensor([request.prompt_ids])
+    output = model.model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=request.max_new_tokens,
+        eos_token_id=sorted(request.eos_token_ids) or -1, pad_token_id=0,
+    )  # fmt: skip
+    return output[0, len(request.prompt_ids) :].tolist()
+
+
+def wrong_noise_is_noticed(cases: Sequence[Case]) -> bool:
+    """Whether the comparison notices noise that goes by the depth in the tree instead of the position."""
+    for case in cases[:NUM_WRONG]:
+        outputs = []
+        for lookahead in (case.request.lookahead, PLAIN):
+            model, request = make_model(case.family), replace(case.request, lookahead=lookahead)
+            spec = make_sampler_spec(model, request)
+            wrong = DepthNoise(request.sampling.seed, request.sample, model.vocabulary_size, model.device)
+            outputs.append(decode(model, request, Group.alone(), replace(spec, noise=wrong)).token_ids)
+        if outputs[0] != outputs[1]:
+            return True
+    return False
+
+
+def run(args: argparse.Namespace) -> int:
+    """Decode every case; 1 after a mismatch."""
+    torch.set_num_threads(1)
+    cases = random_cases(args.cases, args.seed)
+    models = {family: make_model(family) for family in CHOSEN}
+    results = Results("identity", args.output)
+    num_mismatches = 0
+    for num_replicas in range(1, 5):
+        mine = [case for case in cases if case.num_replicas == num_replicas]
+        if not mine:
+            continue
+        ranks = decode_on_replicas(mine, num_replicas)
+        wrong: Counter[str] = Counter()
+        num_steps, num_tokens, num_greedy = 0, 0, 0
+        for i, case in enumerate(mine):
+            model = models[case.family]
+            expected, _ = decode(model, replace(case.request, lookahead=PLAIN), Group.alone())
+            if is_plain_greedy(case.request):
+                num_greedy += 1
+                if generate(model, case.request) != expected:
+                    wrong[case.family] += 1
+            if any(outputs[i].token_ids != expected for outputs in ranks):
+                wrong[case.family] += 1
+                print("mismatch:", case, file=sys.stderr)
+            num_tokens, num_steps = num_tokens + len(expected), num_steps + ranks[0][i].num_steps
+        row = {"replicas": num_replicas, "cases": len(mine), "of these plain greedy": num_greedy}
+        row |= {"families": len({case.family for case in mine}), "mismatches": wrong.total()}
+        results.add(row | {"S": num_tokens / num_steps})
+        num_mismatches += wrong.total()
+    results.finish(f"seed {args.seed}")
+    if not wrong_noise_is_noticed([case for case in cases if case.request.sampling.seed is not None]):
+        print("the comparison does not notice wrong noise", file=sys.stderr)
+        return 1
+    return 1 if num_mismatches else 0

@@ -1,0 +1,196 @@
+"""Many clients of lp-serve at once, through the openai client: is every answer right, and how soon is it there?
+
+    python benchmarks/resilience.py load --prompts humaneval.jsonl:prompt gsm8k.jsonl:question --gpus 2 --clients 64 1
+
+For each number of clients and each scheduling policy (latency: LP at its maximum; throughput: LP 1; fair: elastic) a
+server of spawned replicas is asked by clients that each send one request after another, streamed and whole, greedy and
+sampled, in turns. Every answer is compared with that of the same prompt alone on one replica. The columns are tokens/s,
+percentiles (50, 90, 99) of the latency and of the time to the first token, the memory of driver and replicas at the
+start and at the end of each quarter, and how soon after the client of a stream has gone nothing runs any more (median
+and worst). The exit status is 1 if an answer is wrong or a request fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import openai
+import psutil
+from common import Results, add_prompt_arguments, load_prompts, replica_processes
+from support.serving import served
+
+from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
+from lp_runtime.config.settings import ModelConfig, RuntimeConfig
+
+FIXED = LookaheadConfig(7, 5, 7, prior="none")
+SAMPLED = {"temperature": 0.8, "seed": 7}
+GREEDY = {"temperature": 0.0}
+NUM_ABANDONED = 11  # streams whose clients go away
+NUM_QUARTERS = 4
+MAX_WAITING = 10_000  # requests that the scheduler's queue takes: none is refused
+CASE_STRIDE = 17  # cases between two requests of a client: no two clients ask in the same order
+
+Case = tuple[str, bool]  # a prompt, and whether it is sampled
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every client asks.
+
+    Attributes:
+        cases: prompts, each greedy and sampled.
+        expected: the right answer's text by case.
+        max_new_tokens: of every request.
+        seconds: for which clients go on asking.
+    """
+
+    cases: list[Case]
+    expected: dict[Case, str]
+    max_new_tokens: int
+    seconds: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the study's arguments."""
+    add_prompt_arguments(parser, limit=8, max_new_tokens=48)
+    parser.add_argument("--gpus", nargs="+", type=int, default=[2])
+    parser.add_argument("--clients", nargs="+", type=int, default=[64, 1])
+    parser.add_argument("--policies", nargs="+", default=["latency", "throughput", "fair"])
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--auto", action="store_true", help="steps as large as pay, not 56 guesses a request")
+
+
+class Client(threading.Thread):
+    """Asks one thing after another until the workload's time is up.
+
+    Args:
+        number: of the client; decides where in the cases it begins.
+        url: base URL of the API.
+        workload: what to ask.
+
+    Attributes:
+        latencies: seconds of each request.
+        firsts: seconds to the first token of each streamed request.
+        faults: what was wrong with answers, and errors.
+    """
+
+    def __init__(self, number: int, url: str, workload: Workload):
+        super().__init__(daemon=True)
+        self._client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=600)
+        self._number, self._workload = number, workload
+        self.latencies: list[float] = []
+        self.firsts: list[float] = []
+        self.faults: list[str] = []
+
+    def run(self) -> None:
+        workload, number = self._workload, self._number
+        until = time.perf_counter() + workload.seconds
+        while time.perf_counter() < until:
+            case = workload.cases[number % len(workload.cases)]
+            number += CASE_STRIDE
+            started = time.perf_counter()
+            try:
+                if self._ask(case, number % 2 == 0, started) != workload.expected[case]:
+                    self.faults.append("another text")
+            except openai.OpenAIError as error:
+                self.faults.append(str(error))
+            self.latencies.append(time.perf_counter() - started)
+
+    def _ask(self, case: Case, is_streamed: bool, started: float) -> str:
+        prompt, is_sampled = case
+        options = {"max_tokens": self._workload.max_new_tokens, "extra_body": {"ignore_eos": True}}
+        options |= SAMPLED if is_sampled else GREEDY
+        if not is_streamed:
+            return self._client.completions.create(model="demo", prompt=prompt, **options).choices[0].text
+        text = ""
+        for chunk in self._client.completions.create(model="demo", prompt=prompt, stream=True, **options):
+            if not text:
+                self.firsts.append(time.perf_counter() - started)
+            text += chunk.choices[0].text
+        return text
+
+
+def resident_mib() -> float:
+    """Return the memory of this process and of its replicas, in MiB."""
+    return sum(each.memory_info().rss for each in (psutil.Process(), *replica_processes())) / 2**20
+
+
+def seconds_until_free(url: str, prompt: str) -> float:
+    """Abandon a stream; return the seconds until /metrics says that nothing runs."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    options = {"max_tokens": 900, "extra_body": {"ignore_eos": True, "lookahead": {"W": 0, "N": 2, "G": 0}}}
+    stream = client.completions.create(model="demo", prompt=prompt, stream=True, **options)
+    next(iter(stream))
+    started = time.perf_counter()
+    stream.close()
+    while "lp_requests_running 0.0" not in urllib.request.urlopen(f"{url}/metrics").read().decode():
+        time.sleep(0.002)
+    return time.perf_counter() - started
+
+
+def percentiles(values: Sequence[float]) -> list[float] | None:
+    """Return the median, 90th and 99th percentile; None of fewer than two values."""
+    if len(values) < 2:
+        return None
+    cuts = statistics.quantiles(values, n=100)
+    return [cuts[49], cuts[89], cuts[98]]
+
+
+def serve(config: RuntimeConfig, policy: str, num_clients: int, workload: Workload) -> tuple[dict, list[str]]:
+    """Serve all clients until the workload's time is up; return a row of results, and the faults."""
+    with LookaheadRuntime.from_config(config) as runtime, served(runtime, MAX_WAITING, policy) as (url, _):
+        started = time.perf_counter()
+        clients = [Client(number, f"{url}/v1", workload) for number in range(num_clients)]
+        for client in clients:
+            client.start()
+        sizes = []
+        for _ in range(NUM_QUARTERS):  # the last quarter ends with the last answer
+            sizes.append(resident_mib())
+            time.sleep(workload.seconds / NUM_QUARTERS)
+        for client in clients:
+            client.join()
+        seconds = time.perf_counter() - started
+        sizes.append(resident_mib())
+        waits = [seconds_until_free(url, workload.cases[0][0]) for _ in range(NUM_ABANDONED)]
+    latencies = [each for client in clients for each in client.latencies]
+    faults = [each for client in clients for each in client.faults]
+    row = {"replicas": config.gpus, "clients": num_clients, "policy": policy, "requests": len(latencies)}
+    row |= {"wrong or failed": len(faults), "tokens/s": len(latencies) * workload.max_new_tokens / seconds}
+    row |= {"latency s": percentiles(latencies)}
+    row |= {"first token s": percentiles([each for client in clients for each in client.firsts]), "MiB": sizes}
+    return row | {"freed s": [statistics.median(waits), max(waits)]}, faults
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve with every policy; 1 if any answer is wrong."""
+    cases = [(prompt.value, is_sampled) for prompt in load_prompts(args) for is_sampled in (False, True)]
+    lookahead = LookaheadConfig() if args.auto else FIXED
+    config = RuntimeConfig(
+        model=ModelConfig(path=args.model), gpus=1, device="cpu", dtype="float32", lookahead=lookahead
+    )
+    workload = Workload(cases, {}, args.max_new_tokens, args.seconds)
+    with LookaheadRuntime.from_config(config) as runtime:
+        for case in cases:
+            sampling = SamplingConfig(**(SAMPLED if case[1] else GREEDY))
+            done = runtime.generate(case[0], args.max_new_tokens, eos=False, sampling=sampling)
+            workload.expected[case] = done.text
+    results = Results("load", args.output, {"tokens/s": ".1f", "MiB": ".0f", "freed s": ".3f"})
+    num_wrong = 0
+    for gpus in args.gpus:
+        config.gpus = gpus
+        for num_clients in args.clients:
+            for policy in args.policies:
+                row, faults = serve(config, policy, num_clients, workload)
+                results.add(row)
+                num_wrong += len(faults)
+                for message in sorted(set(faults)):
+                    print(message, file=sys.stderr)
+    results.finish(f"{args.max_new_tokens} tokens a request, {args.seconds:g} s each")
+    return 1 if num_wrong else 0

@@ -1,0 +1,256 @@
+"""A device that is none: forward passes that take an assumed time and bring results that were recorded before.
+
+An engine with the parts of this module runs its host work as beside an accelerator, and is one of R replicas of which
+the others do not exist.
+Letters: R replicas, T nodes in the tree, M tokens that a replica's time is known for at most.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from lp_runtime.distributed.exchange import HEADER, Exchange, Outcome
+from lp_runtime.distributed.group import CPU, Group
+from lp_runtime.distributed.partition import Shares
+from lp_runtime.engine.calibration import Calibration, Measured
+from lp_runtime.engine.decoder import Decoder
+from lp_runtime.engine.engine import Engine
+from lp_runtime.engine.request import Request
+from lp_runtime.engine.sampler_factory import SamplerSpec
+from lp_runtime.lookahead.state import Stop
+from lp_runtime.model.cuda_graph import SIZES, CudaGraphRunner
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.step_inputs import StepInputs, StepLogits
+from lp_runtime.sizing.budget import StepBudget
+from lp_runtime.sizing.cost_model import interpolate
+from lp_runtime.sizing.learned_costs import LearnedCosts
+
+MAX_COMMITTED = 64  # tokens that a step commits, and that are pending in the next
+
+
+class AssumedCalibration(Calibration):
+    """Replicas whose forward passes take an assumed time.
+
+    Args:
+        model: any replica's; asked for the vocabulary prior.
+        num_replicas: R.
+        curve: seconds of a pass by its number of tokens; between the numbers times are interpolated.
+        known: what was measured before in this process; filled in.
+
+    Attributes:
+        seconds: [M + 1] seconds of a pass of so many tokens.
+    """
+
+    def __init__(self, model: ModelRunner, num_replicas: int, curve: Mapping[int, float], known: Measured):
+        super().__init__(model, Group.alone(), None, known)
+        max_nodes = num_replicas * SIZES[-1] + MAX_COMMITTED
+        nanoseconds = interpolate(list(curve), [int(1e9 * each) for each in curve.values()], max_nodes)
+        self.seconds = nanoseconds / 1e9
+        self._times = np.tile(nanoseconds, (num_replicas, 1))
+
+    def times(self, num_tokens: int) -> np.ndarray:
+        return self._times[:, : num_tokens + 1]
+
+    def max_step_tokens(self) -> int:
+        return SIZES[-1]
+
+
+class AssumedClocks:
+    """What the replicas of a group tell of their times while one request is decoded.
+
+    Args:
+        seconds: [M + 1] seconds of a pass of so many tokens.
+        host_us: microseconds of a step's other work, and
+        node_us: for each node of the tree.
+    """
+
+    def __init__(self, seconds: np.ndarray, host_us: float, node_us: float):
+        self._seconds, self._host_us, self._node_us = seconds, host_us, node_us
+        self._before: list[int] | None = None
+
+    def __call__(self, shares: Shares) -> list[int]:
+        """Return [R] clocks of the step before, as StepTimer.packed has them; keep those of the step with `shares`."""
+        before = self._before or [0] * len(shares)
+        other = int(self._host_us + self._node_us * len(shares.owner))
+        self._before = [int(1e6 * self._seconds[size]) << 31 | other for size in shares.sizes]
+        return before
+
+
+class SettledEngine(Engine):
+    """An engine on which every request begins as if plain steps had been timed already, and nothing else was learned.
+
+    Args:
+        model: the first replica's.
+        num_replicas: R.
+        calibration: of the replicas.
+        make_exchange: see Engine; not needed if decoders alone are opened.
+    """
+
+    def __init__(
+        self,
+        model: ModelRunner,
+        num_replicas: int,
+        calibration: Calibration,
+        make_exchange: Callable[[Group, int, int], Exchange] = Exchange,
+    ):
+        super().__init__(model, Group(0, num_replicas, CPU), calibration, None, True, make_exchange)
+        self._num_replicas, self._assumed = num_replicas, calibration
+
+    def open_decoder(self, request: Request, spec: SamplerSpec, stop: Stop | None = None) -> Decoder:
+        """Return a decoder whose budget starts afresh; arguments as in Engine."""
+        decoder = super().open_decoder(request, spec, stop)
+        is_auto = request.lookahead.is_auto
+        if not is_auto:
+            return decoder
+        learned = LearnedCosts.initial(self._num_replicas, is_timed=True)
+        times = self._assumed.times(decoder.drafter.max_nodes + decoder.drafter.max_committed)
+        budget = StepBudget(times, is_auto, decoder.budget.limit, learned)
+        return Decoder(decoder.state, budget, decoder.sampler, decoder.draft_tables)
+
+
+class ReplayDevice:
+    """Times forward passes that do not happen; a model's timer, too (see lp_runtime/model/pass_timer.py).
+
+    Args:
+        seconds: [M + 1] seconds of a pass of so many tokens.
+
+    Attributes:
+        values: [T, width] what all replicas sample in the step under way.
+        gaps: seconds between the end of each pass and the launch of the next.
+        sizes: (tokens fed by the first replica, nodes of the tree) of each pass.
+    """
+
+    def __init__(self, seconds: np.ndarray):
+        self._seconds = seconds
+        self._last_seconds = 0.0
+        self._done = 0.0  # when the pass under way ends
+        self._steps: Iterator[np.ndarray] = iter(())
+        self.values = np.zeros((0, 1), np.int64)
+        self.gaps: list[float] = []
+        self.sizes: list[tuple[int, int]] = []
+
+    def begin(self, steps: Sequence[np.ndarray]) -> None:
+        """Begin a request.
+
+        Args:
+            steps: [T, width] what all replicas sample, by step, the prefill's first.
+        """
+        self._steps = iter(steps)
+        self.values = next(self._steps)
+        self._done = 0.0
+
+    def launch(self, num_tokens: int, num_nodes: int) -> None:
+        """Launch a pass of the first replica's tokens; its tree has so many nodes."""
+        now = time.perf_counter()
+        if self._done:
+            self.gaps.append(max(0.0, now - self._done))
+        self._last_seconds = float(self._seconds[num_tokens])
+        self._done = now + self._last_seconds
+        self.values = next(self._steps)
+        self.sizes.append((num_tokens, num_nodes))
+
+    def wait(self) -> None:
+        """Wait until the pass under way has ended."""
+        while time.perf_counter() < self._done:
+            pass
+
+    def start(self) -> None:
+        """Do nothing: a pass begins with its launch."""
+
+    def stop(self) -> None:
+        """Do nothing: when a pass ends is known at its launch."""
+
+    def seconds(self) -> float:
+        """Return the duration of the last pass, in seconds."""
+        return self._last_seconds
+
+
+class ReplayPasses(CudaGraphRunner):
+    """Writes the inputs of passes of fixed sizes, and launches them on a device that is none.
+
+    Args:
+        runner: whose share is fed.
+        inputs: of the first pass; its slot is the one that is fed.
+    """
+
+    def __init__(self, runner: ReplayRunner, inputs: StepInputs):
+        assert inputs.slot.cache is not None
+        super().__init__(runner.model, inputs.slot.cache, capture=False)
+        self._replay_device = runner.replay_device
+        self.inputs = inputs
+
+    def _run(self, one) -> None:
+        inputs = self.inputs
+        self._replay_device.launch(len(inputs.nodes), len(inputs.tree))
+        one.logits = torch.zeros(one.size, 1)
+        one.presampled = torch.from_numpy(self._replay_device.values[inputs.wanted])
+
+
+class ReplayRunner(ModelRunner):
+    """A model that feeds prompts itself, and whose trees a device that is none takes.
+
+    Args:
+        model: the runner of a real model, with the attention of attention/tree_attention.py.
+        device: takes the trees.
+
+    Attributes:
+        replay_device: `device`.
+    """
+
+    def __init__(self, model: ModelRunner, device: ReplayDevice):
+        super().__init__(model.model, model.prefill_chunk)
+        self.replay_device = device
+        self.timer = device
+        self.enable_graphs(capture=False)
+
+    def forward(self, inputs: StepInputs, commit: bool = True) -> StepLogits:
+        """Launch a pass of a share; its results were recorded. Arguments as in ModelRunner."""
+        slot = inputs.slot
+        if isinstance(slot.graphs, ReplayPasses):
+            slot.graphs.inputs = inputs
+        else:
+            slot.graphs = ReplayPasses(self, inputs)
+        return super().forward(inputs, commit)
+
+
+class ReplayExchange(Exchange):
+    """The first replica's exchange with replicas that do not exist.
+
+    Args:
+        group: of the first replica.
+        capacity: see Exchange.
+        width: see Exchange.
+        device: knows what all replicas sample, and when.
+        clocks: what all replicas tell of their times.
+    """
+
+    def __init__(self, group: Group, capacity: int, width: int, device: ReplayDevice, clocks: AssumedClocks):
+        super().__init__(group, capacity, width)
+        self._replay_device, self._clocks = device, clocks
+        self._told: list[int] = []
+        self._shares: Shares | None = None
+
+    def start(self, shares: Shares, values: torch.Tensor, digest: int, control: int, clock: int = 0) -> None:
+        """Begin an exchange, with an assumed clock in place of `clock`; arguments as in Exchange."""
+        self._told, self._shares = self._clocks(shares), shares
+        super().start(shares, values, digest, control, self._told[0])
+
+    def finish(self) -> Outcome:
+        """Wait for the device, and for what the other replicas would have sent."""
+        if self.group.is_alone:
+            self._replay_device.wait()
+        return super().finish()
+
+    def _gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        assert self._shares is not None
+        rows, mine = received.numpy().reshape(self.group.size, -1), sent.numpy()
+        rows[0] = mine
+        for rank in range(1, self.group.size):
+            values = self._replay_device.values[self._shares.owner == rank]
+            rows[rank, :HEADER] = mine[0], mine[1], self._told[rank]
+            rows[rank, HEADER : HEADER + values.size] = values.reshape(-1)
+        self._replay_device.wait()

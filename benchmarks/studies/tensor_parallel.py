@@ -1,0 +1,83 @@
+"""Lookahead parallelism beside transformers' tensor parallelism, on the same ranks, alternating prompt by prompt.
+
+    torchrun --nproc-per-node 2 benchmarks/speed.py tensor_parallel --model DIR --prompts FILE:FIELD ... --limit 2
+
+Greedy, past any end of text. `hf` is transformers' greedy decoding on one rank while the others wait, `hf tensor
+parallel` splits the weights over all ranks (`tp_plan="auto"`), `plain` and `default` are this runtime on all ranks.
+Medians over prompts. In float32 the outputs must be equal; how many are not is in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from common import Results, add_prompt_arguments, load_prompts
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lp_runtime import LookaheadRuntime, SamplingConfig
+from lp_runtime.bench.methods import HuggingFace
+from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
+from lp_runtime.model.loader import DTYPES, quiet
+
+GREEDY = SamplingConfig(temperature=0.0)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the study's arguments."""
+    add_prompt_arguments(parser, limit=2)
+    parser.add_argument("--dtype", default="float32", choices=DTYPES)
+
+
+def load(path: str, dtype: str, device: str, **options: object) -> PreTrainedModel:
+    """Return a model as transformers loads it; `options` are those of `from_pretrained`."""
+    with quiet():
+        return AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], **options).to(device).eval()
+
+
+@torch.no_grad()
+def run(args: argparse.Namespace) -> int:
+    """Measure every method on this rank's group; the leader shows the results."""
+    with LookaheadRuntime(args.model, launcher="torchrun", dtype=args.dtype) as runtime:
+        prompts = [
+            runtime.tokenizer(prompt.value, add_special_tokens=False)["input_ids"] for prompt in load_prompts(args)
+        ]
+        path, device = runtime.config.model.location, runtime.info.device
+        leads = runtime.is_leader
+        split = HuggingFace(load(path, args.dtype, device, tp_plan="auto"), args.max_new_tokens)
+        alone = HuggingFace(load(path, args.dtype, device), args.max_new_tokens) if leads else None
+
+        def ours(prompt: list[int], lookahead: LookaheadConfig) -> list[int]:
+            done = runtime.generate(prompt, args.max_new_tokens, eos=False, lookahead=lookahead, sampling=GREEDY)
+            return done.token_ids
+
+        methods = {
+            "hf": lambda prompt: alone.decode(prompt).token_ids if alone else [],
+            "hf tensor parallel": lambda prompt: split.decode(prompt).token_ids,
+            "plain": lambda prompt: ours(prompt, PLAIN),
+            "default": lambda prompt: ours(prompt, runtime.config.lookahead),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in methods}
+        outputs: dict[str, list[list[int]]] = {name: [] for name in methods}
+        for is_warm_up, prompt in [(True, prompts[0]), *((False, prompt) for prompt in prompts)]:
+            for name, method in methods.items():
+                dist.barrier()
+                started = time.perf_counter()
+                output = method(prompt)
+                dist.barrier()
+                if not is_warm_up:
+                    seconds[name].append(time.perf_counter() - started)
+                    outputs[name].append(output)
+        if leads:
+            results = Results("tensor_parallel", args.output)
+            for name, times in seconds.items():
+                row = {"method": name, "tokens/s": statistics.median(args.max_new_tokens / each for each in times)}
+                ratios = [plain / each for each, plain in zip(times, seconds["hf"], strict=True)]
+                differ = sum(a != b for a, b in zip(outputs[name], outputs["hf"], strict=True))
+                results.add(row | {"over hf on one rank": statistics.median(ratios), "outputs that differ": differ})
+            about = f"{len(prompts)} prompts x {args.max_new_tokens} tokens, {dist.get_world_size()} ranks"
+            results.finish(f"{about}, {args.dtype}")
+    return 0

@@ -1,0 +1,110 @@
+"""Decodes a request on one model as R replicas would: every step's tree is fed whole, in one forward pass.
+
+Trees, shares and so the number of steps are those of R replicas; only the time of a forward pass is not. The steps are
+the engine's own (lp_runtime/engine/decoder.py).
+Letters: R replicas, T nodes in the tree, n of them from the root on, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lp_runtime.distributed.partition import Shares
+from lp_runtime.engine.decoder import Decoder
+from lp_runtime.engine.request import Request
+from lp_runtime.engine.step import Step
+from lp_runtime.engine.step_timer import StepTimer
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.step_inputs import StepInputs, StepLogits
+
+# What all replicas tell of their times in the exchange of a step with these shares: [R] integers of StepTimer.packed.
+Clocks = Callable[[Shares], list[int]]
+
+
+def unknown_times(shares: Shares) -> list[int]:
+    """Return clocks of replicas that tell nothing of their times."""
+    return [0] * len(shares)
+
+
+@dataclass(frozen=True)
+class DecodedStep:
+    """A step that was decoded.
+
+    Attributes:
+        step: the step.
+        values: [T, width] int64 what all replicas sample; -1 before the root.
+        propose_seconds: what making the tree and the shares took; 0 for the prefill's step.
+        advance_seconds: what accepting, committing and learning took; 0 for the prefill's step.
+    """
+
+    step: Step
+    values: np.ndarray
+    propose_seconds: float = 0.0
+    advance_seconds: float = 0.0
+
+
+def decode_whole_trees(
+    model: ModelRunner,
+    decoder: Decoder,
+    request: Request,
+    clocks: Clocks = unknown_times,
+    times_are_late: bool = False,
+    on_prefill: Callable[[], None] = lambda: None,
+) -> Iterator[DecodedStep]:
+    """Decode a request to its end.
+
+    Args:
+        model: feeds the trees.
+        decoder: the request's, before its prefill.
+        request: what to decode.
+        clocks: what the replicas tell of their times.
+        times_are_late: whether a step's clocks are of the pass of the step before.
+        on_prefill: called before the prefill's token is committed.
+
+    Yields:
+        every step, the prefill's first, once its tokens are committed.
+    """
+    drafter = decoder.drafter
+    with model.slots.borrowed() as slot:
+        one_step = drafter.max_nodes + drafter.max_committed
+        model.begin(slot, len(request.prompt_ids) + request.max_new_tokens + one_step)
+        step = decoder.propose_prefill()
+        values = sample_for_all(decoder, step, model.prefill(slot, request.prompt_ids))
+        clocks(step.shares)
+        on_prefill()
+        decoder.advance_prefill(step, decoder.verify(step, values))
+        yield DecodedStep(step, values)
+        while decoder.state.finish_reason is None:
+            started = time.perf_counter()
+            step = decoder.propose()
+            proposed = time.perf_counter()
+            found = model.forward(StepInputs.whole(slot, step.tree))
+            values = sample_for_all(decoder, step, found.logits)
+            sampled = time.perf_counter()
+            verified = decoder.verify(step, values)
+            decoder.advance(step, verified, *StepTimer.unpacked(clocks(step.shares)), times_are_late)
+            yield DecodedStep(step, values, proposed - started, time.perf_counter() - sampled)
+
+
+def sample_for_all(decoder: Decoder, step: Step, logits: torch.Tensor) -> np.ndarray:
+    """Return what every replica samples of the nodes that it owns, as the exchange would.
+
+    Args:
+        decoder: the request's.
+        step: the step.
+        logits: [n, V] float32 of all nodes from the root on.
+
+    Returns:
+        [T, width] int64; -1 before the root.
+    """
+    root = step.tree.root
+    values = np.full((len(step.tree), decoder.sampler.width), -1, np.int64)
+    for rank, share in enumerate(step.shares):
+        rows = torch.from_numpy(share.owned - root).to(logits.device)
+        values[share.owned] = decoder.sample(step, rank, StepLogits(logits[rows])).values.cpu().numpy()
+    return values

@@ -1,0 +1,252 @@
+"""The compiled part of the partition: packs a tree's leaves into one bin for each replica.
+
+The best packing is NP-hard to find (it contains bin packing). So `cut` searches for the shortest time under which a
+greedy packing fits.
+
+Letters: T nodes in the tree, P pending tokens, R replicas, L leaves,
+M tokens that a replica's time is known for at most.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lp_runtime.utils.jit import compiled
+
+
+@compiled(makes_arrays=True)
+def _leaves_deep_first(parents, depths, root, num_nodes):
+    """Return the tree's leaves in depth-first order, the deepest subtree first.
+
+    Neighbours in this order share the most ancestors. Leaves with many ancestors (the end of the window's level 0) come
+    first, while every replica has capacity.
+
+    Args:
+        parents: [T] index of each node's parent.
+        depths: [T] depth of each node below the root.
+        root: Index of the root.
+        num_nodes: Number of the tree's first nodes to look at.
+
+    Returns:
+        ([L] leaves, [L] depth of the last ancestor that each leaf shares with the leaf before).
+    """
+    height = depths[:num_nodes].copy()  # depth of the deepest node below
+    num_children = np.zeros(num_nodes, np.int64)
+    for node in range(num_nodes - 1, root, -1):
+        parent = parents[node]
+        num_children[parent] += 1
+        height[parent] = max(height[parent], height[node])
+    firsts = np.cumsum(num_children) - num_children  # of each node's children in `children`
+    ends = firsts.copy()
+    children = np.empty(num_nodes, np.int64)
+    for node in range(root + 1, num_nodes):
+        parent = parents[node]
+        at = ends[parent]
+        ends[parent] += 1
+        while at > firsts[parent] and height[children[at - 1]] > height[node]:  # sorted by height, stable
+            children[at] = children[at - 1]
+            at -= 1
+        children[at] = node
+    leaves = np.empty(num_nodes, np.int64)
+    branches = np.empty(num_nodes, np.int64)
+    stack = np.empty(num_nodes + 1, np.int64)
+    stack[0] = root
+    num_stacked, num_leaves, branch = 1, 0, 0
+    while num_stacked:
+        num_stacked -= 1
+        node = stack[num_stacked]
+        if firsts[node] == ends[node]:
+            if node != root:
+                leaves[num_leaves], branches[num_leaves] = node, branch
+                num_leaves += 1
+                if num_stacked:
+                    branch = depths[stack[num_stacked - 1]] - 1
+            continue
+        for at in range(firsts[node], ends[node]):
+            stack[num_stacked] = children[at]
+            num_stacked += 1
+    return leaves[:num_leaves], branches[:num_leaves]
+
+
+@compiled(makes_arrays=True)
+def _fits(leaves, branches, depths, capacity, bins):
+    """Pack the leaves greedily into bins, and return whether all of them fit.
+
+    Each leaf goes into the bin where it adds the fewest nodes; of several, into the one with the least capacity left.
+    A leaf adds to a bin the nodes below the last ancestor that it shares with the bin's last leaf: in depth-first order
+    no other leaf of the bin shares more with it.
+
+    Args:
+        leaves: [L] see `_leaves_deep_first`.
+        branches: [L] see `_leaves_deep_first`.
+        depths: [T] depth of each node below the root.
+        capacity: [R] nodes below the root that fit into each bin.
+        bins: [L], written with the bin of each leaf.
+    """
+    left = capacity.copy()
+    shared = np.zeros(len(capacity), np.int64)  # depth down to which the current leaf's ancestors are in the bin
+    for i in range(len(leaves)):
+        depth, branch = depths[leaves[i]], branches[i]
+        best, best_added, best_left = -1, depth + 1, 0
+        for rank in range(len(capacity)):
+            if shared[rank] > branch:
+                shared[rank] = branch
+            added = depth - shared[rank]
+            if added <= left[rank] and (added < best_added or (added == best_added and left[rank] < best_left)):
+                best, best_added, best_left = rank, added, left[rank]
+        if best < 0:
+            return False
+        bins[i] = best
+        left[best] -= best_added
+        shared[best] = depth
+    return True
+
+
+@compiled
+def _next_time(times, capacity, num_pending, max_tokens):
+    """Return the shortest time in which some replica feeds one token more than its capacity; -1 if none may.
+
+    Args:
+        times: [R, M + 1] see `partition_by_times`.
+        capacity: [R] tokens beside the pending ones that each replica feeds so far.
+        num_pending: P.
+        max_tokens: Largest number of tokens that a replica feeds.
+    """
+    next_time = np.int64(-1)
+    for rank in range(len(times)):
+        num_tokens = capacity[rank] + num_pending + 1
+        if num_tokens <= max_tokens and (next_time < 0 or times[rank, num_tokens] < next_time):
+            next_time = times[rank, num_tokens]
+    return next_time
+
+
+@compiled(makes_arrays=True)
+def _pack(leaves, branches, depths, num_pending, num_nodes, times, limit, bins):
+    """Pack the leaves under the shortest time for which `_fits` finds a packing.
+
+    Args:
+        leaves: [L] see `_leaves_deep_first`; L >= 1.
+        branches: [L] see `_leaves_deep_first`.
+        depths: [T] depth of each node below the root.
+        num_pending: P.
+        num_nodes: Number of the tree's first nodes that are cut.
+        times: [R, M + 1] see `partition_by_times`.
+        limit: Largest number of tokens that a replica feeds, if that fits.
+        bins: [L], written with the replica of each leaf.
+    """
+    num_replicas = len(times)
+    max_tokens = min(limit, times.shape[1] - 1)
+    # No packing can beat the pending tokens everywhere, nor the deepest leaf on the replica that is fastest with it.
+    deepest = 0
+    for leaf in leaves:
+        deepest = max(deepest, depths[leaf])
+    time = max(times[:, num_pending].max(), times[:, num_pending + deepest].min())
+    capacity = np.zeros(num_replicas, np.int64)
+    while True:
+        for rank in range(num_replicas):
+            while capacity[rank] < max_tokens - num_pending and times[rank, num_pending + capacity[rank] + 1] <= time:
+                capacity[rank] += 1
+        if capacity.sum() >= num_nodes - num_pending and _fits(leaves, branches, depths, capacity, bins):
+            return
+        # what fits only changes where one more token fits
+        next_time = _next_time(times, capacity, num_pending, max_tokens)
+        if next_time >= 0:
+            time = next_time
+        elif max_tokens < times.shape[1] - 1:
+            # The packing is greedy: it may miss a fit that is there, and then does without the limit.
+            max_tokens = times.shape[1] - 1
+        else:  # nobody knows how long so many take
+            capacity[:] = num_nodes
+            _fits(leaves, branches, depths, capacity, bins)
+            return
+
+
+@compiled(makes_arrays=True)
+def _list_nodes(feeds, owner, sizes):
+    """Return the nodes that each replica feeds and owns, one replica's behind the other's.
+
+    Args:
+        feeds: [R, T] bool, whether each replica feeds each node.
+        owner: [T] rank that owns each node, or -1.
+        sizes: [R] number of tokens that each replica feeds.
+
+    Returns:
+        (nodes, owned, [R] number of nodes that each replica owns), as `Shares` takes them.
+    """
+    num_replicas, num_nodes = feeds.shape
+    nodes, owned = np.empty(sizes.sum(), np.int64), np.empty(num_nodes, np.int64)
+    num_owned = np.zeros(num_replicas, np.int64)
+    num_fed, num_listed = 0, 0
+    for rank in range(num_replicas):
+        for node in range(num_nodes):
+            if feeds[rank, node]:
+                nodes[num_fed] = node
+                num_fed += 1
+                if owner[node] == rank:
+                    owned[num_listed] = node
+                    num_listed += 1
+                    num_owned[rank] += 1
+    return nodes, owned, num_owned
+
+
+@compiled(makes_arrays=True)
+def cut(parents, depths, root, num_nodes, times, limit):
+    """Return shares that finish in the shortest time for which `_pack` finds a packing.
+
+    Args:
+        parents: [T] index of each node's parent.
+        depths: [T] depth of each node below the root.
+        root: Index of the root.
+        num_nodes: Number of the tree's first nodes to cut.
+        times: [R, M + 1] see `partition_by_times`.
+        limit: Largest number of tokens that a replica feeds, if that fits.
+
+    Returns:
+        (owner, nodes, owned, sizes, num_owned), as `Shares` takes them but for arrays of sizes.
+    """
+    num_replicas, num_pending = len(times), root + 1
+    feeds = np.zeros((num_replicas, num_nodes), np.bool_)
+    feeds[:, :num_pending] = True
+    owner = np.full(num_nodes, -1, np.int64)
+    owner[root] = 0
+    sizes = np.full(num_replicas, num_pending, np.int64)
+    leaves, branches = _leaves_deep_first(parents, depths, root, num_nodes)
+    bins = np.empty(len(leaves), np.int64)
+    if len(leaves):
+        _pack(leaves, branches, depths, num_pending, num_nodes, times, limit, bins)
+    for i in range(len(leaves)):
+        node, rank = leaves[i], bins[i]
+        while not feeds[rank, node]:
+            feeds[rank, node] = True
+            sizes[rank] += 1
+            if owner[node] < 0:
+                owner[node] = rank
+            node = parents[node]
+    nodes, owned, num_owned = _list_nodes(feeds, owner, sizes)
+    return owner, nodes, owned, sizes, num_owned
+
+
+@compiled(makes_arrays=True)
+def largest_packing(parents, depths, root, num_nodes, num_replicas, budget):
+    """Return the largest number of first nodes that a bisection finds to fit; all of them are tried first.
+
+    Args:
+        parents: [T] index of each node's parent.
+        depths: [T] depth of each node below the root.
+        root: Index of the root.
+        num_nodes: Largest result.
+        num_replicas: R.
+        budget: Largest number of tokens that a replica feeds.
+    """
+    capacity = np.full(num_replicas, budget - root - 1, np.int64)
+    low, high = min(num_nodes, max(root + 1, budget)), num_nodes
+    bins = np.empty(num_nodes, np.int64)
+    middle = high
+    while low < high:
+        leaves, branches = _leaves_deep_first(parents, depths, root, middle)
+        if _fits(leaves, branches, depths, capacity, bins):
+            low = middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) // 2
+    return low

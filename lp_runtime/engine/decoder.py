@@ -1,0 +1,164 @@
+"""The pure core of decoding: propose a step, verify what it found, advance. Equal on every replica.
+
+    step      = decoder.propose()
+    logits    = model.forward(step.inputs(rank, slot))            the only expensive thing
+    values    = exchange(decoder.sample(step, rank, logits))      the only communication
+    committed = decoder.advance(step, decoder.verify(step, values))
+
+The engine, its batches, the drop-in, lp-bench's critical path and the drafting studies all call these methods.
+Letters: T nodes in the tree, n nodes that a replica owns, R replicas, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lp_runtime.engine.step import Step
+from lp_runtime.lookahead.drafters.base import Drafter, VerificationResult
+from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
+from lp_runtime.lookahead.state import DecodingState, Proposal
+from lp_runtime.model.step_inputs import StepLogits
+from lp_runtime.sampling.sampler import Sampler
+from lp_runtime.sizing.budget import StepBudget
+
+
+class Samples(NamedTuple):
+    """What one replica has sampled in a step.
+
+    Attributes:
+        values: [n, width] int64, packed for the exchange, of the nodes that this replica owns.
+        logits: [n, V] float32, the model's.
+        scores: [n, V] float32, the processed logits that the successors were chosen from.
+    """
+
+    values: torch.Tensor
+    logits: torch.Tensor
+    scores: torch.Tensor
+
+
+class Verified(NamedTuple):
+    """What a step found, unpacked.
+
+    Attributes:
+        result: successors and top-k candidates of the tree's nodes.
+        logprobs: [T] the model's log-probability of each node's successor, -1.0 before the root; None if not asked for.
+    """
+
+    result: VerificationResult
+    logprobs: list[float] | None
+
+
+class Committed(NamedTuple):
+    """What a step commits.
+
+    Attributes:
+        token_ids: the tokens, at least one.
+        nodes: the tree's node that each token follows.
+    """
+
+    token_ids: list[int]
+    nodes: list[int]
+
+
+class Decoder:
+    """One sequence's state, step budget and sampler.
+
+    Args:
+        state: before its prefill, or resumed.
+        budget: decides how many nodes a step feeds.
+        sampler: chooses successors.
+        draft_tables: what the drafter remembers; None for a drafter without tables.
+
+    Attributes:
+        state, budget, sampler, draft_tables: as given.
+    """
+
+    def __init__(
+        self, state: DecodingState, budget: StepBudget, sampler: Sampler, draft_tables: DraftTables | None = None
+    ):
+        self.state, self.budget, self.sampler, self.draft_tables = state, budget, sampler, draft_tables
+
+    @property
+    def drafter(self) -> Drafter:
+        """The state's drafter."""
+        return self.state.drafter
+
+    @property
+    def max_owned(self) -> int:
+        """Largest number of nodes that a replica may own in a step."""
+        return min(self.drafter.max_nodes, self.budget.limit or self.drafter.max_nodes)
+
+    def propose_prefill(self) -> Step:
+        """Return the prefill's step: a tree of the prompt's last token alone."""
+        return self._step(self.state.propose_prefill())
+
+    def propose(self, batch_size: int = 1) -> Step:
+        """Return the next step.
+
+        Args:
+            batch_size: sequences that share the step's forward pass.
+        """
+        budget, state = self.budget, self.state
+        budget.set_batch_size(batch_size)
+        if budget.is_resting:
+            return self._step(state.propose_root(), has_top_k=False)
+        return self._step(state.propose(budget.fit, budget.tree_size_hint))
+
+    def _step(self, proposal: Proposal, has_top_k: bool = True) -> Step:
+        return Step(proposal, self.budget.shares(proposal.tree), has_top_k)
+
+    def sample(self, step: Step, rank: int, found: StepLogits) -> Samples:
+        """Choose the successors of the nodes that a replica owns.
+
+        Args:
+            step: the step.
+            rank: the replica.
+            found: logits of the nodes that it owns, and what the forward pass has sampled already.
+        """
+        owned = step.shares[rank].owned
+        logits = found.logits[: len(owned)]
+        values, scores = self.sampler.sample(
+            logits, step.tree, owned, self.state.tokens, step.has_top_k, found.presampled
+        )
+        return Samples(values, logits, scores)
+
+    def verify(self, step: Step, values: np.ndarray) -> Verified:
+        """Unpack what all replicas have sampled.
+
+        Args:
+            step: the step.
+            values: [T, width] int64, by node of the tree; rows before the root are not read.
+        """
+        root = step.tree.root
+        successors, logprobs, top_k = self.sampler.unpack(values[root:], step.has_top_k)
+        logprobs = None if logprobs is None else [-1.0] * root + logprobs
+        return Verified(VerificationResult.from_root(root, successors, top_k), logprobs)
+
+    def advance_prefill(self, step: Step, verified: Verified) -> Committed:
+        """Commit the prefill's token: the whole prompt is cached from now on."""
+        return Committed(self.state.advance_prefill(step.proposal, verified.result), [0])
+
+    def advance(
+        self,
+        step: Step,
+        verified: Verified,
+        forward_ns: Sequence[int],
+        overhead_ns: Sequence[int],
+        times_are_late: bool = False,
+    ) -> Committed:
+        """Accept, commit, and learn from a step.
+
+        Args:
+            step: the step.
+            verified: what it found.
+            forward_ns: [R] nanoseconds of each replica's forward pass; 0 where unknown.
+            overhead_ns: [R] nanoseconds of what else the step before took; 0 where unknown.
+            times_are_late: whether `forward_ns` is of the step before, too.
+        """
+        token_ids, nodes = self.state.advance(step.proposal, verified.result)
+        self.budget.observe(step.shares, forward_ns, overhead_ns, len(token_ids) - 1, is_late=times_are_late)
+        return Committed(token_ids, nodes)

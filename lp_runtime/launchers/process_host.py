@@ -1,0 +1,56 @@
+"""How a replica pool starts and reaches the processes of its replicas: implemented by spawn.py and ray_launcher.py."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a replica is.
+
+    Attributes:
+        device_index: which of the GPUs that its process sees is the replica's.
+        num_local: replicas on its machine, itself included.
+    """
+
+    device_index: int
+    num_local: int
+
+
+class ProcessHost(ABC):
+    """The processes of all replicas of a pool, one a replica, known by the replica's index.
+
+    Construction reserves what they need, or raises with everything cleaned up. `receive` is called by one thread only,
+    all else by any thread.
+    """
+
+    @abstractmethod
+    def start_process(self, index: int) -> None:
+        """Start a replica's process; it says ModelLoaded, or Failed, in its time."""
+
+    @abstractmethod
+    def send(self, index: int, message: object) -> None:
+        """Send a message to a replica; never waits. That the replica is dead shows in `receive`."""
+
+    @abstractmethod
+    def receive(self, timeout: float) -> list[tuple[int, object]]:
+        """Wait up to `timeout` seconds for a first message, and return (index, message) of all that have arrived. A
+        process that has ended says Failed, once."""
+
+    @abstractmethod
+    def kill(self, index: int) -> None:
+        """End a replica's process, whatever it is doing; no message of it is received any more."""
+
+    @abstractmethod
+    def rendezvous_address(self, leader: int) -> tuple[str, int] | None:
+        """Return host and port of a store for a group whose rank 0 is `leader`; None if that one cannot be reached."""
+
+    @abstractmethod
+    def placement(self, index: int) -> Placement:
+        """Return where a replica is."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all processes and free what was reserved; nobody receives any more."""

@@ -1,0 +1,226 @@
+"""Estimates of how likely each candidate is the token that comes, learned from what came. Compiled by Numba.
+
+Acceptance is counted by feature. The estimate of a candidate that several features name is the best one of theirs,
+which is too high as a rule, and the more so the fewer features agree. So estimates are calibrated: by their level and
+by how many features agree, what they add up to is counted beside how many of the candidates came.
+
+Probabilities are fixed point, ONE is certain. Everything is integer arithmetic, so equal inputs give equal estimates on
+every replica.
+
+Letters: F features, K top-k candidates.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from lp_runtime.lookahead.drafters.best_first.candidates import NUM_FEATURES, Candidates, Nodes, collect
+from lp_runtime.lookahead.drafters.best_first.tables import DraftArrays, Int, K, Noise
+from lp_runtime.utils.jit import compiled
+
+ONE_BITS = 16
+ONE = 1 << ONE_BITS
+PRIOR_WEIGHT = 8  # observations that a prior estimate counts for
+NUM_LEVELS = 16  # of an estimate
+MAX_AGREEING = 3  # features that name one token; more of them count as 3
+NUM_CALIBRATIONS = MAX_AGREEING * NUM_LEVELS
+CALIBRATION_WEIGHT = 4  # tokens that each level starts with, both expected and observed
+
+
+class Rates(NamedTuple):
+    """How often candidates came, by feature, and what is estimated from that.
+
+    Attributes:
+        tried: [F] int64 how often a candidate with a feature was there.
+        accepted: [F] int64 how often such a candidate was the token that came.
+        rate: [F] int64 estimated probability that it comes, of ONE.
+        prior: [F] int64 estimate before anything was counted, of ONE.
+        expected: [NUM_CALIBRATIONS] int64 sum of the best estimates of merged candidates, of ONE, by level and by how
+            many features agreed.
+        observed: [NUM_CALIBRATIONS] int64 how many of these candidates came.
+        calibrated: [MAX_AGREEING, F] int64 calibrated estimate, of ONE.
+        highest: [F] int64 the highest calibrated estimate of each feature, of ONE.
+    """
+
+    tried: np.ndarray
+    accepted: np.ndarray
+    rate: np.ndarray
+    prior: np.ndarray
+    expected: np.ndarray
+    observed: np.ndarray
+    calibrated: np.ndarray
+    highest: np.ndarray
+
+
+def make_rates(prior: np.ndarray) -> Rates:
+    """Return rates of which nothing was counted; `prior` is [F] int64, of ONE."""
+    tried, accepted, rate, highest = (np.zeros(NUM_FEATURES, np.int64) for _ in range(4))
+    expected, observed = (np.zeros(NUM_CALIBRATIONS, np.int64) for _ in range(2))
+    calibrated = np.zeros((MAX_AGREEING, NUM_FEATURES), np.int64)
+    return Rates(tried, accepted, rate, prior, expected, observed, calibrated, highest)
+
+
+@compiled
+def level_of(rate: Int) -> Int:
+    """Return which of NUM_LEVELS an estimate is in: eight above a half, and one for each halving below."""
+    if 2 * rate >= ONE:
+        return NUM_LEVELS // 2 + min(NUM_LEVELS // 2 - 1, (2 * rate - ONE) * (NUM_LEVELS // 2) // ONE)
+    level = NUM_LEVELS // 2 - 1
+    while level > 0 and 4 * rate < ONE:
+        rate *= 2
+        level -= 1
+    return level
+
+
+@compiled
+def calibration_of(rate: Int, agreeing: Int) -> Int:
+    """Return which of NUM_CALIBRATIONS an estimate belongs to, with so many other features that agree."""
+    return agreeing * NUM_LEVELS + level_of(rate)
+
+
+@compiled
+def calibrate(rates: Rates) -> Int:
+    """Bring `calibrated` and `highest` up to date and return the highest calibrated estimate of all, of ONE."""
+    best = np.int64(0)
+    for feature in range(NUM_FEATURES):
+        rate, highest = rates.rate[feature], np.int64(0)
+        for agreeing in range(MAX_AGREEING):
+            calibration = calibration_of(rate, agreeing)
+            expected = rates.expected[calibration] + CALIBRATION_WEIGHT * ONE
+            factor = (rates.observed[calibration] + CALIBRATION_WEIGHT << 2 * ONE_BITS) // expected
+            calibrated = min(rate * factor >> ONE_BITS, ONE)
+            rates.calibrated[agreeing, feature] = calibrated
+            highest = max(highest, calibrated)
+        rates.highest[feature] = highest
+        best = max(best, highest)
+    return best
+
+
+@compiled
+def merge(rates: Rates, candidates: Candidates, num_rows: Int, floor: Int) -> Int:
+    """Make one candidate of those with the same token, in the order in which the tokens were first collected.
+
+    Args:
+        rates: the estimates.
+        candidates: `merged`, `best`, `agreeing` and `first` are written to.
+        num_rows: collected rows.
+        floor: tokens whose every calibrated estimate is below this, of ONE, are left out.
+
+    Returns:
+        How many merged candidates there are.
+    """
+    flat, merged, first = candidates.flat, candidates.merged, candidates.first
+    num, in_order = 0, True
+    for row in range(num_rows):
+        for rank in range(K):
+            feature, token = candidates.features[row, rank], candidates.tokens[row, rank]
+            if rates.highest[feature] < floor or token < 0:  # most are
+                continue
+            is_known = False
+            for i in range(num):
+                is_known |= merged[i] == token
+            if is_known:
+                continue
+            naming = 0
+            for i in range(num_rows * K):
+                naming += flat[i] == token
+            merged[num], candidates.best[num], first[num] = token, feature, row * K + rank
+            candidates.agreeing[num] = min(naming, MAX_AGREEING) - 1
+            if naming > 1:
+                choose_best(rates, candidates, num_rows, floor, num)
+                in_order &= num == 0 or first[num - 1] < first[num]
+            num += 1
+    if not in_order:
+        sort_merged(candidates, num)
+    return num
+
+
+@compiled
+def choose_best(rates: Rates, candidates: Candidates, num_rows: Int, floor: Int, known: Int) -> None:
+    """Write, for a merged candidate, its feature with the best estimate and where its token was first collected.
+
+    Args:
+        rates: the estimates.
+        candidates: `best` and `first` are written to.
+        num_rows: collected rows.
+        floor: of features with equal estimates, one that is calibrated to this or more comes first.
+        known: index of the merged candidate.
+    """
+    token = candidates.merged[known]
+    best, best_rate, best_is_weak, first = candidates.best[known], np.int64(-1), True, -1
+    for row in range(num_rows):
+        for rank in range(K):
+            if candidates.tokens[row, rank] != token:
+                continue
+            feature = candidates.features[row, rank]
+            rate, is_weak = rates.rate[feature], rates.highest[feature] < floor
+            if rate > best_rate or (rate == best_rate and best_is_weak and not is_weak):
+                best, best_rate, best_is_weak = feature, rate, is_weak
+            if first < 0:
+                first = row * K + rank
+    candidates.best[known], candidates.first[known] = best, first
+
+
+@compiled
+def sort_merged(candidates: Candidates, num: Int) -> None:
+    """Sort the `num` merged candidates, which are few, by where their tokens were first collected."""
+    merged, best, agreeing, first = candidates.merged, candidates.best, candidates.agreeing, candidates.first
+    for i in range(1, num):
+        at = i
+        while at > 0 and first[at - 1] > first[at]:
+            for values in (merged, best, agreeing, first):
+                values[at - 1], values[at] = values[at], values[at - 1]
+            at -= 1
+
+
+@compiled
+def learn(
+    drafts: DraftArrays,
+    noise: Noise,
+    position: Int,
+    nodes: Nodes,
+    root: Int,
+    path: np.ndarray,
+    committed: np.ndarray,
+    rates: Rates,
+    candidates: Candidates,
+) -> None:
+    """Count, for each feature of each candidate along committed tokens, whether it was the token that came.
+
+    Args:
+        drafts: the draft tables, as they were when the tree was proposed.
+        noise: the noise of sampling.
+        position: absolute position of the first committed token.
+        nodes: the tree.
+        root: index of the root.
+        path: [m] int64 the node before each committed token, the root first.
+        committed: [m] int64 committed tokens.
+        rates: written to.
+        candidates: scratch.
+    """
+    for i in range(len(committed)):
+        num_rows = collect(drafts, noise, position + i, nodes, root, path[i], candidates)
+        for row in range(num_rows):
+            for rank in range(K):
+                if candidates.tokens[row, rank] >= 0:
+                    feature = candidates.features[row, rank]
+                    rates.tried[feature] += 1
+                    rates.accepted[feature] += candidates.tokens[row, rank] == committed[i]
+        for j in range(merge(rates, candidates, num_rows, 0)):
+            rate = rates.rate[candidates.best[j]]
+            calibration = calibration_of(rate, candidates.agreeing[j])
+            rates.expected[calibration] += rate
+            rates.observed[calibration] += candidates.merged[j] == committed[i]
+        for row in range(num_rows):
+            for rank in range(K):
+                if candidates.tokens[row, rank] >= 0:
+                    estimate(rates, candidates.features[row, rank])
+
+
+@compiled
+def estimate(rates: Rates, feature: Int) -> None:
+    """Bring the estimate of a feature up to what was counted."""
+    tried, accepted = rates.tried[feature], rates.accepted[feature]
+    rates.rate[feature] = (accepted * ONE + rates.prior[feature] * PRIOR_WEIGHT) // (tried + PRIOR_WEIGHT)

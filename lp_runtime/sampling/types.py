@@ -1,0 +1,19 @@
+"""Interfaces of sampling."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class LogitsProcessor(Protocol):
+    """A logits processor, as transformers calls one."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return processed scores.
+
+        Args:
+            input_ids: [B, L] int64, the tokens before each row's next token.
+            scores: [B, V] float32.
+        """

@@ -1,0 +1,105 @@
+"""Runs jobs: a thread for each, which leads its request on the replicas of its lease."""
+
+from __future__ import annotations
+
+import threading
+
+from lp_runtime.engine.generation import Generation
+from lp_runtime.errors import LookaheadError, ReplicaError, first_line, unforeseen_as
+from lp_runtime.runtime import LookaheadRuntime
+from lp_runtime.scheduler.job import Job, JobLease, Totals
+from lp_runtime.scheduler.lp_degree import DegreeSpeeds, SpeedMeter
+
+
+class JobRunner:
+    """Begins jobs, delivers their deltas and ends them.
+
+    Args:
+        runtime: whose replicas are used.
+        changed: the scheduler's condition, which guards leases and totals.
+        running: leases of the running jobs: each is appended at its beginning and removed at its end.
+        totals: sums over all jobs; each job is added at its end.
+        speeds: gets the measured speed of jobs that run alone.
+    """
+
+    def __init__(
+        self,
+        runtime: LookaheadRuntime,
+        changed: threading.Condition,
+        running: list[JobLease],
+        totals: Totals,
+        speeds: DegreeSpeeds,
+    ):
+        self._runtime = runtime
+        self._refill_seconds = runtime.config.launcher.start_timeout
+        self._changed = changed
+        self._running = running
+        self._totals = totals
+        self._speeds = speeds
+        self._threads: set[threading.Thread] = set()
+
+    def may_refill(self) -> bool:
+        """Whether a replica is up, or is being started."""
+        launcher = self._runtime.launcher  # num_ready is read twice: a replica may come up between the first two reads
+        return launcher.num_ready > 0 or launcher.num_loading > 0 or launcher.num_ready > 0
+
+    def begin(self, job: Job, members: list[int] | None) -> None:
+        """Start a job's thread. The caller holds the scheduler's condition.
+
+        Args:
+            job: the job.
+            members: its replicas, by index; None where the launcher runs one job at a time, on all of them.
+        """
+        lease = JobLease(job, members or (), self._changed, self._refill_seconds, self.may_refill)
+        self._running.append(lease)
+        job.begin()
+        thread = threading.Thread(target=self._decode, args=(lease, members is not None), daemon=True)
+        self._threads.add(thread)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system's limit of threads
+            self._end(lease, thread, ReplicaError(f"the request could not be started: {first_line(error)}"), "failed")
+
+    def join(self) -> None:
+        """Wait until all jobs have ended."""
+        for thread in list(self._threads):
+            thread.join()
+
+    def _decode(self, lease: JobLease, is_leased: bool) -> None:
+        """Lead a job's request from its first step to its end."""
+        job = lease.job
+        outcome: Generation | LookaheadError
+        meter = SpeedMeter(self._speeds)
+        try:
+            with unforeseen_as(ReplicaError, "the request failed"):
+                stream = self._runtime.stream_request(job.request, lease=lease if is_leased else None)
+                for delta in stream:
+                    with self._changed:
+                        lease.num_delivered += len(delta.token_ids)
+                        meter.record_step(lease.current, len(self._running), len(delta.token_ids))
+                    job.deliver(delta)
+                    if job.is_cancelled:
+                        break
+                generation = stream.generation
+                if generation is None or (job.is_cancelled and generation.finish_reason == "cancelled"):
+                    stream.close()
+                    outcome, ending = ReplicaError("the request was cancelled"), "cancelled"
+                else:
+                    outcome, ending = generation, generation.finish_reason
+        except LookaheadError as error:
+            outcome, ending = error, "failed"
+        self._end(lease, threading.current_thread(), outcome, ending)
+
+    def _end(
+        self, lease: JobLease, thread: threading.Thread, outcome: Generation | LookaheadError, ending: str
+    ) -> None:
+        """Free a job's replicas, and deliver its outcome."""
+        with self._changed:
+            # Counted first: whoever sees, without the lock, that no job is running finds all of them in the totals.
+            self._totals.count(ending)
+            if isinstance(outcome, Generation):
+                self._totals.add(lease.job.request, outcome)
+            self._running.remove(lease)
+            self._threads.discard(thread)
+            self._changed.notify_all()
+        lease.job.finish(outcome)

@@ -1,0 +1,155 @@
+"""What steps have shown of replicas, of the host and of a tree's promises.
+
+Letters: R replicas, M tokens that a replica's time is known for at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from lp_runtime.distributed.partition import Shares
+from lp_runtime.sizing.cost_model import FIXED_POINT_ONE
+from lp_runtime.sizing.host_cost import HostCost
+from lp_runtime.utils.jit import compiled
+
+NUM_TIMED = 4  # steps of the root alone that are timed before the first step that drafts
+SMOOTHING_STEPS = 8  # of all means over steps
+MAX_SCALE = FIXED_POINT_ONE << 20  # so that products stay within 64 bits
+ASSUMED_FED_PER_NODE = 9 * FIXED_POINT_ONE // 8  # replicas share few ancestors in the trees that are usual
+EXPECTED_BITS = 22  # fixed point of expected tokens: 512 of them fit into 31 bits
+INITIAL_TOKENS = 4  # that count as promised and as kept before the first step
+PROMISE_MEMORY_STEPS = 32  # promises are remembered for about as many
+MAX_DISCOUNT = 4  # promises are divided by at most this: else nothing would be tried again
+RECOVERY_FITS = 16  # a tree that does not pay makes up for one part in so many of the promises that were not kept
+TRUST_SHIFT = 8  # bits that sums of promises drop, so that products with them stay within 64
+
+
+class TimedStep(NamedTuple):
+    """A step whose times are of use.
+
+    Attributes:
+        measured: [R, M + 1] measured nanoseconds that the step was expected to follow, before scales.
+        sizes: [R] number of tokens that each replica fed.
+        is_plain: Whether the step fed the root alone without asking the drafter, and steps are sized.
+        follows_plain: Whether that held for the step before, too.
+    """
+
+    measured: np.ndarray
+    sizes: np.ndarray
+    is_plain: bool
+    follows_plain: bool
+
+
+@dataclass
+class LearnedCosts:
+    """What steps have shown; carried from one request to the next of its kind.
+
+    Attributes:
+        scales: [R] how much longer each replica takes than measured in steps that draft, fixed point of
+            FIXED_POINT_ONE.
+        plain_scales: [R] how much longer than that in steps that do not draft, fixed point of FIXED_POINT_ONE. A
+            machine that slows down as a whole changes `scales` alone.
+        num_plain: Number of steps that `plain_scales` were learned from.
+        host: Host cost of a step.
+        fed_per_node: Tokens that all replicas together feed for each node below the root, fixed point of
+            FIXED_POINT_ONE; more than 1 because several replicas feed the same ancestors.
+        promised: Accepted tokens that path probabilities promised lately, fixed point of EXPECTED_BITS.
+        kept: Accepted tokens that there were, fixed point of EXPECTED_BITS.
+    """
+
+    scales: np.ndarray
+    plain_scales: np.ndarray
+    num_plain: int = 0
+    host: HostCost = field(default_factory=HostCost)
+    fed_per_node: int = ASSUMED_FED_PER_NODE
+    promised: int = INITIAL_TOKENS << EXPECTED_BITS
+    kept: int = INITIAL_TOKENS << EXPECTED_BITS
+
+    @classmethod
+    def initial(cls, num_replicas: int, is_timed: bool = False) -> LearnedCosts:
+        """Return what is assumed before the first step.
+
+        Args:
+            num_replicas: R.
+            is_timed: Whether steps of the root alone count as timed already, so that the first step may draft.
+        """
+        scales, plain_scales = (np.full(num_replicas, FIXED_POINT_ONE, dtype=np.int64) for _ in range(2))
+        return cls(scales, plain_scales, NUM_TIMED if is_timed else 0)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether enough steps of the root alone were timed to compare steps that draft with them."""
+        return self.num_plain >= NUM_TIMED
+
+    @property
+    def trust(self) -> tuple[int, int]:
+        """(kept, promised) accepted tokens lately, in one unit; promised is at least 1."""
+        return self.kept >> TRUST_SHIFT, max(1, self.promised >> TRUST_SHIFT)
+
+    def restore_trust(self) -> None:
+        """Believe promises a little more: a tree that is not fed keeps none, and would never be fed again."""
+        self.kept += max(0, self.promised - self.kept) // RECOVERY_FITS
+
+    def observe_promise(self, promised: int, num_accepted: int) -> None:
+        """Learn how many tokens of a promise were accepted.
+
+        Args:
+            promised: Expected number of accepted tokens, fixed point of EXPECTED_BITS.
+            num_accepted: Tokens that the step committed besides the bonus token.
+        """
+        self.promised += promised - self.promised // PROMISE_MEMORY_STEPS
+        self.kept += (num_accepted << EXPECTED_BITS) - self.kept // PROMISE_MEMORY_STEPS
+        self.kept = max(self.kept, self.promised // MAX_DISCOUNT)
+
+    def observe_shares(self, shares: Shares, num_nodes: int) -> None:
+        """Learn how many tokens replicas feed for each node.
+
+        Args:
+            shares: [R] the step's shares.
+            num_nodes: Nodes below the root that the step fed.
+        """
+        num_replicas = len(shares)
+        if num_replicas > 1 and num_nodes >= num_replicas:
+            num_pending = len(shares.owner) - num_nodes
+            num_fed = sum(shares.sizes) - num_replicas * num_pending
+            self.fed_per_node += (num_fed * FIXED_POINT_ONE // num_nodes - self.fed_per_node) // SMOOTHING_STEPS
+
+    def observe_times(self, step: TimedStep, nanoseconds: np.ndarray) -> None:
+        """Learn from how long forward passes took: `scales` from a step that drafts, else `plain_scales`.
+
+        Args:
+            step: What the replicas were expected to take.
+            nanoseconds: [R] int64 time that each replica took.
+        """
+        if not step.is_plain:
+            _follow(self.scales, self.plain_scales, False, step.measured, step.sizes, nanoseconds, SMOOTHING_STEPS)
+        elif step.follows_plain or not self.is_timed:  # the first after a larger step is slow
+            self.num_plain += 1
+            smoothing = min(self.num_plain, SMOOTHING_STEPS)
+            _follow(self.scales, self.plain_scales, True, step.measured, step.sizes, nanoseconds, smoothing)
+
+
+@compiled
+def _follow(scales, plain_scales, is_plain, measured, sizes, nanoseconds, smoothing):
+    """Move scales towards what a step took.
+
+    Args:
+        scales: [R], written if the step drafts.
+        plain_scales: [R], written if the step does not draft.
+        is_plain: Whether the step does not draft.
+        measured: [R, M + 1] measured nanoseconds.
+        sizes: [R] number of tokens that each replica fed.
+        nanoseconds: [R] time that each replica took.
+        smoothing: The step changes a scale by one part in so many of the difference.
+    """
+    for rank in range(len(scales)):
+        expected = max(measured[rank, sizes[rank]], 1)
+        ratio = min(nanoseconds[rank] * FIXED_POINT_ONE // expected, MAX_SCALE)
+        if is_plain:
+            ratio = ratio * FIXED_POINT_ONE // max(scales[rank], 1)
+            plain_scales[rank] += (ratio - plain_scales[rank]) // smoothing
+        else:
+            scales[rank] += (ratio - scales[rank]) // smoothing

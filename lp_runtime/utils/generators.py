@@ -1,0 +1,17 @@
+"""Helpers for generators that work in chunks and return a result."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+def result_of(chunks: Generator[object, None, Result]) -> Result:
+    """Run a generator to its end and return its return value; what it yields is dropped."""
+    while True:
+        try:
+            next(chunks)
+        except StopIteration as end:
+            return end.value

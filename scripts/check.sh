@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Set up what is missing, then run the gates that are not tests: style, types, settings page, docs.
+#
+#   scripts/check.sh          all of them; .ci/run and the pre-commit file call this
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+"$root/scripts/setup.sh" ray,test,dev
+cd "$root"
+bin="$root/.venv/bin"
+"$bin/ruff" check .
+"$bin/ruff" format --check --quiet .
+"$bin/mypy"
+"$bin/python" scripts/write_settings_doc.py --check
+"$bin/python" scripts/check_docs.py

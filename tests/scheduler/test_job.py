@@ -1,0 +1,41 @@
+"""Jobs and their leases, without replicas."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from lp_runtime import Delta, ReplicaError
+from lp_runtime.scheduler.job import Job, JobLease, JobState
+
+
+def test_a_job_waits_runs_and_finishes():
+    job = Job(None, None)
+    assert job.state is JobState.WAITING
+    job.begin()
+    assert job.state is JobState.RUNNING
+    job.deliver(Delta("a", [1]))
+    job.finish(ReplicaError("lost"))
+    assert job.state is JobState.FINISHED
+    deltas = iter(job)
+    assert next(deltas) == Delta("a", [1])
+    with pytest.raises(ReplicaError, match="lost"):
+        next(deltas)
+
+
+def test_a_lease_knows_where_a_job_runs_and_is_to_run():
+    lease = JobLease(Job(None, None), [1], threading.Condition(), 1.0, lambda: True)
+    assert lease.held == {1} and not lease.is_settled
+    lease.settle()
+    assert lease.is_settled
+    lease.grow([0])
+    assert lease.held == {0, 1} and not lease.is_settled
+    lease.shrink(1)  # not moved yet: the job stays on 1, and 0 is free at once
+    assert lease.wanted == lease.held == {1} and lease.is_settled
+    lease.move_to([2])
+    assert lease.held == {1, 2}
+    lease.settle()
+    assert lease.held == {2}
+    lease.lose([2])
+    assert not lease.held

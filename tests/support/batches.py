@@ -1,0 +1,41 @@
+"""Requests decoded alone and in batches, by an engine on one replica."""
+
+from __future__ import annotations
+
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.distributed.group import Group
+from lp_runtime.engine.batch import Arrival
+from lp_runtime.engine.engine import Engine
+from lp_runtime.engine.output import Report
+from lp_runtime.engine.request import Request
+from lp_runtime.errors import LookaheadError
+from lp_runtime.model.runner import ModelRunner
+
+FIXED = LookaheadConfig(7, 5, 7, prior="none")
+KEEPING = LookaheadConfig(5, 4, 5, prior="none", draft_tables="runtime")
+
+
+def decode_batch(loop: Engine, arriving: dict[int, list[Arrival]]):
+    """What became of each: (tokens, log-probabilities, report or error)."""
+    found = {each.key: ([], [], None) for arrivals in arriving.values() for each in arrivals}
+    num_asked = 0
+
+    def arrivals() -> list[Arrival]:
+        nonlocal num_asked
+        num_asked += 1
+        return arriving.get(num_asked, [])
+
+    for key, event in loop.run_batch(arrivals):
+        tokens, logprobs, end = found[key]
+        assert end is None, "nothing comes after the end"
+        if isinstance(event, Report | LookaheadError):
+            found[key] = (tokens, logprobs, event)
+        else:
+            tokens += event.token_ids
+            logprobs += event.logprobs or ()
+    return found
+
+
+def decode_alone(model: ModelRunner, request: Request, stop=None):
+    *runs, report = Engine(model, Group.alone()).run(request, stop=stop)
+    return [token for run in runs for token in run.token_ids], [p for run in runs for p in run.logprobs or ()], report

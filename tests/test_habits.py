@@ -1,0 +1,156 @@
+"""Habits of the package that a reader relies on, read from the source."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import lp_runtime
+
+PACKAGE = Path(lp_runtime.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
+TREES = {name: ast.parse(path.read_text()) for name, path in zip(NAMES, FILES, strict=True)}
+MAX_LINES = 350
+MAX_ATTRIBUTES = 15
+MAX_COMPLEXITY = 12
+# Private names of other libraries, for want of public ones.
+LIBRARY_PRIVATE = {
+    "_attn_implementation",  # transformers: a config's attention
+    "_supports_attention_backend",
+    "_prefix_allowed_tokens_fn",
+    "_forward_hooks",  # torch.nn.Module
+    "_forward_pre_hooks",
+    "_dynamo",
+    "_mkl_reorder_linear_weight",
+    "_mkl_linear",
+    "_reorder_linear_weight",
+    "_linear_pointwise",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_asdict",  # namedtuples, whose underscores are no secret
+    "_fields",
+    "_replace",
+    "_exit",  # os._exit
+}
+BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension, ast.Assert)
+
+
+def classes(name: str) -> list[ast.ClassDef]:
+    return [node for node in ast.walk(TREES[name]) if isinstance(node, ast.ClassDef)]
+
+
+def self_attributes(node: ast.AST) -> set[str]:
+    """Names that are assigned on `self`."""
+    return {
+        each.attr
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.ctx, ast.Store)
+        and isinstance(each.value, ast.Name)
+        and each.value.id == "self"
+    }
+
+
+def declared(kind: ast.ClassDef) -> set[str]:
+    """Attributes that a class has from its `__init__` on: fields, slots, class attributes and those set there."""
+    found: set[str] = set()
+    for node in kind.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        elif isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in ("__init__", "__post_init__", "__new__"):
+            found |= self_attributes(node)
+    return found
+
+
+def inherited(kind: ast.ClassDef) -> set[str]:
+    bases = {base.id for base in kind.bases if isinstance(base, ast.Name)}
+    found: set[str] = set()
+    for name in NAMES:
+        for other in classes(name):
+            if other.name in bases and other is not kind:
+                found |= declared(other) | inherited(other)
+    return found
+
+
+def complexity(function: ast.AST) -> int:
+    """McCabe's number of a function, without functions inside it."""
+    total, todo = 1, list(ast.iter_child_nodes(function))
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            continue
+        total += isinstance(node, BRANCHES) + (len(node.values) - 1 if isinstance(node, ast.BoolOp) else 0)
+        total += len(node.ifs) if isinstance(node, ast.comprehension) else 0
+        total += sum(1 for case in node.cases) if isinstance(node, ast.Match) else 0
+        todo += ast.iter_child_nodes(node)
+    return total
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_is_short_enough_to_read(name):
+    assert len((PACKAGE / name).read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_functions_are_simple(name):
+    functions = [node for node in ast.walk(TREES[name]) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    assert not {each.name: number for each in functions if (number := complexity(each)) > MAX_COMPLEXITY}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_attributes_are_set_in_init_first(name):
+    # Layers of a cache of transformers' are allocated lazily, by that library's own protocol.
+    for kind in classes(name):
+        if any(isinstance(base, ast.Name) and base.id == "CacheLayerMixin" for base in kind.bases):
+            continue
+        known = declared(kind) | inherited(kind)
+        for method in (node for node in kind.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            assert not (late := self_attributes(method) - known), f"{name}: {kind.name}.{method.name} sets {late}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_classes_are_small(name):
+    for kind in classes(name):
+        init = [node for node in kind.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+        assert len(self_attributes(init[0]) if init else ()) <= MAX_ATTRIBUTES, f"{name}: {kind.name}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nobody_reads_anothers_private_names(name):
+    tree = TREES[name]
+    own_classes = {kind.name for kind in classes(name)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
+            continue
+        if node.attr in LIBRARY_PRIVATE:
+            continue
+        of = node.value
+        is_own = isinstance(of, ast.Name) and (of.id in ("self", "cls") or of.id in own_classes)
+        is_super = isinstance(of, ast.Call) and isinstance(of.func, ast.Name) and of.func.id == "super"
+        # A classmethod or staticmethod may fill in the instance that it makes.
+        assert is_own or is_super or _made_here(tree, node), f"{name} line {node.lineno}: {ast.unparse(node)}"
+
+
+def _made_here(tree: ast.AST, node: ast.Attribute) -> bool:
+    """Whether an attribute is of an instance that a method of the same class has made with `cls(...)`."""
+    if not isinstance(node.value, ast.Name):
+        return False
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef) or not function.args.args or function.args.args[0].arg != "cls":
+            continue
+        made = {
+            target.id
+            for each in ast.walk(function)
+            if isinstance(each, ast.Assign) and isinstance(each.value, ast.Call)
+            for target in each.targets
+            if isinstance(target, ast.Name) and "cls" in ast.unparse(each.value.func)
+        }
+        if node.value.id in made and any(each is node for each in ast.walk(function)):
+            return True
+    return False
