@@ -24,6 +24,7 @@ from lp_runtime import (
 )
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.engine.request_builder import RequestBuilder
 from lp_runtime.errors import ConfigError
 from lp_runtime.model.runner import ModelRunner
 
@@ -97,7 +98,7 @@ def test_deltas_add_up(runtime, prompt):
     decoded = runtime.tokenizer.decode(whole.token_ids, skip_special_tokens=True)
     assert whole.text == decoded.rstrip("\ufffd")  # a character that was cut off by the length is not shown
     assert stream.generation.token_ids == whole.token_ids
-    assert len([piece for delta in deltas if delta.token_ids]) == whole.steps
+    assert len([delta for delta in deltas if delta.token_ids]) == whole.steps
 
 
 def test_smallest_request(runtime):
@@ -283,7 +284,7 @@ def test_an_interrupt_ends_the_request_and_not_the_replicas(tiny_model_dir):
 
 @pytest.mark.parametrize("sampling", [None, SamplingConfig(temperature=1.0, seed=3)])
 def test_a_stop_string_ends_the_text_and_the_tokens(runtime, sampling):
-    """Nothing behind it is returned or streamed, whether it ends inside a token, inside a step output, or spans tokens."""
+    """Nothing behind it is returned or streamed, whether it ends inside a token or a step output, or spans tokens."""
     everything = runtime.generate(PROMPT, 60, eos=False, sampling=sampling)
     decode = runtime.tokenizer.decode
     inside = [everything.text[i : i + size] for i in range(8, 60, 7) for size in (1, 3, 6)]
@@ -406,8 +407,8 @@ def test_a_profile_that_cannot_be_written_is_refused(tmp_path):
         LookaheadRuntime.from_config(config)
 
 
-def test_a_text_that_does_not_fit_into_memory_is_refused(single, monkeypatch):
-    monkeypatch.setattr(single.launcher, "info", replace(single.info, capacity=20))
+def test_a_request_that_does_not_fit_into_memory_is_refused(single):
+    builder = RequestBuilder(single.config, replace(single.info, capacity=20), lambda: single.tokenizer)
     with pytest.raises(RequestError, match=r"no room in memory: 3 tokens \+ max_new_tokens=18 .* 20 "):
-        single.generate(IDS, 18)
-    assert single.generate(IDS, 17, eos=False).num_tokens == 17
+        builder.build(IDS, 18)
+    assert builder.build(IDS, 17).max_new_tokens == 17

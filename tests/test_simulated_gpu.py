@@ -17,7 +17,7 @@ from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.distributed.group import Group
-from lp_runtime.engine.calibration import Calibration
+from lp_runtime.engine.calibration import Calibration, Measured, StepMeasurement
 from lp_runtime.engine.engine import Arrival, Engine
 from lp_runtime.engine.replica import ready_model
 from lp_runtime.engine.request import Request
@@ -51,7 +51,7 @@ REQUESTS = {
     "a caller's processor": Request(PROMPT[7:], FIXED, 12, processors=(without_every_seventh,)),
 }
 POINTS = {"tokens": np.array([1, 16, 32]), "nanoseconds": np.array([1_000_000, 1_050_000, 1_200_000])}  # of steps
-ONCE = ("generation.py: build_processors", "fixed_forward.py: _capture_pass")  # a request, or a size
+ONCE = ("hf_settings.py: build_processors", "cuda_graph.py: _capture_pass")  # a request, or a size
 FEW = ("fixed", "sampled")
 
 
@@ -76,10 +76,9 @@ def expected() -> dict[str, list[int]]:
 
 def loop_of(model: ModelRunner, rank: int = 0, num_replicas: int = 1) -> Engine:
     """One that need not measure steps, which takes seconds."""
-    known = {"points": {name: values.copy() for name, values in POINTS.items()}}
-    return Engine(
-        model, Group(rank, num_replicas, CUDA), Calibration(model, Group(rank, num_replicas, CUDA), None, known)
-    )
+    known = Measured(StepMeasurement(**{name: values.copy() for name, values in POINTS.items()}))
+    group = Group(rank, num_replicas, CUDA)
+    return Engine(model, group, Calibration(model, group, None, known))
 
 
 def steps_and_waits(gpu: Gpu, loop: Engine, name: str) -> tuple[list[int], int, Counter]:
@@ -105,7 +104,7 @@ def check(found: tuple[list[int], int, Counter], expected: list[int]) -> None:
 @pytest.mark.parametrize("name", REQUESTS)
 def test_one_wait_a_step(gpu, model, expected, name):
     assert model.graphs.capture
-    loop = Engine(model, Group.alone()) if name == "greedy" else loop_of(model)
+    loop = Engine(model, Group.alone(CUDA)) if name == "greedy" else loop_of(model)
     check(steps_and_waits(gpu, loop, name), expected[name])
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import statistics
 import sys
 import time
@@ -165,6 +166,13 @@ def measure_model(
     return rows
 
 
+def free_memory(device: torch.device) -> None:
+    """Return what deleted models held to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure every model in every mode; 1 if one could not be measured."""
     device = choose_device("auto", 0)
@@ -172,17 +180,14 @@ def run(args: argparse.Namespace) -> int:
     results = Results("floor", args.output)
     failed = []
     wanted = [(shape, None) for shape in args.shapes] + [(None, path) for path in args.models]
-    for shape, path in wanted or [(None, None)]:
-        for mode in args.compile:
-            try:
-                for row in measure_model(args, shape, path, mode, device, bandwidth):
-                    results.add(row)
-            except Exception:  # of a compiler, or for want of memory: the others are still worth having
-                traceback.print_exc()
-                failed.append(f"{shape or path or 'demo'} {mode}")
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+    for (shape, path), mode in itertools.product(wanted or [(None, None)], args.compile):
+        try:
+            for row in measure_model(args, shape, path, mode, device, bandwidth):
+                results.add(row)
+        except Exception:  # of a compiler, or for want of memory: the others are still worth having
+            traceback.print_exc()
+            failed.append(f"{shape or path or 'demo'} {mode}")
+        free_memory(device)
     results.finish(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s, {args.context} committed tokens, dtype={args.dtype}")
     if failed:
         print(f"not measured: {', '.join(failed)}", file=sys.stderr)

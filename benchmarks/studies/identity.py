@@ -15,8 +15,7 @@ import argparse
 import multiprocessing
 import random
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.queues import Queue
 from typing import NamedTuple
@@ -198,6 +197,25 @@ def wrong_noise_is_noticed(cases: Sequence[Case]) -> bool:
     return False
 
 
+def compare(cases: Sequence[Case], models: Mapping[str, ModelRunner], num_replicas: int) -> dict[str, int | float]:
+    """Decode cases on so many replicas and compare every rank's tokens; return a row of results."""
+    ranks = decode_on_replicas(cases, num_replicas)
+    num_wrong, num_steps, num_tokens, num_greedy = 0, 0, 0, 0
+    for i, case in enumerate(cases):
+        model = models[case.family]
+        expected, _ = decode(model, replace(case.request, lookahead=PLAIN), Group.alone())
+        if is_plain_greedy(case.request):
+            num_greedy += 1
+            num_wrong += generate(model, case.request) != expected
+        if any(outputs[i].token_ids != expected for outputs in ranks):
+            num_wrong += 1
+            print("mismatch:", case, file=sys.stderr)
+        num_tokens, num_steps = num_tokens + len(expected), num_steps + ranks[0][i].num_steps
+    row: dict[str, int | float] = {"replicas": num_replicas, "cases": len(cases), "of these plain greedy": num_greedy}
+    row |= {"families": len({case.family for case in cases}), "mismatches": num_wrong}
+    return row | {"S": num_tokens / num_steps}
+
+
 def run(args: argparse.Namespace) -> int:
     """Decode every case; 1 after a mismatch."""
     torch.set_num_threads(1)
@@ -207,26 +225,10 @@ def run(args: argparse.Namespace) -> int:
     num_mismatches = 0
     for num_replicas in range(1, 5):
         mine = [case for case in cases if case.num_replicas == num_replicas]
-        if not mine:
-            continue
-        ranks = decode_on_replicas(mine, num_replicas)
-        wrong: Counter[str] = Counter()
-        num_steps, num_tokens, num_greedy = 0, 0, 0
-        for i, case in enumerate(mine):
-            model = models[case.family]
-            expected, _ = decode(model, replace(case.request, lookahead=PLAIN), Group.alone())
-            if is_plain_greedy(case.request):
-                num_greedy += 1
-                if generate(model, case.request) != expected:
-                    wrong[case.family] += 1
-            if any(outputs[i].token_ids != expected for outputs in ranks):
-                wrong[case.family] += 1
-                print("mismatch:", case, file=sys.stderr)
-            num_tokens, num_steps = num_tokens + len(expected), num_steps + ranks[0][i].num_steps
-        row = {"replicas": num_replicas, "cases": len(mine), "of these plain greedy": num_greedy}
-        row |= {"families": len({case.family for case in mine}), "mismatches": wrong.total()}
-        results.add(row | {"S": num_tokens / num_steps})
-        num_mismatches += wrong.total()
+        if mine:
+            row = compare(mine, models, num_replicas)
+            num_mismatches += int(row["mismatches"])
+            results.add(row)
     results.finish(f"seed {args.seed}")
     if not wrong_noise_is_noticed([case for case in cases if case.request.sampling.seed is not None]):
         print("the comparison does not notice wrong noise", file=sys.stderr)

@@ -38,6 +38,26 @@ def load(path: str, dtype: str, device: str, **options: object) -> PreTrainedMod
         return AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], **options).to(device).eval()
 
 
+def write(
+    args: argparse.Namespace, seconds: dict[str, list[float]], outputs: dict[str, list[list[int]]], about: str
+) -> None:
+    """Show and write the results.
+
+    Args:
+        args: of the study.
+        seconds: by method, a value a prompt.
+        outputs: new tokens by method and prompt.
+        about: what holds for all rows.
+    """
+    results = Results("tensor_parallel", args.output)
+    for name, times in seconds.items():
+        row = {"method": name, "tokens/s": statistics.median(args.max_new_tokens / each for each in times)}
+        ratios = [plain / each for each, plain in zip(times, seconds["hf"], strict=True)]
+        differ = sum(a != b for a, b in zip(outputs[name], outputs["hf"], strict=True))
+        results.add(row | {"over hf on one rank": statistics.median(ratios), "outputs that differ": differ})
+    results.finish(f"{about}, {args.max_new_tokens} new tokens a prompt, {args.dtype}")
+
+
 @torch.no_grad()
 def run(args: argparse.Namespace) -> int:
     """Measure every method on this rank's group; the leader shows the results."""
@@ -72,12 +92,5 @@ def run(args: argparse.Namespace) -> int:
                     seconds[name].append(time.perf_counter() - started)
                     outputs[name].append(output)
         if leads:
-            results = Results("tensor_parallel", args.output)
-            for name, times in seconds.items():
-                row = {"method": name, "tokens/s": statistics.median(args.max_new_tokens / each for each in times)}
-                ratios = [plain / each for each, plain in zip(times, seconds["hf"], strict=True)]
-                differ = sum(a != b for a, b in zip(outputs[name], outputs["hf"], strict=True))
-                results.add(row | {"over hf on one rank": statistics.median(ratios), "outputs that differ": differ})
-            about = f"{len(prompts)} prompts x {args.max_new_tokens} tokens, {dist.get_world_size()} ranks"
-            results.finish(f"{about}, {args.dtype}")
+            write(args, seconds, outputs, f"{len(prompts)} prompts, {dist.get_world_size()} ranks")
     return 0

@@ -13,9 +13,9 @@ from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.group import Group
 from lp_runtime.engine import sampler_factory
-from lp_runtime.engine.calibration import Calibration
+from lp_runtime.engine.calibration import Calibration, Measured
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.output import Report, Run
+from lp_runtime.engine.output import Report, StepOutput
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import StateMismatchError
 from lp_runtime.model.loader import load_model
@@ -46,7 +46,7 @@ def models(random_model) -> dict:
 @pytest.fixture(scope="module")
 def measured() -> dict[str, dict]:
     """What Calibration has measured of each model."""
-    return {name: {} for name in ARCHITECTURES}
+    return {name: Measured() for name in ARCHITECTURES}
 
 
 def greedy_text(model, request: Request) -> list[int]:
@@ -241,7 +241,7 @@ def decode_on_a_rank(rank: int, num_replicas: int, path: str) -> RankResult:
         replace(RANKS_REQUESTS[0], trace=True),
         observe=lambda nodes, owned, *_: found_here.extend(node in owned for node in nodes),
     )
-    found_by = [finder for run in traced if isinstance(run, Run) for finder in run.found_by]
+    found_by = [finder for run in traced if isinstance(run, StepOutput) for finder in run.found_by]
     # rank 1 is given another prompt than its peers, of another length
     error = None
     try:

@@ -297,10 +297,11 @@ def rank_perturbed(
             rank += values[j] >= values[i]
         for j in range(i + 1, K):
             rank += values[j] > values[i]
-        if rank == 0:
-            which = 8 - bins[min(best - second, MAX_MARGIN)]  # type: ignore[call-overload]
-        else:
-            which = bins[min(best - values[i], MAX_MARGIN)]
+        which = (
+            8 - bins[min(best - second, MAX_MARGIN)]  # type: ignore[call-overload]
+            if rank == 0
+            else bins[min(best - values[i], MAX_MARGIN)]
+        )
         candidates.features[to, i] = base + min(rank, NUM_RANKS - 1) * NUM_BINS + which
 
 
