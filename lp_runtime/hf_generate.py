@@ -29,7 +29,7 @@ from lp_runtime.model.generate_call import GenerateCall, fit_for_trees
 from lp_runtime.model.hf_config import attention_settings
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.self_check import check_model
-from lp_runtime.model.types import CausalLM, GenerationConfig
+from lp_runtime.model.types import CausalLM, GenerationConfig, StoppingCriteriaList
 from lp_runtime.sampling.gumbel import GumbelNoise
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.types import LogitsProcessor
@@ -43,7 +43,7 @@ def lookahead_generate(
     model: CausalLM,
     input_ids: torch.Tensor,
     logits_processor: Sequence[LogitsProcessor],
-    stopping_criteria: Sequence[object],
+    stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     W: int | None = None,
     N: int | None = None,
@@ -194,6 +194,7 @@ class _Rows:
         )
         noise = None
         if call.do_sample:
+            assert self._sampling.seed is not None  # lookahead_generate has drawn one
             noise = GumbelNoise(self._sampling.seed, request.sample, model.vocabulary_size, model.device)
         spec = SamplerSpec(TreeProcessors(call.processors(row), model.device), noise)
         observe = recorder if call.wants_scores or call.wants_logits else None

@@ -149,6 +149,7 @@ class LookaheadRuntime:
         stream = self.stream(prompt, max_new_tokens, **options)
         for _ in stream:
             pass
+        assert stream.generation is not None  # the iteration has ended
         return stream.generation
 
     def samples(
@@ -175,11 +176,9 @@ class LookaheadRuntime:
         if num_samples > 1 and first.sampling.seed is None:
             raise RequestError(f"num_samples={num_samples}: decoding is greedy; give sampling.temperature > 0")
         options["sampling"] = first.sampling  # with its seed
-        start = options.pop("sample", 0)
-        return [
-            self.generate(prompt, max_new_tokens, sample=sample, **options)
-            for sample in range(start, start + num_samples)
-        ]
+        start = options.get("sample", 0)
+        by_sample: list[RequestOptions] = [{**options, "sample": start + number} for number in range(num_samples)]
+        return [self.generate(prompt, max_new_tokens, **sample_options) for sample_options in by_sample]
 
     def stream(
         self,

@@ -24,8 +24,9 @@ is_done() { [[ -x "$python" && -f "$(stamp "$1")" && "$(<"$(stamp "$1")")" == "$
 
 # Installing an extra leaves the others in place, so a larger set serves for a smaller one.
 case "$extras" in
-    "") enough=("" ray ray,test) ;;
-    ray) enough=(ray ray,test) ;;
+    "") enough=("" ray ray,test ray,test,dev) ;;
+    ray) enough=(ray ray,test ray,test,dev) ;;
+    ray,test) enough=(ray,test ray,test,dev) ;;
     *) enough=("$extras") ;;
 esac
 for set in "${enough[@]}"; do

@@ -14,6 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
 TREES = {name: ast.parse(path.read_text()) for name, path in zip(NAMES, FILES, strict=True)}
 MAX_LINES = 350
+MAKERS = ("__init__", "__post_init__", "__new__")
 MAX_ATTRIBUTES = 15
 MAX_COMPLEXITY = 12
 # Private names of other libraries, for want of public ones.
@@ -63,7 +64,7 @@ def declared(kind: ast.ClassDef) -> set[str]:
             found.add(node.target.id)
         elif isinstance(node, ast.Assign):
             found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in ("__init__", "__post_init__", "__new__"):
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in MAKERS:
             found |= self_attributes(node)
     return found
 

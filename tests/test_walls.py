@@ -40,7 +40,7 @@ def part_of(name: str) -> str:
 
 
 def imports_of(path: Path) -> list[tuple[str, bool]]:
-    """(dotted name, whether it is inside a function) of every import; `from a import b` gives a.b."""
+    """(dotted name, whether it is inside a function or for type checkers only) of every import; `from a import b` gives a.b."""
     found = []
 
     def visit(node: ast.AST, lazy: bool) -> None:
@@ -50,7 +50,9 @@ def imports_of(path: Path) -> list[tuple[str, bool]]:
             elif isinstance(child, ast.ImportFrom):
                 assert child.level == 0, f"{path}: a relative import"
                 found.extend((f"{child.module}.{alias.name}", lazy) for alias in child.names)
-            visit(child, lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+            is_typing = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"  # never run
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            visit(child, lazy or is_function or is_typing)
 
     visit(ast.parse(path.read_text()), False)
     return found

@@ -22,7 +22,7 @@ from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import SamplerSpec
 from lp_runtime.lookahead.state import Stop
-from lp_runtime.model.cuda_graph import SIZES, CudaGraphRunner
+from lp_runtime.model.cuda_graph import SIZES, CudaGraphRunner, GraphPass
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.step_inputs import StepInputs, StepLogits
 from lp_runtime.sizing.budget import StepBudget
@@ -183,7 +183,7 @@ class ReplayPasses(CudaGraphRunner):
         self._replay_device = runner.replay_device
         self.inputs = inputs
 
-    def _run(self, one) -> None:
+    def run_pass(self, one: GraphPass) -> None:
         inputs = self.inputs
         self._replay_device.launch(len(inputs.nodes), len(inputs.tree))
         one.logits = torch.zeros(one.size, 1)

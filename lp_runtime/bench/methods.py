@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import torch
 
@@ -21,6 +23,7 @@ from lp_runtime.engine.replica import choose_device, ready_model
 from lp_runtime.engine.request import Request
 from lp_runtime.model.loader import load_model, quiet
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.types import CausalLM
 from lp_runtime.runtime import LookaheadRuntime
 
 NO_TOKEN = -1  # as end of text: matches no token id
@@ -62,8 +65,10 @@ class HuggingFace:
         max_new_tokens: tokens to generate for every prompt.
     """
 
-    def __init__(self, model: torch.nn.Module, max_new_tokens: int):
+    def __init__(self, model: CausalLM, max_new_tokens: int):
         self._model, self._max_new_tokens = model, max_new_tokens
+        # GenerationMixin is a base of the model's own class, not of CausalLM.
+        self._generate = cast(Callable[..., torch.Tensor], model.generate)
         self._num_passes = 0
         model.register_forward_hook(self._count)
 
@@ -81,7 +86,7 @@ class HuggingFace:
         self._num_passes = 0
         started = time.perf_counter()
         with torch.inference_mode(), quiet():  # transformers warns of decoding without an end-of-sequence token
-            output = self._model.generate(
+            output = self._generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
@@ -106,7 +111,7 @@ def replica_model(config: BenchConfig) -> tuple[ModelRunner, Calibration]:
 
 def huggingface_methods(config: BenchConfig, names: list[str]) -> dict[str, Decode]:
     """Return those of the named methods that are transformers', by name."""
-    options: dict[str, dict] = {
+    options: dict[str, dict[str, Any]] = {
         "hf": {},
         "hf_compiled": {"cache_implementation": "static"},  # which transformers compiles on its own on CUDA
         "hf_prompt_lookup": {"prompt_lookup_num_tokens": NUM_COPIED},
@@ -115,7 +120,7 @@ def huggingface_methods(config: BenchConfig, names: list[str]) -> dict[str, Deco
     if not wanted:
         return {}
     model = HuggingFace(load_model(config.model, choose_device(config.device, 0), config.dtype), config.max_new_tokens)
-    return {name: lambda prompt, more=options[name]: model.decode(prompt, **more) for name in wanted}
+    return {name: partial(model.decode, **options[name]) for name in wanted}
 
 
 def runtime_methods(config: BenchConfig, runtime: LookaheadRuntime, names: list[str]) -> dict[str, Decode]:
@@ -133,7 +138,7 @@ def runtime_methods(config: BenchConfig, runtime: LookaheadRuntime, names: list[
             generation.token_ids, {None: seconds}, generation.steps, generation.step_tokens, other_share, other_us
         )
 
-    return {name: lambda prompt, of=settings[name]: decode(prompt, of) for name in names if name in settings}
+    return {name: partial(decode, lookahead=settings[name]) for name in names if name in settings}
 
 
 def critical_path_methods(config: BenchConfig, degrees: list[int]) -> dict[str, Decode]:
@@ -144,13 +149,10 @@ def critical_path_methods(config: BenchConfig, degrees: list[int]) -> dict[str, 
 
     def decode(prompt: list[int], runner: CriticalPathRunner) -> Result:
         path = runner.run(Request(tuple(prompt), config.lookahead, config.max_new_tokens, sampling=GREEDY))
-        seconds = {each: path.seconds(1e-6 * each) for each in config.exchange_us}
+        seconds: dict[float | None, float] = {each: path.seconds(1e-6 * each) for each in config.exchange_us}
         other_share = path.other_seconds / max(1e-9, path.other_seconds + path.forward_seconds)
         other_us = 1e6 * path.other_seconds / max(1, path.num_steps - 1)
         return Result(path.token_ids, seconds, path.num_steps, path.step_tokens, other_share, other_us)
 
     runners = {degree: CriticalPathRunner(model, calibration, degree) for degree in degrees}
-    return {
-        f"critical path, {degree}": lambda prompt, runner=runner: decode(prompt, runner)
-        for degree, runner in runners.items()
-    }
+    return {f"critical path, {degree}": partial(decode, runner=runner) for degree, runner in runners.items()}

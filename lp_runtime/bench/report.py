@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from datetime import date
 from importlib import metadata
 from pathlib import Path
@@ -46,8 +47,6 @@ NOTE = (
 )
 GIT_TIMEOUT_SECONDS = 10.0  # a repository on a slow disk is no reason to wait longer
 
-Row = dict[str, str | int | float | None]
-
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Return lower quartile, median and upper quartile of one or more values."""
@@ -77,6 +76,105 @@ def commit() -> str | None:
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Tokens per second of a row.
+
+    Attributes:
+        tokens_per_second: median over requests.
+        lower_quartile: of tokens per second over requests.
+        upper_quartile: of tokens per second over requests.
+        over_base: median, over requests, of the ratio to the first method's tokens per second.
+    """
+
+    tokens_per_second: float
+    lower_quartile: float
+    upper_quartile: float
+    over_base: float
+
+    @classmethod
+    def of(cls, of_method: list[Result], exchange_us: float | None, of_base: list[Result]) -> Speeds:
+        """Return the speeds of a method's results at an assumed exchange, beside the first method's results."""
+        rates = [len(result.token_ids) / result.seconds[exchange_us] for result in of_method]
+        base_rates = [len(result.token_ids) / min(result.seconds.values()) for result in of_base]
+        lower, median, upper = quartiles(rates)
+        over_base = statistics.median(rate / base_rate for rate, base_rate in zip(rates, base_rates, strict=True))
+        return cls(median, lower, upper, over_base)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps of a row, over all its requests.
+
+    Attributes:
+        S: compression ratio: new tokens / steps.
+        tokens_a_step: mean of the tokens fed in a step; None where it is not known.
+        step_ms: milliseconds a step, the prefill included.
+        other_share: median of Result.other_share; None where it is not known.
+        other_us: median of Result.other_us; None where it is not known.
+    """
+
+    S: float
+    tokens_a_step: float | None
+    step_ms: float
+    other_share: float | None
+    other_us: float | None
+
+    @classmethod
+    def of(cls, of_method: list[Result], exchange_us: float | None) -> Steps:
+        """Return the compression ratio, and tokens and time of a step, of a method's results at an assumed exchange."""
+        num_steps = sum(result.num_steps for result in of_method)
+
+        def known(figures: Iterable[float | None], summarize: Callable[[list[float]], float]) -> float | None:
+            values = [value for value in figures if value is not None]
+            return summarize(values) if values else None
+
+        return cls(
+            S=sum(len(result.token_ids) for result in of_method) / num_steps,
+            tokens_a_step=known((result.step_tokens for result in of_method), statistics.mean),
+            step_ms=1000 * sum(result.seconds[exchange_us] for result in of_method) / num_steps,
+            other_share=known((result.other_share for result in of_method), statistics.median),
+            other_us=known((result.other_us for result in of_method), statistics.median),
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method at one assumed exchange.
+
+    Attributes:
+        method: the method's name.
+        label: the method's name in the table and the plot.
+        replicas: number of replicas.
+        exchange_us: assumed microseconds of a step's exchange; None where none is assumed.
+        speeds: tokens per second.
+        steps: compression ratio, and tokens and time of a step.
+        outputs_that_differ: number of requests whose tokens are not the first method's.
+    """
+
+    method: str
+    label: str
+    replicas: int
+    exchange_us: float | None
+    speeds: Speeds
+    steps: Steps
+    outputs_that_differ: int
+
+    def as_json(self, base: str) -> dict[str, str | int | float | None]:
+        """Return the row as bench.json has it: flat, with the speed over the first method's by the key `over_BASE`."""
+        speeds = asdict(self.speeds)
+        speeds[f"over_{base}"] = speeds.pop("over_base")
+        return {
+            "method": self.method,
+            "label": self.label,
+            "replicas": self.replicas,
+            "exchange_us": self.exchange_us,
+            **speeds,
+            **asdict(self.steps),
+            "outputs_that_differ": self.outputs_that_differ,
+        }
 
 
 class BenchReport:
@@ -113,32 +211,31 @@ class BenchReport:
             "date": date.today().isoformat(),
         }
         self.rows: list[Row] = []
-        base = next(iter(results))
+        self._base = next(iter(results))
+        of_base = results[self._base]
         for name, of_method in results.items():
             num_replicas = 1 if name.startswith("hf") else runtime.num_replicas
             if name.startswith(CRITICAL_PATH):
                 num_replicas = int(name.rpartition(" ")[2])
             for exchange_us in of_method[0].seconds:
-                row = {
-                    "method": name,
-                    "label": LABELS.get(name, "lp_runtime, default, critical path"),
-                    "replicas": num_replicas,
-                    "exchange_us": exchange_us,
-                    **_speeds(of_method, exchange_us, results[base], f"over_{base}"),
-                    **_steps(of_method, exchange_us),
-                }
-                pairs = zip(of_method, results[base], strict=True)
-                row["outputs_that_differ"] = sum(one.token_ids != other.token_ids for one, other in pairs)
+                pairs = zip(of_method, of_base, strict=True)
+                row = Row(
+                    method=name,
+                    label=LABELS.get(name, "lp_runtime, default, critical path"),
+                    replicas=num_replicas,
+                    exchange_us=exchange_us,
+                    speeds=Speeds.of(of_method, exchange_us, of_base),
+                    steps=Steps.of(of_method, exchange_us),
+                    outputs_that_differ=sum(one.token_ids != other.token_ids for one, other in pairs),
+                )
                 self.rows.append(row)
 
     def markdown(self) -> str:
         """Return the table, with what it was measured on above it."""
-        ratio = next(key for key in self.rows[0] if key.startswith("over_"))
-        base = LABELS.get(ratio.removeprefix("over_"), ratio.removeprefix("over_"))
-        header = [name.format(base=base) for name in HEADER]
-        lines = [header, ["---"] * len(header), *(_cells(row, ratio) for row in self.rows)]
+        header = [name.format(base=LABELS.get(self._base, self._base)) for name in HEADER]
+        lines = [header, ["---"] * len(header), *(_cells(row) for row in self.rows)]
         about = ", ".join(f"{key} {value}" for key, value in self.head.items() if value is not None)
-        table = "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+        table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         return f"{about}\n\n{table}\n\n{NOTE}\n"
 
     def write(self, folder: Path) -> None:
@@ -148,9 +245,8 @@ class BenchReport:
             OSError: a file cannot be written.
         """
         (folder / "bench.md").write_text(self.markdown(), encoding="utf-8")
-        (folder / "bench.json").write_text(
-            json.dumps({"head": self.head, "rows": self.rows}, indent=1, allow_nan=False)
-        )
+        rows = [row.as_json(self._base) for row in self.rows]
+        (folder / "bench.json").write_text(json.dumps({"head": self.head, "rows": rows}, indent=1, allow_nan=False))
         try:
             import matplotlib
         except ImportError:
@@ -165,15 +261,15 @@ class BenchReport:
 
         figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(self.rows) + 1))
         labels = [
-            row["label"]
-            + (f" x {row['replicas']}" if row["replicas"] > 1 else "")
-            + ("" if row["exchange_us"] is None else f", {row['exchange_us']:g} us")
+            row.label
+            + (f" x {row.replicas}" if row.replicas > 1 else "")
+            + ("" if row.exchange_us is None else f", {row.exchange_us:g} us")
             for row in self.rows
         ]
-        rates = [row["tokens_per_second"] for row in self.rows]
+        rates = [row.speeds.tokens_per_second for row in self.rows]
         spread = [
-            [rate - row["lower_quartile"] for rate, row in zip(rates, self.rows, strict=True)],
-            [row["upper_quartile"] - rate for rate, row in zip(rates, self.rows, strict=True)],
+            [rate - row.speeds.lower_quartile for rate, row in zip(rates, self.rows, strict=True)],
+            [row.speeds.upper_quartile - rate for rate, row in zip(rates, self.rows, strict=True)],
         ]
         axes.barh(labels[::-1], rates[::-1], xerr=[side[::-1] for side in spread])
         axes.set_xlabel("tokens/s")
@@ -181,48 +277,18 @@ class BenchReport:
         pyplot.close(figure)
 
 
-def _speeds(of_method: list[Result], exchange_us: float | None, of_base: list[Result], ratio: str) -> Row:
-    """Return tokens per second, and, by the key `ratio`, how many times those of the first method they are."""
-    rates = [len(result.token_ids) / result.seconds[exchange_us] for result in of_method]
-    base_rates = [len(result.token_ids) / min(result.seconds.values()) for result in of_base]
-    lower, median, upper = quartiles(rates)
-    return {
-        "tokens_per_second": median,
-        "lower_quartile": lower,
-        "upper_quartile": upper,
-        ratio: statistics.median(rate / base_rate for rate, base_rate in zip(rates, base_rates, strict=True)),
-    }
-
-
-def _steps(of_method: list[Result], exchange_us: float | None) -> Row:
-    """Return the compression ratio, and tokens and time of a step."""
-    num_steps = sum(result.num_steps for result in of_method)
-
-    def known(figures: Iterable[float | None], summarize: Callable[[list[float]], float]) -> float | None:
-        values = [value for value in figures if value is not None]
-        return summarize(values) if values else None
-
-    return {
-        "S": sum(len(result.token_ids) for result in of_method) / num_steps,
-        "tokens_a_step": known((result.step_tokens for result in of_method), statistics.mean),
-        "step_ms": 1000 * sum(result.seconds[exchange_us] for result in of_method) / num_steps,
-        "other_share": known((result.other_share for result in of_method), statistics.median),
-        "other_us": known((result.other_us for result in of_method), statistics.median),
-    }
-
-
-def _cells(row: Row, ratio: str) -> list[str | int]:
-    """Return a row as the table shows it; `ratio` is the key of the speed over the first method's."""
-    rate = f"{row['tokens_per_second']:.1f} ({row['lower_quartile']:.1f} to {row['upper_quartile']:.1f})"
+def _cells(row: Row) -> list[str]:
+    """Return a row as the table shows it."""
+    speeds, steps = row.speeds, row.steps
     return [
-        row["label"],
-        row["replicas"],
-        "" if row["exchange_us"] is None else f"{row['exchange_us']:g}, assumed",
-        rate,
-        f"{row[ratio]:.2f}",
-        f"{row['S']:.2f}",
-        "" if row["tokens_a_step"] is None else f"{row['tokens_a_step']:.1f}",
-        f"{row['step_ms']:.2f}",
-        "" if row["other_share"] is None else f"{100 * row['other_share']:.1f}%, {row['other_us']:.0f} us",
-        row["outputs_that_differ"],
+        row.label,
+        str(row.replicas),
+        "" if row.exchange_us is None else f"{row.exchange_us:g}, assumed",
+        f"{speeds.tokens_per_second:.1f} ({speeds.lower_quartile:.1f} to {speeds.upper_quartile:.1f})",
+        f"{speeds.over_base:.2f}",
+        f"{steps.S:.2f}",
+        "" if steps.tokens_a_step is None else f"{steps.tokens_a_step:.1f}",
+        f"{steps.step_ms:.2f}",
+        "" if steps.other_share is None else f"{100 * steps.other_share:.1f}%, {steps.other_us:.0f} us",
+        str(row.outputs_that_differ),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 from lp_runtime.errors import ConfigError
 
@@ -27,6 +28,7 @@ def require_port(name: str, value: object) -> None:
         ConfigError: names the setting, the value and the range.
     """
     require_int(name, value, 0)
+    assert isinstance(value, int)
     if value > 65535:
         raise ConfigError(f"{name}={value}: must be 0 to 65535")
 
@@ -55,12 +57,16 @@ def require_number(name: str, value: object, allowed: str, is_allowed: Callable[
     """
     if value is None:
         return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not is_allowed(value):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or not is_allowed(value)
+    ):
         raise ConfigError(f"{name}={value}: must be {allowed}")
 
 
-def is_list(value: object) -> bool:
+def is_list(value: object) -> TypeGuard[Sequence[object]]:
     """Whether a value is a sequence other than a string."""
     return isinstance(value, Sequence) and not isinstance(value, str)
 

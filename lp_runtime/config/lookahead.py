@@ -78,7 +78,8 @@ class LookaheadConfig:
     def window(self) -> tuple[int, int, int]:
         """W, N and G, with defaults filled in."""
         given = zip((self.W, self.N, self.G), DEFAULT_WINDOW, strict=True)
-        return tuple(default if value is None else value for value, default in given)
+        W, N, G = (default if value is None else value for value, default in given)
+        return W, N, G
 
     @property
     def max_committed(self) -> int:

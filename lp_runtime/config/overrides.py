@@ -8,7 +8,7 @@ import json
 import re
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -132,7 +132,8 @@ def _compose(schema: type, overrides: list[str], config_dir: str | None) -> dict
     try:
         with initialize_config_dir(str(_conf_dir()), version_base="1.3"):
             composed = compose("config", overrides=[*search, *overrides])
-        return OmegaConf.to_container(composed, resolve=True)
+        # The keys of a structured config are its fields' names.
+        return cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True))
     except MissingConfigException as error:
         options = ", ".join(error.options or []) or "none"
         raise ConfigError(f"{_culprit(str(error.missing_cfg_file), overrides)}: must be one of {options}") from error
@@ -236,10 +237,10 @@ def _explain(schema: type, error: Exception, overrides: list[str]) -> str:
     return f"settings: {reason}"
 
 
-def _key_in(message: str) -> str | None:
-    """Return the key that a message of Hydra's or OmegaConf's is about; None if it names none."""
+def _key_in(message: str) -> str:
+    """Return the key that a message of Hydra's or OmegaConf's is about; empty if it names none."""
     match = re.search(r"(?:Could not [^']*|Key |argument |override )'?([\w.]+)", message)
-    return match.group(1) if match else None
+    return match.group(1) if match else ""
 
 
 def _suggestion(schema: type, key: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -19,10 +20,15 @@ from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.group import CPU, Group
 from lp_runtime.errors import ConfigError, LaunchError, first_line
 
+if TYPE_CHECKING:  # torch.distributed has these classes, but does not mark them as exported
+    from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+else:
+    from torch.distributed import PrefixStore, Store, TCPStore
+
 POLL_SECONDS = 0.002  # between looks at who has joined: far below what a group takes to form
 
 
-def host_store(host: str, port: int, timeout: float) -> dist.TCPStore:
+def host_store(host: str, port: int, timeout: float) -> TCPStore:
     """Open the store in which replicas meet.
 
     Args:
@@ -39,7 +45,7 @@ def host_store(host: str, port: int, timeout: float) -> dist.TCPStore:
     except OSError as error:
         raise LaunchError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     actual = listener.getsockname()[1]
-    return dist.TCPStore(
+    return TCPStore(
         host,
         actual,
         is_master=True,
@@ -125,7 +131,7 @@ def process_group(
     context: ReplicaContext,
     device: torch.device,
     options: GroupOptions,
-    store: dist.Store | None = None,
+    store: Store | None = None,
     is_abandoned: Callable[[], bool] = never_abandoned,
 ) -> Iterator[Group]:
     """Join the process group of all replicas, and leave it at the end; a single replica needs none.
@@ -155,7 +161,7 @@ def process_group(
         with _over(options.interface):
             dist.init_process_group(
                 backend,
-                store=dist.PrefixStore(f"{_group_name(context)}/{number}", store),
+                store=PrefixStore(f"{_group_name(context)}/{number}", store),
                 rank=context.rank,
                 world_size=context.num_replicas,
                 timeout=timedelta(seconds=options.step_timeout or options.timeout),
@@ -192,14 +198,14 @@ def _chosen_backend(backend: str, device: torch.device) -> str:
     return backend
 
 
-def _open_store(context: ReplicaContext, timeout: float) -> dist.TCPStore:
+def _open_store(context: ReplicaContext, timeout: float) -> TCPStore:
     """Connect to the store in which the replicas meet; open the store first where `context` says so.
 
     Args:
         context: Address of the store, and whether this process hosts it.
         timeout: Seconds that connecting, and every later operation on the store, may take.
     """
-    return dist.TCPStore(
+    return TCPStore(
         context.host,
         context.port,
         is_master=context.hosts_store,
@@ -214,7 +220,7 @@ def _group_name(context: ReplicaContext) -> str:
     return f"lp_runtime/{context.attempt}/{context.num_replicas}"
 
 
-def _join(context: ReplicaContext, store: dist.Store, timeout: float, is_abandoned: Callable[[], bool]) -> int:
+def _join(context: ReplicaContext, store: Store, timeout: float, is_abandoned: Callable[[], bool]) -> int:
     """Wait until every replica has come to the store; forming the process group itself is short then.
 
     Args:

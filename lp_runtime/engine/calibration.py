@@ -126,7 +126,9 @@ class Calibration:
 
     def times(self, num_tokens: int) -> np.ndarray:
         """Return [R, num_tokens + 1] nanoseconds of every replica's step of 0, 1, 2 ... tokens."""
-        return np.stack([interpolate(tokens, times, num_tokens) for tokens, times in self._all_steps()])
+        return np.stack(
+            [interpolate(tokens.tolist(), times.tolist(), num_tokens) for tokens, times in self._all_steps()]
+        )
 
     def max_step_tokens(self) -> int:
         """Return M, the tokens of the largest step that was measured on all replicas."""
@@ -141,6 +143,7 @@ class Calibration:
             if len(digests) > 1 or UNKNOWN_DIGEST in digests:
                 self._ask_vocabulary()
             self._vocabulary = self._known.vocabulary
+            assert self._vocabulary is not None
         return self._vocabulary
 
     def _ask_vocabulary(self) -> None:
@@ -162,6 +165,7 @@ class Calibration:
     def _unpack(self, packed: np.ndarray) -> np.ndarray:
         """Return [V, ENTRY] of [V, width], as a Sampler packs them."""
         *_, vocabulary = _make_sampler(self._model).unpack(packed)
+        assert vocabulary is not None  # the sampler reports top-k candidates
         return vocabulary
 
     def _sweep(self) -> np.ndarray:
@@ -217,7 +221,7 @@ class Calibration:
         if self._folder is None:
             return
         data = io.BytesIO()
-        np.savez_compressed(data, **arrays)
+        np.savez_compressed(data, **arrays)  # type: ignore[arg-type]  # numpy's own allow_pickle is not among them
         try:
             write_whole(self._folder / name, data.getvalue())
         except OSError as error:

@@ -35,8 +35,9 @@ from lp_runtime.lookahead.drafters.best_first.drafter import compile_kernels
 from lp_runtime.lookahead.state import DecodingRules, DecodingState, Stop
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sampling.sampler import compile_sampler
-from lp_runtime.sizing.budget import LearnedCosts, StepBudget, compile_budget
+from lp_runtime.sizing.budget import StepBudget, compile_budget
 from lp_runtime.sizing.cost_model import assumed_times
+from lp_runtime.sizing.learned_costs import LearnedCosts
 from lp_runtime.utils.generators import result_of
 
 MAX_NODES = 1 << 14  # nodes of a tree, where nothing else limits it
@@ -48,14 +49,12 @@ class _Launched(NamedTuple):
     Attributes:
         sequence: the sequence.
         step: its step.
-        samples: what this replica samples; None if sampling failed.
-        error: why sampling failed; None if it did not.
+        samples: what this replica samples, or why sampling failed.
     """
 
     sequence: Sequence
     step: Step
-    samples: Samples | None
-    error: LookaheadError | None
+    samples: Samples | LookaheadError
 
 
 class Engine:
@@ -193,9 +192,9 @@ class Engine:
         sequence = self._open(request, spec, stop, should_cancel, observe)
         delivery: Delivery[Event] = Delivery()
         try:
-            output = result_of(sequence.prefill())
-            if output:
-                delivery.add(output)
+            prefilled = result_of(sequence.prefill())
+            if prefilled is not None:
+                delivery.add(prefilled)
             while not sequence.is_finished:
                 if not delivery.is_deferred:
                     yield from delivery.deliver()
@@ -289,7 +288,9 @@ class Engine:
         """Wait for a step's exchange, and advance; return each sequence's output, or its error."""
         timer = self._model.timer
         delivered_after = batch[0].timer.since_last_lap()
-        outcomes = [None if part.samples is None else part.sequence.finish_exchange() for part in launched]
+        outcomes = [
+            None if isinstance(part.samples, LookaheadError) else part.sequence.finish_exchange() for part in launched
+        ]
         if timer is None:
             _lap(batch, "exchange")
         elif any(outcomes):
@@ -313,24 +314,27 @@ class Engine:
         inputs = [sequence.inputs(step) for sequence, step in zip(batch, steps, strict=True)]
         launched = []
         for sequence, step, found in zip(batch, steps, self._model.forward_batch(inputs), strict=True):
+            samples: Samples | LookaheadError
             try:
-                launched.append(_Launched(sequence, step, sequence.sample(step, found), None))
+                samples = sequence.sample(step, found)
             except LookaheadError as error:
-                launched.append(_Launched(sequence, step, None, error))
+                samples = error
+            launched.append(_Launched(sequence, step, samples))
         if timer is None:
             _lap(batch, "forward")
         else:
             timer.stop()
         for part in launched:
-            if part.samples is not None:
+            if not isinstance(part.samples, LookaheadError):
                 part.sequence.start_exchange(part.step, part.samples)
         return launched
 
 
 def _advance(part: _Launched, outcome: Outcome | None) -> StepOutput | LookaheadError:
     """Advance a sequence; return its output, or the error that ended the sequence."""
-    if outcome is None:
-        return part.error
+    if isinstance(part.samples, LookaheadError):
+        return part.samples
+    assert outcome is not None  # of every part that has samples
     try:
         return part.sequence.advance(part.step, part.samples, outcome)
     except LookaheadError as error:

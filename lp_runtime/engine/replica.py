@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lp_runtime.config.lookahead import PLAIN
+from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import gather_rows
@@ -155,9 +156,10 @@ class Replica:
 
     def _note(self, event: Event | LookaheadError, request: Request) -> None:
         """Store the draft tables after a request that has used the stored ones."""
-        settings = request.lookahead
-        is_stored = self._draft_store and settings.draft_tables != "request" and settings.drafter == "full"
-        if isinstance(event, Report) and is_stored and self.group.rank == 0:
+        if not isinstance(event, Report) or self._draft_store is None or self.group.rank != 0:
+            return
+        assert self._draft_tables is not None  # loaded from the store
+        if request.lookahead.draft_tables != "request" and request.lookahead.drafter == "full":
             self._draft_store.save(self._draft_tables)
 
     @cached_property
@@ -190,7 +192,8 @@ def load_replica(config: RuntimeConfig, device_index: int, num_local: int, owns_
     elif owns_process:  # replicas that share a machine share its cores
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local))
     model, self_check = ready_model(config, device)
-    make_sampler_spec(model, Request((0,), PLAIN, max_new_tokens=1))  # refuses model defaults that cannot be kept
+    any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0))
+    make_sampler_spec(model, any_request)  # refuses model defaults that cannot be kept
     num_sharing = num_local if device.type == "cpu" else -(-num_local // torch.cuda.device_count())
     info = ReplicaInfo(
         vocabulary_size=model.vocabulary_size,
@@ -211,7 +214,7 @@ def join_group(
     config: RuntimeConfig,
     loaded: LoadedModel,
     context: ReplicaContext,
-    store: dist.Store | None = None,
+    store: dist.Store | None = None,  # type: ignore[name-defined]  # which torch does not re-export for type checkers
     is_abandoned: Callable[[], bool] = never_cancel,
 ) -> Iterator[Replica]:
     """Join the group of all replicas, and leave it at the end of the `with` block.

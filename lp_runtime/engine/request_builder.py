@@ -86,7 +86,16 @@ class RequestBuilder:
         Args:
             prompt: text or token ids; None where `messages` is given.
             max_new_tokens: tokens to generate at most, >= 1; None for the model's own, else 128.
-            messages, eos, lookahead, sampling, sample, stop, max_time, logprobs, trace, processors: see RequestOptions.
+            messages: a conversation instead of a prompt.
+            eos: whether to stop at the model's end-of-sequence token.
+            lookahead: drafting settings; None for the runtime's.
+            sampling: how successors are sampled; None for the runtime's.
+            sample: which of several independent samples of one seed.
+            stop: strings to stop after; None for the model's.
+            max_time: seconds after which to stop; None for the model's.
+            logprobs: whether to report log-probabilities.
+            trace: whether to report which replica has verified each token.
+            processors: logits processors of the caller's own.
 
         Raises:
             ConfigError: if a setting is out of range.
@@ -137,12 +146,12 @@ class RequestBuilder:
         self, prompt: str | Sequence[int] | None, messages: Sequence[Mapping[str, Any]] | None
     ) -> tuple[int, ...]:
         """Return the token ids of a prompt or a conversation, at least one."""
-        if (prompt is None) == (messages is None):
-            raise RequestError("prompt and messages: give one of them")
-        if messages is not None:
+        if messages is not None and prompt is None:
             ids = tuple(encode_chat(self._tokenizer(), messages))
-        else:
+        elif prompt is not None and messages is None:
             ids = tuple(encode(self._tokenizer(), prompt) if isinstance(prompt, str) else prompt)
+        else:
+            raise RequestError("prompt and messages: give one of them")
         if not ids:
             raise RequestError("the prompt is empty: it must have at least one token")
         return ids

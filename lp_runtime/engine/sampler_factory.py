@@ -62,5 +62,6 @@ def make_sampler_spec(model: ModelRunner, request: Request, plain_kinds: set[Has
             plain_kinds.add(kind)
     noise = None
     if sampling.draws(defaults):
+        assert sampling.seed is not None, "a request that samples has a seed"
         noise = GumbelNoise(sampling.seed, request.sample, model.vocabulary_size, model.device)
     return SamplerSpec(TreeProcessors(processors, model.device, reports=True), noise, request.logprobs)

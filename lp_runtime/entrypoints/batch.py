@@ -48,15 +48,17 @@ def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: li
     check_num_samples(runtime, config)
     seed = _check_prompts(runtime, config, prompts, options)
     free = ("gpus",) if restarted_by_torchrun() else ()
+    assert config.output is not None  # GenerateConfig requires it beside `prompts`
     output = OutputFile(Path(config.output), _settings(runtime, config), seed, free)
     work = [(prompt, sample) for prompt in prompts for sample in range(config.num_samples)]
     done = output.resume() & {(prompt.index, sample) for prompt, sample in work}
 
     def make_request(prompt: Prompt, sample: int) -> Request:
-        more = dict(options)
+        more = options.copy()
+        more["sample"] = sample
         if output.seed is not None:  # each prompt has noise of its own
             more["sampling"] = replace(config.sampling, seed=(output.seed + prompt.index) % (MAX_SEED + 1))
-        return runtime.request(prompt.value, config.max_new_tokens, sample=sample, **more)
+        return runtime.request(prompt.value, config.max_new_tokens, **more)
 
     left = [(prompt, sample) for prompt, sample in work if (prompt.index, sample) not in done]
     tokens = steps = 0
@@ -106,7 +108,7 @@ def _generations(
 
 def _result(prompt: Prompt, sample: int, generation: Generation) -> dict[str, object]:
     """Return the JSON object of a result."""
-    result = {
+    result: dict[str, object] = {
         "index": prompt.index,
         "sample": sample,
         "prompt": prompt.value,
@@ -127,6 +129,7 @@ def _result(prompt: Prompt, sample: int, generation: Generation) -> dict[str, ob
 
 def _settings(runtime: LookaheadRuntime, config: GenerateConfig) -> dict[str, object]:
     """Return the settings that must not change between runs that fill one output file."""
+    assert config.prompts is not None  # only lp-generate with a file of prompts comes here
     with open(config.prompts, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     location = Path(config.model.location)
@@ -258,6 +261,7 @@ class OutputFile:
         Raises:
             LookaheadError: the disk refuses it.
         """
+        assert self._file is not None  # `resume` has opened it
         try:
             self._file.write(json.dumps(result, ensure_ascii=False) + "\n")
             self._file.flush()
@@ -269,4 +273,5 @@ class OutputFile:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        assert self._file is not None  # `resume` has opened it
         self._file.close()

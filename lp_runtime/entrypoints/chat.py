@@ -62,9 +62,10 @@ def _read_line() -> str | None:
 
 def _answer(runtime: LookaheadRuntime, config: ChatConfig, messages: list[dict[str, str]]) -> str | None:
     """Stream an answer; return the text that was shown, or None if the request was refused."""
-    options = {"stop": config.stop, "max_time": config.max_time}
     try:
-        stream = runtime.stream(messages=messages, max_new_tokens=config.max_new_tokens, **options)
+        stream = runtime.stream(
+            messages=messages, max_new_tokens=config.max_new_tokens, stop=config.stop, max_time=config.max_time
+        )
     except RequestError as error:
         print(f"error: {error} (/reset starts again)", file=sys.stderr)
         return None

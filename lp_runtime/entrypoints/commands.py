@@ -31,7 +31,7 @@ def run_command(config: RuntimeConfig, is_leader: bool) -> None:
         LookaheadError: bad input, or a failure while working.
     """
     # Rank 0 refuses bad input before replicas start; its end ends the other ranks.
-    work = _PREPARE[type(config)](config) if is_leader else None
+    work = _prepare(config) if is_leader else None
     if isinstance(config, ServeConfig) and config.server == "ray_serve":
         if work is not None:
             serve_on_ray(config)  # the Serve replica has the runtime
@@ -41,12 +41,26 @@ def run_command(config: RuntimeConfig, is_leader: bool) -> None:
             work(runtime)  # the other ranks decode for rank 0 as they leave the block
 
 
+def _prepare(config: RuntimeConfig) -> Work:
+    """Refuse bad input; return the work of the command whose settings class `config` is an instance of."""
+    if isinstance(config, GenerateConfig):
+        return _prepare_generate(config)
+    if isinstance(config, ChatConfig):
+        return _prepare_chat(config)
+    if isinstance(config, ServeConfig):
+        return _prepare_serve(config)
+    assert isinstance(config, BenchConfig)
+    return _prepare_bench(config)
+
+
 def _prepare_generate(config: GenerateConfig) -> Work:
     """Refuse bad input; return the work of lp-generate."""
     if config.prompts is not None:
+        assert config.output is not None  # GenerateConfig requires it beside `prompts`
         check_output(Path(config.output))
         prompts = read_prompts(config.prompts, config.prompt_field, config.limit, config.ids)
         return partial(generate_file, config=config, prompts=prompts)
+    assert config.prompt is not None  # GenerateConfig requires it where `prompts` is not given
     prompt = parse_ids(config.prompt, "prompt") if config.ids else config.prompt
     return partial(generate_one, config=config, prompt=prompt)
 
@@ -67,11 +81,3 @@ def _prepare_bench(config: BenchConfig) -> Work:
     """Refuse bad input; return the work of lp-bench."""
     check_bench(config)
     return partial(bench, config=config)
-
-
-_PREPARE = {
-    GenerateConfig: _prepare_generate,
-    ChatConfig: _prepare_chat,
-    ServeConfig: _prepare_serve,
-    BenchConfig: _prepare_bench,
-}

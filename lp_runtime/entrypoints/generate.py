@@ -36,13 +36,15 @@ def generate_one(runtime: LookaheadRuntime, config: GenerateConfig, prompt: str 
     for sample in range(config.num_samples):
         if config.num_samples > 1:
             print(f"--- sample {sample}:", file=sys.stderr)
-        stream = runtime.stream(prompt, config.max_new_tokens, sample=sample, **options)
+        options["sample"] = sample
+        stream = runtime.stream(prompt, config.max_new_tokens, **options)
         generation = _echo(stream, prompt)
         options["sampling"] = replace(runtime.config.sampling, seed=generation.seed)
         rows.append(("lookahead", generation))
     if config.compare:
         print("\n--- the same prompt, one token a step:", file=sys.stderr)
-        plain = runtime.generate(prompt, config.max_new_tokens, lookahead=PLAIN, **options)
+        options["lookahead"] = PLAIN
+        plain = runtime.generate(prompt, config.max_new_tokens, **options)
         rows.append(("one token a step", plain))
     print(summary(runtime, config.lookahead, rows, config.compare), file=sys.stderr)
 
@@ -70,6 +72,7 @@ def _echo(stream: GenerationStream, prompt: str | list[int]) -> Generation:
         text = delta.text if stream.has_text else "".join(f"{token} " for token in delta.token_ids)
         print(text, end="", flush=True)
     print(flush=True)
+    assert stream.generation is not None  # the iteration has ended
     return stream.generation
 
 

@@ -12,7 +12,7 @@ import torch
 from lp_runtime.errors import first_line
 
 try:
-    from lp_runtime.kernels import triton_gpu
+    from lp_runtime.kernels import triton_gpu as triton_gpu  # fused_blocks.py imports it from here
 except ImportError:  # without Triton
     triton_gpu = None  # type: ignore[assignment]
 

@@ -49,7 +49,7 @@ class ReplicaActor:
         self.outgoing: queue.Queue[object] = queue.Queue()
         self._config = config
         self._server: ReplicaServer | None = None
-        self._store: dist.TCPStore | None = None
+        self._store: dist.TCPStore | None = None  # type: ignore[name-defined]  # torch does not re-export it
 
     def serve(self) -> Iterator[list[object]]:
         """Be a replica, in a thread of its own, and stream its messages in small batches: no step waits for that."""

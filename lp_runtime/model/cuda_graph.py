@@ -57,7 +57,7 @@ def can_capture(model: PreTrainedModel) -> bool:
     return kernels_for(model.device) is not None and len({each.device for each in model.parameters()}) == 1
 
 
-class _Pass:
+class GraphPass:
     """The input and output tensors of one size. All inputs are one int64 block, so that one copy moves everything.
 
     The block: token ids [B], positions [B], wanted rows [B], L [1], and the mask, [B, ceil(B / 64)] words: bit i of
@@ -119,10 +119,12 @@ def compile_cuda_graph_inputs() -> None:
 
 @compiled
 def _fill_block(tokens, positions, parents, wanted, num_committed, size, block, words):
-    """Write a `_Pass` block.
+    """Write a `GraphPass` block.
 
     Args:
-        tokens, positions, parents: [T] int64; parents stand before children, -1 for none.
+        tokens: [T] int64.
+        positions: [T] int64.
+        parents: [T] int64; parents stand before children, -1 for none.
         wanted: [n] int64 rows.
         num_committed: L.
         size: B.
@@ -168,7 +170,7 @@ class CudaGraphRunner:
         on_gpu = self._device.type == "cuda"
         self._num_processors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 1
         self._copied = torch.cuda.Event() if on_gpu else None
-        self._passes: dict[int, _Pass] = {}
+        self._passes: dict[int, GraphPass] = {}
 
     def forward(self, layout: InputLayout) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Feed a share of a tree, of SIZES[-1] tokens at most, behind the committed tokens.
@@ -180,7 +182,7 @@ class CudaGraphRunner:
         size = SIZES[bisect.bisect_left(SIZES, len(layout.tokens))]
         one = self._passes.get(size)
         if one is None:
-            one = self._passes[size] = _Pass(size, self._device)
+            one = self._passes[size] = GraphPass(size, self._device)
         if self._copied is not None:
             self._copied.synchronize()  # the last copy has read the host's block
         one.fill(layout, self._cache.length)
@@ -193,12 +195,13 @@ class CudaGraphRunner:
             elif self._capture:
                 self._capture_pass(one)
             else:
-                self._run(one)
+                self.run_pass(one)
+        assert one.logits is not None  # the pass has run
         num_rows = len(layout.rows)
         logits = one.logits.index_select(0, one.parts()[2][:num_rows])
         return logits, None if one.presampled is None else one.presampled[:num_rows]
 
-    def _run(self, one: _Pass) -> None:
+    def run_pass(self, one: GraphPass) -> None:
         """Run a pass; sets its `logits` and `presampled`."""
         ids, positions, wanted, length = one.parts()
         cache_positions = length + torch.arange(one.size, device=self._device)
@@ -217,16 +220,16 @@ class CudaGraphRunner:
         if self._kernels is not None:
             one.presampled = sample_greedily(one.logits.index_select(0, wanted).float(), self._kernels)
 
-    def _capture_pass(self, one: _Pass) -> None:
+    def _capture_pass(self, one: GraphPass) -> None:
         """Run a pass, capture it, and replay it once, so that its outputs are written."""
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for _ in range(NUM_WARM_UPS):
-                self._run(one)
+                self.run_pass(one)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            self._run(one)
+            self.run_pass(one)
         one.replay = graph.replay
         graph.replay()

@@ -17,21 +17,22 @@ from typing import Any, NamedTuple
 import torch
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
     MaxLengthCriteria,
     MaxTimeCriteria,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lp_runtime.errors import ConfigError, RequestError
 from lp_runtime.model.generate_frame import arguments_of_generate
 from lp_runtime.model.hf_config import attention_of, attention_settings, of_text_model
 from lp_runtime.model.runner import ATTENTIONS
 from lp_runtime.sampling.processors import of_row
+from lp_runtime.sampling.types import LogitsProcessor
 
 # Model inputs that generate adds by itself, and that change nothing here: we have our own cache, masks and positions.
 KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
@@ -148,7 +149,9 @@ class GenerateCall:
         if not self._config.return_dict_in_generate:
             return sequences
         return GenerateDecoderOnlyOutput(
-            sequences=sequences, scores=_by_step(scores, longest), logits=_by_step(logits, longest)
+            sequences=sequences,  # type: ignore[arg-type]  # a Tensor of int64, as transformers' own
+            scores=_by_step(scores, longest),  # type: ignore[arg-type]  # declared as a tuple of one tensor
+            logits=_by_step(logits, longest),  # type: ignore[arg-type]  # declared as a tuple of one tensor
         )
 
 

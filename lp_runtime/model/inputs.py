@@ -45,7 +45,8 @@ def lay_out(
     arrays, rows = np.empty((3, len(nodes)), np.int64), np.empty(len(wanted), np.int64)
     nodes, wanted = np.ascontiguousarray(nodes, np.int64), np.ascontiguousarray(wanted, np.int64)
     _kernel()(*tree.arrays(), nodes, wanted, num_cached + tree.root, arrays, rows)
-    return InputLayout(*arrays, rows)
+    tokens, positions, parents = arrays
+    return InputLayout(tokens, positions, parents, rows)
 
 
 @functools.cache
@@ -66,11 +67,14 @@ def _lay_out(tokens, parents, depths, nodes, wanted, position, arrays, rows):
     """Write tokens, positions and parents of a share, [3, T], and the rows of the wanted nodes, [n].
 
     Args:
-        tokens, parents, depths: of the tree.
+        tokens: of the tree.
+        parents: of the tree.
+        depths: of the tree.
         nodes: [T] fed nodes.
         wanted: [n] wanted nodes.
         position: absolute position of the root.
-        arrays, rows: written to.
+        arrays: written to.
+        rows: written to.
     """
     places = np.empty(len(tokens), np.int64)
     for i in range(len(nodes)):

@@ -56,7 +56,7 @@ def load_model(config: ModelConfig, device: torch.device, dtype: str) -> PreTrai
             loaded = AutoModelForCausalLM.from_pretrained(config.location, **_load_options(config, device, dtype))
             model, loading = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)  # a pair, with output_loading_info
             if config.device_map is None and model.device != device:
-                model = model.to(device)
+                model = model.to(device)  # type: ignore[arg-type]  # its decorator hides that it is a method
             model = model.eval()
     except Exception as error:  # from_pretrained raises what its many back ends raise
         what = (

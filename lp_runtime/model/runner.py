@@ -24,6 +24,7 @@ from lp_runtime.model.cuda_graph import SIZES, CudaGraphRunner, GraphOptions
 from lp_runtime.model.hf_config import attention_of, attention_settings, context_length, of_text_model, takes_attention
 from lp_runtime.model.inputs import InputLayout, compile_layout, concatenated, lay_out, rounding_of
 from lp_runtime.model.kv_cache.batch import BatchedCache
+from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.slots import CacheSlot, SlotPool
 from lp_runtime.model.pass_timer import PassTimer
 from lp_runtime.model.step_inputs import StepInputs, StepLogits
@@ -219,26 +220,27 @@ class ModelRunner:
         """
         slot, tree, nodes, wanted = inputs
         layout = lay_out(tree, nodes, wanted, slot.cache.length)
-        if self._fits_graph(slot, len(nodes)):
-            if slot.graphs is None:
-                slot.graphs = CudaGraphRunner(self.model, slot.cache, *self.graphs)
-            logits, presampled = slot.graphs.forward(layout)
-            output = StepLogits(logits.float(), presampled)
-        else:
+        graphs = self._graphs_for(slot, len(nodes))
+        if graphs is None:
             output = StepLogits(self._forward_layout(slot, layout))
+        else:
+            logits, presampled = graphs.forward(layout)
+            output = StepLogits(logits.float(), presampled)
         _commit(slot, tree, commit)
         return output
 
-    def _fits_graph(self, slot: CacheSlot, num_tokens: int) -> bool:
-        """Whether a share of so many tokens is fed in a pass of a fixed size."""
-        if self.graphs is None or num_tokens > SIZES[-1]:
-            return False
-        return not self.masks.hides(slot.cache.length + num_tokens)
+    def _graphs_for(self, slot: CacheSlot, num_tokens: int) -> CudaGraphRunner | None:
+        """Return a slot's passes of fixed sizes; None if a share of so many tokens is fed in a pass of any size."""
+        if self.graphs is None or num_tokens > SIZES[-1] or self.masks.hides(slot.cache.length + num_tokens):
+            return None
+        if slot.graphs is None:
+            slot.graphs = CudaGraphRunner(self.model, slot.cache, *self.graphs)
+        return slot.graphs
 
     def _forward_layout(self, slot: CacheSlot, layout: InputLayout) -> torch.Tensor:
         """Return [n, V] float32 logits of the wanted rows of a share, fed in passes of any size."""
         if self.strict_tokens is not None:
-            return self._strict_forward(slot, layout)[tensor_on(self.device, layout.rows)]
+            return self._strict_forward(slot.cache, layout, self.strict_tokens)[tensor_on(self.device, layout.rows)]
         ids, positions = tensor_on(self.device, np.stack([layout.tokens, layout.positions]))
         mask = self.masks.build(layout.parents, positions, slot.cache.length)
         num_rows = len(layout.rows)
@@ -254,7 +256,7 @@ class ModelRunner:
             return [self.forward(inputs) for inputs in batch]
         layouts = [lay_out(tree, nodes, wanted, slot.cache.length) for slot, tree, nodes, wanted in batch]
         sizes = [len(layout.tokens) for layout in layouts]
-        num_padding = -sum(sizes) % rounding_of(sum(sizes)) if self.device.type == "cpu" else 0
+        num_padding = self._num_padding(sum(sizes))
         ids, positions, rows = (tensor_on(self.device, each) for each in concatenated(layouts, num_padding))
         caches = [inputs.slot.cache for inputs in batch]
         masks = [
@@ -267,6 +269,10 @@ class ModelRunner:
             _commit(inputs.slot, inputs.tree, True)
         return [StepLogits(each) for each in logits.split([len(inputs.wanted) for inputs in batch])]
 
+    def _num_padding(self, num_tokens: int) -> int:
+        """Return how many tokens are appended to a batch of so many; 0 where the device is no CPU."""
+        return -num_tokens % rounding_of(num_tokens) if self.device.type == "cpu" else 0
+
     def num_passes(self, num_tokens: int) -> int:
         """Return the number of forward passes that feed this many tokens of a tree."""
         return 1 if self.strict_tokens is None else -(-num_tokens // self.strict_tokens)
@@ -276,9 +282,8 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _strict_forward(self, slot: CacheSlot, layout: InputLayout) -> torch.Tensor:
-        """Return [T, V] float32 logits of all tokens, from passes of `strict_tokens` each, the last one filled up."""
-        size, cache = self.strict_tokens, slot.cache
+    def _strict_forward(self, cache: TreeCache, layout: InputLayout, size: int) -> torch.Tensor:
+        """Return [T, V] float32 logits of all tokens, from passes of `size` tokens each, the last one filled up."""
         before = attention_settings(self.model)
         self.model.set_attn_implementation(of_text_model(self.model, STRICT))
         try:

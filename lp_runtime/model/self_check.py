@@ -6,8 +6,8 @@ Some architectures silently do not (position biases by index, recurrent layers):
 from __future__ import annotations
 
 import logging
-import math
 import random
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -70,7 +70,7 @@ def check_model(model: ModelRunner) -> float:
 def _worst_difference(model: ModelRunner, slot: CacheSlot) -> float:
     """Return the largest relative difference between tree steps and plain text."""
     rng = random.Random(0)
-    longest = math.inf if model.context_length is None else model.context_length - LONGEST_TAIL
+    longest = sys.maxsize if model.context_length is None else model.context_length - LONGEST_TAIL
     crossing = [window + CROSSED_BY for window in model.masks.windows if window + CROSSED_BY <= longest]
     length = max([min(SHORT_PROMPT, longest), *crossing])
     if length < 2:
@@ -155,7 +155,7 @@ def _check_bits(model: ModelRunner) -> None:
     def some_tokens(count: int) -> list[int]:
         return [rng.randrange(model.vocabulary_size) for _ in range(count)]
 
-    longest = math.inf if model.context_length is None else model.context_length
+    longest = sys.maxsize if model.context_length is None else model.context_length
     # Where kernels are chosen by size, as on GPUs, by a longer text, too.
     for length in (*STRICT_LENGTHS, *(LONG_STRICT_LENGTHS if model.device.type == "cuda" else ())):
         if length + LONGEST_PATH > longest:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
 CausalLM = PreTrainedModel
 Tokenizer = PreTrainedTokenizerBase
 
-__all__ = ["CausalLM", "GenerationConfig", "Tokenizer"]
+__all__ = ["CausalLM", "GenerationConfig", "StoppingCriteriaList", "Tokenizer"]

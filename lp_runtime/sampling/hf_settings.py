@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -53,7 +53,7 @@ def build_processors(
     prompt_ids: Sequence[int],
     sampling: SamplingConfig,
     max_new_tokens: int,
-    eos_token_ids: Sequence[int],
+    eos_token_ids: Collection[int],
     processors: Sequence[LogitsProcessor] = (),
 ) -> LogitsProcessorList:
     """Return a request's logits processors in transformers' own order, from a call of `generate` that does not decode.
@@ -100,7 +100,7 @@ def _without_stop_strings(config: GenerationConfig) -> Iterator[None]:
 
 
 def _generation_config(
-    model: PreTrainedModel, sampling: SamplingConfig, max_new_tokens: int, eos_token_ids: Sequence[int]
+    model: PreTrainedModel, sampling: SamplingConfig, max_new_tokens: int, eos_token_ids: Collection[int]
 ) -> GenerationConfig:
     """Return the caller's settings for `generate`, which fills in the model's own defaults, then transformers'."""
     defaults = model.generation_config

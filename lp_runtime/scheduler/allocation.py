@@ -75,10 +75,12 @@ class Allocator:
 
     def _target_degrees(self, jobs: list[Job], num_ready: int) -> list[int]:
         """Return how many replicas each job should have, and decide the largest useful degree of those that begin."""
+        max_degrees = []
         for job in jobs:
             if job.max_degree is None:
                 job.max_degree = self._max_degree(job, num_ready, len(jobs))
-        return target_degrees(num_ready, [job.max_degree for job in jobs])
+            max_degrees.append(job.max_degree)
+        return target_degrees(num_ready, max_degrees)
 
     def _max_degree(self, job: Job, num_ready: int, num_jobs: int) -> int:
         """Return the largest number of replicas that are of use to a job."""

@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -83,9 +83,15 @@ class Job:
         """
         for _ in self:
             pass
+        return self.final_generation
+
+    @property
+    def final_generation(self) -> Generation:
+        """The result of a job whose deltas have all been read."""
+        assert self.generation is not None
         return self.generation
 
-    async def deltas(self) -> AsyncIterator[Delta]:
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Yield the deltas as they come, in asyncio. Ending the iteration early cancels the job.
 
         Raises:

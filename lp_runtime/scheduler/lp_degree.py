@@ -47,8 +47,9 @@ class DegreeSpeeds:
 
     def fastest(self, num_replicas: int) -> int:
         """Return the fastest degree whose speed is known; all replicas while their speed is not."""
-        known = [degree for degree in candidate_degrees(num_replicas) if self.speed(degree) is not None]
-        return max(known, key=self.speed) if num_replicas in known else num_replicas
+        degrees = candidate_degrees(num_replicas)
+        known = {degree: speed for degree in degrees if (speed := self.speed(degree)) is not None}
+        return max(known, key=known.__getitem__) if num_replicas in known else num_replicas
 
     def choose(self, num_replicas: int) -> int:
         """Return the degree for the next request: the fastest known one, or one to be tried, all replicas first."""

@@ -20,12 +20,7 @@ from lp_runtime.config.commands import MAX_BATCH, SCHEDULING_POLICIES
 from lp_runtime.engine.generation import Delta, Generation
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.request_builder import RequestOptions
-from lp_runtime.errors import (
-    BusyError,
-    ConfigError,
-    DeadlineError,
-    ReplicaError,
-)
+from lp_runtime.errors import BusyError, ConfigError, DeadlineError, LookaheadError, ReplicaError
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.allocation import Allocator
 from lp_runtime.scheduler.job import CHECK_SECONDS, Job, JobLease, Totals
@@ -243,7 +238,7 @@ class Scheduler:
             for job in jobs:
                 async for _ in job.deltas():
                     pass
-            return [job.generation for job in jobs]
+            return [job.final_generation for job in jobs]
         except BaseException:
             _cancel(jobs)
             raise
@@ -309,6 +304,7 @@ class Scheduler:
     def _drop_ended(self) -> None:
         """Take jobs out of the queue that were cancelled, or have waited past their deadline."""
         now = time.monotonic()
+        error: LookaheadError
         for job in list(self._waiting):
             if job.is_cancelled:
                 ending, error = "cancelled", ReplicaError("the request was cancelled before it began")

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -139,7 +140,10 @@ class Server:
         return await self._answer(body, request, choices, self._form(ChatForm, body.logprobs))
 
     def _form(self, kind: type[Form], with_logprobs: bool) -> Form:
-        return kind(self._settings.name, lambda token: self._tokenizer.decode([token]), with_logprobs)
+        return kind(self._settings.name, self._token_text, with_logprobs)
+
+    def _token_text(self, token: int) -> str:
+        return cast(str, self._tokenizer.decode([token]))  # a list of texts is for a list of sequences alone
 
     def _submit(
         self,

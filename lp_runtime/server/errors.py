@@ -54,8 +54,9 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers)
 
 
-async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-    """Answer a body that pydantic refuses with its first finding, in one line."""
+async def invalid(_: Request, error: Exception) -> JSONResponse:
+    """Answer a body that pydantic refuses, with the first finding of a RequestValidationError in one line."""
+    assert isinstance(error, RequestValidationError)  # FastAPI calls a handler with its class of error alone
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
     return ApiError(400, f"{where}: {first['msg']}").response()

@@ -41,7 +41,7 @@ class Service:
         config: settings of the server.
     """
 
-    async def __init__(self, config: ServeConfig):
+    async def __init__(self, config: ServeConfig):  # type: ignore[misc]  # Ray Serve awaits it
         self._config = config
         self._runtime = await asyncio.to_thread(LookaheadRuntime.from_config, config)
         self._scheduler = Scheduler(self._runtime, config.max_waiting, config.policy, config.max_batch)
@@ -89,8 +89,7 @@ def build_from_config(config: ServeConfig) -> Application:
     """Return the Serve application of a whole configuration; its launcher becomes ray."""
     from ray import serve
 
-    deployment = serve.deployment(
-        serve.ingress()(Service),
+    deploy = serve.deployment(
         name=APPLICATION,
         num_replicas=1,
         max_ongoing_requests=MAX_REQUESTS,
@@ -99,6 +98,7 @@ def build_from_config(config: ServeConfig) -> Application:
         graceful_shutdown_wait_loop_s=0.1,
         ray_actor_options={"num_cpus": CPU_SHARE},
     )
+    deployment = deploy(serve.ingress()(Service))
     return deployment.bind(replace(config, launcher=replace(config.launcher, name="ray")))
 
 

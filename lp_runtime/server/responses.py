@@ -50,7 +50,7 @@ class Choice:
 
     def finish(self) -> str:
         """Set the finish_reason of a job that has ended; return the text that is left to show."""
-        finish_reason = self.job.generation.finish_reason
+        finish_reason = self.job.final_generation.finish_reason
         self.reason = REASONS.get(finish_reason, "length")
         return self.trimmer.finish(finish_reason == "stop")
 

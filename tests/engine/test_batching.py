@@ -74,7 +74,6 @@ def test_outputs_are_those_of_requests_alone(model, requests, monkeypatch):
     assert {name: each[0] for name, each in again.items()} == {name: each[0] for name, each in found.items()}
 
 
-
 def test_a_long_prompt_keeps_nobody_waiting(model, requests):
     """One chunk of 16 is fed between two steps of the others; what is taken up is fed so, too."""
     running = replace(requests["plain"], max_new_tokens=40)

@@ -39,7 +39,7 @@ class MaskForm(Enum):
     TREE_ONLY = "tree only"
 
 
-def ancestor_mask(parents: Sequence[int]) -> np.ndarray:
+def ancestor_mask(parents: Sequence[int] | np.ndarray) -> np.ndarray:
     """Return [T, T] bool: row i is True at i and at the ancestors of i.
 
     Args:
@@ -68,7 +68,7 @@ def _mark_ancestors(parents, mask):
         mask[node, node] = True
 
 
-def additive_mask(parents: Sequence[int], num_cached: int, lowest: float) -> np.ndarray:
+def additive_mask(parents: Sequence[int] | np.ndarray, num_cached: int, lowest: float) -> np.ndarray:
     """Return [T, S] float32, added to scores: 0 at committed tokens, at ancestors and at the node, else `lowest`.
 
     Args:
@@ -132,7 +132,7 @@ class MaskBuilder:
         # Every name under which a model keeps a length beyond which it attends otherwise, used here or not.
         self.windows: list[int] = [length for name in WINDOW_FIELDS if (length := getattr(config, name, None))]
 
-    def build(self, parents: Sequence[int], positions: torch.Tensor, num_cached: int) -> LayerMasks:
+    def build(self, parents: Sequence[int] | np.ndarray, positions: torch.Tensor, num_cached: int) -> LayerMasks:
         """Return the mask of a step, or one for each kind of layer by name, in the shape that `form` says.
 
         Args:
@@ -163,7 +163,7 @@ class MaskBuilder:
         """Whether a kind of layer may hide committed tokens from some token, with `num_keys` keys."""
         return kind != FULL and num_keys > (self._sliding_window if kind == SLIDING else self._chunk)
 
-    def _unwindowed(self, parents: Sequence[int], num_cached: int) -> torch.Tensor:
+    def _unwindowed(self, parents: Sequence[int] | np.ndarray, num_cached: int) -> torch.Tensor:
         """Return the additive mask, [1, 1, T, S], of layers that hide no committed token."""
         lowest = max(torch.finfo(each).min for each in (self._dtype, torch.float32))
         mask = tensor_on(self._device, additive_mask(parents, num_cached, lowest))

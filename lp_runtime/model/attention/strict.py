@@ -34,7 +34,7 @@ MAX_DEPTH = BLOCK  # tokens of a path behind the committed ones: head and tail t
 POSITION, WINDOW, KEYS = 0, 1, 2  # columns of the table: position, sliding window (0: none), then TAIL cache positions
 
 
-def tail_table(num_cached: int, parents: Sequence[int], window: int) -> np.ndarray:
+def tail_table(num_cached: int, parents: Sequence[int] | np.ndarray, window: int) -> np.ndarray:
     """Return what each token attends to, [T, KEYS + TAIL] int64, as `strict_attention` takes it for a mask.
 
     Args:

@@ -34,8 +34,9 @@ def strict_passes(
     """
     # Padding stands at position 0 and sees the first committed token, so that it stays finite.
     num_padding = -len(layout.tokens) % size
-    tables = {window: tail_table(num_cached, layout.parents, window) for window in masks.windows_by_kind.values()}
-    for window, table in tables.items():
+    tables: dict[int, torch.Tensor] = {}  # by window
+    for window in set(masks.windows_by_kind.values()):
+        table = tail_table(num_cached, layout.parents, window)
         padding = np.full((num_padding, table.shape[1]), -1, dtype=np.int64)
         padding[:, [POSITION, WINDOW, KEYS + BLOCK]] = 0
         tables[window] = tensor_on(device, np.concatenate([table, padding]))

@@ -7,6 +7,7 @@ Letters: P sequences, T tokens fed, of all sequences together or, T_p, of one; H
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -43,8 +44,13 @@ class BatchedCache(Cache):
 
     def _stand_in(self, masks: Sequence[LayerMasks]) -> LayerMasks:
         """Return a tensor that stands for [P] masks, or one for each kind of layer, and remember what it stands for."""
-        if isinstance(masks[0], dict):
-            return {kind: self._stand_in([each[kind] for each in masks]) for kind in masks[0]}
+        if isinstance(masks[0], dict):  # then all are: they come from one MaskBuilder
+            by_kind = cast(Sequence[dict[str, torch.Tensor]], masks)
+            return {kind: self._stand_in_of_kind([each[kind] for each in by_kind]) for kind in masks[0]}
+        return self._stand_in_of_kind(cast(Sequence[torch.Tensor], masks))
+
+    def _stand_in_of_kind(self, masks: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a tensor that stands for [P] masks of one kind of layer, and remember the masks."""
         stand_in = torch.zeros((1, 1, 1, 1), dtype=masks[0].dtype, device=masks[0].device)
         self._masks[stand_in.data_ptr()] = list(masks)
         return stand_in

@@ -19,21 +19,26 @@ class CacheSlot:
     """A place for one sequence's keys and values.
 
     Attributes:
-        cache: keys and values of all layers; None before the first forward pass.
         tokens: token ids whose keys and values are committed in `cache`.
         num_prefilled: leading tokens of `tokens` that were fed as a prompt, not as a tree.
         graphs: captured passes that read and write `cache`; None if there are none.
     """
 
-    cache: TreeCache | None = None
+    _cache: TreeCache | None = None
     tokens: list[int] = field(default_factory=list)
     num_prefilled: int = 0
     graphs: CudaGraphRunner | None = None
 
     @property
+    def cache(self) -> TreeCache:
+        """Keys and values of all layers, allocated by the first `reset`."""
+        assert self._cache is not None, "a slot is reset before it is used"
+        return self._cache
+
+    @property
     def capacity(self) -> int:
         """Tokens that fit into the slot's memory; 0 before memory was allocated."""
-        return 0 if self.cache is None else self.cache.capacity
+        return 0 if self._cache is None else self._cache.capacity
 
     def reset(self, num_layers: int, capacity: int) -> None:
         """Empty the slot and make `capacity` tokens fit.
@@ -43,8 +48,8 @@ class CacheSlot:
             capacity: tokens; memory is allocated anew only if the present capacity is smaller.
         """
         if self.capacity < capacity:
-            self.cache = self.graphs = None  # freed before the larger cache is allocated
-            self.cache = TreeCache(num_layers, capacity)
+            self._cache = self.graphs = None  # freed before the larger cache is allocated
+            self._cache = TreeCache(num_layers, capacity)
         self.cache.clear()
         self.tokens = []
 
@@ -69,7 +74,7 @@ class SlotPool:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in a slot, of all layers; 0 if no free slot has been used yet."""
-        return next((slot.cache.bytes_per_token for slot in self._free if slot.cache is not None), 0)
+        return next((slot.cache.bytes_per_token for slot in self._free if slot.capacity), 0)
 
     def acquire(self, capacity: int = 0, tokens: Sequence[int] = ()) -> CacheSlot:
         """Take a slot out of the pool.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +30,8 @@ from lp_runtime.model.optimize.fused_blocks import FusedAttention, FusedLayer, F
 from lp_runtime.model.optimize.packing import is_hooked, is_plain, places_of
 
 log = logging.getLogger(__name__)
+
+Block = Any  # an nn.Module whose submodules and weights are read: torch declares them as Tensor | Module
 
 ATTENTIONS = (llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, qwen3.Qwen3Attention)
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -73,7 +76,7 @@ def fuse_blocks(model: nn.Module) -> int:
     return count
 
 
-def _is_attention(module: nn.Module) -> bool:
+def _is_attention(module: Block) -> bool:
     """Whether a module is attention that FusedAttention can replace."""
     names = {name for name, _ in module.named_children()}
     return (
@@ -86,12 +89,12 @@ def _is_attention(module: nn.Module) -> bool:
     )
 
 
-def _is_mlp(module: nn.Module) -> bool:
+def _is_mlp(module: Block) -> bool:
     """Whether a module is an MLP that FusedMLP can replace."""
     return _runs_code_of(module, llama.LlamaMLP) and _can_merge(module.gate_proj, module.up_proj)
 
 
-def _is_layer(module: nn.Module) -> bool:
+def _is_layer(module: Block) -> bool:
     """Whether a module is a decoder layer on a CPU, of replaced blocks, that FusedLayer can replace."""
     blocks = {name: type(child) for name, child in module.named_children()}
     return (
@@ -107,7 +110,7 @@ def _is_norm(module: nn.Module) -> bool:
     return _runs_code_of(module, llama.LlamaRMSNorm) and type(module.weight) is nn.Parameter
 
 
-def _can_merge(*linears: nn.Module) -> bool:
+def _can_merge(*linears: Block) -> bool:
     """Whether modules are plain linear layers of one dtype, on one device, all with biases or all without."""
     return (
         all(map(is_plain, linears)) and len({(x.weight.dtype, x.weight.device, x.bias is None) for x in linears}) == 1
@@ -123,10 +126,10 @@ def _same_code(left: Callable | None, right: Callable) -> bool:
     """Whether two functions differ in annotations, docstrings and names at most; False if the first is None."""
     if left is None:
         return False
-    left, right = inspect.unwrap(left).__code__, inspect.unwrap(right).__code__
+    one, other = inspect.unwrap(left).__code__, inspect.unwrap(right).__code__
     names = ("co_code", "co_names", "co_varnames", "co_freevars")
     # The first constant is the docstring, if there is one.
-    return left.co_consts[1:] == right.co_consts[1:] and all(getattr(left, x) == getattr(right, x) for x in names)
+    return one.co_consts[1:] == other.co_consts[1:] and all(getattr(one, x) == getattr(other, x) for x in names)
 
 
 def _global(module: nn.Module, name: str) -> Callable | None:
@@ -134,7 +137,7 @@ def _global(module: nn.Module, name: str) -> Callable | None:
     return inspect.unwrap(type(module).forward).__globals__.get(name)
 
 
-def _attention_input(attention: nn.Module) -> dict[str, object]:
+def _attention_input(attention: Block) -> dict[str, object]:
     """Return random arguments for an attention block."""
     weight = next(attention.parameters())
     cos, sin = (_random(weight, attention.head_dim) for _ in range(2))
@@ -145,17 +148,17 @@ def _attention_input(attention: nn.Module) -> dict[str, object]:
     }
 
 
-def _mlp_input(mlp: nn.Module) -> dict[str, object]:
+def _mlp_input(mlp: Block) -> dict[str, object]:
     """Return random arguments for an MLP."""
     return {"x": _random(mlp.gate_proj.weight, mlp.gate_proj.in_features)}
 
 
-def _norm_input(norm: nn.Module) -> dict[str, object]:
+def _norm_input(norm: Block) -> dict[str, object]:
     """Return random arguments for a norm."""
     return {"hidden_states": _random(norm.weight, len(norm.weight))}
 
 
-def _layer_input(layer: nn.Module) -> dict[str, object]:
+def _layer_input(layer: Block) -> dict[str, object]:
     """Return random arguments for a decoder layer."""
     return _attention_input(layer.self_attn)
 

@@ -44,7 +44,8 @@ def test_each_text_gets_what_it_gets_alone(model, apart):
         trees = [random_tree(rng, rng.randint(1, 4)) for _ in fed]
         wanted = [range(tree.root, len(tree)) for tree in trees]
         parts = [
-            StepInputs(text, tree, range(len(tree)), some) for (text, _), tree, some in zip(fed, trees, wanted, strict=True)
+            StepInputs(slot, tree, range(len(tree)), some)
+            for (slot, _), tree, some in zip(fed, trees, wanted, strict=True)
         ]
         logits = [found.logits for found in tree_model.forward_batch(parts)]
         for (text, tokens), tree, some, rows in zip(fed, trees, wanted, logits, strict=True):
@@ -62,7 +63,9 @@ def test_where_it_cannot_they_are_fed_one_by_one(settings, random_model):
     assert not tree_model.supports_batching
     texts = begin(tree_model, (5, 12), rng)
     trees = [random_tree(rng, 2) for _ in texts]
-    parts = [StepInputs(text, tree, range(len(tree)), [tree.root]) for (text, _), tree in zip(texts, trees, strict=True)]
+    parts = [
+        StepInputs(slot, tree, range(len(tree)), [tree.root]) for (slot, _), tree in zip(texts, trees, strict=True)
+    ]
     found = tree_model.forward_batch(parts)
     for (_, tokens), tree, (rows, _) in zip(texts, trees, found, strict=True):
         assert_close(rows[0], plain_logits(model, tokens + path_text(tree, tree.root)))

@@ -27,7 +27,6 @@ class PaperDrafter(CountingDrafter):
     Attributes:
         W: window size in columns.
         N: n-gram size.
-        G: largest number of guesses verified in a step.
         pool: the n-gram pool.
         window: the lookahead window; None with W = 0.
     """
@@ -44,7 +43,7 @@ class PaperDrafter(CountingDrafter):
         budget: int | None = None,
     ):
         super().__init__("guesses", "window")
-        self.W, self.N, self.G = W, N, G
+        self.W, self.N = W, N
         self.max_nodes = 1 + max(0, W * (N - 1) - 1) + G * (N - 1)
         self.max_committed = max(W + N - 3 if W else 0, N - 1 if G else 0) + 1
         self.num_top_k = 1 if samples and W else 0
