@@ -40,7 +40,10 @@ def part_of(name: str) -> str:
 
 
 def imports_of(path: Path) -> list[tuple[str, bool]]:
-    """(dotted name, whether it is inside a function or for type checkers only) of every import; `from a import b` gives a.b."""
+    """(dotted name, whether it is lazy) of every import; `from a import b` gives a.b.
+
+    Lazy is what stands inside a function, or is for type checkers only.
+    """
     found = []
 
     def visit(node: ast.AST, lazy: bool) -> None:

@@ -239,7 +239,9 @@ def decode_on_a_rank(rank: int, num_replicas: int, path: str) -> RankResult:
     found_here = []
     traced = loop.run(
         replace(RANKS_REQUESTS[0], trace=True),
-        observe=lambda nodes, owned, *_: found_here.extend(node in owned for node in nodes),
+        observe=lambda nodes, step, own_rank, _: found_here.extend(
+            node in step.shares[own_rank].owned.tolist() for node in nodes
+        ),
     )
     found_by = [finder for run in traced if isinstance(run, StepOutput) for finder in run.found_by]
     # rank 1 is given another prompt than its peers, of another length
