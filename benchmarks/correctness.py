@@ -6,12 +6,13 @@ equality        greedy decoding in float32 against transformers' `generate`
 identity        one seed, one output: random models, settings, numbers of replicas and samplers
 distribution    sampled tokens against the probabilities that transformers gives them
 half_precision  outputs in bfloat16 with exactness=fast and exactness=strict
+types           every type of transformers' causal LM mapping: exact, or refused in one line
 fuzz            malformed HTTP requests and command lines are refused
 """
 
 from common import run_command
 
-STUDIES = {name: name for name in ("equality", "identity", "distribution", "half_precision", "fuzz")}
+STUDIES = {name: name for name in ("equality", "identity", "distribution", "half_precision", "types", "fuzz")}
 
 if __name__ == "__main__":
     run_command(__doc__, STUDIES)

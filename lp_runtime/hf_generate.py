@@ -25,11 +25,13 @@ from lp_runtime.engine.sampler_factory import SamplerSpec
 from lp_runtime.engine.step import Step
 from lp_runtime.errors import ConfigError, RequestError, first_line
 from lp_runtime.lookahead.state import Stop
-from lp_runtime.model.generate_call import GenerateCall, fit_for_trees
-from lp_runtime.model.hf_config import attention_settings
-from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.families import check_family
+from lp_runtime.model.generate_call import GenerateCall, LayerStates
+from lp_runtime.model.hf_config import attention_of, attention_settings
+from lp_runtime.model.runner import ATTENTIONS, ModelRunner
 from lp_runtime.model.self_check import check_model
 from lp_runtime.model.types import CausalLM, GenerationConfig, StoppingCriteriaList
+from lp_runtime.model.view import view_of
 from lp_runtime.sampling.gumbel import GumbelNoise
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.types import LogitsProcessor
@@ -66,7 +68,7 @@ def lookahead_generate(
     Under torchrun all ranks make the same call and share its work.
 
     Args:
-        model: loaded by the caller; it is left as it was found.
+        model: loaded by the caller; it is only read, so that several threads may call at once.
         input_ids: [B, L] int64.
         logits_processor: as prepared by `generate`.
         stopping_criteria: as prepared by `generate`.
@@ -103,20 +105,31 @@ def lookahead_generate(
         )
     RuntimeConfig(lookahead=lookahead, exactness=exactness, strict_tokens=strict_tokens)  # checks them
     sampling = SamplingConfig(seed=seed)
+    check_family(model)
     call = GenerateCall(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-    with fit_for_trees(model), _ranks(model.device, share_ranks) as group:
-        runner = ModelRunner(model, ModelConfig.prefill_chunk, strict_tokens if exactness == "strict" else None)
-        calibration = Calibration(runner, group, RuntimeConfig.cache_dir, _checked(runner, group))
+    attention = attention_of(model.config.get_text_config())
+    view = view_of(model, None if attention in ATTENTIONS else "sdpa")
+    with _ranks(model.device, share_ranks) as group:
+        runner = ModelRunner(view, ModelConfig.prefill_chunk, strict_tokens if exactness == "strict" else None)
+        calibration = Calibration(runner, group, RuntimeConfig.cache_dir, _checked(model, runner, group))
         if call.do_sample and seed is None:
             sampling.seed = broadcast_object(int(torch.randint(2**63 - 1, ())), group)
             call.samples = list(range(len(call.rows)))
         return _Rows(call, runner, group, lookahead, sampling, calibration).decode()
 
 
-def _checked(runner: ModelRunner, group: Group) -> Measured:
-    """Check a model at its first call; return what earlier calls have measured of it, equal on all ranks or empty."""
-    model = runner.model
-    kind = (runner.strict_tokens, runner.dtype, str(attention_settings(model)), group.size)
+def _checked(model: CausalLM, runner: ModelRunner, group: Group) -> Measured:
+    """Check a model at its first call.
+
+    Args:
+        model: the caller's.
+        runner: of a view of the model.
+        group: the ranks that share the call.
+
+    Returns:
+        What earlier calls have measured of the model, equal on all ranks or empty.
+    """
+    kind = (runner.strict_tokens, runner.dtype, str(attention_settings(runner.model)), group.size)
     known = _known.setdefault(model, {})
     if kind not in known:
         check_model(runner)
@@ -158,20 +171,31 @@ class _Rows:
         """Return what `generate` returns."""
         call = self._call
         tokens: list[list[int]] = []
-        scores: list[torch.Tensor] = []
-        logits: list[torch.Tensor] = []
-        for row in range(len(call.rows)):
-            recorder = _Recorder(self._model.vocabulary_size)
+        recorders = [_Recorder(self._model.vocabulary_size, self._group) for _ in call.rows]
+        states: list[list[LayerStates]] = []
+        for row, recorder in enumerate(recorders):
             tokens.append(self._decode_row(row, recorder))
-            for is_wanted, recorded, into in (
-                (call.wants_scores, recorder.scores, scores),
-                (call.wants_logits, recorder.logits, logits),
-            ):
-                if is_wanted:
-                    into.append(merge_rows(torch.stack(recorded[: len(tokens[-1])]), self._group))
+            recorder.merge()
+            if call.cache is not None:
+                states.append(self._states(call.rows[row], tokens[row]))
         if call.streamer is not None:
             call.streamer.end()
-        return call.output(tokens, scores if call.wants_scores else None, logits if call.wants_logits else None)
+        if call.cache is not None:
+            call.fill_cache(states)
+        pairs = list(zip(recorders, map(len, tokens), strict=True))
+        scores = [torch.stack(recorder.scores[:count]) for recorder, count in pairs] if call.wants_scores else None
+        logits = [torch.stack(recorder.logits[:count]) for recorder, count in pairs] if call.wants_logits else None
+        return call.output(tokens, scores, logits)
+
+    def _states(self, prompt: Sequence[int], new_tokens: Sequence[int]) -> list[LayerStates]:
+        """Return keys and values of a row's tokens, all but the last, by layer."""
+        model, tokens = self._model, [*prompt, *new_tokens]
+        slot = model.slots.acquire(len(tokens), tokens)
+        for _ in model.resume(slot, prompt, new_tokens, len(tokens)):
+            pass
+        states = [LayerStates(index, keys.clone(), values.clone()) for index, keys, values in slot.cache.committed()]
+        model.slots.release(slot)
+        return states
 
     def _decode_row(self, row: int, recorder: _Recorder) -> list[int]:
         """Return the new tokens of one row."""
@@ -199,7 +223,7 @@ class _Rows:
         spec = SamplerSpec(TreeProcessors(call.processors(row), model.device), noise)
         observe = recorder if call.wants_scores or call.wants_logits else None
         new_tokens: list[int] = []
-        for event in self._engine.run(request, spec, self._stop(prompt), observe=observe):
+        for event in self._engine.run(request, spec, self._stop(prompt, recorder), observe=observe):
             if not isinstance(event, Report):
                 new_tokens += event.token_ids
                 if call.streamer is not None:
@@ -207,7 +231,7 @@ class _Rows:
                         call.streamer.put(torch.tensor([token]))
         return new_tokens
 
-    def _stop(self, prompt: Sequence[int]) -> Stop | None:
+    def _stop(self, prompt: Sequence[int], recorder: _Recorder) -> Stop | None:
         """Return the caller's own criteria as a stop condition, asked after every token; None without any.
 
         Where ranks share the work, rank 0 asks the criteria and tells the others in a collective of its own: the tokens
@@ -221,12 +245,14 @@ class _Rows:
         def ask(committed: Sequence[int]) -> int | None:
             for i, token in enumerate(committed, start=1):
                 text.append(token)
-                if self._call.is_done(text):
+                scores = recorder.scores[: len(text) - len(prompt)]
+                if self._call.is_done(text, tuple(each[None] for each in scores) if self._call.wants_scores else None):
                     return i
             return None
 
         def stop(committed: Sequence[int]) -> int | None:
             answer: int | Exception | None = None
+            recorder.merge()
             if group.rank == 0:
                 try:
                     answer = ask(committed)
@@ -243,26 +269,35 @@ class _Rows:
 
 
 class _Recorder:
-    """Keeps the rows of logits and scores behind committed tokens; -inf where another rank has them.
+    """Keeps the rows of logits and scores behind accepted tokens.
 
     Args:
         vocabulary_size: V.
+        group: the ranks that share the work.
 
     Attributes:
-        scores: [V] for each committed token, the processed logits that the token was chosen from.
-        logits: [V] for each committed token, the model's.
+        scores: [V] for each accepted token, the processed logits that the token was chosen from.
+        logits: [V] for each accepted token, the model's.
     """
 
-    def __init__(self, vocabulary_size: int):
-        self._size = vocabulary_size
+    def __init__(self, vocabulary_size: int, group: Group):
+        self._size, self._group = vocabulary_size, group
+        self._num_merged = 0
         self.scores: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
 
     def __call__(self, nodes: list[int], step: Step, rank: int, samples: Samples) -> None:
-        """Record a step: an engine's Observer."""
+        """Record a step: an engine's Observer. Rows that another rank has are -inf until `merge`."""
         row_of = {node: row for row, node in enumerate(step.shares[rank].owned.tolist())}
         for node in nodes:
             for recorded, values in ((self.scores, samples.scores), (self.logits, samples.logits)):
                 row = row_of.get(node)
                 missing = values.new_full((self._size,), float("-inf"))
                 recorded.append(missing if row is None else values[row].clone())
+
+    def merge(self) -> None:
+        """Complete the rows recorded since the last call, in a collective of all ranks."""
+        first, self._num_merged = self._num_merged, len(self.scores)
+        if not self._group.is_alone and first < self._num_merged:
+            for recorded in (self.scores, self.logits):
+                recorded[first:] = merge_rows(torch.stack(recorded[first:]), self._group).unbind()

@@ -278,7 +278,6 @@ def test_the_model_is_left_as_it_was_found(demo_model_dir, inputs, processors):
         ({"num_beams": 3}, "num_beams=3 asks for beam_search: lookahead_generate does greedy_search"),
         ({"num_beams": 2, "do_sample": True}, "num_beams=2 asks for beam_sample"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 asks for assisted_generation"),
-        ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor: keeps a state"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions=True: must be left out"),
         ({"W": -1}, "lookahead.W=-1: must be an integer >= 0"),
         ({"N": 1}, "lookahead.N=1: must be an integer >= 2"),

@@ -71,6 +71,17 @@ class Shares(Sequence[Share]):
         owner[:root] = -1
         return cls(owner, nodes, nodes[root:], [num_nodes], [num_nodes - root])
 
+    def with_followers(self, num_followers: int, root: int) -> Shares:
+        """Return these shares with more replicas behind them, which feed the pending tokens and own nothing.
+
+        Args:
+            num_followers: replicas that are added.
+            root: index of the root.
+        """
+        nodes = np.concatenate([self._nodes, np.tile(np.arange(root + 1), num_followers)])
+        sizes = self.sizes + [root + 1] * num_followers
+        return Shares(self.owner, nodes, self._owned, sizes, self.num_owned + [0] * num_followers)
+
     def __len__(self) -> int:
         """Return R."""
         return len(self.sizes)

@@ -11,16 +11,19 @@ Letters: T nodes in the tree, n nodes that a replica owns, R replicas, V vocabul
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from lp_runtime.distributed.partition import Shares
 from lp_runtime.engine.step import Step
 from lp_runtime.lookahead.drafters.base import Drafter, VerificationResult
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.state import DecodingState, Proposal
+from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.step_inputs import StepLogits
 from lp_runtime.sampling.sampler import Sampler
 from lp_runtime.sizing.budget import StepBudget
@@ -72,14 +75,22 @@ class Decoder:
         budget: decides how many nodes a step feeds.
         sampler: chooses successors.
         draft_tables: what the drafter remembers; None for a drafter without tables.
+        num_followers: replicas beside those of the budget, which own no node: an ordered sampler's processors are
+            called on one replica.
 
     Attributes:
         state, budget, sampler, draft_tables: as given.
     """
 
     def __init__(
-        self, state: DecodingState, budget: StepBudget, sampler: Sampler, draft_tables: DraftTables | None = None
+        self,
+        state: DecodingState,
+        budget: StepBudget,
+        sampler: Sampler,
+        draft_tables: DraftTables | None = None,
+        num_followers: int = 0,
     ):
+        self._num_followers = num_followers
         self.state, self.budget, self.sampler, self.draft_tables = state, budget, sampler, draft_tables
 
     @property
@@ -109,7 +120,10 @@ class Decoder:
         return self._step(state.propose(budget.fit, budget.tree_size_hint))
 
     def _step(self, proposal: Proposal, has_top_k: bool = True) -> Step:
-        return Step(proposal, self.budget.shares(proposal.tree), has_top_k)
+        shares = self.budget.shares(proposal.tree)
+        if self._num_followers:
+            shares = shares.with_followers(self._num_followers, proposal.tree.root)
+        return Step(proposal, shares, has_top_k)
 
     def sample(self, step: Step, rank: int, found: StepLogits) -> Samples:
         """Choose the successors of the nodes that a replica owns.
@@ -121,10 +135,20 @@ class Decoder:
         """
         owned = step.shares[rank].owned
         logits = found.logits[: len(owned)]
-        values, scores = self.sampler.sample(
-            logits, step.tree, owned, self.state.tokens, step.has_top_k, found.presampled
-        )
+        tree, tokens = step.tree, self.state.tokens
+        if self.sampler.is_ordered and len(owned):
+            values, scores = self.sampler.sample_in_order(
+                logits, tree, owned, tokens, step.has_top_k, functools.partial(self._may_follow, tree)
+            )
+        else:
+            values, scores = self.sampler.sample(logits, tree, owned, tokens, step.has_top_k, found.presampled)
         return Samples(values, logits, scores)
+
+    def _may_follow(self, tree: TokenTree, node: int) -> bool:
+        """Whether the accepted path may go on to a node: not behind the end of the sequence."""
+        return node == tree.root or (
+            self.drafter.may_accept(node) and tree.tokens[node] not in self.state.rules.eos_token_ids
+        )
 
     def verify(self, step: Step, values: np.ndarray) -> Verified:
         """Unpack what all replicas have sampled.
@@ -137,6 +161,11 @@ class Decoder:
         successors, logprobs, top_k = self.sampler.unpack(values[root:], step.has_top_k)
         logprobs = None if logprobs is None else [-1.0] * root + logprobs
         return Verified(VerificationResult.from_root(root, successors, top_k), logprobs)
+
+    def accepted_nodes(self, step: Step, verified: Verified) -> list[int]:
+        """Return the nodes that a step's accepted tokens follow, from the root on."""
+        _, path = self.drafter.accept(step.tree, verified.result)
+        return [step.tree.root, *path]
 
     def advance_prefill(self, step: Step, verified: Verified) -> Committed:
         """Commit the prefill's token: the whole prompt is cached from now on."""
@@ -160,5 +189,9 @@ class Decoder:
             times_are_late: whether `forward_ns` is of the step before, too.
         """
         token_ids, nodes = self.state.advance(step.proposal, verified.result)
-        self.budget.observe(step.shares, forward_ns, overhead_ns, len(token_ids) - 1, is_late=times_are_late)
+        shares = step.shares
+        if self._num_followers:  # the budget knows nothing of them
+            shares = Shares.of_one(len(step.tree), step.tree.root)
+            forward_ns, overhead_ns = forward_ns[:1], overhead_ns[:1]
+        self.budget.observe(shares, forward_ns, overhead_ns, len(token_ids) - 1, is_late=times_are_late)
         return Committed(token_ids, nodes)

@@ -34,7 +34,7 @@ from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import compile_kernels
 from lp_runtime.lookahead.state import DecodingRules, DecodingState, Stop
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.sampling.sampler import compile_sampler
+from lp_runtime.sampling.packing import compile_sampler
 from lp_runtime.sizing.budget import StepBudget, compile_budget
 from lp_runtime.sizing.cost_model import assumed_times
 from lp_runtime.sizing.learned_costs import LearnedCosts
@@ -83,7 +83,7 @@ class Engine:
         self._calibration = calibration or Calibration(model, group, cache_dir=None)
         self._draft_pool = DraftPool(draft_tables)
         self._plain_kinds: set[Hashable] = set()
-        self._learned: dict[tuple[bool, bool], LearnedCosts] = {}  # by (steps are sized, decoding is greedy)
+        self._learned: dict[Hashable, LearnedCosts] = {}  # by (steps are sized, decoding is greedy, replicas)
 
     @property
     def draft_pool(self) -> DraftPool:
@@ -116,7 +116,7 @@ class Engine:
             spec: how successors are sampled.
             stop: a condition beyond the request's own, see DecodingState; None for none.
         """
-        settings, num_replicas = request.lookahead, self._group.size
+        settings, num_replicas = request.lookahead, 1 if spec.processors.are_ordered else self._group.size
         limit = settings.budget
         if settings.is_auto:
             limit = min(filter(None, (limit, self._calibration.max_step_tokens())))
@@ -127,16 +127,17 @@ class Engine:
             drafter = make_drafter(settings, spec.noise_key, num_replicas * (limit or MAX_NODES), tables, vocabulary)
             num_nodes = drafter.max_nodes + drafter.max_committed
             is_auto, calibration = settings.is_auto, self._calibration
-            times = calibration.times(num_nodes) if is_auto else assumed_times(num_replicas, num_nodes)
+            times = calibration.times(num_nodes)[:num_replicas] if is_auto else assumed_times(num_replicas, num_nodes)
             sampling = repr((request.sampling, request.sample, request.stop, request.logprobs))
             rules = DecodingRules(request.max_new_tokens, request.eos_token_ids, repr(settings), sampling)
-            kind = (settings.is_auto, spec.noise is None)
+            kind = (settings.is_auto, spec.noise is None, num_replicas)
             learned = self._learned.setdefault(kind, LearnedCosts.initial(num_replicas))
             budget = StepBudget(times, settings.is_auto, limit, learned)
             state = DecodingState(
                 request.prompt_ids, rules, drafter, stop, request.committed, is_alone=self._group.is_alone
             )
-            return Decoder(state, budget, spec.build(drafter.num_top_k), tables)
+            num_followers = self._group.size - num_replicas
+            return Decoder(state, budget, spec.build(drafter.num_top_k), tables, num_followers)
         except BaseException:
             if tables is not None:
                 pool.release(tables)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,7 @@ from lp_runtime.engine.request import Request
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sampling.gumbel import GumbelNoise
 from lp_runtime.sampling.hf_settings import build_processors
-from lp_runtime.sampling.processors import TreeProcessors
+from lp_runtime.sampling.processors import TreeProcessors, is_ordered
 from lp_runtime.sampling.sampler import Sampler
 from lp_runtime.sampling.types import LogitsProcessor
 
@@ -57,7 +58,10 @@ def make_sampler_spec(model: ModelRunner, request: Request, plain_kinds: set[Has
     kind = None if request.processors else repr((replace(sampling, seed=None), length, sorted(ends), defaults))
     processors: Sequence[LogitsProcessor] = ()
     if plain_kinds is None or kind not in plain_kinds:
-        processors = build_processors(model.model, request.prompt_ids, sampling, length, ends, request.processors)
+        own = request.processors
+        if any(map(is_ordered, own)):  # what they keep is one attempt's: another one begins anew
+            own = pickle.loads(pickle.dumps(own))
+        processors = build_processors(model.model, request.prompt_ids, sampling, length, ends, own)
         if plain_kinds is not None and kind is not None and not processors and len(plain_kinds) < MAX_PLAIN_KINDS:
             plain_kinds.add(kind)
     noise = None

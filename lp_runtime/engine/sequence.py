@@ -10,7 +10,7 @@ and runs the model between the first two.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 
 import torch
 
@@ -22,14 +22,17 @@ from lp_runtime.engine.request import Request
 from lp_runtime.engine.step import Step
 from lp_runtime.engine.step_timer import StepTimer, StepTimes
 from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
+from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.step_inputs import StepInputs, StepLogits
 from lp_runtime.utils.generators import result_of
 
 CANCEL, TIME_IS_UP = 1, 2  # bits of the exchange's control word
+REPLAYED_TOKENS = 64  # fed at once where the logits of all are wanted
 
-# Called after every step with the nodes that the committed tokens follow, the step, and what this replica sampled.
+# Called in every step, before the stop condition, with the nodes that the accepted tokens follow, the step, the rank of
+# this replica, and what this replica sampled. What is committed may be less: of the last step.
 Observer = Callable[[list[int], Step, int, Samples], None]
 MakeExchange = Callable[[Group, int, int], Exchange]  # of the group, the capacity in nodes, the integers a node
 
@@ -113,13 +116,32 @@ class Sequence:
 
     def _resume(self) -> Generator[None, None, None]:
         """Feed the prompt and the tokens that an earlier attempt has committed, as far as the slot lacks them."""
-        request = self._request
-        for _ in self._model.resume(self.slot, request.prompt_ids, request.committed, self.capacity):
+        request, model = self._request, self._model
+        chunks: Iterator[None] = model.resume(self.slot, request.prompt_ids, request.committed, self.capacity)
+        if self.decoder.sampler.is_ordered and self._group.rank == 0:
+            chunks = self._replay()
+        for _ in chunks:
             yield
             # Replicas may hold different parts of them already: they could not agree here.
             if self._group.is_alone and self._should_cancel():
                 self._ended_by = CANCEL
                 return
+
+    def _replay(self) -> Generator[None, None, None]:
+        """Feed what an earlier attempt has committed, and call ordered processors as that attempt has called them."""
+        request, model, sampler = self._request, self._model, self.decoder.sampler
+        model.begin(self.slot, self.capacity)
+        logits = yield from model.prefill_in_chunks(self.slot, request.prompt_ids)
+        prefix = list(request.prompt_ids)
+        sampler.replay(logits, prefix)
+        rest = request.committed[:-1]
+        for start in range(0, len(rest), REPLAYED_TOKENS):
+            yield
+            chain = TokenTree(rest[start : start + REPLAYED_TOKENS], max_depth=0)
+            nodes = range(len(chain))
+            for row in model.forward(StepInputs(self.slot, chain, nodes, nodes)).logits.split(1):
+                prefix.append(rest[len(prefix) - len(request.prompt_ids)])
+                sampler.replay(row, prefix)
 
     def _prefill(self) -> Generator[None, None, StepOutput | None]:
         """Feed the prompt, and agree on its first token."""
@@ -137,7 +159,9 @@ class Sequence:
         self.start_exchange(step, samples)
         outcome = self.finish_exchange()
         verified = self.decoder.verify(step, outcome.values)
-        return self._output(step, samples, verified, self.decoder.advance_prefill(step, verified), outcome.control)
+        if self._observe:
+            self._observe([0], step, self._group.rank, samples)
+        return self._output(step, verified, self.decoder.advance_prefill(step, verified), outcome.control)
 
     def _agree_to_cancel(self, step: Step, num_left: int) -> bool:
         """Whether any replica is to cancel, with so many tokens of the prompt left; equal on all replicas."""
@@ -201,20 +225,18 @@ class Sequence:
         """
         verified = self.decoder.verify(step, outcome.values)
         times = StepTimer.unpacked(outcome.clocks)
+        if self._observe:
+            self._observe(self.decoder.accepted_nodes(step, verified), step, self._group.rank, samples)
         committed = self.decoder.advance(step, verified, *times, self._times_are_late)
         sizes = step.shares.sizes
         self._num_fed += sum(sizes) / len(sizes)
         self._num_extra_passes += self._model.num_passes(max(sizes)) - 1
-        return self._output(step, samples, verified, committed, outcome.control)
+        return self._output(step, verified, committed, outcome.control)
 
-    def _output(
-        self, step: Step, samples: Samples, verified: Verified, committed: Committed, control: int
-    ) -> StepOutput:
+    def _output(self, step: Step, verified: Verified, committed: Committed, control: int) -> StepOutput:
         """Return what a step committed, as the request wants to be told."""
         self._ended_by = control
         token_ids, nodes = committed
-        if self._observe:
-            self._observe(nodes, step, self._group.rank, samples)
         logprobs = None if verified.logprobs is None else [verified.logprobs[node] for node in nodes]
         found_by = step.shares.owner[nodes].tolist() if self._request.trace else None
         return StepOutput(token_ids, logprobs, found_by)

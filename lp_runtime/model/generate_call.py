@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from transformers import (
+    Cache,
     GenerationConfig,
     MaxLengthCriteria,
     MaxTimeCriteria,
     PreTrainedModel,
+    QuantizedCache,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -29,13 +30,12 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lp_runtime.errors import ConfigError, RequestError
 from lp_runtime.model.generate_frame import arguments_of_generate
-from lp_runtime.model.hf_config import attention_of, attention_settings, of_text_model
-from lp_runtime.model.runner import ATTENTIONS
 from lp_runtime.sampling.processors import of_row
 from lp_runtime.sampling.types import LogitsProcessor
 
 # Model inputs that generate adds by itself, and that change nothing here: we have our own cache, masks and positions.
 KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
+INPUT_WORDS = {"mm_encoder_outputs": "images, videos or audio"}  # names of transformers' own for what a caller gave
 MIN_TIME_SECONDS = 1e-9  # a time limit that has passed already: a request's must be above 0
 
 
@@ -60,6 +60,7 @@ class GenerateCall:
         criteria: stopping criteria beyond length, time and end-of-sequence.
         wants_scores: whether the output has processed logits.
         wants_logits: whether the output has raw logits.
+        cache: gets the keys and values of all tokens but the last; None if nobody would see them.
 
     Raises:
         ConfigError: if a setting asks for what cannot be done.
@@ -78,9 +79,12 @@ class GenerateCall:
         self._input_ids = input_ids
         self._processors = logits_processor
         self._config = generation_config
-        self.streamer, assistant = arguments_of_generate()
+        self.streamer, assistant, own_cache = arguments_of_generate()
         _check_mode(model, generation_config, assistant)
         mask = _check_inputs(input_ids, model_kwargs)
+        self._mask = mask
+        is_seen = generation_config.return_dict_in_generate or own_cache is not None
+        self.cache: Cache | None = model_kwargs.get("past_key_values") if is_seen else None
         self.rows = [tuple(row[keep].tolist()) for row, keep in zip(input_ids, mask, strict=True)]
         if not all(self.rows):
             raise RequestError("a row of the batch is empty: every prompt must have at least one token")
@@ -116,10 +120,38 @@ class GenerateCall:
         # generate makes of min_new_tokens a min_length, too, which counts the padding
         return of_row(self._processors, row, padding, self._config.min_new_tokens is not None)
 
-    def is_done(self, tokens: Sequence[int]) -> bool:
-        """Whether any of `criteria` holds for a row's tokens, those of the prompt included."""
+    def is_done(self, tokens: Sequence[int], scores: tuple[torch.Tensor, ...] | None) -> bool:
+        """Whether any of `criteria` holds.
+
+        Args:
+            tokens: of a row, those of the prompt included.
+            scores: [1, V] processed logits of each new token; None if the output has none.
+        """
         ids = torch.tensor([list(tokens)], device=self._input_ids.device)
-        return any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in self.criteria)
+        return any(bool(torch.as_tensor(criterion(ids, scores)).any()) for criterion in self.criteria)
+
+    def fill_cache(self, rows: Sequence[Sequence[LayerStates]]) -> None:
+        """Write keys and values into `cache` as a call of `generate` would have left them.
+
+        Places of padding, and those behind the end of a row, are zero.
+
+        Args:
+            rows: of each row, by layer: its states, [1, H, tokens, D] each.
+        """
+        assert self.cache is not None
+        length = self._input_ids.shape[1]
+        places = []
+        for row, mask in zip(rows, self._mask, strict=True):
+            prompt = mask.nonzero()[:, 0]
+            num_new = row[0].keys.shape[2] - len(prompt)
+            places.append(torch.cat([prompt, torch.arange(length, length + num_new, device=prompt.device)]))
+        longest = max(int(place[-1]) for place in places) + 1
+        for layers in zip(*rows, strict=True):
+            keys, values = (
+                torch.cat([_spread(part, place, longest) for part, place in zip(parts, places, strict=True)])
+                for parts in ([layer.keys for layer in layers], [layer.values for layer in layers])
+            )
+            self.cache.update(keys, values, layers[0].layer)
 
     def output(
         self,
@@ -152,7 +184,29 @@ class GenerateCall:
             sequences=sequences,  # type: ignore[arg-type]  # a Tensor of int64, as transformers' own
             scores=_by_step(scores, longest),  # type: ignore[arg-type]  # declared as a tuple of one tensor
             logits=_by_step(logits, longest),  # type: ignore[arg-type]  # declared as a tuple of one tensor
+            past_key_values=self.cache,
         )
+
+
+class LayerStates(NamedTuple):
+    """Keys and values of one layer.
+
+    Attributes:
+        layer: its index.
+        keys: [1, H, tokens, D].
+        values: [1, H, tokens, D].
+    """
+
+    layer: int
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+def _spread(states: torch.Tensor, places: torch.Tensor, length: int) -> torch.Tensor:
+    """Return [1, H, length, D] states with those given, [1, H, tokens, D], at some places, [tokens], and else zero."""
+    spread = states.new_zeros((*states.shape[:2], length, states.shape[3]))
+    spread[:, :, places] = states
+    return spread
 
 
 def _by_step(rows: Sequence[torch.Tensor] | None, num_steps: int) -> tuple[torch.Tensor, ...] | None:
@@ -237,6 +291,13 @@ def _check_mode(model: PreTrainedModel, config: GenerationConfig, assistant: Pre
             f"{given or 'generate'} asks for {mode.value}: lookahead_generate does greedy_search (do_sample=False) and"
             " sample (do_sample=True)"
         )
+    if config.cache_implementation == "quantized":
+        raise ConfigError("cache_implementation=quantized: must be left out; the cache of a tree is not quantized")
+    if "prepare_inputs_for_generation" in vars(model):
+        raise ConfigError(
+            "prepare_inputs_for_generation: was replaced on the model, as PEFT does for learned prompts;"
+            " lookahead_generate feeds the model token ids alone"
+        )
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise ConfigError(f"{name}=True: must be left out; a tree's are not those of the text")
@@ -254,8 +315,11 @@ def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torc
     """
     given = {name: value for name, value in model_kwargs.items() if value is not None and value != {}}
     if unknown := sorted(given.keys() - set(KNOWN_INPUTS)):
-        raise ConfigError(f"{unknown[0]}=...: must be left out; lookahead_generate feeds the model token ids alone")
+        what = INPUT_WORDS.get(unknown[0], f"{unknown[0]}=...")
+        raise ConfigError(f"{what}: must be left out; lookahead_generate feeds the model token ids alone")
     cache = given.get("past_key_values")
+    if isinstance(cache, QuantizedCache):
+        raise ConfigError("past_key_values: a QuantizedCache: must be a DynamicCache, or left out")
     if cache is not None and cache.get_seq_length() > 0:
         raise ConfigError("past_key_values: must be empty; lookahead_generate keeps a cache of its own")
     mask = given.get("attention_mask")
@@ -278,26 +342,3 @@ def _check_positions(positions: torch.Tensor | None, mask: torch.Tensor) -> None
         expected = mask.long().cumsum(-1) - 1
         if not torch.equal(positions[mask], expected[mask]):
             raise ConfigError("position_ids: must be left out, or count each row's tokens from 0")
-
-
-@contextmanager
-def fit_for_trees(model: PreTrainedModel) -> Iterator[None]:
-    """Put a model into eval mode and give it an attention that takes a tree's mask, for the duration of a `with` block.
-
-    Args:
-        model: the caller's; afterwards it is as it was.
-    """
-    training = [module for module in model.modules() if module.training]
-    is_fit = attention_of(model.config.get_text_config()) in ATTENTIONS
-    before = attention_settings(model)
-    try:
-        for module in training:
-            module.training = False
-        if not is_fit:
-            model.set_attn_implementation(of_text_model(model, "sdpa"))
-        yield
-    finally:
-        for module in training:
-            module.training = True
-        if not is_fit:
-            model.set_attn_implementation(before)

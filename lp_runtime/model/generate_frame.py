@@ -1,4 +1,4 @@
-"""Reads two arguments of transformers' `generate` that it does not pass to a `custom_generate` callable.
+"""Reads arguments of transformers' `generate` that it does not pass to a `custom_generate` callable.
 
 `GenerationMixin._extract_generation_mode_kwargs` (transformers 5.x) hands a callable its own keywords alone, taken from
 `generate`'s **kwargs. `streamer` and `assistant_model` are named parameters of `generate` and never among those, so no
@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from typing import NamedTuple
 
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 MAX_FRAMES = 6  # between us and `generate`: our callers, and decorators of the callable
@@ -25,10 +25,12 @@ class GenerateArguments(NamedTuple):
     Attributes:
         streamer: gets new tokens; None if the caller gave none.
         assistant_model: draft model; None if the caller gave none.
+        past_key_values: the caller's own cache; None if `generate` has made the cache.
     """
 
     streamer: BaseStreamer | None = None
     assistant_model: PreTrainedModel | None = None
+    past_key_values: Cache | None = None
 
 
 def arguments_of_generate() -> GenerateArguments:
@@ -38,5 +40,7 @@ def arguments_of_generate() -> GenerateArguments:
     for _ in range(MAX_FRAMES):
         frame = frame and frame.f_back
         if frame and frame.f_code is generate:
-            return GenerateArguments(frame.f_locals.get("streamer"), frame.f_locals.get("assistant_model"))
+            given = frame.f_locals
+            cache = (given.get("kwargs") or {}).get("past_key_values")
+            return GenerateArguments(given.get("streamer"), given.get("assistant_model"), cache)
     return GenerateArguments()

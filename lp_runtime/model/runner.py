@@ -21,13 +21,15 @@ from lp_runtime.model.attention.strict import NAME as STRICT
 from lp_runtime.model.attention.strict_passes import strict_passes
 from lp_runtime.model.attention.tree_attention import NAME as TREE
 from lp_runtime.model.cuda_graph import SIZES, CudaGraphRunner, GraphOptions
-from lp_runtime.model.hf_config import attention_of, attention_settings, context_length, of_text_model, takes_attention
+from lp_runtime.model.families import check_family
+from lp_runtime.model.hf_config import attention_of, context_length, of_text_model, takes_attention
 from lp_runtime.model.inputs import InputLayout, compile_layout, concatenated, lay_out, rounding_of
 from lp_runtime.model.kv_cache.batch import BatchedCache
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.slots import CacheSlot, SlotPool
 from lp_runtime.model.pass_timer import PassTimer
 from lp_runtime.model.step_inputs import StepInputs, StepLogits
+from lp_runtime.model.view import view_of
 from lp_runtime.utils.generators import result_of
 from lp_runtime.utils.tensors import tensor_on
 
@@ -55,7 +57,7 @@ class ModelRunner:
         timer: times passes where the device works asynchronously, so that the host is free meanwhile; else None.
 
     Raises:
-        ModelError: if the model's attention does not take a tree's mask.
+        ModelError: if the model cannot be fed a tree, or its attention does not take a tree's mask.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class ModelRunner:
         strict_tokens: int | None = None,
         own_attention: bool = False,
     ):
+        check_family(model)
         config = model.config.get_text_config()
         attention = attention_of(config)
         if attention not in (*ATTENTIONS, TREE):
@@ -82,8 +85,8 @@ class ModelRunner:
         if strict_tokens is not None and CHUNKED in self.masks.windows_by_kind:
             raise ModelError(f"{config.model_type}: chunked attention cannot be computed with exactness=strict")
         self.strict_tokens = strict_tokens
+        self._strict_view = None if strict_tokens is None else view_of(model, STRICT)
         self.prefill_chunk = prefill_chunk
-        self._num_layers = config.num_hidden_layers
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.num_prefilled_tokens = 0
         self.slots = SlotPool(self.padded_capacity)
@@ -107,7 +110,8 @@ class ModelRunner:
 
     def begin(self, slot: CacheSlot, capacity: int) -> None:
         """Empty a slot and make `capacity` tokens fit: committed ones and one step's."""
-        slot.reset(self._num_layers, self.padded_capacity(capacity))
+        num_layers = self.model.config.get_text_config().num_hidden_layers
+        slot.reset(num_layers, self.padded_capacity(capacity))
 
     def enable_graphs(self, capture: bool, compiled: bool = False) -> None:
         """Feed trees in passes of fixed sizes from now on; not with strict_tokens.
@@ -284,15 +288,10 @@ class ModelRunner:
 
     def _strict_forward(self, cache: TreeCache, layout: InputLayout, size: int) -> torch.Tensor:
         """Return [T, V] float32 logits of all tokens, from passes of `size` tokens each, the last one filled up."""
-        before = attention_settings(self.model)
-        self.model.set_attn_implementation(of_text_model(self.model, STRICT))
-        try:
-            logits = []
-            for ids, positions, mask in strict_passes(layout, size, cache.length, self.masks, self.device):
-                logits.append(self._forward(ids, positions, mask, cache, size))
-                cache.keep_writing(size)
-        finally:
-            self.model.set_attn_implementation(before)
+        logits = []
+        for ids, positions, mask in strict_passes(layout, size, cache.length, self.masks, self.device):
+            logits.append(self._forward(ids, positions, mask, cache, size, self._strict_view))
+            cache.keep_writing(size)
         return torch.cat(logits)[: len(layout.tokens)]
 
     def _forward(
@@ -302,13 +301,18 @@ class ModelRunner:
         mask: LayerMasks | None,
         cache: object,
         rows: torch.Tensor | int,
+        view: PreTrainedModel | None = None,
     ) -> torch.Tensor:
-        """Run the model on [T] tokens at [T] positions; return [n, V] float32 logits of rows [n], or of the n last."""
+        """Run the model, or a view of it, on [T] tokens at [T] positions.
+
+        Returns:
+            [n, V] float32 logits of rows [n], or of the n last.
+        """
         arguments: dict[str, object] = {"logits_to_keep": rows} if self.keeps_logits else {}
         if isinstance(cache, BatchedCache):
             arguments["batch"] = cache
         with on(self.device):
-            output = self.model(
+            output = (view or self.model)(
                 input_ids=ids[None],
                 position_ids=positions[None],
                 attention_mask=mask,

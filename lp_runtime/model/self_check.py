@@ -1,6 +1,7 @@
 """The start-up self-check: does this model compute a token tree as it computes plain text?
 
-Some architectures silently do not (position biases by index, recurrent layers): they are refused.
+Some architectures silently do not (position biases by index, recurrent layers): they are refused. Some do so only
+beyond a length: the check goes to every length that the configuration names (families.py), and a little further.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from lp_runtime.errors import ModelError, first_line
 from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.families import likely_reason, thresholds_of
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.step_inputs import StepInputs
@@ -24,7 +26,10 @@ log = logging.getLogger(__name__)
 # exact model stays an order of magnitude below; a wrong mask or position shows far above.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-4, torch.float16: 4e-2, torch.bfloat16: 2e-1}
 SHORT_PROMPT = 24
-CROSSED_BY = 8  # tokens that the prompt is longer than a window
+BEFORE_THRESHOLD = 6  # tokens that the first tree at a threshold stands before it
+CROSSED_BY = 8  # tokens that the check goes on behind a threshold
+ACCEPTED = 3  # tokens that each step at a threshold commits
+NUM_DECOYS = 12  # branches before the accepted one: places reach a threshold long before positions do
 STRICT_LENGTHS = (20, 123, 190)  # before, across and behind borders of the blocks of strict.py
 LONG_STRICT_LENGTHS = (1500, 3000)
 LONGEST_PATH = 8
@@ -34,8 +39,9 @@ LONGEST_TAIL = 10  # tokens that the check stands behind the prompt
 def check_model(model: ModelRunner) -> float:
     """Compare two tree steps, with a commit between them, against plain forward passes of the text on each path.
 
-    The prompt is long enough to cross every sliding window that a text within the model's context can cross. Where
-    several sequences in one pass differ from plain text, `model.supports_batching` is turned off.
+    Then decode across every length within the model's context beyond which the configuration says that the model may
+    attend otherwise. Where several sequences in one pass differ from plain text, `model.supports_batching` is turned
+    off.
 
     Returns:
         the largest relative difference of a node's logits.
@@ -44,21 +50,28 @@ def check_model(model: ModelRunner) -> float:
         ModelError: if the difference is above the dtype's tolerance, or the model cannot be fed a tree at all.
     """
     name = type(model.model).__name__
+    worst, where = 0.0, ""
     try:
         with model.slots.borrowed() as slot:
             worst = _worst_difference(model, slot)
+            for field, threshold in _thresholds(model).items():
+                if worst <= TOLERANCES.get(model.dtype, 0.0):
+                    worst, where = max(worst, _difference_at(model, slot, threshold)), f" around {field}={threshold}"
     except ModelError:
         raise
     except Exception as error:  # any failure of a foreign model here means the same thing: it cannot be served
         how = "" if model.strict_tokens is None else " with exactness=strict"
-        raise ModelError(f"{name} cannot be fed a token tree{how}: {first_line(error)}") from error
+        reason = likely_reason(model.model) or first_line(error)
+        raise ModelError(f"{name} cannot be fed a token tree{how}: {reason}") from error
     tolerance = TOLERANCES.get(model.dtype)
+    reason = likely_reason(model.model)
     if tolerance is None:
         raise ModelError(f"{name} computes in {model.dtype}: must be one of {', '.join(map(str, TOLERANCES))}")
     if not worst <= tolerance:
         raise ModelError(
-            f"{name} failed the start-up self-check: a tree step differs from plain text by {worst:.2g}"
+            f"{name} failed the start-up self-check: a tree step differs from plain text{where} by {worst:.2g}"
             f" (allowed: {tolerance:g}); lookahead decoding would be wrong, so this model is refused"
+            f"{reason and ': '}{reason}"
         )
     if model.strict_tokens is not None:
         _check_bits(model)
@@ -71,8 +84,7 @@ def _worst_difference(model: ModelRunner, slot: CacheSlot) -> float:
     """Return the largest relative difference between tree steps and plain text."""
     rng = random.Random(0)
     longest = sys.maxsize if model.context_length is None else model.context_length - LONGEST_TAIL
-    crossing = [window + CROSSED_BY for window in model.masks.windows if window + CROSSED_BY <= longest]
-    length = max([min(SHORT_PROMPT, longest), *crossing])
+    length = min(SHORT_PROMPT, longest)
     if length < 2:
         raise ModelError(f"a context of {model.context_length} tokens is too short to work in")
 
@@ -91,6 +103,62 @@ def _worst_difference(model: ModelRunner, slot: CacheSlot) -> float:
     branches = [tree.add_branch(below), tree.add_branch(right)]
     differences += _compare(model, slot, tree, branches, prompt + root)
     return max(differences)
+
+
+def _thresholds(model: ModelRunner) -> dict[str, int]:
+    """Return the lengths to decode across, each once, by a field of the configuration that names it."""
+    longest = sys.maxsize if model.context_length is None else model.context_length
+    fields = {
+        threshold: field
+        for field, threshold in thresholds_of(model.model.config.get_text_config()).items()
+        if threshold > BEFORE_THRESHOLD + 1 and threshold + CROSSED_BY + ACCEPTED <= longest
+    }
+    return {fields[threshold]: threshold for threshold in sorted(fields)}
+
+
+@torch.inference_mode()
+def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int) -> float:
+    """Decode across a length, in trees and one token at a time; return the largest relative difference of a node.
+
+    Args:
+        model: checked at shorter lengths.
+        slot: is fed; its content is lost.
+        threshold: in tokens.
+    """
+    log.info("%s is checked around %d tokens", type(model.model).__name__, threshold)
+    rng = random.Random(threshold)
+    start = threshold - BEFORE_THRESHOLD
+    text = [rng.randrange(model.vocabulary_size) for _ in range(threshold + CROSSED_BY + ACCEPTED)]
+    expected = _one_by_one(model, text, start)
+    model.begin(slot, len(text) + NUM_DECOYS * ACCEPTED)
+    differences = [_difference(model.prefill(slot, text[:start]), expected[:1])]
+    pending, root = start, start  # indices into the text
+    while root + ACCEPTED < len(text):
+        tree = TokenTree(text[pending : root + 1], max_depth=ACCEPTED)
+        for _ in range(NUM_DECOYS):
+            tree.add_branch([rng.randrange(model.vocabulary_size) for _ in range(ACCEPTED)])
+        nodes = [tree.root, *tree.add_branch(text[root + 1 : root + 1 + ACCEPTED])]
+        logits = model.forward(StepInputs.whole(slot, tree)).logits
+        differences += [
+            _difference(logits[node - tree.root][None], expected[root + 1 - start + depth][None])
+            for depth, node in enumerate(nodes)
+        ]
+        pending, root = root + 1, root + ACCEPTED
+    return max(differences)
+
+
+def _one_by_one(model: ModelRunner, text: list[int], start: int) -> torch.Tensor:
+    """Return [n, V] float32 logits as `generate` computes them: of text[start - 1], and of each token from start on."""
+    keep = {"logits_to_keep": 1} if model.keeps_logits else {}
+    cache = None
+    logits: list[torch.Tensor] = []
+    for tokens in (text[:start], *([token] for token in text[start:])):
+        ids = torch.tensor([tokens], dtype=torch.int64, device=model.device)
+        positions = torch.arange(len(tokens), device=model.device)[None] + (start + len(logits) - 1 if logits else 0)
+        output = model.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, **keep)
+        cache = output.past_key_values
+        logits.append(output.logits[0, -1].float())
+    return torch.stack(logits)
 
 
 def _compare(
@@ -113,7 +181,8 @@ def _plain_logits(model: ModelRunner, tokens: list[int], num_last: int) -> torch
     """Return [num_last, V] float32 logits of a text's last tokens, fed without a cache."""
     ids = torch.tensor([tokens], dtype=torch.int64, device=model.device)
     keep = {"logits_to_keep": num_last} if model.keeps_logits else {}
-    return model.model(input_ids=ids, use_cache=False, **keep).logits[0, -num_last:].float()
+    positions = torch.arange(len(tokens), device=model.device)[None]
+    return model.model(input_ids=ids, position_ids=positions, use_cache=False, **keep).logits[0, -num_last:].float()
 
 
 def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -9,12 +9,13 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import FunctionType
 
 import numpy as np
 import torch
 from transformers.generation import logits_process as library
 
-from lp_runtime.errors import ConfigError, RequestError, unforeseen_as
+from lp_runtime.errors import ConfigError, RequestError, first_line, unforeseen_as
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.sampling.types import LogitsProcessor
 from lp_runtime.utils.tensors import tensor_on
@@ -33,8 +34,7 @@ CONTEXT_FREE = (
     library.InfNanRemoveLogitsProcessor,
     library.LogitNormalization,
 )
-# Processors that treat the rows of a batch alike, each with its own prefix: one call for all nodes of a depth. Any
-# other processor, a user's own above all, may take its batch for several prompts: it gets one call a node.
+# Processors that treat the rows of a batch alike, each with its own prefix: one call for all nodes of a depth.
 ROW_BY_ROW = (
     library.RepetitionPenaltyLogitsProcessor,
     library.NoRepeatNGramLogitsProcessor,
@@ -47,32 +47,41 @@ ROW_BY_ROW = (
     library.ExponentialDecayLengthPenalty,
     library.SuppressTokensAtBeginLogitsProcessor,
 )
-# Processors that remember their earlier calls, one a token: they cannot be asked about tokens that may never come.
-STATEFUL = (
-    library.UnbatchedClassifierFreeGuidanceLogitsProcessor,
-    library.ClassifierFreeGuidanceLogitsProcessor,
-    library.SynthIDTextWatermarkLogitsProcessor,
-    library.WhisperTimeStampLogitsProcessor,
-)
+# Processors that need more than one prompt's tokens and scores in a call.
+UNSUPPORTED = (library.ClassifierFreeGuidanceLogitsProcessor, library.WhisperTimeStampLogitsProcessor)
+# Processors that cannot be copied for each row of a batch: this one holds the whole model.
+ONE_PROMPT = (library.UnbatchedClassifierFreeGuidanceLogitsProcessor,)
 # Processors made from the prompt, of which a padded batch has several.
 OF_THE_PROMPT = (library.EncoderRepetitionPenaltyLogitsProcessor, library.EncoderNoRepeatNGramLogitsProcessor)
+# Processors that depend on their arguments alone, but do with one row at a time: one call a node.
+PREFIX_ONLY = (*OF_THE_PROMPT, library.WatermarkLogitsProcessor)
+
+
+def is_ordered(processor: object) -> bool:
+    """Whether a processor must be called as `generate` calls it: once a committed token, in order.
+
+    That is any processor that may keep a state between calls: one that is not known here, and that does not say
+    `prefix_only = True` of itself (its scores depend on its two arguments alone). A subclass may do anything.
+    """
+    known = (*CONTEXT_FREE, *ROW_BY_ROW, *PREFIX_ONLY)
+    return type(processor) not in known and not getattr(processor, "prefix_only", False)
 
 
 class TreeProcessors:
     """A list of logits processors, applied in order to the nodes of trees.
 
     Args:
-        processors: called as processor(input_ids [b, l] int64, scores [b, V] float32) -> [b, V]; what they return must
-            depend on their arguments alone.
+        processors: called as processor(input_ids [b, l] int64, scores [b, V] float32) -> [b, V].
         device: the logits' device.
         reports: whether an exception of a processor is raised as a RequestError, the request's fault, instead of as it
             is.
 
     Attributes:
         device: the logits' device.
+        are_ordered: whether a processor must be called once a committed token, in order: by `process_next` only.
 
     Raises:
-        ConfigError: if one of them keeps a state between calls.
+        ConfigError: if one of them cannot process one prompt at a time.
     """
 
     def __init__(self, processors: Iterable[LogitsProcessor], device: torch.device, reports: bool = False):
@@ -81,7 +90,7 @@ class TreeProcessors:
         self.device = device
         self._ids = torch.empty(0, dtype=torch.int64, device=device)  # the committed tokens
         check_processors(self._processors)
-        # By exact type: a subclass may do anything.
+        self.are_ordered = any(map(is_ordered, self._processors))
         self._needs_prefixes = any(type(processor) not in CONTEXT_FREE for processor in self._processors)
 
     @property
@@ -92,7 +101,7 @@ class TreeProcessors:
     def __call__(
         self, logits: torch.Tensor, tree: TokenTree, nodes: Sequence[int] | np.ndarray, tokens: Sequence[int]
     ) -> torch.Tensor:
-        """Process the logits of some nodes.
+        """Process the logits of some nodes, none of whose processors is ordered.
 
         Args:
             logits: [n, V] float32, not changed.
@@ -121,15 +130,38 @@ class TreeProcessors:
             else:
                 for rows, _, prefixes in groups:
                     for row, prefix in zip(rows, prefixes.split(1), strict=True):
-                        with self._guarded(processor):
-                            processed = processor(prefix, scores[row : row + 1].clone())
-                        if processed.shape != (1, scores.shape[1]):
-                            raise ConfigError(
-                                f"{type(processor).__name__}: of scores of shape {(1, scores.shape[1])} it made"
-                                f" {tuple(processed.shape)}; it must do with one prompt at a time"
-                            )
-                        scores[row] = processed[0]
+                        scores[row : row + 1] = self._call(processor, prefix, scores[row : row + 1].clone())
         return scores
+
+    def process_next(self, logits: torch.Tensor, prefix: Sequence[int]) -> torch.Tensor:
+        """Process the logits behind a prefix, as `generate` does for every new token.
+
+        Args:
+            logits: [1, V] float32, not changed.
+            prefix: [l] prompt and committed tokens.
+
+        Returns:
+            [1, V] float32 scores.
+
+        Raises:
+            ConfigError, RequestError: see `__call__`.
+        """
+        scores = logits.clone()
+        ids = tensor_on(self.device, prefix)[None]
+        for processor in self._processors:
+            scores = self._call(processor, ids, scores)
+        return scores
+
+    def _call(self, processor: LogitsProcessor, prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return what a processor makes of one row of scores, [1, V], behind a prefix, [1, l]."""
+        with self._guarded(processor):
+            processed = processor(prefix, scores)
+        if processed.shape != scores.shape:
+            raise ConfigError(
+                f"{type(processor).__name__}: of scores of shape {tuple(scores.shape)} it made"
+                f" {tuple(processed.shape)}; it must do with one prompt at a time"
+            )
+        return processed
 
     def _guarded(self, processor: object) -> AbstractContextManager:
         """Return a context that turns a processor's exceptions into RequestErrors, if that is asked for."""
@@ -190,12 +222,32 @@ def of_row(
             processor = library.PrefixConstrainedLogitsProcessor(partial(_allowed_tokens, allowed, row), num_beams=1)
         elif isinstance(processor, OF_THE_PROMPT):
             raise ConfigError(f"{type(processor).__name__}: is for one prompt without padding at a time")
+        elif is_ordered(processor):
+            processor = _copied(processor)
         elif name := COUNTS_FROM.get(type(processor)):
             processor = _shifted(processor, name, padding)
         elif type(processor) is library.MinLengthLogitsProcessor and pads_min_length:
             processor = _shifted(processor, "min_length", padding)
         alone.append(processor)
     return alone
+
+
+def _copied(processor: LogitsProcessor) -> LogitsProcessor:
+    """Return a copy of a processor that may keep a state, for one row of a batch.
+
+    Raises:
+        ConfigError: if the copy might share the state, or cannot be made.
+    """
+    name = getattr(processor, "__name__", type(processor).__name__)
+    if isinstance(processor, (FunctionType, *ONE_PROMPT)):
+        raise ConfigError(
+            f"{name}: may keep a state that the rows of a batch would share; give one prompt at a time, or set"
+            " prefix_only = True on it if its scores depend on its arguments alone"
+        )
+    try:
+        return copy.deepcopy(processor)
+    except Exception as error:  # of a foreign class
+        raise ConfigError(f"{name}: cannot be copied for each row of a batch: {first_line(error)}") from error
 
 
 def _allowed_tokens(allowed: Allowed, row: int, _: int, prefix: torch.Tensor) -> list[int]:
@@ -217,12 +269,10 @@ def check_processors(processors: Iterable[object]) -> None:
         processors: what a caller gave as processors.
 
     Raises:
-        ConfigError: if a processor cannot be called, or keeps a state between calls.
+        ConfigError: if a processor cannot be called, or needs more than one prompt in a call.
     """
     for processor in processors:
         if not callable(processor):
             raise ConfigError(f"processors: {processor!r} is not a LogitsProcessor")
-        if isinstance(processor, STATEFUL):
-            raise ConfigError(
-                f"{type(processor).__name__}: keeps a state from token to token, so it cannot process a tree"
-            )
+        if isinstance(processor, UNSUPPORTED):
+            raise ConfigError(f"{type(processor).__name__}: must be left out; it needs more than a prompt's own tokens")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from lp_runtime.launchers.base import Launcher
+from lp_runtime.sampling.processors import is_ordered
 from lp_runtime.scheduler.job import Job, JobLease
 from lp_runtime.scheduler.lp_degree import DegreeSpeeds
 
@@ -86,7 +87,7 @@ class Allocator:
         """Return the largest number of replicas that are of use to a job."""
         if job.gpus is not None:
             return job.gpus
-        if self._policy == "throughput":
+        if self._policy == "throughput" or any(map(is_ordered, job.request.processors)):
             return 1
         num_replicas = self._launcher.num_replicas
         if self._policy == "latency":

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.ranks import CPU, run_ranks
-from transformers import LogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers import ClassifierFreeGuidanceLogitsProcessor, LogitsProcessor
 
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
@@ -159,8 +159,8 @@ def test_the_models_own_defaults_apply_unless_overridden(random_model):
 
 
 def test_a_processor_that_cannot_do_trees_is_one_line(loop):
-    processors = (UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, None),)
-    with pytest.raises(ConfigError, match="^UnbatchedClassifierFreeGuidanceLogitsProcessor: keeps a state"):
+    processors = (ClassifierFreeGuidanceLogitsProcessor(1.5),)
+    with pytest.raises(ConfigError, match="^ClassifierFreeGuidanceLogitsProcessor: must be left out"):
         decode(loop, Request(PROMPT, PLAIN, 4, processors=processors))
     assert decode(loop, Request(PROMPT, PLAIN, 4, sampling=SamplingConfig(bad_words_ids=[])))[1].num_steps == 4
 

@@ -92,9 +92,9 @@ def test_a_share_without_nodes():
     assert processors(torch.empty((0, 16)), make_tree(), [], TEXT).shape == (0, 16)
 
 
-def test_processors_with_a_memory_are_refused():
-    processor = library.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, None)
-    with pytest.raises(ConfigError, match="UnbatchedClassifierFreeGuidanceLogitsProcessor: keeps a state"):
+def test_processors_of_two_prompts_at_once_are_refused():
+    processor = library.ClassifierFreeGuidanceLogitsProcessor(1.5)
+    with pytest.raises(ConfigError, match="ClassifierFreeGuidanceLogitsProcessor: must be left out"):
         TreeProcessors([processor], CPU)
 
 

@@ -5,8 +5,9 @@ import torch
 
 from lp_runtime.lookahead.drafters.best_first.tables import ENTRY, K, margin_of
 from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.sampling.packing import BLOCK
 from lp_runtime.sampling.processors import TreeProcessors
-from lp_runtime.sampling.sampler import BLOCK, Sampler, top_k
+from lp_runtime.sampling.sampler import Sampler, top_k
 
 CPU = torch.device("cpu")
 

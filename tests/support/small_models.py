@@ -76,6 +76,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             "intermediate_size_mlp": 64,
             "layer_types": ["chunked_attention", "full_attention"],
             "no_rope_layers": [1, 0],
+            "attn_temperature_tuning": False,
         },
     ),
 }
@@ -87,10 +88,13 @@ REFUSED: dict[str, tuple[str, dict, str]] = {
     "gpt_neo": (
         "GPTNeo",
         {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},
-        "failed the start-up self-check",
+        "layers of type local have window_size=8",
     ),
     "mamba": ("Mamba", {"state_size": 8}, "carry a state from token to token"),
-    "rwkv": ("Rwkv", {}, "failed the start-up self-check"),
+    "rwkv": ("Rwkv", {}, "carry a state from token to token"),
+    "doge": ("Doge", {"keep_window_size": 64}, "keeps the best keep_window_size=64 of all keys"),
+    "llama4_scaled": ("Llama4", {"no_rope_layers": [1, 0], "floor_scale": 100}, "floor_scale=100"),
+    "openai_gpt": ("OpenAIGPT", {"n_embd": 32, "n_layer": 2, "n_head": 4}, "has no KV cache"),
     "jamba": ("Jamba", {}, "carry a state from token to token"),
     "recurrent_gemma": ("RecurrentGemma", {}, "cannot be fed a token tree"),
     "qwen3_next": ("Qwen3Next", {}, "carry a state from token to token"),

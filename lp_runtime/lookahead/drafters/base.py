@@ -129,6 +129,10 @@ class Drafter(ABC):
         """
         return accept(tree, found.successors)
 
+    def may_accept(self, node: int) -> bool:
+        """Whether `accept` may go on to a node of the tree that was proposed last."""
+        return True
+
     @abstractmethod
     def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
         """Learn from the prefill.

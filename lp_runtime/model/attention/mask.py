@@ -19,8 +19,7 @@ from lp_runtime.utils.jit import compiled, with_fresh_cache
 from lp_runtime.utils.tensors import tensor_on
 
 FULL, SLIDING, CHUNKED = KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-ALIBI_MODELS = ("bloom", "mpt")
-WINDOW_FIELDS = ("sliding_window", "attention_chunk_size", "window_size")
+STATEFUL = ("linear_attention", "hybrid", "hybrid_sliding", "recurrent")  # kinds of layers
 
 LayerMasks = torch.Tensor | dict[str, torch.Tensor]
 
@@ -108,7 +107,6 @@ class MaskBuilder:
 
     Attributes:
         form: the form of the masks.
-        windows: lengths, in tokens, of the sliding windows and chunks that layers may have.
         by_kind: whether the model takes a mask for each kind of layer, by name, and not one for all.
         is_own: whether the attention is that of tree_attention.py.
         windows_by_kind: sliding window of each kind of layer, in tokens; 0 without one.
@@ -129,8 +127,6 @@ class MaskBuilder:
         self.by_kind = bool(kinds - {FULL})
         self._kinds = kinds if self.by_kind else {FULL if kinds or not self._sliding_window else SLIDING}
         self.windows_by_kind = {kind: self._sliding_window if kind == SLIDING else 0 for kind in self._kinds}
-        # Every name under which a model keeps a length beyond which it attends otherwise, used here or not.
-        self.windows: list[int] = [length for name in WINDOW_FIELDS if (length := getattr(config, name, None))]
 
     def build(self, parents: Sequence[int] | np.ndarray, positions: torch.Tensor, num_cached: int) -> LayerMasks:
         """Return the mask of a step, or one for each kind of layer by name, in the shape that `form` says.
@@ -212,13 +208,11 @@ def _layer_kinds(config: PreTrainedConfig) -> set[str]:
     """
     kinds = set(getattr(config, "layer_types", None) or ())
     if unknown := kinds - set(KINDS):
-        raise ModelError(
-            f"{config.model_type}: layers of type {min(unknown)} cannot be fed a token tree: they carry a state"
-            " from token to token, or mix neighbours, whatever the mask says"
+        kind = min(unknown)
+        why = (
+            "carry a state from token to token, or mix neighbours, whatever the mask says"
+            if kind in STATEFUL or "conv" in kind or "mamba" in kind
+            else "are not known to depend on positions and the mask alone"
         )
-    if getattr(config, "alibi", False) or getattr(config, "model_type", None) in ALIBI_MODELS:
-        raise ModelError(
-            f"{config.model_type}: cannot be fed a token tree: its position biases (ALiBi) go by a token's place"
-            " in the input, not by its position"
-        )
+        raise ModelError(f"{config.model_type}: layers of type {kind} cannot be fed a token tree: they {why}")
     return kinds

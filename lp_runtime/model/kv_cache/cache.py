@@ -175,6 +175,12 @@ class TreeCache(Cache):
         """Return the whole keys and values of a layer that has been used, [1, H, capacity, D] each."""
         return self._layers[layer].keys, self._layers[layer].values
 
+    def committed(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Yield (index, keys, values) of each layer that has been used, [1, H, committed tokens, D] each: views."""
+        for index, layer in enumerate(self._layers):
+            if layer.is_initialized:
+                yield index, layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
+
     @contextmanager
     def writing_at(self, positions: torch.Tensor) -> Iterator[None]:
         """Have forward passes write their tokens at given places of the cache, for the duration of a `with` block.

@@ -80,16 +80,6 @@ def test_full_layers_alone_ignore_a_window_that_the_config_mentions():
     assert build(sliding_window=3, layer_types=["full_attention"])[0, 0].int().tolist() == FULL
 
 
-def test_windows():
-    def windows(**config):
-        return MaskBuilder(SimpleNamespace(**config), "sdpa", torch.float32, CPU).windows
-
-    assert windows() == windows(sliding_window=None) == []
-    assert windows(sliding_window=7) == [7]
-    assert windows(sliding_window=7, layer_types=["sliding_attention", "full_attention"]) == [7]
-    assert windows(sliding_window=7, attention_chunk_size=9) == [7, 9]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_on_a_gpu_our_own_attention_takes_masks_of_the_tree_alone(dtype):
     """Where a layer hides committed tokens, a boolean mask of all keys."""

@@ -86,6 +86,9 @@ class PaperDrafter(CountingDrafter):
             accepted, path = accepted[: num_guessed + 1], path[:num_guessed]
         return accepted, path
 
+    def may_accept(self, node: int) -> bool:
+        return not self._only_guesses or node in self._guess_nodes
+
     def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
         self.pool.insert_text(tokens, self._pool_first, len(self._prompt))
 

@@ -1,0 +1,143 @@
+"""Packing of top-k candidates into the integers that travel, on a CPU; sampler.py says how they are laid out.
+
+Letters: n nodes, V vocabulary, K top-k candidates.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+
+from lp_runtime.lookahead.drafters.best_first.tables import ENTRY, ID_BITS, MARGINS, MAX_MARGIN, UNITS_PER_NAT, K
+from lp_runtime.utils.jit import bound, compiled, with_fresh_cache
+
+MAX_VOCABULARY = 1 << ID_BITS
+NO_TOKEN = MAX_VOCABULARY - 1  # packed where a node has fewer than K candidates
+MARGIN_BITS = 8
+HALF_BITS = 32  # of a packed integer: a candidate with its margin, or a successor
+HALF_MASK = (1 << HALF_BITS) - 1
+BLOCK = 64  # scores that are compared at once on a CPU
+
+
+@functools.cache
+def compile_sampler() -> None:
+    """Compile this module's functions, or load them from disk; once a process."""
+
+    def use() -> None:
+        """Pack and unpack one node."""
+        packed = np.zeros((1, 2), np.int64)
+        pack_kernel()(np.zeros((1, 3), np.float32), 2, packed)
+        unpack_kernel()(packed, 2, np.empty((1, ENTRY), np.int32))
+
+    with_fresh_cache(use)
+
+
+@functools.cache
+def pack_kernel() -> Callable[[np.ndarray, int, np.ndarray], None]:
+    """Return `pack_top_k` for arguments of its types."""
+    return bound(pack_top_k, np.zeros((1, 1), np.float32), 0, np.zeros((1, 1), np.int64))
+
+
+@functools.cache
+def unpack_kernel() -> Callable[[np.ndarray, int, np.ndarray], None]:
+    """Return `unpack_top_k` for arguments of its types."""
+    return bound(unpack_top_k, np.zeros((1, 1), np.int64), 0, np.zeros((1, 1), np.int32))
+
+
+@compiled(makes_arrays=True)
+def pack_top_k(scores: np.ndarray, num: int, packed: np.ndarray) -> None:
+    """Find the likeliest tokens of each row on a CPU and pack them with their margins, in one pass over the scores.
+
+    Args:
+        scores: [n, V] float32; a token whose score is -inf is not among the likeliest.
+        num: K.
+        packed: [n, width] int64; all but the first column is written.
+    """
+    ids, values = np.empty(num + 1, dtype=np.int64), np.empty(num + 1, dtype=np.float32)
+    for row in range(scores.shape[0]):
+        line = scores[row]
+        ids[:] = NO_TOKEN
+        values[:] = -np.inf
+        smallest = values[num - 1]
+        for start in range(0, line.size, BLOCK):
+            block = line[start : start + BLOCK]
+            if block.size == BLOCK:
+                num_larger = np.int32(0)
+                for place in range(BLOCK):  # of most blocks no more than this is done, many tokens at once
+                    num_larger += np.int32(block[place] > smallest)
+                if num_larger == 0:
+                    continue
+            for token in range(start, start + block.size):
+                if line[token] > smallest:
+                    insert_candidate(ids, values, num, token, line[token])
+                    smallest = values[num - 1]
+        pack_words(ids, values, num, packed, row)
+
+
+@compiled
+def insert_candidate(ids: np.ndarray, values: np.ndarray, num: int, token: int, score: float) -> None:
+    """Insert a token among a row's candidates by its score, and drop the last one.
+
+    Args:
+        ids: [K + 1] int64 token ids.
+        values: [K + 1] float32 scores, the largest first.
+        num: K.
+        token: token id.
+        score: larger than that of the last candidate.
+    """
+    rank = num - 1
+    while rank > 0 and values[rank - 1] < score:
+        values[rank], ids[rank] = values[rank - 1], ids[rank - 1]
+        rank -= 1
+    values[rank], ids[rank] = score, token
+
+
+@compiled
+def pack_words(ids: np.ndarray, values: np.ndarray, num: int, packed: np.ndarray, row: int) -> None:
+    """Write a row's candidates and their margins, two to an integer, from column 1 on.
+
+    Args:
+        ids: [K + 1] int64 token ids.
+        values: [K + 1] float32 scores, the largest first.
+        num: K.
+        packed: [n, width] int64, written to.
+        row: the row to write.
+    """
+    for rank in range(0, num, 2):
+        word = np.int64(0)
+        for half in range(2):
+            token, margin = np.int64(NO_TOKEN), np.int64(MAX_MARGIN)
+            if rank + half < num and values[rank + half] > -np.inf:
+                token = ids[rank + half]
+                margin = np.int64(0)
+                if values[rank + half] < values[0]:  # and not both infinite
+                    margin = np.int64(min(np.rint((values[0] - values[rank + half]) * UNITS_PER_NAT), MAX_MARGIN))
+            word |= ((token << MARGIN_BITS) | margin) << (HALF_BITS * half)
+        packed[row, 1 + rank // 2] = word
+
+
+@compiled
+def unpack_top_k(packed: np.ndarray, num: int, entries: np.ndarray) -> None:
+    """Unpack top-k candidates and their margins into entries as best_first/tables.py lays them out.
+
+    Args:
+        packed: [n, width] int64.
+        num: how many candidates travelled; with fewer than K of tables.py, margins are left out.
+        entries: [n, ENTRY] int32; all of it is written, with -1 where there is nothing.
+    """
+    for row in range(len(packed)):
+        for place in range(ENTRY):
+            entries[row, place] = -1
+        for rank in range(num):
+            word = (packed[row, 1 + (rank >> 1)] >> (HALF_BITS * (rank & 1))) & HALF_MASK
+            token = word >> MARGIN_BITS
+            entries[row, rank] = -1 if token == NO_TOKEN else token
+        if num == K:
+            for place in range(K // 4):
+                margins = np.int64(0)
+                for rank in range(4 * place, 4 * place + 4):
+                    word = packed[row, 1 + (rank >> 1)] >> (HALF_BITS * (rank & 1))
+                    margins |= (word & MAX_MARGIN) << (8 * (rank & 3))
+                entries[row, MARGINS + place] = np.int32(margins)

@@ -1,0 +1,183 @@
+"""Processors that keep a state are called as `generate` calls them: once a committed token, in order."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from support.stateful import STATEFUL, Budget, EveryThird, GrewByOne, MovingAverage
+from transformers import AutoModelForCausalLM, LogitsProcessor, SynthIDTextWatermarkingConfig
+
+from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig, lookahead_generate
+from lp_runtime.config.lookahead import PLAIN
+from lp_runtime.distributed.group import Group
+from lp_runtime.engine.engine import Engine
+from lp_runtime.engine.output import Report
+from lp_runtime.engine.request import Request
+from lp_runtime.errors import ConfigError
+from lp_runtime.model.runner import ModelRunner
+
+PROMPT = (3, 5, 7, 11, 3, 5, 7)
+SETTINGS = {
+    "default": LookaheadConfig(),
+    "5,3,5": LookaheadConfig(W=5, N=3, G=5),
+    "paper": LookaheadConfig(W=7, N=5, G=7, drafter="paper"),
+    "paper, guesses only": LookaheadConfig(W=7, N=5, G=7, drafter="paper", acceptance="guesses"),
+}
+PICKLED = {name: make for name, make in STATEFUL.items() if name != "closure"}
+
+
+@pytest.fixture(scope="module")
+def model(demo_model_dir):
+    return AutoModelForCausalLM.from_pretrained(demo_model_dir, dtype=torch.float32).eval()
+
+
+def generated(model, processor, num_tokens=40, **options) -> list[int]:
+    """What plain `generate` makes of PROMPT."""
+    ids = model.generate(
+        torch.tensor([PROMPT]), logits_processor=[processor], max_new_tokens=num_tokens, eos_token_id=None, **options
+    )
+    return ids[0, len(PROMPT) :].tolist()
+
+
+def decode(model, request, group=None, num_outputs=None) -> tuple[list[int], Report | None]:
+    """New tokens and report of a request, or only what the first outputs hold; there is no report then."""
+    tokens: list[int] = []
+    for number, event in enumerate(Engine(ModelRunner(model, 2048), group or Group.alone()).run(request)):
+        if isinstance(event, Report):
+            return tokens, event
+        if number == num_outputs:
+            break
+        tokens += event.token_ids
+    return tokens, None
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_greedy_in_the_drop_in_is_generates_own(model, name, setting):
+    make = STATEFUL[name]
+    expected = generated(model, make())
+    ours = generated(
+        model, make(), custom_generate=lookahead_generate, lookahead=replace(SETTINGS[setting], draft_tables="request")
+    )
+    assert ours == expected != generated(model, lambda ids, scores: scores)
+
+
+@pytest.mark.parametrize("name", PICKLED)
+def test_samples_are_those_of_one_token_a_step_and_steps_are_saved(model, name):
+    request = Request(PROMPT, LookaheadConfig(W=7, N=5, G=7), 40, processors=(PICKLED[name](),))
+    for sampling in (SamplingConfig(), SamplingConfig(temperature=0.8, top_p=0.95, seed=3)):
+        request = replace(request, sampling=sampling)
+        expected, report = decode(model, replace(request, lookahead=PLAIN))
+        assert report.num_steps == len(expected) == 40
+        found, report = decode(model, request)
+        assert found == expected
+    greedy, report = decode(model, replace(request, sampling=SamplingConfig()))
+    assert greedy == generated(model, PICKLED[name]())
+    assert report.num_steps < 40
+
+
+@pytest.mark.parametrize("name", PICKLED)
+def test_another_attempt_goes_on_with_the_state_that_was_lost(model, name):
+    request = Request(PROMPT, LookaheadConfig(W=7, N=5, G=7), 30, processors=(PICKLED[name](),))
+    expected, _ = decode(model, request)
+    for num_outputs in (1, 3, 6):
+        committed, _ = decode(model, request, num_outputs=num_outputs)
+        rest, report = decode(model, replace(request, committed=tuple(committed)))
+        assert committed + rest == expected
+        assert report is not None
+
+
+def on_a_rank(rank: int, num_replicas: int, folder: str) -> dict[str, tuple[list[int], int]]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    group = Group(rank, num_replicas, torch.device("cpu"))
+    found = {}
+    for name, make in PICKLED.items():
+        request = Request(PROMPT, LookaheadConfig(W=7, N=5, G=7), 24, processors=(make(),))
+        tokens, report = decode(model, request, group)
+        found[name] = tokens, report.num_steps
+    return found
+
+
+def test_replicas_that_share_a_request_agree(model, demo_model_dir):
+    alone = {}
+    for name, make in PICKLED.items():
+        request = Request(PROMPT, LookaheadConfig(W=7, N=5, G=7), 24, processors=(make(),))
+        tokens, report = decode(model, request)
+        alone[name] = tokens, report.num_steps
+    assert run_ranks(on_a_rank, 2, str(demo_model_dir)) == [alone, alone]
+
+
+def test_calls_end_with_the_sequence(model):
+    """As many calls as new tokens, and none behind an end-of-sequence token."""
+    counter = EveryThird()
+    plain = generated(model, EveryThird())
+    end = plain[17]
+    num_expected = plain.index(end) + 1
+    model.generate(
+        torch.tensor([PROMPT]), custom_generate=lookahead_generate, logits_processor=[counter], max_new_tokens=40,
+        eos_token_id=end,
+    )  # fmt: skip
+    assert counter.num_calls == num_expected
+
+
+@pytest.mark.parametrize("make", [EveryThird, GrewByOne, MovingAverage, lambda: Budget(4, (9, 8))])
+def test_every_row_of_a_batch_has_a_state_of_its_own(model, make):
+    rows = torch.tensor([PROMPT, PROMPT[::-1]])
+    expected = [
+        model.generate(row[None], logits_processor=[make()], max_new_tokens=20, eos_token_id=None)[0].tolist()
+        for row in rows
+    ]
+    options = {"max_new_tokens": 20, "eos_token_id": None, "custom_generate": lookahead_generate}
+    assert model.generate(rows, logits_processor=[make()], **options).tolist() == expected
+
+
+def test_a_state_that_rows_would_share_is_refused(model):
+    options = {"max_new_tokens": 8, "eos_token_id": None, "custom_generate": lookahead_generate}
+    rows = torch.tensor([PROMPT, PROMPT])
+    with pytest.raises(ConfigError, match="^process: may keep a state that the rows of a batch would share"):
+        model.generate(rows, logits_processor=[STATEFUL["closure"]()], **options)
+
+    class Uncopied(EveryThird):
+        def __deepcopy__(self, memo):
+            raise RuntimeError("no\ncopy")
+
+    with pytest.raises(ConfigError, match="^Uncopied: cannot be copied for each row of a batch: no$"):
+        model.generate(rows, logits_processor=[Uncopied()], **options)
+
+
+class Bans(LogitsProcessor):
+    """Depends on its arguments alone, and says so."""
+
+    prefix_only = True
+
+    def __call__(self, input_ids, scores):
+        scores[:, input_ids[0, -1]] = -torch.inf
+        return scores
+
+
+def test_a_processor_of_prefixes_alone_is_shared_by_replicas(model, demo_model_dir):
+    with LookaheadRuntime(
+        str(demo_model_dir), gpus=2, device="cpu", dtype="float32", lookahead=LookaheadConfig(W=7, N=5, G=7)
+    ) as runtime:
+        found = {}
+        for processor in (Bans(), EveryThird()):
+            deltas = list(runtime.stream(list(PROMPT), 60, eos=False, processors=[processor], trace=True))
+            found[type(processor)] = {rank for delta in deltas for rank in delta.found_by}
+            token_ids = [token for delta in deltas for token in delta.token_ids]
+            assert token_ids == generated(model, type(processor)(), 60)
+    assert found == {Bans: {0, 1}, EveryThird: {0}}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"guidance_scale": 1.5, "negative_prompt_ids": torch.tensor([[2, 4, 6]])},
+        {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3], context_history_size=16)},
+    ],
+    ids=["guidance", "synthid"],
+)
+def test_the_librarys_own_that_keep_a_state(model, options):
+    expected = generated(model, lambda ids, scores: scores, 24, **options)
+    ours = generated(model, lambda ids, scores: scores, 24, custom_generate=lookahead_generate, **options)
+    assert ours == expected

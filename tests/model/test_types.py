@@ -1,0 +1,63 @@
+"""A part of `benchmarks/correctness.py types`: types of models are decoded as `generate` decodes them, or refused."""
+
+import pytest
+from support.causal_configs import DEFAULT, TYPES, small_config, variants_of
+from support.causal_types import outcome_of
+
+EXACT = [
+    ("deepseek_v3", DEFAULT),
+    ("gemma3n_text", "shared layers"),
+    ("gpt2", DEFAULT),
+    ("llama", "dynamic RoPE"),
+    ("llama4_text", "no scaled queries"),
+    ("mimo_v2_flash", "sliding_window=8"),
+    ("nemotron", DEFAULT),
+]
+REFUSED = [
+    ("doge", DEFAULT),
+    ("falcon", "ALiBi"),
+    ("gpt_neo", "window_size=40"),
+    ("lfm3", DEFAULT),
+    ("mamba", DEFAULT),
+    ("prophetnet", DEFAULT),
+]
+# Attention that reads a token's place in the input, or the number of keys, from a threshold on.
+THRESHOLDS = [("doge", "keep_window_size=40"), ("llama4_text", "floor_scale=40")]
+
+
+@pytest.mark.parametrize(("model_type", "variant"), EXACT)
+def test_is_decoded_as_generate_decodes_it(model_type, variant):
+    outcome = outcome_of(model_type, variants_of(model_type)[variant])
+    assert outcome.kind == "exact", outcome.reason
+    assert not outcome.reason  # the output is varied enough to show something
+
+
+def test_positions_that_a_model_would_count_otherwise_by_itself_are_given():
+    outcome = outcome_of("roberta", variants_of("roberta")[DEFAULT])
+    assert outcome.kind == "exact", outcome.reason
+
+
+@pytest.mark.parametrize(("model_type", "variant"), REFUSED)
+def test_is_refused_in_one_line(model_type, variant):
+    outcome = outcome_of(model_type, variants_of(model_type)[variant])
+    assert outcome.kind == "refused", outcome.reason
+
+
+@pytest.mark.parametrize(("model_type", "variant"), THRESHOLDS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_threshold_that_the_shortest_check_does_not_reach_is_no_trap(model_type, variant, seed):
+    outcome = outcome_of(model_type, variants_of(model_type)[variant], prompts=(12,), seed=seed)
+    assert outcome.kind in ("exact", "refused"), outcome.reason
+
+
+def test_every_field_that_may_be_a_length_has_variants():
+    fields = {(model_type, variant.split("=")[0]) for model_type in TYPES for variant in variants_of(model_type)}
+    assert {
+        ("doge", "keep_window_size"),
+        ("gpt_neo", "window_size"),
+        ("inkling_text", "log_scaling_n_floor"),
+        ("llama4", "floor_scale"),
+        ("ministral3", "original_max_position_embeddings"),
+        ("mistral", "sliding_window"),
+    } <= fields
+    assert small_config("doge", variants_of("doge")["keep_window_size=40"]).keep_window_size == 40
