@@ -7,12 +7,30 @@ identity        one seed, one output: random models, settings, numbers of replic
 distribution    sampled tokens against the probabilities that transformers gives them
 half_precision  outputs in bfloat16 with exactness=fast and exactness=strict
 types           every type of transformers' causal LM mapping: exact, or refused in one line
+random_configs  greedy decoding of models whose attention is configured at random
+shared_model    one model object under several threads and interrupts
+wrapped_models  adapters, caches, compiled and offloaded models, and other wrappers: exact, or refused in one line
+transformers_tests  transformers' own generation tests, with `generate` routed through the drop-in
 fuzz            malformed HTTP requests and command lines are refused
 """
 
 from common import run_command
 
-STUDIES = {name: name for name in ("equality", "identity", "distribution", "half_precision", "types", "fuzz")}
+STUDIES = {
+    name: name
+    for name in (
+        "equality",
+        "identity",
+        "distribution",
+        "half_precision",
+        "types",
+        "random_configs",
+        "shared_model",
+        "wrapped_models",
+        "transformers_tests",
+        "fuzz",
+    )
+}
 
 if __name__ == "__main__":
     run_command(__doc__, STUDIES)

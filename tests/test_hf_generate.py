@@ -205,8 +205,8 @@ def test_generate_passes_on_neither_a_streamer_nor_an_assistant(model, inputs):
         return input_ids
 
     model.generate(**inputs, custom_generate=custom, streamer=streamer, assistant_model=model, max_new_tokens=2)
-    assert calls == [((None, None), (streamer, model))]
-    assert arguments_of_generate() == (None, None)  # nobody has called generate
+    assert calls == [((None, None), (streamer, model, None))]
+    assert arguments_of_generate() == (None, None, None)  # nobody has called generate
 
 
 def test_sampling_is_reproducible_and_that_of_the_runtime(model, tokenizer, inputs, demo_model_dir):

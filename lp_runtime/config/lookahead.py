@@ -17,6 +17,7 @@ DEFAULT_WINDOW = (15, 5, 15)  # the paper's W, N, G for 7B models
 MAX_DEPTH = 24  # levels of the drafter full's tree
 NUM_COPIED = 10  # tokens that the drafter prompt_lookup copies at most
 RECYCLING_DEPTH = 6  # levels of the drafter recycling's static tree
+MAX_TREE_NODES = 1 << 14  # of a step
 MIN_DRAFT_TABLES_BYTES = 1 << 16
 
 
@@ -57,6 +58,12 @@ class LookaheadConfig:
         for name, low in (("W", 0), ("N", 2), ("G", 0), ("budget", 1)):
             if getattr(self, name) is not None:
                 require_int(f"lookahead.{name}", getattr(self, name), low)
+        num_nodes = ((self.W or 0) + (self.G or 0)) * ((self.N or 2) - 1)
+        if max(num_nodes, self.budget or 0) > MAX_TREE_NODES:
+            raise ConfigError(
+                f"lookahead.W={self.W} N={self.N} G={self.G} budget={self.budget}: (W + G) (N - 1), and budget, must be"
+                f" at most {MAX_TREE_NODES}"
+            )
         require_choice("lookahead.drafter", self.drafter, DRAFTERS)
         require_choice("lookahead.acceptance", self.acceptance, ACCEPTANCES)
         require_choice("lookahead.prior", self.prior, PRIORS)

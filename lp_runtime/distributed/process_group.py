@@ -167,6 +167,8 @@ def process_group(
                 timeout=timedelta(seconds=options.step_timeout or options.timeout),
                 device_id=device if backend == "nccl" else None,  # NCCL connects at once
             )
+        formed = f"{_group_name(context)}/{number}/formed"
+        store.add(formed, 1)
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
             f"rank {context.rank} of {context.num_replicas} could not join the others at"
@@ -178,6 +180,10 @@ def process_group(
         with contextlib.suppress(RuntimeError):  # a broken group may not even end well; what broke it matters
             dist.destroy_process_group()
         raise
+    # A replica that leaves at once would close connections that a slower one is still making. A store that is gone, or
+    # a replica that never gets that far, is no reason not to leave.
+    with contextlib.suppress(RuntimeError, ValueError):
+        _wait_for_all(store, formed, context.num_replicas, options.timeout, is_abandoned)
     dist.destroy_process_group()
 
 
@@ -239,13 +245,29 @@ def _join(context: ReplicaContext, store: Store, timeout: float, is_abandoned: C
     # before all have formed this one, so the count of those that came tells which group this is.
     key, num_replicas = f"{_group_name(context)}/joined", context.num_replicas
     number = (store.add(key, 1) - 1) // num_replicas
+    _wait_for_all(store, key, (number + 1) * num_replicas, timeout, is_abandoned)
+    return number
+
+
+def _wait_for_all(store: Store, key: str, count: int, timeout: float, is_abandoned: Callable[[], bool]) -> None:
+    """Wait until a number in a store has grown to a count.
+
+    Args:
+        store: holds the number.
+        key: of the number; every replica adds 1.
+        count: what all replicas make together.
+        timeout: seconds to wait.
+        is_abandoned: true ends the wait.
+
+    Raises:
+        ValueError: if replicas are missing when the wait ends.
+    """
     deadline = time.monotonic() + timeout
-    while (num_joined := store.add(key, 0)) < (number + 1) * num_replicas:
+    while (num_found := store.add(key, 0)) < count:
         if is_abandoned() or time.monotonic() > deadline:
-            missing = (number + 1) * num_replicas - num_joined
+            missing = count - num_found
             raise ValueError(f"{missing} of them did not come{'' if is_abandoned() else f' within {timeout:g} s'}")
         time.sleep(POLL_SECONDS)
-    return number
 
 
 @contextmanager

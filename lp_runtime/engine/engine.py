@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.config.lookahead import MAX_TREE_NODES, LookaheadConfig
 from lp_runtime.distributed.exchange import Exchange, Outcome, compile_exchange
 from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.partition import compile_partition
@@ -39,8 +39,6 @@ from lp_runtime.sizing.budget import StepBudget, compile_budget
 from lp_runtime.sizing.cost_model import assumed_times
 from lp_runtime.sizing.learned_costs import LearnedCosts
 from lp_runtime.utils.generators import result_of
-
-MAX_NODES = 1 << 14  # nodes of a tree, where nothing else limits it
 
 
 class _Launched(NamedTuple):
@@ -124,7 +122,9 @@ class Engine:
         if settings.drafter == "full":
             tables = pool.acquire(settings.draft_tables != "request", settings.draft_tables_bytes)
         try:
-            drafter = make_drafter(settings, spec.noise_key, num_replicas * (limit or MAX_NODES), tables, vocabulary)
+            drafter = make_drafter(
+                settings, spec.noise_key, num_replicas * (limit or MAX_TREE_NODES), tables, vocabulary
+            )
             num_nodes = drafter.max_nodes + drafter.max_committed
             is_auto, calibration = settings.is_auto, self._calibration
             times = calibration.times(num_nodes)[:num_replicas] if is_auto else assumed_times(num_replicas, num_nodes)

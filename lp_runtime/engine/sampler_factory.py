@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -60,7 +60,7 @@ def make_sampler_spec(model: ModelRunner, request: Request, plain_kinds: set[Has
     if plain_kinds is None or kind not in plain_kinds:
         own = request.processors
         if any(map(is_ordered, own)):  # what they keep is one attempt's: another one begins anew
-            own = pickle.loads(pickle.dumps(own))
+            own = copy.deepcopy(own)
         processors = build_processors(model.model, request.prompt_ids, sampling, length, ends, own)
         if plain_kinds is not None and kind is not None and not processors and len(plain_kinds) < MAX_PLAIN_KINDS:
             plain_kinds.add(kind)

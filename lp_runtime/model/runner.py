@@ -68,6 +68,8 @@ class ModelRunner:
         own_attention: bool = False,
     ):
         check_family(model)
+        if model.device.type == "meta":
+            raise ModelError(f"{type(model).__name__}: weights that are offloaded cannot be fed a token tree")
         config = model.config.get_text_config()
         attention = attention_of(config)
         if attention not in (*ATTENTIONS, TREE):

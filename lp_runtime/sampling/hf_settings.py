@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+import copy
+from collections.abc import Collection, Sequence
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
@@ -75,9 +75,9 @@ def build_processors(
         captured.extend(logits_processor)
 
     try:
-        with without_warnings(), _without_stop_strings(model.generation_config):
+        with without_warnings():
             ids = torch.tensor([list(prompt_ids)], dtype=torch.int64, device=model.device)
-            model.generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel does not name
+            _without_stop_strings(model).generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel does not name
                 ids,
                 attention_mask=torch.ones_like(ids),
                 generation_config=_generation_config(model, sampling, max_new_tokens, eos_token_ids),
@@ -89,14 +89,15 @@ def build_processors(
     return captured
 
 
-@contextmanager
-def _without_stop_strings(config: GenerationConfig) -> Iterator[None]:
-    """Hide a model's default stop strings, for which `generate` wants a tokenizer; the engine looks for them."""
-    strings, config.stop_strings = config.stop_strings, None
-    try:
-        yield
-    finally:
-        config.stop_strings = strings
+def _without_stop_strings(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a stand-in for a model without default stop strings.
+
+    For those `generate` would want a tokenizer; the engine looks for them itself.
+    """
+    stand_in = copy.copy(model)
+    stand_in.generation_config = copy.copy(model.generation_config)
+    stand_in.generation_config.stop_strings = None
+    return stand_in
 
 
 def _generation_config(

@@ -43,6 +43,14 @@ def test_smallest_lookahead_settings_are_allowed(values):
     [
         ({"W": -1}, "lookahead.W=-1: must be an integer >= 0"),
         ({"N": 1}, "lookahead.N=1: must be an integer >= 2"),
+        (
+            {"W": 10**9, "N": 5},
+            "lookahead.W=1000000000 N=5 G=None budget=None: (W + G) (N - 1), and budget, must be at most 16384",
+        ),
+        (
+            {"budget": 10**6},
+            "lookahead.W=None N=None G=None budget=1000000: (W + G) (N - 1), and budget, must be at most 16384",
+        ),
         ({"N": 0}, "lookahead.N=0: must be an integer >= 2"),
         ({"G": -3}, "lookahead.G=-3: must be an integer >= 0"),
         ({"W": 1.5}, "lookahead.W=1.5: must be an integer >= 0"),

@@ -3,9 +3,11 @@
 import os
 import signal
 import socket
+import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.ranks import CPU, TIMEOUT, run_ranks, running_ranks
 
 from lp_runtime.distributed.context import ReplicaContext
@@ -187,3 +189,28 @@ def find_the_group(rank: int, num_replicas: int):
 
 def test_a_group_that_is_there_is_used():
     assert run_ranks(find_the_group, 2) == [Group(0, 2, CPU), Group(1, 2, CPU)]
+
+
+def test_a_rank_that_leaves_at_once_waits_for_those_that_are_still_connecting(monkeypatch):
+    """It would close connections that a slower rank is still making."""
+    store, connected, events = dist.HashStore(), threading.Event(), []
+
+    def connect(backend, rank, **kwargs):
+        if rank == 0:
+            connected.wait(TIMEOUT)
+            events.append("rank 0 has connected")
+
+    monkeypatch.setattr(dist, "init_process_group", connect)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: events.append("a rank leaves"))
+
+    def join_and_leave(rank: int) -> None:
+        with process_group(ReplicaContext(rank, 2), CPU, GroupOptions(TIMEOUT), store):
+            if rank == 1:
+                connected.set()
+
+    threads = [threading.Thread(target=join_and_leave, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert events == ["rank 0 has connected", "a rank leaves", "a rank leaves"]

@@ -1,0 +1,14 @@
+"""A part of `benchmarks/correctness.py random_configs`: whatever attention depends on is drawn at random."""
+
+import random
+
+import pytest
+from support.causal_types import outcome_of
+from support.random_configs import FAMILIES, random_fields
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_random_configuration_is_exact(family):
+    rng = random.Random(f"{family} 0")
+    outcome = outcome_of(family, random_fields(family, rng), prompts=(12, 70), seed=rng.randrange(1000))
+    assert outcome.kind == "exact", outcome.reason

@@ -1,0 +1,87 @@
+"""One model object, several threads, interrupts: every call is right, and the model is as it was found."""
+
+import random
+import time
+
+import pytest
+import torch
+from support.shared_model import KINDS, call, interrupted, run_threads, state_of
+from support.small_models import random_model
+
+from lp_runtime.model.view import view_of
+
+PROMPT = [3, 5, 7, 11, 3, 5]
+
+
+@pytest.fixture
+def model():
+    """In train mode with dropout, which no call of ours may see, nor change."""
+    return random_model(seed=3, initializer_range=0.3)
+
+
+def test_four_threads_on_one_model(model):
+    before = state_of(model)
+    assert run_threads(model, 60) == (0, [])
+    assert state_of(model) == before
+
+
+def test_dropout_of_a_model_in_train_mode_is_not_seen(random_model):
+    model = random_model(attention_dropout=0.5, initializer_range=0.3)
+    expected = call(model, "fast", PROMPT)
+    model.train()
+    before = state_of(model)
+    assert [call(model, kind, PROMPT) for kind in ("fast", "strict")] == [expected, expected]
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("kind", ["fast", "strict"])
+def test_interrupts_leave_the_model_as_found(model, kind):
+    expected = call(model, kind, PROMPT)
+    started = time.perf_counter()
+    call(model, kind, PROMPT)
+    seconds = time.perf_counter() - started
+    before, rng, num_interrupted = state_of(model), random.Random(1), 0
+    for _ in range(12):
+        num_interrupted += interrupted(lambda: call(model, kind, PROMPT), seconds * rng.random())
+        assert state_of(model) == before
+    assert num_interrupted
+    assert call(model, kind, PROMPT) == expected
+
+
+def test_a_view_shares_weights_and_nothing_else(model):
+    view = view_of(model, "eager")
+    assert all(a is b for a, b in zip(view.parameters(), model.parameters(), strict=True))
+    assert not {id(module) for module in view.modules()} & {id(module) for module in model.modules()}
+    assert (view.config._attn_implementation, model.config._attn_implementation) == ("eager", "sdpa")
+    assert all(module.config is view.config for module in view.modules() if hasattr(module, "config"))
+    model.train()
+    assert not any(module.training for module in view.modules())
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    assert not view(torch.tensor([PROMPT])).logits.any()
+
+
+def test_a_view_of_a_model_whose_forward_was_replaced(model):
+    """As accelerate replaces it (a partial), and torch.compile (a function that keeps the method)."""
+    import functools
+
+    layer = model.model.layers[0]
+    calls = []
+
+    def replaced(module, *args, **kwargs):
+        calls.append(module)
+        return type(module).forward(module, *args, **kwargs)
+
+    layer.forward = functools.partial(replaced, layer)
+    compiled = model.model.layers[1]
+    method = compiled.forward
+
+    def wrapper(*args, **kwargs):
+        raise AssertionError("compiled for another attention")
+
+    wrapper._torchdynamo_orig_callable = method
+    compiled.forward = wrapper
+    view = view_of(model)
+    view(torch.tensor([PROMPT]))
+    assert calls == [view.model.layers[0]]
+    assert KINDS  # both ways lead to modules of the view
