@@ -63,8 +63,9 @@ def lookahead_generate(
 
     Greedy search and sampling, with everything that `generate` prepares for them: generation configs, logits
     processors, stopping criteria, streamers, padded batches (each row is decoded as if alone, one after the other),
-    `return_dict_in_generate` with `output_scores` and `output_logits`. Greedy output is `generate`'s own. Samples are
-    drawn from the same distribution with other noise: one seed gives one output at any W, N, G and number of ranks.
+    `return_dict_in_generate` with `output_scores`, `output_logits` and the cache. Greedy output is `generate`'s own.
+    Samples are drawn from the same distribution with other noise: one seed gives one output at any W, N, G and number
+    of ranks.
     Under torchrun all ranks make the same call and share its work.
 
     Args:

@@ -2,7 +2,7 @@
 
     python benchmarks/correctness.py shared_model                       # 1,000 calls from 4 threads, 200 interrupts
 
-Calls are drawn from the drop-in with exactness=fast and strict, sampled, and plain `generate`, on one small random model.
+Calls are drawn from the drop-in with exactness=fast and strict, sampled, and plain `generate`, on one random model.
 An interrupt is Ctrl-C at a random moment of a call. The exit status is 1 if any output differs from that of one thread,
 any call fails, or anything of the model is not as it was found.
 """

@@ -36,7 +36,8 @@ class RequestOptions(TypedDict, total=False):
     max_time: seconds after which to stop, at the end of a step. Default: the model's.
     logprobs: whether to report the log-probability of each new token. Default False.
     trace: whether to report which replica has verified each new token. Default False.
-    processors: transformers LogitsProcessors; they must depend on their arguments alone, and pickle. Default: none.
+    processors: transformers LogitsProcessors, which must pickle; each request has a copy. One that does not set
+        prefix_only = True is called once a new token, in order, on one replica. Default: none.
     """
 
     messages: Sequence[Mapping[str, Any]]

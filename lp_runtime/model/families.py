@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lp_runtime.errors import ModelError
+from lp_runtime.model.attention.mask import layer_kinds
 
 ALIBI_MODELS = ("bloom", "mpt")  # add ALiBi whatever their configuration says
 
@@ -40,7 +41,8 @@ CONTEXTS = (  # limits of the context, which nothing goes beyond
 FIXED_ROPES = ("default", "linear", "llama3", "yarn", "proportional", None)
 ROPE_FIELDS = {"rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings"}
 ROPE_FIELDS |= {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
-ROPE_FIELDS |= {"low_freq_factor", "high_freq_factor"}
+ROPE_FIELDS |= {"low_freq_factor", "high_freq_factor", "max_position_embeddings"}
+ROPE_FIELDS |= {"llama_4_scaling_beta"}  # scales queries by position_ids
 MIN_THRESHOLD = 4  # tokens
 
 
@@ -54,6 +56,7 @@ def check_family(model: PreTrainedModel) -> None:
         ModelError: naming the field or the layers that are the reason.
     """
     config = model.config.get_text_config()
+    layer_kinds(config)
     if reason := _reason(config, model):
         raise ModelError(f"{config.model_type}: cannot be fed a token tree: {reason}")
 

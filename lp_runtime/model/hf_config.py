@@ -4,25 +4,31 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+CACHE_DROPPING_TYPES = ("phi3", "phi4_multimodal")  # their prepare_inputs_for_generation drops the cache
+
 
 def context_length(config: PreTrainedConfig) -> int | None:
     """Return how many positions a sequence may have; None if the model sets no limit.
 
     Long RoPE takes other rotary factors for a whole pass as soon as one position in it is beyond the original context,
-    so a token's logits would depend on what else is fed; such a model is used within its original context. So are
-    models that have their original context as a field of their own (Phi-3, Phi-4): `generate` drops their cache there.
+    so a token's logits would depend on what else is fed; such a model is used within its original context. So are types
+    whose cache `generate` drops there.
 
     Args:
         config: the model's (text) configuration.
     """
-    length = getattr(config, "max_position_embeddings", None)
+    length = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
     length = length if length is None or length > 0 else None  # some say -1
+    original = getattr(config, "original_max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if "longrope" in (parameters.get("rope_type"), parameters.get("type")):
-            length = min(filter(None, (length, parameters.get("original_max_position_embeddings"))), default=None)
-    original = getattr(config, "original_max_position_embeddings", None)
-    return min(filter(None, (length, original)), default=None)
+            length = min(
+                filter(None, (length, parameters.get("original_max_position_embeddings") or original)), default=None
+            )
+    if config.model_type in CACHE_DROPPING_TYPES:
+        length = min(filter(None, (length, original)), default=None)
+    return length
 
 
 def attention_of(config: PreTrainedConfig) -> str:

@@ -40,7 +40,7 @@ def test_nested_fields_count_but_not_those_of_other_models():
 def test_a_rotary_embedding_that_is_computed_once_has_no_threshold(kind):
     rope = ROPE | {"rope_type": kind}
     assert thresholds(rope_parameters=rope) == {}
-    assert thresholds(rope_parameters=rope | {"llama_4_scaling_beta": 0.1}) == {
+    assert thresholds(rope_parameters=rope | {"nobody_knows": 0.1}) == {
         "rope_parameters.original_max_position_embeddings": 8192
     }
 

@@ -59,7 +59,8 @@ def _window(rng: random.Random) -> dict[str, Any]:
 
 def _mixed(rng: random.Random) -> dict[str, Any]:
     """Return layers of both kinds, and their sliding window."""
-    kinds = [rng.choice([FULL, SLIDING]) for _ in range(NUM_LAYERS)]
+    kinds = [FULL, SLIDING, *(rng.choice([FULL, SLIDING]) for _ in range(NUM_LAYERS - 2))]
+    rng.shuffle(kinds)
     return {"layer_types": kinds, "sliding_window": rng.choice(SHORT_LENGTHS)}
 
 

@@ -122,7 +122,7 @@ class MaskBuilder:
         self._dtype, self._device = dtype, device
         self._sliding_window: int = getattr(config, "sliding_window", None) or 0
         self._chunk: int = getattr(config, "attention_chunk_size", None) or 0
-        kinds = _layer_kinds(config)
+        kinds = layer_kinds(config)
         # A model of several kinds of layers takes a mask for each, by name; a model of one kind takes one mask.
         self.by_kind = bool(kinds - {FULL})
         self._kinds = kinds if self.by_kind else {FULL if kinds or not self._sliding_window else SLIDING}
@@ -197,7 +197,7 @@ def _form_of(attention: str, device: torch.device) -> MaskForm:
     return MaskForm.TREE_ONLY if attention == TREE else MaskForm.BOOLEAN
 
 
-def _layer_kinds(config: PreTrainedConfig) -> set[str]:
+def layer_kinds(config: PreTrainedConfig) -> set[str]:
     """Return the kinds of layers that a configuration names; empty if it names none.
 
     Args:
