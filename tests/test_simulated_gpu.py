@@ -40,6 +40,8 @@ def without_every_seventh(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tens
     return scores.masked_fill(torch.arange(scores.shape[1], device=scores.device) % 7 == 0, -torch.inf)
 
 
+without_every_seventh.prefix_only = True  # else it is called once a committed token, and waited for
+
 REQUESTS = {
     "greedy": Request(PROMPT, AUTO, 32),
     "fixed": Request(PROMPT[1:], FIXED, 32),

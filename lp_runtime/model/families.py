@@ -1,8 +1,8 @@
 """Which models cannot be fed a token tree, as far as their class and configuration tell.
 
-Of a node's position and of the mask a pass is told as in plain text. A node's place in the input, and its place among
-the keys, are other ones. A model that reads them is refused here by name, or by the self-check (self_check.py), which
-compares.
+A tree gives every node the position and the mask that plain text would give it. The node's place in the input, and its
+place among the keys, are other ones. A model that reads a place is refused: here by name, or by the self-check
+(self_check.py), which compares.
 """
 
 from __future__ import annotations

@@ -88,24 +88,49 @@ def test_another_attempt_goes_on_with_the_state_that_was_lost(model, name):
         assert report is not None
 
 
-def on_a_rank(rank: int, num_replicas: int, folder: str) -> dict[str, tuple[list[int], int]]:
+class Bans(LogitsProcessor):
+    """Depends on its arguments alone, and says so."""
+
+    prefix_only = True
+
+    def __call__(self, input_ids, scores):
+        scores[:, input_ids[0, -1]] = -torch.inf
+        return scores
+
+
+def on_a_rank(rank: int, num_replicas: int, folder: str) -> dict[str, tuple[list[int], int, bool]]:
+    """Tokens, steps, and whether rank 1 owned nodes, by processor."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     group = Group(rank, num_replicas, torch.device("cpu"))
     found = {}
-    for name, make in PICKLED.items():
+    for name, make in {**PICKLED, "bans": Bans}.items():
         request = Request(PROMPT, LookaheadConfig(W=7, N=5, G=7), 24, processors=(make(),))
-        tokens, report = decode(model, request, group)
-        found[name] = tokens, report.num_steps
+        owned: set[bool] = set()
+        events = Engine(ModelRunner(model, 2048), group).run(
+            request, observe=lambda nodes, step, rank, samples, owned=owned: owned.add(step.shares.num_owned[-1] > 0)
+        )
+        *outputs, report = events
+        found[name] = [token for each in outputs for token in each.token_ids], report.num_steps, any(owned)
     return found
 
 
 def test_replicas_that_share_a_request_agree(model, demo_model_dir):
-    alone = {}
-    for name, make in PICKLED.items():
+    """One replica owns all nodes where processors are ordered; others are shared."""
+    expected = {}
+    for name, make in {**PICKLED, "bans": Bans}.items():
         request = Request(PROMPT, LookaheadConfig(W=7, N=5, G=7), 24, processors=(make(),))
         tokens, report = decode(model, request)
-        alone[name] = tokens, report.num_steps
-    assert run_ranks(on_a_rank, 2, str(demo_model_dir)) == [alone, alone]
+        assert tokens == generated(model, make(), 24)
+        expected[name] = tokens, report.num_steps, name == "bans"
+    assert run_ranks(on_a_rank, 2, str(demo_model_dir)) == [expected, expected]
+
+
+def test_a_request_of_ordered_processors_has_one_replica(demo_model_dir):
+    with LookaheadRuntime(
+        str(demo_model_dir), gpus=2, device="cpu", dtype="float32", lookahead=LookaheadConfig(W=7, N=5, G=7)
+    ) as runtime:
+        deltas = runtime.stream(list(PROMPT), 60, eos=False, processors=[EveryThird()], trace=True)
+        assert {rank for delta in deltas for rank in delta.found_by} == {0}
 
 
 def test_calls_end_with_the_sequence(model):
@@ -144,29 +169,6 @@ def test_a_state_that_rows_would_share_is_refused(model):
 
     with pytest.raises(ConfigError, match="^Uncopied: cannot be copied for each row of a batch: no$"):
         model.generate(rows, logits_processor=[Uncopied()], **options)
-
-
-class Bans(LogitsProcessor):
-    """Depends on its arguments alone, and says so."""
-
-    prefix_only = True
-
-    def __call__(self, input_ids, scores):
-        scores[:, input_ids[0, -1]] = -torch.inf
-        return scores
-
-
-def test_a_processor_of_prefixes_alone_is_shared_by_replicas(model, demo_model_dir):
-    with LookaheadRuntime(
-        str(demo_model_dir), gpus=2, device="cpu", dtype="float32", lookahead=LookaheadConfig(W=7, N=5, G=7)
-    ) as runtime:
-        found = {}
-        for processor in (Bans(), EveryThird()):
-            deltas = list(runtime.stream(list(PROMPT), 60, eos=False, processors=[processor], trace=True))
-            found[type(processor)] = {rank for delta in deltas for rank in delta.found_by}
-            token_ids = [token for delta in deltas for token in delta.token_ids]
-            assert token_ids == generated(model, type(processor)(), 60)
-    assert found == {Bans: {0, 1}, EveryThird: {0}}
 
 
 @pytest.mark.parametrize(

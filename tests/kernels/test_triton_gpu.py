@@ -32,7 +32,7 @@ from lp_runtime.model.optimize.fused_blocks import rotate
 from lp_runtime.model.optimize.fusing import fuse_blocks
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.self_check import check_model
-from lp_runtime.sampling import sampler
+from lp_runtime.sampling import packing, sampler
 from lp_runtime.sampling.processors import TreeProcessors
 
 kernels = pytest.importorskip("lp_runtime.kernels.triton_gpu", reason="needs Triton")
@@ -135,9 +135,9 @@ def test_top_k_candidates(num, kind, size):
     }[kind]
     first = torch.tensor([0, 1 << 31, (1 << 60) + 7])
     expected = np.zeros((3, 1 + (num + 1) // 2), dtype=np.int64)
-    sampler.pack_top_k(scores.numpy(), num, expected)
+    packing.pack_top_k(scores.numpy(), num, expected)
     expected[:, 0] = first
-    constants = sampler.NO_TOKEN, sampler.UNITS_PER_NAT, sampler.MAX_MARGIN
+    constants = packing.NO_TOKEN, packing.UNITS_PER_NAT, packing.MAX_MARGIN
     packed = kernels.pack_top_k(scores.to(DEVICE), first.to(DEVICE), num, *constants)
     assert packed.tolist() == expected.tolist()
 

@@ -109,9 +109,9 @@ def test_a_model_whose_bits_depend_on_the_pass_is_refused(random_model, monkeypa
     monkeypatch.setattr(strict, "_sum_of_pairs", lambda values: values.sum(1))
     feed = ModelRunner._forward
 
-    def sloppy(self, ids, positions, mask, cache, rows):
+    def sloppy(self, ids, positions, mask, cache, rows, *view):
         """As if a kernel rounded by the row a token is fed in."""
-        logits = feed(self, ids, positions, mask, cache, rows)
+        logits = feed(self, ids, positions, mask, cache, rows, *view)
         return logits + 1e-3 * torch.arange(len(logits))[:, None] * (mask is not None)
 
     monkeypatch.setattr(ModelRunner, "_forward", sloppy)
