@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from lp_runtime import LookaheadRuntime, SamplingConfig
 from lp_runtime.bench.methods import HuggingFace
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
-from lp_runtime.model.loader import DTYPES, quiet
+from lp_runtime.model.loader import DTYPES, QUIET
 
 GREEDY = SamplingConfig(temperature=0.0)
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load(path: str, dtype: str, device: str, **options: object) -> PreTrainedModel:
     """Return a model as transformers loads it; `options` are those of `from_pretrained`."""
-    with quiet():
+    with QUIET:
         return AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], **options).to(device).eval()
 
 

@@ -21,7 +21,7 @@ from lp_runtime.distributed.group import Group
 from lp_runtime.engine.calibration import Calibration
 from lp_runtime.engine.replica import choose_device, ready_model
 from lp_runtime.engine.request import Request
-from lp_runtime.model.loader import load_model, quiet
+from lp_runtime.model.loader import QUIET, load_model
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.types import CausalLM
 from lp_runtime.runtime import LookaheadRuntime
@@ -85,7 +85,7 @@ class HuggingFace:
         ids = torch.tensor([prompt], device=self._model.device)
         self._num_passes = 0
         started = time.perf_counter()
-        with torch.inference_mode(), quiet():  # transformers warns of decoding without an end-of-sequence token
+        with torch.inference_mode(), QUIET:  # transformers warns of decoding without an end-of-sequence token
             output = self._generate(
                 ids,
                 attention_mask=torch.ones_like(ids),

@@ -15,14 +15,13 @@ from transformers.utils import logging as transformers_logging
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.errors import ModelError, first_line
 from lp_runtime.model.location import check_location
-from lp_runtime.utils.warnings import without_warnings
+from lp_runtime.utils.warnings import WITHOUT_WARNINGS, SharedContext
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Silence progress bars, notices and warnings of transformers and the hub, for the duration of a `with` block."""
+def _quiet() -> Iterator[None]:
     libraries = (transformers_logging, hub_logging)
     verbosities = [library.get_verbosity() for library in libraries]
     bars = transformers_logging.is_progress_bar_enabled()
@@ -30,13 +29,17 @@ def quiet() -> Iterator[None]:
         library.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        with without_warnings():  # packages that are imported on the way print notices, too
+        with WITHOUT_WARNINGS:  # packages that are imported on the way print notices, too
             yield
     finally:
         for library, verbosity in zip(libraries, verbosities, strict=True):
             library.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+# Silences progress bars, notices and warnings of transformers and the hub, for the duration of a `with` block.
+QUIET = SharedContext(_quiet)
 
 
 def load_model(config: ModelConfig, device: torch.device, dtype: str) -> PreTrainedModel:
@@ -52,7 +55,7 @@ def load_model(config: ModelConfig, device: torch.device, dtype: str) -> PreTrai
     """
     check_location(config)
     try:
-        with quiet():
+        with QUIET:
             loaded = AutoModelForCausalLM.from_pretrained(config.location, **_load_options(config, device, dtype))
             model, loading = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)  # a pair, with output_loading_info
             if config.device_map is None and model.device != device:
@@ -109,7 +112,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """
     check_location(config)
     try:
-        with quiet():
+        with QUIET:
             return AutoTokenizer.from_pretrained(
                 config.location, revision=config.revision or "main", trust_remote_code=config.trust_remote_code
             )

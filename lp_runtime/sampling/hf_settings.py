@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.errors import ConfigError, first_line
 from lp_runtime.sampling.types import LogitsProcessor
-from lp_runtime.utils.warnings import without_warnings
+from lp_runtime.utils.warnings import WITHOUT_WARNINGS
 
 # Defaults of a model's generation_config.json that are applied unless overridden. The others are about beams, caches
 # and outputs, which are not ours to set, or are read elsewhere (end-of-sequence ids).
@@ -75,7 +75,7 @@ def build_processors(
         captured.extend(logits_processor)
 
     try:
-        with without_warnings():
+        with WITHOUT_WARNINGS:
             ids = torch.tensor([list(prompt_ids)], dtype=torch.int64, device=model.device)
             _without_stop_strings(model).generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel does not name
                 ids,

@@ -1,0 +1,42 @@
+"""Silence of the whole process, asked for by several threads at once."""
+
+import logging
+import threading
+import warnings
+
+from lp_runtime.utils.warnings import WITHOUT_WARNINGS
+
+
+def test_threads_that_overlap_leave_nothing_silenced():
+    """The first to enter is the first to leave: it must not end the other's silence, nor the other make it last."""
+    disabled, filters = logging.root.manager.disable, list(warnings.filters)
+    second_is_in, first_has_left = threading.Event(), threading.Event()
+    seen = []
+
+    def second():
+        with WITHOUT_WARNINGS:
+            second_is_in.set()
+            assert first_has_left.wait(60)
+            seen.append(logging.root.manager.disable)
+
+    with WITHOUT_WARNINGS:
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert second_is_in.wait(60)
+    first_has_left.set()
+    thread.join()
+    assert seen == [logging.WARNING]
+    assert logging.root.manager.disable == disabled and warnings.filters == filters
+
+
+def test_an_error_inside_ends_the_silence():
+    """And is passed on."""
+    disabled = logging.root.manager.disable
+    try:
+        with WITHOUT_WARNINGS:
+            raise KeyError("inside")
+    except KeyError:
+        pass
+    else:
+        raise AssertionError("the error was kept back")
+    assert logging.root.manager.disable == disabled
