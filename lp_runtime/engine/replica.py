@@ -20,7 +20,8 @@ from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.group import Group
-from lp_runtime.distributed.process_group import GroupOptions, address_of, process_group
+from lp_runtime.distributed.process_group import GroupOptions, process_group
+from lp_runtime.distributed.store import address_of
 from lp_runtime.engine.batch import Arrival, never_cancel
 from lp_runtime.engine.calibration import Calibration, Measured
 from lp_runtime.engine.draft_store import DraftStore

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.distributed.process_group import address_of, host_store
+from lp_runtime.distributed.store import address_of, host_store
 from lp_runtime.errors import ConfigError, LaunchError, first_line
 from lp_runtime.launchers.messages import Failed
 from lp_runtime.launchers.process_host import Placement, ProcessHost

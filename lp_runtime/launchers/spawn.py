@@ -18,7 +18,7 @@ from multiprocessing.reduction import ForkingPickler
 import torch
 
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.distributed.process_group import address_of, host_store
+from lp_runtime.distributed.store import address_of, host_store
 from lp_runtime.errors import ConfigError
 from lp_runtime.launchers.messages import Failed
 from lp_runtime.launchers.process_host import Placement, ProcessHost

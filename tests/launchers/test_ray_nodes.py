@@ -16,7 +16,7 @@ from support.ranks import interfaces
 
 from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.distributed.process_group import address_of
+from lp_runtime.distributed.store import address_of
 from lp_runtime.errors import LaunchError
 from lp_runtime.launchers.ray_launcher import Booking
 
