@@ -30,6 +30,8 @@ else:
 
 log = logging.getLogger(__name__)
 
+REFUSAL = "!"  # before the reason why rank 0 has chosen no segment
+
 
 @contextmanager
 def _settings(interface: str | None) -> Iterator[None]:
@@ -72,10 +74,23 @@ class GroupOptions:
     backend: str = "auto"
     interface: str | None = None
 
-    @property
-    def may_share(self) -> bool:
-        """Whether replicas of one machine exchange over shared memory, where that is possible."""
-        return self.backend == "shared" or (self.backend == "auto" and self.interface is None)
+    def shares_memory(self, num_replicas: int) -> bool:
+        """Whether replicas that are all on this machine exchange over shared memory. That they cannot is logged.
+
+        Args:
+            num_replicas: R.
+
+        Raises:
+            LaunchError: if they must and cannot.
+        """
+        if self.backend not in ("auto", "shared") or (self.backend == "auto" and self.interface is not None):
+            return False
+        reason = why_unavailable(num_replicas)
+        if reason is not None and self.backend == "shared":
+            raise LaunchError(f"launcher.backend=shared: {reason}")
+        if reason is not None:
+            log.warning("launcher.backend=auto: memory cannot be shared (%s); going on without", reason)
+        return reason is None
 
 
 def never_abandoned() -> bool:
@@ -148,7 +163,7 @@ def _meet(
     try:
         store = store or connect(context, options.timeout)
         group_store = PrefixStore(_join(context, store, options.timeout, is_abandoned), store)
-        segment = _agreed_segment(context, group_store) if context.is_one_machine and options.may_share else ""
+        segment = _agreed_segment(context, options, group_store) if context.is_one_machine else ""
         if segment:
             return _share(segment, context, options, is_abandoned)
         return _connect_process_group(context, device, options, group_store, is_abandoned)
@@ -159,19 +174,27 @@ def _meet(
         ) from error
 
 
-def _agreed_segment(context: ReplicaContext, store: Store) -> str:
-    """Return the name of the segment that rank 0 has chosen for a group; empty if memory cannot be shared here.
+def _agreed_segment(context: ReplicaContext, options: GroupOptions, store: Store) -> str:
+    """Return the name of the segment that rank 0 has chosen for a group on this machine; empty for none.
 
     Args:
         context: Rank of this replica, and number of replicas.
+        options: Backend and network interface.
         store: The group's own.
+
+    Raises:
+        LaunchError: If memory must be shared and cannot.
     """
     if context.rank == 0:
-        reason = why_unavailable(context.num_replicas)
-        if reason is not None:
-            log.warning("launcher.backend: memory cannot be shared (%s); going on over the network", reason)
-        store.set("segment", "" if reason else new_segment_name())
-    return store.get("segment").decode()
+        try:
+            choice = new_segment_name() if options.shares_memory(context.num_replicas) else ""
+        except LaunchError as error:
+            choice = f"{REFUSAL}{error}"
+        store.set("segment", choice)
+    choice = store.get("segment").decode()
+    if choice.startswith(REFUSAL):
+        raise LaunchError(choice.removeprefix(REFUSAL))
+    return choice
 
 
 def new_segment_name() -> str:

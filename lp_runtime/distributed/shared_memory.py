@@ -150,7 +150,8 @@ class SharedMemoryTransport(Transport):
             theirs = self._exchange(part)
             num_sent = theirs[:, 0]
             if (num_sent != len(part)).any():
-                raise ReplicaError(f"rank {self._rank}: replicas sent different numbers of integers, {num_sent.tolist()}")
+                counts = num_sent.tolist()
+                raise ReplicaError(f"rank {self._rank}: replicas sent different numbers of integers, {counts}")
             rows[:, first : first + len(part)] = theirs[:, 1 : 1 + len(part)]
 
     def broadcast(self, data: bytes | None, is_patient: bool) -> bytes:

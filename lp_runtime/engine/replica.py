@@ -217,6 +217,7 @@ def join_group(
     context: ReplicaContext,
     store: dist.Store | None = None,  # type: ignore[name-defined]  # which torch does not re-export for type checkers
     is_abandoned: Callable[[], bool] = never_cancel,
+    on_formed: Callable[[Group], None] | None = None,
 ) -> Iterator[Replica]:
     """Join the group of all replicas, and leave it at the end of the `with` block.
 
@@ -226,6 +227,7 @@ def join_group(
         context: who this replica is.
         store: where the replicas meet, if it is open in this process.
         is_abandoned: see process_group.
+        on_formed: called with the group before anything is exchanged in it.
 
     Yields:
         the replica.
@@ -237,6 +239,8 @@ def join_group(
     launcher, info = config.launcher, loaded.info
     options = GroupOptions(launcher.timeout, config.failure.timeout, launcher.backend, launcher.interface)
     with process_group(context, loaded.model.device, options, store, is_abandoned) as group:
+        if on_formed is not None:
+            on_formed(group)
         capacity = UNLIMITED_TOKENS if info.capacity is None else min(info.capacity, UNLIMITED_TOKENS)
         capacities, are_late = gather_rows(np.array([capacity, loaded.model.timer is not None]), group).T
         smallest = int(capacities.min())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.processes import wait_until
 from support.ranks import CPU, TIMEOUT, run_ranks, running_ranks
 
 from lp_runtime.distributed.collectives import CollectiveTransport
@@ -206,7 +207,7 @@ def test_a_rank_that_leaves_at_once_waits_for_those_that_are_still_connecting(mo
 
     def connect(backend, rank, store, **kwargs):
         if rank == 0:
-            store.wait(["formed"])  # rank 1 has connected
+            wait_until(lambda: store.add("formed", 0) == 1)  # rank 1 has connected
             events.append("rank 0 has connected")
 
     monkeypatch.setattr(dist, "init_process_group", connect)
