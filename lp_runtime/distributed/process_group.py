@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -19,9 +20,9 @@ from lp_runtime.distributed.collectives import CollectiveTransport
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.group import CPU, Group
 from lp_runtime.distributed.shared_memory import SharedMemoryTransport, why_unavailable
-from lp_runtime.distributed.store import connect, wait_for_all
+from lp_runtime.distributed.store import cannot_join, connect, wait_for_all
 from lp_runtime.distributed.transport import Transport
-from lp_runtime.errors import LaunchError, first_line
+from lp_runtime.errors import LaunchError
 
 if TYPE_CHECKING:  # torch.distributed has these classes, but does not mark them as exported
     from torch._C._distributed_c10d import PrefixStore, Store
@@ -168,10 +169,7 @@ def _meet(
             return _share(segment, context, options, is_abandoned)
         return _connect_process_group(context, device, options, group_store, is_abandoned)
     except (RuntimeError, ValueError) as error:
-        raise LaunchError(
-            f"rank {context.rank} of {context.num_replicas} could not join the others at"
-            f" {context.host}:{context.port}: {first_line(error)}"
-        ) from error
+        raise cannot_join(context, error) from error
 
 
 def _agreed_segment(context: ReplicaContext, options: GroupOptions, store: Store) -> str:
@@ -277,5 +275,17 @@ def existing_or_new_group(device: torch.device, timeout: float) -> Iterator[Grou
         transport = CollectiveTransport(backend, dist.get_rank(), device, timeout, is_ours=False)
         yield Group.over(transport, dist.get_rank(), dist.get_world_size())
         return
-    with process_group(ReplicaContext.from_torchrun(), device, GroupOptions(timeout)) as group:
+    context = ReplicaContext.from_torchrun()
+    store = None if context.num_replicas == 1 else _torchruns_store(context, timeout)
+    with process_group(context, device, GroupOptions(timeout), store) as group:
         yield group
+
+
+@functools.cache
+def _torchruns_store(context: ReplicaContext, timeout: float) -> Store:
+    """Return the store of torchrun's ranks, connected to once: connecting may take seconds, and calls are many.
+
+    Raises:
+        LaunchError: If the store cannot be reached.
+    """
+    return connect(context, timeout)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from lp_runtime.distributed.context import ReplicaContext
-from lp_runtime.errors import ConfigError, LaunchError
+from lp_runtime.errors import ConfigError, LaunchError, first_line
 
 if TYPE_CHECKING:  # torch.distributed has these classes, but does not mark them as exported
     from torch._C._distributed_c10d import Store, TCPStore
@@ -81,15 +81,60 @@ def connect(context: ReplicaContext, timeout: float) -> TCPStore:
     Args:
         context: Address of the store, and whether this process hosts it.
         timeout: Seconds that connecting, and every later operation on the store, may take.
+
+    Raises:
+        LaunchError: If the store cannot be reached.
     """
-    return TCPStore(
-        context.host,
-        context.port,
-        is_master=context.hosts_store,
-        multi_tenant=True,  # a second group of the same processes shares the first one's
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
+    try:
+        return TCPStore(
+            context.host,
+            context.port,
+            is_master=context.hosts_store,
+            multi_tenant=True,  # a second group of the same processes shares the first one's
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise cannot_join(context, error) from error
+
+
+def cannot_join(context: ReplicaContext, error: Exception) -> LaunchError:
+    """Return the error that says why a replica could not join its group.
+
+    Args:
+        context: The replica's.
+        error: What went wrong.
+    """
+    return LaunchError(
+        f"rank {context.rank} of {context.num_replicas} could not join the others at"
+        f" {context.host}:{context.port}: {first_line(error)}"
     )
+
+
+class StoreConnection:
+    """Keeps the connection to the latest group's store: connecting may take seconds, where names resolve slowly."""
+
+    def __init__(self) -> None:
+        self._address: tuple[str, int] | None = None
+        self._store: TCPStore | None = None
+
+    def connect(self, context: ReplicaContext, timeout: float) -> TCPStore | None:
+        """Return the store in which the replicas of a group meet; None if they meet in no store.
+
+        Args:
+            context: Address of the store; its process must not host it.
+            timeout: Seconds that connecting, and every later operation on the store, may take.
+
+        Raises:
+            LaunchError: If the store cannot be reached.
+        """
+        if context.num_replicas == 1 or context.segment:
+            return None
+        address = (context.host, context.port)
+        if self._store is None or self._address != address:
+            self._store = None
+            self._store, self._address = connect(context, timeout), address
+        return self._store
 
 
 def wait_for_all(store: Store, key: str, count: int, timeout: float, is_abandoned: Callable[[], bool]) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from lp_runtime.config.lookahead import MAX_STEP_TOKENS
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.group import Group
+from lp_runtime.distributed.store import StoreConnection
 from lp_runtime.engine.output import Event, Report
 from lp_runtime.engine.replica import LoadedModel, Replica, join_group, load_replica
 from lp_runtime.engine.request import Request
@@ -53,6 +54,7 @@ class ReplicaServer:
         self._orders = _OrderQueue()
         self._membership = contextlib.ExitStack()  # of the present group; leaves it when closed
         self._replica: Replica | None = None  # None while it is in no group
+        self._store = StoreConnection()
         self._grouping = threading.Lock()  # held while a group is noted or aborted, or its order ends
         self._group: Group | None = None  # the one that is being joined, or was
 
@@ -121,8 +123,9 @@ class ReplicaServer:
         def on_formed(group: Group) -> None:
             self._enter(group, number)
 
-        group = join_group(self._config, loaded, order.context, is_abandoned=is_abandoned, on_formed=on_formed)
         try:
+            store = self._store.connect(order.context, self._config.launcher.timeout)
+            group = join_group(self._config, loaded, order.context, store, is_abandoned, on_formed)
             self._replica = self._membership.enter_context(group)
         except (ReplicaError, LaunchError) as error:  # peers that did not come, or went
             self._send(GroupBroken(order.order, Progress(), str(error)))

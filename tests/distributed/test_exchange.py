@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -125,6 +126,22 @@ def test_an_error_of_this_replicas_own_device_is_no_peers(monkeypatch, error):
     group = Group.over(CollectiveTransport("gloo", 0, CPU, TIMEOUT), 0, 2)
     with pytest.raises(ReplicaError if error is RuntimeError else error):
         gather(Exchange(group, capacity=12))
+
+
+STEP_TIMEOUT = 1.0  # seconds
+
+
+def wait_for_a_request(group: Group):
+    """Rank 0 takes longer than a step may."""
+    if group.rank == 0:
+        time.sleep(2 * STEP_TIMEOUT)
+    return broadcast_object("a request" if group.rank == 0 else None, group, is_patient=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_followers_wait_for_the_next_request_as_long_as_it_takes(backend):
+    with running_ranks(wait_for_a_request, 2, backend=backend, step_timeout=STEP_TIMEOUT) as (_, results):
+        assert [results.get(timeout=TIMEOUT)[1] for _ in range(2)] == ["a request", "a request"]
 
 
 def test_a_single_replica_needs_no_process_group():

@@ -195,9 +195,7 @@ def test_a_process_that_ended_is_noticed_without_a_timeout():
 
 def test_rows_of_different_lengths_are_noticed():
     found = of_threads(lambda group: gather_rows(np.arange(3 + group.rank), group))
-    assert {str(error).partition(": ")[2] for error in found} == {
-        "replicas sent different numbers of integers, [3, 4]"
-    }
+    assert {str(error).partition(": ")[2] for error in found} == {"replicas sent different numbers of integers, [3, 4]"}
 
 
 def test_replicas_that_do_not_come_are_an_error_in_one_line():

@@ -121,7 +121,7 @@ def test_a_node_that_is_lost(cluster, demo_model_dir, greedy):
         before = seen_by_actors(runtime)
         assert len({node for node, _ in before.values()}) == 2
         assert [num_local for _, num_local in before.values()] == [1, 1]
-        assert runtime.launcher.host.rendezvous_address(0)[0] == address_of(interface)
+        assert runtime.launcher.host.rendezvous([0, 1]).host == address_of(interface)
         expected = runtime.generate(reference.PROMPTS[1], LENGTH, eos=False)
         assert expected.token_ids[: reference.MAX_NEW_TOKENS] == greedy[1]
         assert expected.losses == 0

@@ -29,12 +29,14 @@ def interfaces() -> list[str]:
     return found
 
 
-def _enter(task: Callable, arguments: tuple, rank: int, num_replicas: int, port: int, backend: str, results) -> None:
+def _enter(
+    task: Callable, arguments: tuple, rank: int, num_replicas: int, port: int, options: GroupOptions, results
+) -> None:
     """Run in a rank's process: join the group, run the task, report its result or its error."""
     torch.set_num_threads(1)
     context = ReplicaContext(rank, num_replicas, host="127.0.0.1", port=port, is_one_machine=True)
     try:
-        with process_group(context, CPU, GroupOptions(TIMEOUT, backend=backend)) as group:
+        with process_group(context, CPU, options) as group:
             results.put((rank, task(group, *arguments)))
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
@@ -43,7 +45,7 @@ def _enter(task: Callable, arguments: tuple, rank: int, num_replicas: int, port:
 
 @contextmanager
 def running_ranks(
-    task: Callable, num_replicas: int, *arguments, backend: str = "auto"
+    task: Callable, num_replicas: int, *arguments, backend: str = "auto", step_timeout: float = TIMEOUT
 ) -> Iterator[tuple[list, object]]:
     """Start `task(group, *arguments)` in a process for each rank of a group.
 
@@ -52,7 +54,7 @@ def running_ranks(
     """
     results = forking().Queue()
     store = host_store("127.0.0.1", 0, TIMEOUT)
-    place = (num_replicas, store.port, backend, results)
+    place = (num_replicas, store.port, GroupOptions(TIMEOUT, step_timeout, backend), results)
     processes = [
         forking().Process(target=_enter, args=(task, arguments, rank, *place), daemon=True)
         for rank in range(num_replicas)
