@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -40,8 +41,12 @@ class ProcessHost(ABC):
         process that has ended says Failed, once."""
 
     @abstractmethod
-    def kill(self, index: int) -> None:
-        """End a replica's process, whatever it is doing; no message of it is received any more."""
+    def kill(self, index: int) -> Callable[[], None]:
+        """End a replica's process, whatever it is doing; no message of it is received any more. Never waits.
+
+        Returns:
+            a function that waits until the process has ended and its memory is free: seconds, where it had a GPU.
+        """
 
     @abstractmethod
     def rendezvous_address(self, leader: int) -> tuple[str, int] | None:

@@ -12,7 +12,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -288,11 +288,15 @@ class RayHost(ProcessHost):
         lines = str(error).strip().splitlines()
         return lines[-1].strip() if lines and "creation task" in lines[0] else type(error).__name__
 
-    def kill(self, index: int) -> None:
+    def kill(self, index: int) -> Callable[[], None]:
         self._streams.pop(index, None)
         actor = self.actors.pop(index, None)
-        if actor is not None:
-            self._ray.kill(actor)
+
+        def end() -> None:  # asks the cluster, which may take its time to answer
+            if actor is not None:
+                self._ray.kill(actor)
+
+        return end
 
     def close(self) -> None:
         if not self._ray.is_initialized():
