@@ -19,7 +19,7 @@ from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.distributed.group import Group
 from lp_runtime.engine.calibration import Calibration, Measured, StepMeasurement
 from lp_runtime.engine.engine import Arrival, Engine
-from lp_runtime.engine.replica import ready_model
+from lp_runtime.engine.replica import load_replica, ready_model
 from lp_runtime.engine.request import Request
 from lp_runtime.model import self_check
 from lp_runtime.model.loader import load_model
@@ -143,6 +143,16 @@ def test_ranks_exchange_on_the_device(expected):
     for found in run_ranks(on_a_rank, 2):
         for name in FEW:
             check(found[name], expected[name])
+
+
+def test_a_booked_gpu_is_shared_with_nobody(gpu):
+    """Of eight replicas of a machine, one sees the GPU that Ray has booked for it, and no other."""
+    config = RuntimeConfig(dtype="float32", compile="off")
+    alone, booked, sharing = (
+        load_replica(config, 0, num_local, True, owns_device).info.capacity
+        for num_local, owns_device in ((1, False), (8, True), (8, False))
+    )
+    assert booked == alone > 7 * sharing
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,9 @@ class Replica:
         return load_tokenizer(self._config)
 
 
-def load_replica(config: RuntimeConfig, device_index: int, num_local: int, owns_process: bool) -> LoadedModel:
+def load_replica(
+    config: RuntimeConfig, device_index: int, num_local: int, owns_process: bool, owns_device: bool = False
+) -> LoadedModel:
     """Load and check the model of a replica.
 
     Args:
@@ -175,6 +177,7 @@ def load_replica(config: RuntimeConfig, device_index: int, num_local: int, owns_
         device_index: which of the GPUs that this process sees is the replica's.
         num_local: replicas on this machine.
         owns_process: whether the process is there for this replica alone, which then sets its thread count.
+        owns_device: whether a GPU is booked for this replica alone, which then has all of its memory.
 
     Raises:
         ConfigError: if a setting cannot be met on this machine.
@@ -194,7 +197,6 @@ def load_replica(config: RuntimeConfig, device_index: int, num_local: int, owns_
     model, self_check = ready_model(config, device)
     any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0))
     make_sampler_spec(model, any_request)  # refuses model defaults that cannot be kept
-    num_sharing = num_local if device.type == "cpu" else -(-num_local // torch.cuda.device_count())
     info = ReplicaInfo(
         vocabulary_size=model.vocabulary_size,
         context_length=model.context_length,
@@ -203,10 +205,23 @@ def load_replica(config: RuntimeConfig, device_index: int, num_local: int, owns_
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         self_check=self_check,
-        capacity=capacity_in_tokens(model, num_sharing),
+        capacity=capacity_in_tokens(model, _num_sharing(device, num_local, owns_device)),
         supports_batching=model.supports_batching and not config.profile,
     )
     return LoadedModel(model, info, Measured())
+
+
+def _num_sharing(device: torch.device, num_local: int, owns_device: bool) -> int:
+    """Return how many replicas share a device's memory.
+
+    Args:
+        device: of one of them.
+        num_local: replicas on this machine, which divide its GPUs, or its main memory, among them.
+        owns_device: whether a GPU is booked for the one alone. It may see no other GPU of the machine then.
+    """
+    if device.type == "cpu":
+        return num_local
+    return 1 if owns_device else -(-num_local // torch.cuda.device_count())
 
 
 @contextmanager

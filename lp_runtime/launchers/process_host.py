@@ -14,10 +14,12 @@ class Placement:
     Attributes:
         device_index: which of the GPUs that its process sees is the replica's.
         num_local: replicas on its machine, itself included.
+        owns_device: whether that GPU is booked for this replica, so that no other one shares the GPU's memory.
     """
 
     device_index: int
     num_local: int
+    owns_device: bool = False
 
 
 class ProcessHost(ABC):

@@ -110,8 +110,7 @@ class SpawnHost(ProcessHost):
         with theirs:
             self.processes[index] = start_process(theirs)
         pipe = self._pipes[index] = ReplicaPipe(ours)
-        place = self.placement(index)
-        pipe.send((self._config, place.device_index, place.num_local))
+        pipe.send((self._config, self.placement(index)))
 
     def placement(self, index: int) -> Placement:
         return Placement(index, self._num_replicas)
