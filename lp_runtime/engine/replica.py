@@ -22,7 +22,7 @@ from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.process_group import GroupOptions, address_of, process_group
 from lp_runtime.engine.batch import Arrival, never_cancel
-from lp_runtime.engine.calibration import Calibration, Measured
+from lp_runtime.engine.calibration import Calibration, Measured, measure_steps
 from lp_runtime.engine.draft_store import DraftStore
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.output import Event, Report
@@ -208,7 +208,10 @@ def load_replica(
         capacity=capacity_in_tokens(model, _num_sharing(device, num_local, owns_device)),
         supports_batching=model.supports_batching and not config.profile,
     )
-    return LoadedModel(model, info, Measured())
+    # Compiling takes minutes, on one replica longer than on another. It must end before the replicas meet: afterwards
+    # nobody waits longer than failure.timeout for a peer.
+    is_compiled = model.graphs is not None and model.graphs.compiled
+    return LoadedModel(model, info, Measured(steps=measure_steps(model) if is_compiled else None))
 
 
 def _num_sharing(device: torch.device, num_local: int, owns_device: bool) -> int:
@@ -231,6 +234,7 @@ def join_group(
     context: ReplicaContext,
     store: dist.Store | None = None,  # type: ignore[name-defined]  # which torch does not re-export for type checkers
     is_abandoned: Callable[[], bool] = never_cancel,
+    timeout: float | None = None,
 ) -> Iterator[Replica]:
     """Join the group of all replicas, and leave it at the end of the `with` block.
 
@@ -240,6 +244,7 @@ def join_group(
         context: who this replica is.
         store: where the replicas meet, if it is open in this process.
         is_abandoned: see process_group.
+        timeout: seconds within which all replicas must have come; None for launcher.timeout.
 
     Yields:
         the replica.
@@ -249,7 +254,7 @@ def join_group(
         LaunchError: if the group does not form.
     """
     launcher, info = config.launcher, loaded.info
-    options = GroupOptions(launcher.timeout, config.failure.timeout, launcher.backend, launcher.interface)
+    options = GroupOptions(timeout or launcher.timeout, config.failure.timeout, launcher.backend, launcher.interface)
     with process_group(context, loaded.model.device, options, store, is_abandoned) as group:
         capacity = UNLIMITED_TOKENS if info.capacity is None else min(info.capacity, UNLIMITED_TOKENS)
         capacities, are_late = gather_rows(np.array([capacity, loaded.model.timer is not None]), group).T
@@ -260,9 +265,13 @@ def join_group(
 
 @contextmanager
 def start_replica(config: RuntimeConfig, context: ReplicaContext) -> Iterator[Replica]:
-    """Load the model, check it and join the group: `load_replica` and `join_group` in one."""
+    """Load the model, check it and join the group: `load_replica` and `join_group` in one.
+
+    Its peers load, compile and check at the same time, and may take launcher.start_timeout for it.
+    """
     loaded = load_replica(config, context.device_index, context.num_local, context.owns_process)
-    with join_group(config, loaded, context) as replica:
+    timeout = max(config.launcher.timeout, config.launcher.start_timeout)
+    with join_group(config, loaded, context, timeout=timeout) as replica:
         yield replica
 
 
