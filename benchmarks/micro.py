@@ -2,8 +2,12 @@
 
 python benchmarks/micro.py STUDY [ARGUMENT ...]
 
-exchange   one exchange between processes of this machine
+machine    versions, copy bandwidth, products, launches
+exchange   one exchange between processes of this machine, by transport
 floor      a forward pass beside the time to read the model's weights once
+profile    the kernels of a step, by torch's profiler
+kernels    one layer against float64, and the time of its kernels, by tokens and prefix
+experts    a mixture of experts: captured or not, its steps, its text beside transformers'
 host       what of a step's host work does not hide behind an accelerator
 partition  tokens that the busiest replica feeds, beside the proven optimum
 step       forward pass, exchange and everything else of a step, by setting and number of replicas
@@ -11,7 +15,8 @@ step       forward pass, exchange and everything else of a step, by setting and 
 
 from common import run_command
 
-STUDIES = {"exchange": "exchange", "floor": "floor", "host": "host_time", "partition": "partition", "step": "step_time"}
+STUDIES = {name: name for name in ("machine", "exchange", "floor", "profile", "kernels", "experts", "partition")}
+STUDIES |= {"host": "host_time", "step": "step_time"}
 
 if __name__ == "__main__":
     run_command(__doc__, STUDIES)

@@ -2,6 +2,7 @@
 
 python benchmarks/resilience.py STUDY [ARGUMENT ...]
 
+nccl   a communicator of one rank beside a captured graph: used, aborted by another thread, formed again
 kills  replicas are killed at random steps
 load   many clients ask lp-serve at once
 """
@@ -9,4 +10,4 @@ load   many clients ask lp-serve at once
 from common import run_command
 
 if __name__ == "__main__":
-    run_command(__doc__, {name: name for name in ("kills", "load")})
+    run_command(__doc__, {name: name for name in ("nccl", "kills", "load")})

@@ -16,10 +16,11 @@ from support.simulated_gpu import Event, Gpu, Graph, Tensor, capturing, simulate
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
+from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.group import Group
 from lp_runtime.engine.calibration import Calibration, Measured, StepMeasurement
 from lp_runtime.engine.engine import Arrival, Engine
-from lp_runtime.engine.replica import ready_model
+from lp_runtime.engine.replica import join_group, load_replica, ready_model
 from lp_runtime.engine.request import Request
 from lp_runtime.model import self_check
 from lp_runtime.model.loader import load_model
@@ -146,6 +147,39 @@ def test_ranks_exchange(expected, backend, device):
     for found in run_ranks(on_a_rank, 2, device, backend=backend):
         for name in FEW:
             check(found[name], expected[name])
+
+
+def test_a_booked_gpu_is_shared_with_nobody(gpu):
+    """Of eight replicas of a machine, one sees the GPU that Ray has booked for it, and no other."""
+    config = RuntimeConfig(dtype="float32", compile="off")
+    alone, booked, sharing = (
+        load_replica(config, 0, num_local, True, owns_device).info.capacity
+        for num_local, owns_device in ((1, False), (8, True), (8, False))
+    )
+    assert booked == alone > 7 * sharing
+
+
+def test_nothing_is_compiled_once_replicas_have_met(gpu, monkeypatch):
+    """Compiling a size takes a minute or more: a peer that waited in a collective meanwhile would give this one up."""
+    sizes: list[int] = []
+
+    def compiled(model, dynamic: bool):
+        assert dynamic is False
+
+        def call(**arguments):
+            sizes.append(arguments["input_ids"].shape[1])
+            return model(**arguments)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compiled)  # the simulation cannot be compiled
+    config = RuntimeConfig(dtype="float32", compile="full", cache_dir=None)
+    loaded = load_replica(config, 0, 1, owns_process=False)
+    before = set(sizes)
+    assert 1 in before
+    with join_group(config, loaded, ReplicaContext(owns_process=False)) as replica:
+        *_, report = replica.decode(Request(PROMPT, LookaheadConfig(), 48))
+    assert report.num_steps < 48 and set(sizes) == before
 
 
 @pytest.mark.parametrize(

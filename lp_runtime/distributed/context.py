@@ -64,6 +64,13 @@ class ReplicaContext:
         )
 
 
+def visible_gpus() -> list[str] | None:
+    """Return the names of the GPUs that CUDA_VISIBLE_DEVICES shows to this process, in the order of their indices; None
+    if it is not set, so that the process sees all GPUs."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if names is None else [name.strip() for name in names.split(",")]
+
+
 def started_by_torchrun() -> bool:
     """Return whether torchrun (or another elastic agent) started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ

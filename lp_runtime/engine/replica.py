@@ -23,7 +23,7 @@ from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.process_group import GroupOptions, process_group
 from lp_runtime.distributed.store import address_of
 from lp_runtime.engine.batch import Arrival, never_cancel
-from lp_runtime.engine.calibration import Calibration, Measured
+from lp_runtime.engine.calibration import Calibration, Measured, measure_steps
 from lp_runtime.engine.draft_store import DraftStore
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.output import Event, Report
@@ -168,7 +168,9 @@ class Replica:
         return load_tokenizer(self._config)
 
 
-def load_replica(config: RuntimeConfig, device_index: int, num_local: int, owns_process: bool) -> LoadedModel:
+def load_replica(
+    config: RuntimeConfig, device_index: int, num_local: int, owns_process: bool, owns_device: bool = False
+) -> LoadedModel:
     """Load and check the model of a replica.
 
     Args:
@@ -176,6 +178,7 @@ def load_replica(config: RuntimeConfig, device_index: int, num_local: int, owns_
         device_index: which of the GPUs that this process sees is the replica's.
         num_local: replicas on this machine.
         owns_process: whether the process is there for this replica alone, which then sets its thread count.
+        owns_device: whether a GPU is booked for this replica alone, which then has all of its memory.
 
     Raises:
         ConfigError: if a setting cannot be met on this machine.
@@ -195,7 +198,6 @@ def load_replica(config: RuntimeConfig, device_index: int, num_local: int, owns_
     model, self_check = ready_model(config, device)
     any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0))
     make_sampler_spec(model, any_request)  # refuses model defaults that cannot be kept
-    num_sharing = num_local if device.type == "cpu" else -(-num_local // torch.cuda.device_count())
     info = ReplicaInfo(
         vocabulary_size=model.vocabulary_size,
         context_length=model.context_length,
@@ -204,10 +206,26 @@ def load_replica(config: RuntimeConfig, device_index: int, num_local: int, owns_
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         self_check=self_check,
-        capacity=capacity_in_tokens(model, num_sharing),
+        capacity=capacity_in_tokens(model, _num_sharing(device, num_local, owns_device)),
         supports_batching=model.supports_batching and not config.profile,
     )
-    return LoadedModel(model, info, Measured())
+    # Compiling takes minutes, on one replica longer than on another. It must end before the replicas meet: afterwards
+    # nobody waits longer than failure.timeout for a peer.
+    is_compiled = model.graphs is not None and model.graphs.compiled
+    return LoadedModel(model, info, Measured(steps=measure_steps(model) if is_compiled else None))
+
+
+def _num_sharing(device: torch.device, num_local: int, owns_device: bool) -> int:
+    """Return how many replicas share a device's memory.
+
+    Args:
+        device: of one of them.
+        num_local: replicas on this machine, which divide its GPUs, or its main memory, among them.
+        owns_device: whether a GPU is booked for the one alone. It may see no other GPU of the machine then.
+    """
+    if device.type == "cpu":
+        return num_local
+    return 1 if owns_device else -(-num_local // torch.cuda.device_count())
 
 
 @contextmanager
@@ -218,6 +236,7 @@ def join_group(
     store: dist.Store | None = None,  # type: ignore[name-defined]  # which torch does not re-export for type checkers
     is_abandoned: Callable[[], bool] = never_cancel,
     on_formed: Callable[[Group], None] | None = None,
+    timeout: float | None = None,
 ) -> Iterator[Replica]:
     """Join the group of all replicas, and leave it at the end of the `with` block.
 
@@ -228,6 +247,7 @@ def join_group(
         store: where the replicas meet, if it is open in this process.
         is_abandoned: see process_group.
         on_formed: called with the group before anything is exchanged in it.
+        timeout: seconds within which all replicas must have come; None for launcher.timeout.
 
     Yields:
         the replica.
@@ -237,7 +257,7 @@ def join_group(
         LaunchError: if the group does not form.
     """
     launcher, info = config.launcher, loaded.info
-    options = GroupOptions(launcher.timeout, config.failure.timeout, launcher.backend, launcher.interface)
+    options = GroupOptions(timeout or launcher.timeout, config.failure.timeout, launcher.backend, launcher.interface)
     with process_group(context, loaded.model.device, options, store, is_abandoned) as group:
         if on_formed is not None:
             on_formed(group)
@@ -250,9 +270,13 @@ def join_group(
 
 @contextmanager
 def start_replica(config: RuntimeConfig, context: ReplicaContext) -> Iterator[Replica]:
-    """Load the model, check it and join the group: `load_replica` and `join_group` in one."""
+    """Load the model, check it and join the group: `load_replica` and `join_group` in one.
+
+    Its peers load, compile and check at the same time, and may take launcher.start_timeout for it.
+    """
     loaded = load_replica(config, context.device_index, context.num_local, context.owns_process)
-    with join_group(config, loaded, context) as replica:
+    timeout = max(config.launcher.timeout, config.launcher.start_timeout)
+    with join_group(config, loaded, context, timeout=timeout) as replica:
         yield replica
 
 

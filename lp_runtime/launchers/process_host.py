@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -14,10 +14,12 @@ class Placement:
     Attributes:
         device_index: which of the GPUs that its process sees is the replica's.
         num_local: replicas on its machine, itself included.
+        owns_device: whether that GPU is booked for this replica, so that no other one shares the GPU's memory.
     """
 
     device_index: int
     num_local: int
+    owns_device: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,12 @@ class ProcessHost(ABC):
         process that has ended says Failed, once."""
 
     @abstractmethod
-    def kill(self, index: int) -> None:
-        """End a replica's process, whatever it is doing; no message of it is received any more."""
+    def kill(self, index: int) -> Callable[[], None]:
+        """End a replica's process, whatever it is doing; no message of it is received any more. Never waits.
+
+        Returns:
+            a function that waits until the process has ended and its memory is free: seconds, where it had a GPU.
+        """
 
     @abstractmethod
     def rendezvous(self, members: Sequence[int]) -> Rendezvous | None:

@@ -1,5 +1,5 @@
 """Replicas as Ray actors, one a GPU. The driver starts them, streams from rank 0 and tears them down; it is never
-inside a step. Ray is imported here only, and only when this launcher is chosen."""
+inside a step. Ray is imported here and in ray_booking.py only, and only when this launcher is chosen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -21,14 +21,13 @@ import torch.distributed as dist
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.process_group import GroupOptions, new_segment_name
 from lp_runtime.distributed.store import address_of, host_store
-from lp_runtime.errors import ConfigError, LaunchError, first_line
+from lp_runtime.errors import LaunchError, first_line
 from lp_runtime.launchers.messages import Failed
 from lp_runtime.launchers.process_host import Placement, ProcessHost, Rendezvous
+from lp_runtime.launchers.ray_booking import Booking
 from lp_runtime.launchers.replica_server import ReplicaServer
 from lp_runtime.launchers.team import TeamLauncher
 
-# A replica on CPUs shares the cores with its peers, so it books next to nothing: Ray would refuse gpus=4 on 2 cores.
-CPU_SHARE = 0.01
 BATCH_SECONDS = 0.005  # step outputs that come closer together travel to the driver together
 CONNECT_SECONDS = 10.0  # that the cluster may take to answer
 STORE_SECONDS = 10.0  # that a replica may take to open a store
@@ -56,7 +55,7 @@ class ReplicaActor:
         """Be a replica, in a thread of its own, and stream its messages in small batches: no step waits for that."""
         # Asked here, not by the driver: a replica that is started again may have got another node since.
         place = Booking.placement_here()
-        server = ReplicaServer(self._config, place.device_index, place.num_local, self.outgoing.put)
+        server = ReplicaServer(self._config, place, self.outgoing.put)
 
         def run() -> None:
             server.run()
@@ -107,73 +106,6 @@ class ReplicaActor:
             return Rendezvous(address, self._store.port)
         except Exception as error:
             return Failed.from_error(error)
-
-
-class Booking:
-    """What Ray has set aside for the replicas: a placement group with a bundle for each, in the order of their indices.
-    Bundles of a node that is lost go to another one as soon as that has the capacity.
-
-    Args:
-        ray: the module, connected.
-        config: the runtime's settings.
-
-    Attributes:
-        device: that the replicas are to have: cuda or cpu.
-
-    Raises:
-        ConfigError: if the cluster has fewer GPUs.
-        LaunchError: if the cluster has no capacity for the replicas within launcher.start_timeout.
-    """
-
-    def __init__(self, ray: ModuleType, config: RuntimeConfig):
-        self._ray = ray
-        num_replicas, launcher = config.gpus or 1, config.launcher
-        num_gpus = int(ray.cluster_resources().get("GPU", 0))
-        on_gpus = config.device == "cuda" or (config.device == "auto" and num_gpus > 0)
-        if on_gpus and num_replicas > num_gpus:
-            raise ConfigError(f"gpus={num_replicas}: the Ray cluster has {num_gpus} (on CPUs: device=cpu)")
-        # Cores are for what feeds a GPU; a cluster may have fewer than one to spare for each.
-        self._bundle = {"GPU": 1.0, "CPU": CPU_SHARE} if on_gpus else {"CPU": CPU_SHARE}
-        self.device = "cuda" if on_gpus else "cpu"
-        self._group = ray.util.placement_group([self._bundle] * num_replicas, strategy=launcher.placement.upper())
-        try:
-            if not self._group.wait(launcher.start_timeout):
-                raise LaunchError(
-                    f"launcher=ray: the cluster has no room for {num_replicas} x {self._bundle}"
-                    f" within launcher.start_timeout={launcher.start_timeout:g} seconds"
-                )
-        except BaseException:  # an interrupted wait, too, books nothing
-            self.release()
-            raise
-
-    def options(self, index: int) -> dict[str, object]:
-        """Return the options that give an actor a replica's bundle."""
-        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-            self._group, placement_group_bundle_index=index
-        )
-        return {"num_cpus": CPU_SHARE, "num_gpus": self._bundle.get("GPU", 0), "scheduling_strategy": strategy}
-
-    def nodes(self) -> list[str]:
-        """Return the id of each replica's node."""
-        found = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
-        return [found[index] for index in sorted(found)]
-
-    def placement(self, index: int) -> Placement:
-        """Return where a replica is. Ray shows an actor its own GPU only, so the device index is 0."""
-        nodes = self.nodes()
-        return Placement(0, nodes.count(nodes[index]))
-
-    @staticmethod
-    def placement_here() -> Placement:
-        """Return where the replica is whose actor calls this."""
-        import ray
-
-        found = ray.util.placement_group_table(ray.util.get_current_placement_group())["bundles_to_node_id"]
-        return Placement(0, list(found.values()).count(ray.get_runtime_context().get_node_id()))
-
-    def release(self) -> None:
-        """Give the bundles back to the cluster."""
-        self._ray.util.remove_placement_group(self._group)
 
 
 def connect(address: str | None) -> None:
@@ -297,11 +229,15 @@ class RayHost(ProcessHost):
         lines = str(error).strip().splitlines()
         return lines[-1].strip() if lines and "creation task" in lines[0] else type(error).__name__
 
-    def kill(self, index: int) -> None:
+    def kill(self, index: int) -> Callable[[], None]:
         self._streams.pop(index, None)
         actor = self.actors.pop(index, None)
-        if actor is not None:
-            self._ray.kill(actor)
+
+        def end() -> None:  # asks the cluster, which may take its time to answer
+            if actor is not None:
+                self._ray.kill(actor)
+
+        return end
 
     def close(self) -> None:
         if not self._ray.is_initialized():

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from lp_runtime.config.settings import FailureConfig
 from lp_runtime.errors import LaunchError
@@ -60,6 +60,7 @@ class ReplicaPool:
         self._start_failures: dict[int, Failed] | None = {}  # None once all have started
         self._incarnations = dict.fromkeys(range(num_replicas), 0)  # processes that each has lost
         self._listener = threading.Thread(target=self._listen, name="lp-pool", daemon=True)
+        self._enders: list[threading.Thread] = []  # each waits for the end of a lost process
 
     # Replicas come and go.
 
@@ -94,11 +95,18 @@ class ReplicaPool:
         self.is_closed = True
         if self._listener.is_alive():
             self._listener.join()
+        with self.changed:
+            enders = list(self._enders)
+        for ender in enders:  # what they start would outlive the host
+            ender.join()
         self._host.close()
 
     def lose(self, index: int, reason: str, incarnation: int) -> None:
         """Note that a replica is lost: end its process, start it again if it may be, and say so in its inboxes. Has no
         effect for a process that was lost before.
+
+        Never waits for the process: its end takes seconds where it had a GPU, and the others go on meanwhile. It is
+        started again when the lost process has ended.
 
         Args:
             index: the replica.
@@ -113,18 +121,29 @@ class ReplicaPool:
             self._ready.discard(index)
             self._loading.discard(index)
             self.disband(self.group_of(index))
-            self._host.kill(index)
+            wait_for_end = self._host.kill(index)
             again = self.num_restarts[index] < self.failure.restarts and not self.is_closed
             logger.warning("replica %d was lost (%s)%s", index, reason, "; it is started again" if again else "")
             if again:
                 self.num_restarts[index] += 1
-                try:
-                    self._host.start_process(index)
-                    self._loading.add(index)
-                except Exception as error:  # no memory, no file descriptors, no node
-                    logger.warning("replica %d cannot be started again: %s", index, error)
+                self._loading.add(index)
+            ender = threading.Thread(target=self._end, args=(index, wait_for_end, again), name="lp-end", daemon=True)
+            ender.start()
+            self._enders = [each for each in self._enders if each.is_alive()] + [ender]
             self.inboxes.announce_loss(index, reason)
             self.changed.notify_all()
+
+    def _end(self, index: int, wait_for_end: Callable[[], None], again: bool) -> None:
+        """Wait for the end of a lost process, then start its replica again if `again` says so."""
+        try:
+            wait_for_end()
+            if again and not self.is_closed:
+                self._host.start_process(index)
+        except Exception as error:  # no memory, no file descriptors, no node
+            logger.warning("replica %d cannot be started again: %s", index, error)
+            with self.changed:
+                self._loading.discard(index)
+                self.changed.notify_all()
 
     def wait_until_ready(self, timeout: float) -> frozenset[int]:
         """Wait until a replica is ready, or none is loading, and return those that are ready.

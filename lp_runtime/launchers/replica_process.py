@@ -35,10 +35,10 @@ def be_replica(pipe: Connection) -> None:
                 os._exit(1)
 
     try:
-        config, device_index, num_local = pipe.recv()
+        config, place = pipe.recv()
     except (EOFError, OSError):
         return  # the driver was gone before it could say what to do
-    server = ReplicaServer(config, device_index, num_local, send)
+    server = ReplicaServer(config, place, send)
     threading.Thread(target=listen, args=(server,), daemon=True).start()
     server.run()
     os._exit(1)  # not through atexit, where a broken group may block

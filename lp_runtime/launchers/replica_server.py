@@ -35,6 +35,7 @@ from lp_runtime.launchers.messages import (
     Refused,
     Streamed,
 )
+from lp_runtime.launchers.process_host import Placement
 
 
 class ReplicaServer:
@@ -42,14 +43,13 @@ class ReplicaServer:
 
     Args:
         config: the runtime's settings.
-        device_index: which of the GPUs that this process sees is the replica's.
-        num_local: replicas on this machine, this one included.
+        place: where this replica is.
         send: sends a message to the driver; called from several threads.
     """
 
-    def __init__(self, config: RuntimeConfig, device_index: int, num_local: int, send: Callable[[object], None]):
+    def __init__(self, config: RuntimeConfig, place: Placement, send: Callable[[object], None]):
         self._config = config
-        self._placement = (device_index, num_local)
+        self._place = place
         self._send = send
         self._orders = _OrderQueue()
         self._membership = contextlib.ExitStack()  # of the present group; leaves it when closed
@@ -73,7 +73,8 @@ class ReplicaServer:
     def run(self) -> None:
         """Load the model, then carry out orders. Returns when this replica cannot go on; the driver knows then."""
         try:
-            loaded = load_replica(self._config, *self._placement, owns_process=True)
+            place = self._place
+            loaded = load_replica(self._config, place.device_index, place.num_local, True, place.owns_device)
             self._send(ModelLoaded(loaded.info))
             while True:
                 order = self._orders.get()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import ForkingPickler
 
@@ -29,6 +29,7 @@ from lp_runtime.launchers.team import TeamLauncher
 LOOPBACK = "127.0.0.1"
 CLOSE_GRACE_SECONDS = 0.5  # that a process may take to end after its pipe has closed
 EXIT_TIMEOUT_SECONDS = 5.0  # that a replica may take to end by itself
+KILL_TIMEOUT_SECONDS = 30.0  # that a killed process may take to end: the driver frees its GPU's memory meanwhile
 
 
 class ReplicaPipe:
@@ -113,8 +114,7 @@ class SpawnHost(ProcessHost):
         with theirs:
             self.processes[index] = start_process(theirs)
         pipe = self._pipes[index] = ReplicaPipe(ours)
-        place = self.placement(index)
-        pipe.send((self._config, place.device_index, place.num_local))
+        pipe.send((self._config, self.placement(index)))
 
     def placement(self, index: int) -> Placement:
         return Placement(index, self._num_replicas)
@@ -159,14 +159,20 @@ class SpawnHost(ProcessHost):
         how = f"signal {-code}" if code is not None and code < 0 else f"exit status {code}"
         return Failed(f"its process ended ({how})", None)
 
-    def kill(self, index: int) -> None:
+    def kill(self, index: int) -> Callable[[], None]:
         pipe = self._pipes.pop(index, None)
         process = self.processes.get(index)
         if process is not None:
             process.kill()
-            process.wait()
         if pipe is not None:
             self._ended_pipes.append(pipe)
+
+        def wait_for_end() -> None:
+            if process is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(KILL_TIMEOUT_SECONDS)
+
+        return wait_for_end
 
     def close(self) -> None:
         pipes = [*self._pipes.values(), *self._ended_pipes]

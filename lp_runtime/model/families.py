@@ -1,4 +1,4 @@
-"""Which models cannot be fed a token tree, as far as their class and configuration tell.
+"""Which models cannot be fed a token tree, as far as their class, configuration and kind of weights tell.
 
 A tree gives every node the position and the mask that plain text would give it. The node's place in the input, and its
 place among the keys, are other ones. A model that reads a place is refused: here by name, or by the self-check
@@ -56,9 +56,34 @@ def check_family(model: PreTrainedModel) -> None:
         ModelError: naming the field or the layers that are the reason.
     """
     config = model.config.get_text_config()
+    _check_whole(config.model_type, model)
     layer_kinds(config)
     if reason := _reason(config, model):
         raise ModelError(f"{config.model_type}: cannot be fed a token tree: {reason}")
+
+
+def _check_whole(kind: str, model: PreTrainedModel) -> None:
+    """Refuse a model whose weights are split over ranks. Calls no collective.
+
+    Its ranks hold one model together; here every rank would be taken for a replica, with a share of the step's tokens
+    of its own, and the collectives inside the model's layers would not match.
+
+    Args:
+        kind: the model's type.
+        model: tensor-parallel by transformers' `tp_plan`, sharded by FSDP, or whole.
+
+    Raises:
+        ModelError: naming how many ranks share the weights.
+    """
+    num_ranks = getattr(model, "tp_size", None) or 1
+    for parameter in model.parameters():
+        mesh = getattr(parameter, "device_mesh", None)  # a DTensor has one
+        num_ranks = max(num_ranks, 1 if mesh is None else mesh.size())
+    if num_ranks > 1:
+        raise ModelError(
+            f"{kind}: its weights are split over {num_ranks} ranks (tensor parallelism or FSDP); every rank must hold"
+            " the whole model, so load it without tp_plan, tp_size and distributed_config"
+        )
 
 
 def _reason(config: PreTrainedConfig, model: PreTrainedModel) -> str | None:

@@ -18,7 +18,9 @@ from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.store import address_of
 from lp_runtime.errors import LaunchError
-from lp_runtime.launchers.ray_launcher import Booking
+from lp_runtime.launchers.process_host import Placement
+from lp_runtime.launchers.ray_booking import Booking, device_index
+from lp_runtime.launchers.ray_launcher import ReplicaActor
 
 ray = pytest.importorskip("ray")
 
@@ -91,7 +93,38 @@ def test_nodes_that_replicas_are_put_on(placement, gpus, counts):
         nodes = booking.nodes()
         assert sorted(Counter(nodes).values(), reverse=True) == counts
         for index, node in enumerate(nodes):
-            assert vars(booking.placement(index)) == {"device_index": 0, "num_local": nodes.count(node)}
+            assert booking.placement(index) == Placement(0, nodes.count(node), owns_device=True)
+
+
+NOSET = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+
+
+@pytest.mark.usefixtures("free_cluster")
+@pytest.mark.parametrize(
+    ("environment", "device_indices"),
+    [({}, [0, 0]), (NOSET, [0, 1]), (NOSET | {"CUDA_VISIBLE_DEVICES": "7,GPU-5d2f"}, [0, 1])],
+)
+def test_the_gpu_of_a_replica_is_the_one_that_ray_has_assigned(environment, device_indices):
+    """It sees one GPU, or all of its node's; either way it shares the memory of its own with nobody."""
+
+    def look(_) -> Placement:
+        return Booking.placement_here()
+
+    with booked("pack", 2) as booking:
+        options = [booking.options(index) | {"runtime_env": {"env_vars": environment}} for index in range(2)]
+        actors = [ray.remote(ReplicaActor).options(**each).remote(RuntimeConfig()) for each in options]
+        try:
+            found = ray.get([actor.__ray_call__.remote(look) for actor in actors], timeout=PATIENCE)
+        finally:
+            for actor in actors:
+                ray.kill(actor)
+    assert sorted(each.device_index for each in found) == device_indices
+    assert all(each == Placement(each.device_index, 2, owns_device=True) for each in found)
+
+
+def test_a_gpu_that_is_hidden():
+    with pytest.raises(LaunchError, match="Ray has assigned GPU 3, which CUDA_VISIBLE_DEVICES=0,1 hides"):
+        device_index(3, ["0", "1"])
 
 
 @pytest.mark.usefixtures("free_cluster")

@@ -479,6 +479,7 @@ def _efficient(query, key, value, bias, with_total, dropout=0.0, is_causal=False
 STAND_INS = {
     "_scaled_dot_product_flash_attention": _flash,
     "_scaled_dot_product_efficient_attention": _efficient,
+    "histc": lambda values, *bins: torch.histc(values.float(), *bins),  # of integers, which a CPU does not count
 }
 
 

@@ -1,0 +1,98 @@
+"""Models that the studies of a GPU run on, by name: made in its memory, so that none has to be downloaded."""
+
+from __future__ import annotations
+
+import gc
+
+import common  # noqa: F401  # makes scripts/ importable
+import torch
+from inflate_model import SHAPES, inflated
+from torch import nn
+from transformers import AutoModelForCausalLM, MixtralConfig
+
+from lp_runtime.config.settings import DEMO_MODEL, ModelConfig, RuntimeConfig
+from lp_runtime.engine.replica import prepare_model
+from lp_runtime.model.loader import load_model
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.types import CausalLM
+
+CONTEXT_TOKENS = 1 << 16  # that inflated models take: more than any study's prefix
+UNUSED_TOKEN = 0  # of the demo model: its end of text, which no prompt holds
+EXPERTS = {  # sizes of mixtures of experts with random weights; about 5.5B parameters, and very few
+    "experts": {"hidden_size": 2048, "intermediate_size": 7168, "num_hidden_layers": 16, "num_attention_heads": 32},
+    "small_experts": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+}
+
+
+def load_named(name: str, dtype: str, device: torch.device, vocabulary_size: int | None = None) -> CausalLM:
+    """Return a model on its device, as transformers would have loaded it.
+
+    Args:
+        name: demo; a shape that the demo model is inflated to; experts or small_experts, a mixture of experts with
+            random weights; or a directory.
+        dtype: as torch names it, without "torch."; auto for the checkpoint's, which made models do not have.
+        device: where the model is made.
+        vocabulary_size: to which the embedding and the head are padded; None leaves them as they are.
+    """
+    made_dtype = "float32" if dtype == "auto" else dtype
+    if name in EXPERTS:
+        model = random_experts(name, made_dtype, device)
+    elif name in SHAPES:
+        model = inflated(DEMO_MODEL, SHAPES[name], made_dtype, device)
+        model.config.max_position_embeddings = CONTEXT_TOKENS
+    else:
+        model = load_model(ModelConfig(path=None if name == "demo" else name), device, dtype)
+    if vocabulary_size is not None:
+        pad_vocabulary(model, vocabulary_size)
+    return model
+
+
+def random_experts(name: str, dtype: str, device: torch.device) -> CausalLM:
+    """Return a Mixtral model with random weights: 8 experts, of which 2 are active."""
+    config = MixtralConfig(
+        **EXPERTS[name],
+        vocab_size=4096,
+        num_key_value_heads=EXPERTS[name]["num_attention_heads"] // 2,
+        max_position_embeddings=4096,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+
+
+@torch.no_grad()
+def pad_vocabulary(model: CausalLM, size: int) -> None:
+    """Give the embedding and the head of a model more rows, so that both cost what those of a larger vocabulary cost.
+
+    New rows are copies of a token that is never likely, so greedy texts stay what they are.
+
+    Args:
+        model: its head is untied.
+        size: rows, at least as many as there are.
+    """
+    old = model.config.get_text_config().vocab_size
+    if size < old:
+        raise SystemExit(f"vocabulary={size}: must be at least the model's own {old}")
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    for module in {id(each): each for each in (embedding, head)}.values():
+        copies = module.weight[UNUSED_TOKEN].expand(size - old, -1)
+        module.weight = nn.Parameter(torch.cat([module.weight, copies]), requires_grad=False)
+    head.weight = nn.Parameter(head.weight.clone(), requires_grad=False)
+    embedding.num_embeddings = head.out_features = size
+    model.config.get_text_config().vocab_size = size
+
+
+def runner_of(
+    name: str, config: RuntimeConfig, device: torch.device, vocabulary_size: int | None = None
+) -> ModelRunner:
+    """Return a named model, fused, captured and checked as the settings say: see `load_named`."""
+    return prepare_model(load_named(name, config.dtype, device, vocabulary_size), config, device)[0]
+
+
+def free_memory(device: torch.device) -> None:
+    """Return what deleted models held to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

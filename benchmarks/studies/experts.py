@@ -1,0 +1,82 @@
+"""A mixture of experts with random weights: is it captured, what do its steps take, is its text transformers' own?
+
+    python benchmarks/micro.py experts --model experts --dtype bfloat16 --tokens 1 8 64 --compile auto off
+
+A row for each way to launch a pass and each number of tokens. `text` compares greedy decoding in float32, of the very
+small mixture, with transformers' `generate`; the exit status is 1 if they differ or a model is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from common import Results
+from models import free_memory, load_named, runner_of
+
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.distributed.group import Group
+from lp_runtime.engine.engine import Engine
+from lp_runtime.engine.replica import choose_device, prepare_model
+from lp_runtime.engine.request import Request
+from lp_runtime.errors import ModelError, first_line
+from lp_runtime.model.types import CausalLM
+from studies.floor import measure
+
+PROMPT = tuple(range(300, 340))
+NUM_NEW_TOKENS = 48
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the study's arguments."""
+    parser.add_argument("--model", default="small_experts", choices=["experts", "small_experts"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 64])
+    parser.add_argument("--compile", nargs="+", default=["auto", "off"], choices=["off", "auto", "full"])
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--context", type=int, default=512, help="committed tokens")
+    parser.add_argument("--rounds", type=int, default=20)
+
+
+def generated(model: CausalLM) -> list[int]:
+    """Return what transformers' greedy decoding adds to the prompt."""
+    ids = torch.tensor([PROMPT], device=model.device)
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_NEW_TOKENS, pad_token_id=0
+    )
+    return output[0, len(PROMPT) :].tolist()
+
+
+def is_text_the_same(mode: str, device: torch.device) -> bool:
+    """Whether greedy decoding of the small mixture in float32 is transformers' own."""
+    expected = generated(load_named("small_experts", "float32", device))
+    config = RuntimeConfig(dtype="float32", compile=mode)
+    model, _ = prepare_model(load_named("small_experts", "float32", device), config, device)
+    lookahead = LookaheadConfig(W=7, N=5, G=7, prior="none")
+    *steps, _ = Engine(model, Group.alone()).run(Request(PROMPT, lookahead, NUM_NEW_TOKENS))
+    return [token for step in steps for token in step.token_ids] == expected
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every mode."""
+    device = choose_device("auto", 0)
+    results = Results("experts", args.output)
+    num_wrong = 0
+    for mode in args.compile:
+        try:
+            text = "the same" if is_text_the_same(mode, device) else "differs"
+            model = runner_of(args.model, RuntimeConfig(dtype=args.dtype, compile=mode), device)
+        except ModelError as error:
+            num_wrong += 1
+            results.add({"compile": mode, "text": f"refused: {first_line(error)}".replace("|", "/")})
+            continue
+        num_wrong += text != "the same"
+        captured = "yes" if model.graphs else "no"
+        found = measure(model, args.tokens, args.context, args.rounds)
+        for tokens, (step, issued) in found.items():
+            row = {"compile": mode, "captured": captured, "text": text, "tokens": tokens}
+            results.add(row | {"step ms": step, "issued ms": issued})
+        del model
+        free_memory(device)
+    results.finish(f"{args.model}, {args.dtype}, {args.context} committed tokens")
+    return 1 if num_wrong else 0

@@ -1,0 +1,158 @@
+"""What NCCL does on one GPU that a runtime must be able to rely on, with a communicator of one rank, part by part.
+
+    python benchmarks/resilience.py nccl
+
+Forming it, a gather, a captured graph that is replayed before and behind a gather, an abort by another thread while
+this thread goes on, leaving, and forming it again. Each part is a row with its milliseconds as soon as it is done; a
+part that does not end in time is what the call is for: the process ends itself with status 3 and names it. The exit
+status is 1 if a part fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from common import Results
+
+from lp_runtime.engine.replica import choose_device
+from lp_runtime.errors import first_line
+
+NUM_INTEGERS = 64 * 5  # of a step's row, about
+NUM_REPLAYS = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the study's arguments."""
+    parser.add_argument("--backend", default="nccl", choices=["nccl", "gloo"], help="gloo where there is no GPU")
+    parser.add_argument("--part-seconds", type=float, default=30.0, help="that a part may take")
+
+
+class Communicator:
+    """A process group of one rank, formed anew as often as is asked.
+
+    Args:
+        backend: nccl or gloo.
+        device: of the tensors.
+    """
+
+    def __init__(self, backend: str, device: torch.device):
+        self._backend, self._device = backend, device
+        self._store = dist.HashStore()
+        self._numbers = itertools.count()
+        self._row = torch.arange(NUM_INTEGERS, device=device)
+        self._gathered = torch.empty_like(self._row)
+        self._replay: Callable[[], None] | None = None
+        self._counted = torch.zeros(1, device=device)
+
+    def form(self) -> None:
+        """Form the group, under a name of its own."""
+        dist.init_process_group(
+            self._backend,
+            store=dist.PrefixStore(str(next(self._numbers)), self._store),
+            rank=0,
+            world_size=1,
+            timeout=timedelta(seconds=20),
+            device_id=self._device if self._backend == "nccl" else None,
+        )
+
+    def gather(self) -> None:
+        """Gather a row, and compare it."""
+        self._gathered.zero_()
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(self._gathered, self._row)
+        assert torch.equal(self._gathered, self._row)
+
+    def capture(self) -> None:
+        """Capture a graph of this thread's own kernels while the group is there."""
+        if self._device.type != "cuda":
+            self._replay = lambda: self._counted.add_(1)
+            return
+        self._counted.add_(1)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._counted.add_(1)
+        self._replay = graph.replay
+
+    def replay_between_gathers(self) -> None:
+        """Replay the graph before and behind gathers, and count."""
+        assert self._replay is not None
+        self._counted.zero_()
+        for _ in range(NUM_REPLAYS):
+            self._replay()
+            self.gather()
+        assert self._counted.item() == NUM_REPLAYS
+
+    def abort_from_another_thread(self) -> None:
+        """Abort the group in a thread while this one replays its graph."""
+        assert self._replay is not None
+        failures: list[BaseException] = []
+
+        def abort() -> None:
+            try:
+                if self._backend == "nccl":  # gloo has nothing that could be aborted
+                    dist.group.WORLD.abort()
+                dist.destroy_process_group()
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=abort)
+        thread.start()
+        for _ in range(NUM_REPLAYS):
+            self._replay()
+        thread.join()
+        if failures:
+            raise failures[0]
+        assert not dist.is_initialized()
+
+    def leave(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run every part; 1 if one fails."""
+    device = choose_device("auto", 0)
+    if args.backend == "nccl" and device.type != "cuda":
+        raise SystemExit("--backend nccl: needs a GPU")
+    one = Communicator(args.backend, device)
+    parts: dict[str, Callable[[], None]] = {
+        "form": one.form,
+        "gather": one.gather,
+        "capture beside it": one.capture,
+        "replays between gathers": one.replay_between_gathers,
+        "abort from another thread": one.abort_from_another_thread,
+        "form again": one.form,
+        "gather again": one.gather,
+        "leave": one.leave,
+        "form a third time": one.form,
+        "replays again": one.replay_between_gathers,
+        "leave again": one.leave,
+    }
+    results = Results("nccl", args.output, {"ms": ".1f"})
+    num_failed = 0
+    for name, part in parts.items():
+        print(f"... {name}", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback_later(args.part_seconds, exit=True)
+        started = time.perf_counter()
+        try:
+            part()
+            outcome = "ok"
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {first_line(error)}".replace("|", "/")
+            num_failed += 1
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        faulthandler.cancel_dump_traceback_later()
+        results.add({"part": name, "ms": 1e3 * (time.perf_counter() - started), "outcome": outcome})
+    results.finish(f"{args.backend}, one rank")
+    return 1 if num_failed else 0

@@ -1,0 +1,110 @@
+"""What Ray sets aside for the replicas, and which GPU it has given to each."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.distributed.context import visible_gpus
+from lp_runtime.errors import ConfigError, LaunchError
+from lp_runtime.launchers.process_host import Placement
+
+# A replica on CPUs shares the cores with its peers, so it books next to nothing: Ray would refuse gpus=4 on 2 cores.
+CPU_SHARE = 0.01
+
+
+class Booking:
+    """What Ray has set aside for the replicas: a placement group with a bundle for each, in the order of their indices.
+    Bundles of a node that is lost go to another one as soon as that has the capacity.
+
+    Args:
+        ray: the module, connected.
+        config: the runtime's settings.
+
+    Attributes:
+        device: that the replicas are to have: cuda or cpu.
+
+    Raises:
+        ConfigError: if the cluster has fewer GPUs.
+        LaunchError: if the cluster has no capacity for the replicas within launcher.start_timeout.
+    """
+
+    def __init__(self, ray: ModuleType, config: RuntimeConfig):
+        self._ray = ray
+        num_replicas, launcher = config.gpus or 1, config.launcher
+        num_gpus = int(ray.cluster_resources().get("GPU", 0))
+        on_gpus = config.device == "cuda" or (config.device == "auto" and num_gpus > 0)
+        if on_gpus and num_replicas > num_gpus:
+            raise ConfigError(f"gpus={num_replicas}: the Ray cluster has {num_gpus} (on CPUs: device=cpu)")
+        # Cores are for what feeds a GPU; a cluster may have fewer than one to spare for each.
+        self._bundle = {"GPU": 1.0, "CPU": CPU_SHARE} if on_gpus else {"CPU": CPU_SHARE}
+        self.device = "cuda" if on_gpus else "cpu"
+        self._group = ray.util.placement_group([self._bundle] * num_replicas, strategy=launcher.placement.upper())
+        try:
+            if not self._group.wait(launcher.start_timeout):
+                raise LaunchError(
+                    f"launcher=ray: the cluster has no room for {num_replicas} x {self._bundle}"
+                    f" within launcher.start_timeout={launcher.start_timeout:g} seconds"
+                )
+        except BaseException:  # an interrupted wait, too, books nothing
+            self.release()
+            raise
+
+    def options(self, index: int) -> dict[str, object]:
+        """Return the options that give an actor a replica's bundle."""
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=index
+        )
+        return {"num_cpus": CPU_SHARE, "num_gpus": self._bundle.get("GPU", 0), "scheduling_strategy": strategy}
+
+    def nodes(self) -> list[str]:
+        """Return the id of each replica's node."""
+        found = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
+        return [found[index] for index in sorted(found)]
+
+    def placement(self, index: int) -> Placement:
+        """Return where a replica is, but for its GPU, which only the replica itself knows: see `placement_here`."""
+        nodes = self.nodes()
+        return Placement(0, nodes.count(nodes[index]), owns_device=self.device == "cuda")
+
+    @staticmethod
+    def placement_here() -> Placement:
+        """Return where the replica is whose actor calls this, and which of the GPUs that it sees is assigned to it.
+
+        Raises:
+            LaunchError: if the actor does not see the GPU that Ray has assigned to it.
+        """
+        import ray
+
+        found = ray.util.placement_group_table(ray.util.get_current_placement_group())["bundles_to_node_id"]
+        num_local = list(found.values()).count(ray.get_runtime_context().get_node_id())
+        assigned = ray.get_gpu_ids()
+        if not assigned:
+            return Placement(0, num_local)
+        return Placement(device_index(assigned[0], visible_gpus()), num_local, owns_device=True)
+
+    def release(self) -> None:
+        """Give the bundles back to the cluster."""
+        self._ray.util.remove_placement_group(self._group)
+
+
+def device_index(assigned: int | str, visible: list[str] | None) -> int:
+    """Return which of the GPUs that a process sees is the one that Ray has assigned to it.
+
+    Ray shows an actor the assigned GPU only, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set: then the actor
+    sees what its node's Ray sees.
+
+    Args:
+        assigned: the GPU's index on its node, or its name in CUDA_VISIBLE_DEVICES.
+        visible: names in CUDA_VISIBLE_DEVICES; None if the process sees all GPUs of its node.
+
+    Raises:
+        LaunchError: if the process does not see the assigned GPU.
+    """
+    if visible is None:
+        return int(assigned)
+    if str(assigned) not in visible:
+        raise LaunchError(
+            f"launcher=ray: Ray has assigned GPU {assigned}, which CUDA_VISIBLE_DEVICES={','.join(visible)} hides"
+        )
+    return visible.index(str(assigned))
