@@ -33,6 +33,7 @@ from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.step_inputs import StepInputs
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.sampler import Sampler
+from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.sizing.cost_model import interpolate
 from lp_runtime.utils.files import write_whole
 
@@ -308,7 +309,7 @@ class _StepMeter:
         inputs = StepInputs(self._slot, tree, nodes.tolist(), nodes.tolist())
         start = time.perf_counter_ns()
         found = model.forward(inputs)
-        self._sampler.sample(found.logits, tree, inputs.nodes, self._context, presampled=found.presampled)[0].cpu()
+        self._sampler.sample(found, tree, inputs.nodes, self._context)[0].cpu()
         return time.perf_counter_ns() - start
 
 
@@ -332,7 +333,7 @@ def sweep_vocabulary(model: ModelRunner, tokens: np.ndarray) -> tuple[np.ndarray
             batch = tokens[first : first + SWEEP_BATCH_TOKENS].tolist()
             model.begin(slot, len(batch))
             logits = model.logits_after_each(slot, batch)
-            packed.append(sampler.sample(logits, tree, [0] * len(batch), [0])[0].cpu().numpy())
+            packed.append(sampler.sample(StepLogits(logits), tree, [0] * len(batch), [0])[0].cpu().numpy())
             num_done += len(batch)
             if time.perf_counter() - started > SWEEP_SECONDS:
                 break

@@ -231,7 +231,7 @@ class ModelRunner:
             output = StepLogits(self._forward_layout(slot, layout))
         else:
             logits, presampled = graphs.forward(layout)
-            output = StepLogits(logits.float(), presampled)
+            output = StepLogits(logits, presampled, is_reused=True)
         _commit(slot, tree, commit)
         return output
 
@@ -240,7 +240,7 @@ class ModelRunner:
         if self.graphs is None or num_tokens > SIZES[-1] or self.masks.hides(slot.cache.length + num_tokens):
             return None
         if slot.graphs is None:
-            slot.graphs = CudaGraphRunner(self.model, slot.cache, *self.graphs)
+            slot.graphs = CudaGraphRunner(self.model, slot.cache, *self.graphs, keeps_logits=self.keeps_logits)
         return slot.graphs
 
     def _forward_layout(self, slot: CacheSlot, layout: InputLayout) -> torch.Tensor:
