@@ -56,7 +56,8 @@ def _scan_chunks(
 ):  # fmt: skip
     """Find, in a chunk, the NUM largest scores and the largest sum of score and noise; of equals the lowest id first.
 
-    A program for each row and each chunk. Compiled without fused multiply-add: scores are rounded before noise is added.
+    A program for each row and each chunk. Compiled without fused multiply-add: a score is rounded before its noise is
+    added.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     num_chunks = tl.num_programs(1)

@@ -61,9 +61,12 @@ def test_a_layers_last_addition_computes_the_next_norm(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "rms_norm", None)
     computed = []
     vector_norm = torch.linalg.vector_norm
-    monkeypatch.setattr(
-        torch.linalg, "vector_norm", lambda *args, **options: computed.append(1) or vector_norm(*args, **options)
-    )
+
+    def watched_norm(*args, **options):
+        computed.append(args)
+        return vector_norm(*args, **options)
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", watched_norm)
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
     assert calls.count("after_adding") == 6 and len(computed) == 7
 

@@ -57,13 +57,12 @@ def test_what_is_no_number_gives_a_token():
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("size", [7, CHUNK + 33])
 def test_the_noise_is_that_of_a_cpu_bit_for_bit(seed, size):
-    """Where all logits but one are ruled out by a cut, the rest is noise: each token's is found alone."""
+    """With equal scores noise alone decides; and one token's score is set so that its last bits decide."""
     positions = [0, 9, 4_000_000_000]
     expected = GumbelNoise(*seed, size, CPU).at(positions)
     noise = Noise(*seed, torch.tensor(positions, device=DEVICE))
     zeros = torch.zeros(3, size, device=DEVICE)
     assert kernels.sample_and_pack(zeros, packing_of(0, 1), noise)[:, 0].tolist() == expected.argmax(-1).tolist()
-    # Twice its noise below zero a token's score decides about the argmax: it wins by one bit, and loses by another.
     row, token = 1, size - 2
     rival = int(expected[row].argmax())
     scores = torch.zeros(3, size)

@@ -34,12 +34,8 @@ SAMPLING |= dict.fromkeys(["inverse_temperature", "cut_mass", "reach", "mass_uni
 
 def compile_kernel(kernel, capability: int, dtype: str, others: dict[str, str], constants: dict, **options: int) -> str:
     """A line on one kernel with arguments of these types."""
-    types = (
-        dict.fromkeys(POINTERS.split(), f"*{dtype}")
-        | dict.fromkeys(WHOLE.split(), "i32")
-        | {"scale": "fp32", "epsilon": "fp32"}
-    )
-    types |= {"length": "*i64", **others}
+    types = dict.fromkeys(POINTERS.split(), f"*{dtype}") | dict.fromkeys(WHOLE.split(), "i32")
+    types |= {"scale": "fp32", "epsilon": "fp32", "length": "*i64", **others}
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     aligned = {
         (place,): [["tt.divisibility", 16]]
