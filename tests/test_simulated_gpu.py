@@ -53,7 +53,11 @@ REQUESTS = {
     "logprobs": Request(PROMPT[6:], FIXED, 12, logprobs=True),
     "a caller's processor": Request(PROMPT[7:], FIXED, 12, processors=(without_every_seventh,)),
 }
-POINTS = {"tokens": np.array([1, 16, 32]), "nanoseconds": np.array([1_000_000, 1_050_000, 1_200_000])}  # of steps
+POINTS = {  # of steps
+    "tokens": np.array([1, 16, 32]),
+    "nanoseconds": np.array([1_000_000, 1_050_000, 1_200_000]),
+    "num_padded": np.array(0),
+}
 ONCE = ("hf_settings.py: build_processors", "cuda_graph.py: _capture_pass")  # a request, or a size
 FEW = ("fixed", "sampled")
 
