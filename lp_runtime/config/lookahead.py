@@ -82,6 +82,11 @@ class LookaheadConfig:
         return self.drafter == "full" and self.W is None and self.N is None and self.G is None
 
     @property
+    def has_vocabulary_prior(self) -> bool:
+        """Whether the drafter asks what the model says follows each token alone."""
+        return self.drafter == "full" and self.prior == "vocabulary"
+
+    @property
     def window(self) -> tuple[int, int, int]:
         """W, N and G, with defaults filled in."""
         given = zip((self.W, self.N, self.G), DEFAULT_WINDOW, strict=True)

@@ -24,23 +24,36 @@ from lp_runtime.lookahead.drafters.base import Drafter, VerificationResult
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.state import DecodingState, Proposal
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model.step_inputs import StepLogits
-from lp_runtime.sampling.sampler import Sampler
+from lp_runtime.sampling.sampler import Sampler, Scores
+from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.sizing.budget import StepBudget
 
 
-class Samples(NamedTuple):
+class Samples:
     """What one replica has sampled in a step.
 
-    Attributes:
+    Args:
         values: [n, width] int64, packed for the exchange, of the nodes that this replica owns.
-        logits: [n, V] float32, the model's.
-        scores: [n, V] float32, the processed logits that the successors were chosen from.
+        found: what the forward pass found of these nodes.
+        scores: returns the [n, V] float32 processed logits that the successors were chosen from.
+
+    Attributes:
+        values: as given.
     """
 
-    values: torch.Tensor
-    logits: torch.Tensor
-    scores: torch.Tensor
+    def __init__(self, values: torch.Tensor, found: StepLogits, scores: Scores):
+        self.values = values
+        self._found, self._scores = found, scores
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[n, V] float32, the model's logits; read before the next pass."""
+        return self._found.logits
+
+    @functools.cached_property
+    def scores(self) -> torch.Tensor:
+        """[n, V] float32, the processed logits that the successors were chosen from; read before the next pass."""
+        return self._scores()
 
 
 class Verified(NamedTuple):
@@ -134,15 +147,15 @@ class Decoder:
             found: logits of the nodes that it owns, and what the forward pass has sampled already.
         """
         owned = step.shares[rank].owned
-        logits = found.logits[: len(owned)]
+        found = found.first(len(owned))
         tree, tokens = step.tree, self.state.tokens
         if self.sampler.is_ordered and len(owned):
             values, scores = self.sampler.sample_in_order(
-                logits, tree, owned, tokens, step.has_top_k, functools.partial(self._may_follow, tree)
+                found, tree, owned, tokens, step.has_top_k, functools.partial(self._may_follow, tree)
             )
         else:
-            values, scores = self.sampler.sample(logits, tree, owned, tokens, step.has_top_k, found.presampled)
-        return Samples(values, logits, scores)
+            values, scores = self.sampler.sample(found, tree, owned, tokens, step.has_top_k)
+        return Samples(values, found, scores)
 
     def _may_follow(self, tree: TokenTree, node: int) -> bool:
         """Whether the accepted path may go on to a node: not behind the end of the sequence."""

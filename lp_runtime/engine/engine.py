@@ -99,8 +99,8 @@ class Engine:
             compile_kernels()
             if settings.is_auto:
                 self._calibration.max_step_tokens()
-            if settings.prior == "vocabulary":
-                self._calibration.vocabulary()
+            if settings.has_vocabulary_prior:
+                self._calibration.prepare_vocabulary()
             pool = self._draft_pool
             pool.release(pool.acquire(settings.draft_tables != "request", settings.draft_tables_bytes))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,7 @@ from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.process_group import GroupOptions, process_group
 from lp_runtime.distributed.store import address_of
+from lp_runtime.engine.background_prior import BackgroundPrior
 from lp_runtime.engine.batch import Arrival, never_cancel
 from lp_runtime.engine.calibration import Calibration, Measured, measure_steps
 from lp_runtime.engine.draft_store import DraftStore
@@ -111,18 +112,25 @@ class Replica:
         self._profile_dir = config.profile_dir if config.profile else None
         self._draft_store = DraftStore.of(config.lookahead, model.vocabulary_size)
         self._draft_tables = self._draft_store.load(group) if self._draft_store else None
-        calibration = Calibration(model, group, config.cache_dir, loaded.known)
+        calibration = Calibration(model, group, config.cache_dir, loaded.known, is_gradual=True)
         self._engine = Engine(model, group, calibration, self._draft_tables, times_are_late)
+        is_restarted = loaded.known.is_started
         self._engine.prepare(config.lookahead)
+        self._background = BackgroundPrior(calibration, group, config.lookahead, after_use=is_restarted)
+
+    def close(self) -> None:
+        """End what the replica does between requests."""
+        self._background.close()
 
     def decode(self, request: Request, should_cancel: Callable[[], bool] = never_cancel) -> Iterator[Event]:
         """Decode one request, in concert with the other replicas of the group; see Engine.run."""
         events = self._engine.run(request, stop=self._stop(request), should_cancel=should_cancel)
         if self._profile_dir is not None:
             events = profiled(events, self._profile_dir, self.group.rank, self._device)
-        for event in events:
-            self._note(event, request)
-            yield event
+        with self._background.paused():
+            for event in events:
+                self._note(event, request)
+                yield event
 
     @property
     def supports_batching(self) -> bool:
@@ -147,10 +155,11 @@ class Replica:
                 requests[key] = request  # until it has ended
                 yield Arrival(key, request, self._stop(request), should_cancel)
 
-        for key, event in self._engine.run_batch(arrived):
-            is_end = isinstance(event, Report | LookaheadError)
-            self._note(event, requests.pop(key) if is_end else requests[key])
-            yield key, event
+        with self._background.paused():
+            for key, event in self._engine.run_batch(arrived):
+                is_end = isinstance(event, Report | LookaheadError)
+                self._note(event, requests.pop(key) if is_end else requests[key])
+                yield key, event
 
     def _stop(self, request: Request) -> StopStrings | None:
         return StopStrings(self._tokenizer, request.stop) if request.stop else None
@@ -265,7 +274,8 @@ def join_group(
         capacities, are_late = gather_rows(np.array([capacity, loaded.model.timer is not None]), group).T
         smallest = int(capacities.min())
         info = replace(info, capacity=None if smallest == UNLIMITED_TOKENS else smallest)
-        yield Replica(config, replace(loaded, info=info), group, bool(are_late.any()))
+        with closing(Replica(config, replace(loaded, info=info), group, bool(are_late.any()))) as replica:
+            yield replica
 
 
 @contextmanager
