@@ -202,15 +202,17 @@ def _machines(context: ReplicaContext, options: GroupOptions, store: Store) -> l
         LaunchError: If all must share memory and cannot.
     """
     reason = why_unavailable(context.num_replicas)
-    store.set(
-        f"machine/{context.rank}", (options.machine or this_machine()) if reason is None else f"{REFUSAL}{reason}"
-    )
+    mine = f"{REFUSAL}{reason}" if reason else options.machine or this_machine()
+    store.set(f"machine/{context.rank}", mine)
     names = [store.get(f"machine/{rank}").decode() for rank in range(context.num_replicas)]
-    refusal = next((name.removeprefix(REFUSAL) for name in names if name.startswith(REFUSAL)), None)
-    if options.backend == "shared" and (refusal or len(set(names)) > 1):
-        raise LaunchError(f"launcher.backend=shared: {refusal or f'the replicas are on {len(set(names))} machines'}")
-    if refusal and context.rank == 0:
-        log.warning("launcher.backend=auto: memory cannot be shared (%s); going on over the network", refusal)
+    refusals = [name.removeprefix(REFUSAL) for name in names if name.startswith(REFUSAL)]
+    if options.backend == "shared":
+        for refusal in refusals:
+            raise LaunchError(f"launcher.backend=shared: {refusal}")
+        if len(set(names)) > 1:
+            raise LaunchError(f"launcher.backend=shared: the replicas are on {len(set(names))} machines")
+    if refusals and context.rank == 0:
+        log.warning("launcher.backend=auto: memory cannot be shared (%s); going on over the network", refusals[0])
     unique = [f"{rank} {name}" if name.startswith(REFUSAL) else name for rank, name in enumerate(names)]
     order = list(dict.fromkeys(unique))
     return [order.index(name) for name in unique]

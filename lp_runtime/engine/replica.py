@@ -24,13 +24,14 @@ from lp_runtime.distributed.process_group import GroupOptions, process_group
 from lp_runtime.distributed.store import address_of
 from lp_runtime.engine.background_prior import BackgroundPrior
 from lp_runtime.engine.batch import Arrival, never_cancel
-from lp_runtime.engine.calibration import Calibration, Measured, measure_steps
+from lp_runtime.engine.calibration import Calibration, Measured
 from lp_runtime.engine.draft_store import DraftStore
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.output import Event, Report
 from lp_runtime.engine.profiler import check_folder, profiled
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import make_sampler_spec
+from lp_runtime.engine.step_meter import measure_steps
 from lp_runtime.errors import ConfigError, LookaheadError, ModelError
 from lp_runtime.model.cuda_graph import can_capture
 from lp_runtime.model.kv_cache.capacity import capacity_in_tokens

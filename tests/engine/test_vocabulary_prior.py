@@ -100,14 +100,14 @@ def test_a_device_without_memory_asks_about_less_and_then_no_more(folder, monkey
     assert num_known(prior.vocabulary()) == 0
 
 
-def ask_on_ranks(rank: int, num_replicas: int, folder: Path) -> list[np.ndarray]:
+def ask_on_ranks(group: Group, folder: Path) -> list[np.ndarray]:
     """What a replica knows at each of several requests, and replicas ask differently much between them."""
-    prior = gradual(model_of(folder), Group(rank, num_replicas, CPU))
+    prior = gradual(model_of(folder), group)
     found = [prior.vocabulary().copy()]
-    if rank == 1:
+    if group.rank == 1:
         prior.ask_vocabulary()
     found.append(prior.vocabulary().copy())
-    for _ in range(2 + rank):
+    for _ in range(2 + group.rank):
         prior.ask_vocabulary()
     found.append(prior.vocabulary().copy())
     while prior.ask_vocabulary():
