@@ -42,8 +42,8 @@ class LookaheadConfig:
     """Drafter paper: accept along any node of the tree (tree) or, as in the paper, along guesses only (guesses)."""
     budget: Optional[int] = None  # noqa: UP045
     """Step budget: tokens that a replica feeds in a step at most, >= 1; the prefill is exempt. With drafters other than
-    full it caps the whole tree. Whatever it says, a replica feeds at most 1,024 tokens in a step, and more than 128 only
-    as far as steps were measured: until one takes 12 times as long as a step of one token."""
+    full it caps the whole tree. Whatever it says, a replica feeds at most 1,024 tokens in a step, and more than 128
+    only as far as steps were measured: until one takes 12 times as long as a step of one token."""
     prior: str = "vocabulary"
     """Drafter full: what it knows before any token is seen: vocabulary (the model's prediction behind each token alone,
     computed once and kept on disk) or none."""
@@ -92,7 +92,7 @@ class LookaheadConfig:
 
     @property
     def max_fixed_nodes(self) -> int:
-        """Largest number of nodes of a step's tree, where settings say so: 0 for drafters of a small tree of their own."""
+        """Largest number of nodes of a step's tree that W, N and G ask for; 0 for drafters that do not use them."""
         W, N, G = self.window
         nodes = (W + G) * (N - 1) if self.drafter in ("full", "paper") else 0
         return nodes if self.budget is None else min(nodes, self.budget)

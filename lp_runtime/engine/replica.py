@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -40,6 +40,7 @@ from lp_runtime.model.self_check import check_model
 from lp_runtime.model.tokenizer import StopStrings
 from lp_runtime.model.types import CausalLM
 from lp_runtime.sampling.hf_settings import defaults_of
+from lp_runtime.utils.progress import Progress
 
 log = logging.getLogger(__name__)
 
@@ -81,11 +82,13 @@ class LoadedModel:
         model: runs it.
         info: what a driver must know of it.
         known: what was measured; filled in when it is.
+        progress: of this replica's start.
     """
 
     model: ModelRunner
     info: ReplicaInfo
     known: Measured
+    progress: Progress = field(default_factory=lambda: Progress(is_shown=False))
 
 
 class Replica:
@@ -112,6 +115,8 @@ class Replica:
         self._draft_tables = self._draft_store.load(group) if self._draft_store else None
         calibration = Calibration(model, group, config.cache_dir, loaded.known)
         self._engine = Engine(model, group, calibration, self._draft_tables, times_are_late)
+        if loaded.known.vocabulary is None and loaded.known.steps is None:
+            loaded.progress.begin("measuring steps, and asking the model about its vocabulary")
         self._engine.prepare(config.lookahead)
 
     def decode(self, request: Request, should_cancel: Callable[[], bool] = never_cancel) -> Iterator[Event]:
@@ -191,7 +196,8 @@ def load_replica(config: RuntimeConfig, device_index: int, num_local: int, owns_
         torch.cuda.set_device(device)
     elif owns_process:  # replicas that share a machine share its cores
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local))
-    model, self_check = ready_model(config, device)
+    progress = Progress(config.show_progress and device_index == 0)  # each of a machine's replicas does the same
+    model, self_check = ready_model(config, device, progress)
     any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0))
     make_sampler_spec(model, any_request)  # refuses model defaults that cannot be kept
     num_sharing = num_local if device.type == "cpu" else -(-num_local // torch.cuda.device_count())
@@ -206,7 +212,7 @@ def load_replica(config: RuntimeConfig, device_index: int, num_local: int, owns_
         capacity=capacity_in_tokens(model, num_sharing),
         supports_batching=model.supports_batching and not config.profile,
     )
-    return LoadedModel(model, info, Measured())
+    return LoadedModel(model, info, Measured(), progress)
 
 
 @contextmanager
@@ -251,7 +257,9 @@ def start_replica(config: RuntimeConfig, context: ReplicaContext) -> Iterator[Re
         yield replica
 
 
-def ready_model(config: RuntimeConfig, device: torch.device) -> tuple[ModelRunner, float]:
+def ready_model(
+    config: RuntimeConfig, device: torch.device, progress: Progress | None = None
+) -> tuple[ModelRunner, float]:
     """Load a model and check it.
 
     Returns:
@@ -260,10 +268,14 @@ def ready_model(config: RuntimeConfig, device: torch.device) -> tuple[ModelRunne
     Raises:
         ModelError: if it cannot be loaded, or failed.
     """
-    return prepare_model(load_model(config.model, device, config.dtype), config, device)
+    progress = progress or Progress(is_shown=False)
+    progress.begin(f"loading {config.model.location} on {device}")
+    return prepare_model(load_model(config.model, device, config.dtype), config, device, progress)
 
 
-def prepare_model(loaded: CausalLM, config: RuntimeConfig, device: torch.device) -> tuple[ModelRunner, float]:
+def prepare_model(
+    loaded: CausalLM, config: RuntimeConfig, device: torch.device, progress: Progress | None = None
+) -> tuple[ModelRunner, float]:
     """Fuse, pack and check a Hugging Face causal LM that is on its device already.
 
     Returns:
@@ -273,7 +285,10 @@ def prepare_model(loaded: CausalLM, config: RuntimeConfig, device: torch.device)
         ModelError: if the model failed the self-check.
     """
     strict_tokens = config.strict_tokens if config.exactness == "strict" else None
+    progress = progress or Progress(is_shown=False)
+    progress.begin("fusing and packing layers")
     changes = _optimize(loaded, config, device)
+    progress.begin("checking trees against plain forward passes")
     model = ModelRunner(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True)
     if config.compile != "off" and strict_tokens is None and can_capture(loaded):
         model.enable_graphs(capture=True, compiled=config.compile == "full")

@@ -66,6 +66,11 @@ class Job:
         if (on_cancel := self.on_cancel) is not None:
             on_cancel()
 
+    def abort(self, error: LookaheadError) -> None:
+        """Cancel the job, and raise an error for whoever reads its deltas, without waiting for its step to end."""
+        self._put(error)
+        self.cancel()
+
     def __iter__(self) -> Iterator[Delta]:
         """Yield the deltas as they come.
 

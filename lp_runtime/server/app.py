@@ -5,28 +5,30 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from lp_runtime.engine.request import Request as DecodingRequest
 from lp_runtime.engine.request_builder import RequestBuilder, RequestOptions
-from lp_runtime.errors import LookaheadError, RequestError
+from lp_runtime.errors import LookaheadError, ReplicaError, RequestError
 from lp_runtime.model.types import Tokenizer
 from lp_runtime.runtime import LookaheadRuntime
+from lp_runtime.scheduler.job import Job
 from lp_runtime.scheduler.scheduler import Scheduler
-from lp_runtime.server.errors import ApiError, Gate, invalid
+from lp_runtime.server.errors import ApiError, invalid
+from lp_runtime.server.gate import Gate, GateRules
 from lp_runtime.server.metrics import Metrics
 from lp_runtime.server.protocol import Chat, Common, Completion
 from lp_runtime.server.responses import LAST_EVENT, ChatForm, Choice, CompletionForm, Form, event
+from lp_runtime.server.status import StatusRoutes
 from lp_runtime.server.stop_trimmer import StopTrimmer
 
-PAGE = Path(__file__).with_name("page.html")
 POLL_SECONDS = 0.1  # between checks whether a client is still connected
 
 
@@ -36,17 +38,17 @@ class ServerSettings:
 
     Attributes:
         name: the model's name for clients.
-        api_key: key that clients must send; None if none is required.
-        max_body_bytes: largest size of a request's body, in bytes.
+        gate: who may ask, from where, how much and how slowly.
         max_new_tokens: tokens that a request may generate at most; None for what the model's context allows.
         queue_timeout: seconds that a request may wait in the queue; None for no limit.
+        strict_fields: whether requests with unknown fields are refused.
     """
 
     name: str
-    api_key: str | None = None
-    max_body_bytes: int = 1 << 20
+    gate: GateRules = field(default_factory=GateRules)
     max_new_tokens: int | None = None
     queue_timeout: float | None = None
+    strict_fields: bool = False
 
 
 class Server:
@@ -66,8 +68,9 @@ class Server:
         self._runtime, self._scheduler, self._settings = runtime, scheduler, settings
         self._tokenizer = tokenizer
         self._special_tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._started = int(time.time())
         self.metrics = Metrics(runtime, scheduler)
+        self._status = StatusRoutes(settings.name, runtime, scheduler, self.metrics)
+        self._open: set[Job] = set()  # jobs whose answers have not ended
 
     def app(self) -> FastAPI:
         """Return the application: routes, error handlers, and the gate before them."""
@@ -75,53 +78,30 @@ class Server:
         app.add_exception_handler(ApiError, lambda _, error: error.response())
         app.add_exception_handler(LookaheadError, lambda _, error: ApiError.of(error).response())
         app.add_exception_handler(RequestValidationError, invalid)
-        app.add_exception_handler(HTTPException, lambda _, e: ApiError(e.status_code, str(e.detail)).response())
-        app.add_middleware(Gate, api_key=self._settings.api_key, max_body_bytes=self._settings.max_body_bytes)
-        app.get("/")(self.page)
-        app.get("/health")(self.health)
-        app.get("/metrics")(self.show_metrics)
-        app.get("/v1/models")(self.models)
-        app.get("/v1/models/{name:path}")(self.model)
+        app.add_exception_handler(HTTPException, _of_http)
+        gate = self._settings.gate
+        app.add_middleware(Gate, rules=gate)
+        if gate.cors_origins:
+            app.add_middleware(
+                CORSMiddleware,
+                allow_origins=gate.cors_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("Authorization", "Content-Type", "X-Request-Id"),
+                expose_headers=("X-Request-Id",),
+            )
+        self._status.add_to(app)
         app.post("/v1/completions")(self.complete)
         app.post("/v1/chat/completions")(self.chat)
         return app
 
-    async def page(self) -> Response:
-        """Answer GET /: a page that shows a generation as it comes."""
-        return Response(PAGE.read_text(), media_type="text/html; charset=utf-8")
+    def drain(self) -> None:
+        """Take no new request from now on."""
+        self._status.is_draining = True
 
-    async def health(self) -> JSONResponse:
-        """Answer GET /health: status 200 if any replica is up, else 503."""
-        is_healthy = self._scheduler.is_healthy
-        status = {"status": "ok" if is_healthy else "no replica is up", "replicas": self._runtime.num_ready}
-        return JSONResponse(status, 200 if is_healthy else 503)
-
-    async def show_metrics(self) -> Response:
-        """Answer GET /metrics, in Prometheus's format."""
-        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def models(self) -> dict[str, object]:
-        """Answer GET /v1/models: the one model."""
-        return {"object": "list", "data": [self._model()]}
-
-    async def model(self, name: str) -> dict[str, object]:
-        """Answer GET /v1/models/NAME; status 404 for other names."""
-        self._check_model(name)
-        return self._model()
-
-    def _model(self) -> dict[str, object]:
-        info = self._runtime.info
-        return {
-            "id": self._settings.name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "lp_runtime",
-            "max_model_len": info.context_length,
-        }
-
-    def _check_model(self, name: str | None) -> None:
-        if name not in (None, self._settings.name):
-            raise ApiError(404, f"model {name!r}: must be {self._settings.name}", code="model_not_found")
+    def abort(self, error: LookaheadError) -> None:
+        """End every answer at once: clients read what there is and the error."""
+        for job in list(self._open):
+            job.abort(error)
 
     async def complete(self, body: Completion, request: Request) -> Response:
         """Answer POST /v1/completions."""
@@ -164,7 +144,9 @@ class Server:
             ApiError: the client names another model.
             LookaheadError: a request is refused, or there is no place for all of them.
         """
-        self._check_model(body.model)
+        self._status.check_model(body.model)
+        if self._status.is_draining:
+            raise ReplicaError("the server is shutting down")
         limit = self._settings.max_new_tokens
         if limit is not None and max_new_tokens is not None and max_new_tokens > limit:
             raise RequestError(f"max_tokens={max_new_tokens}: must be at most {limit}")
@@ -180,6 +162,7 @@ class Server:
                 raise RequestError(f"n={body.n}: decoding is greedy; give temperature > 0")
             requests += [replace(first, sample=sample) for sample in range(body.n)]
         jobs = self._scheduler.submit_all(requests, self._settings.queue_timeout, body.gpus)
+        self._open.update(jobs)
         return [
             Choice(index, job, StopTrimmer(job.request.stop, self._special_tokens)) for index, job in enumerate(jobs)
         ]
@@ -221,8 +204,7 @@ class Server:
         finally:
             if not task.done():
                 task.cancel()
-            for choice in choices:
-                choice.job.cancel()  # without effect on those that have ended
+            self._close(choices)
         task.result()
         return JSONResponse(form.whole(choices))
 
@@ -242,8 +224,13 @@ class Server:
                 yield choice, choice.finish()
             self.metrics.whole.observe(time.perf_counter() - arrived)
         finally:
-            for choice in choices:
-                choice.job.cancel()
+            self._close(choices)
+
+    def _close(self, choices: list[Choice]) -> None:
+        """Cancel the jobs of an answer that has ended, without effect on those that have ended themselves."""
+        for choice in choices:
+            choice.job.cancel()
+            self._open.discard(choice.job)
 
     async def _chunks(
         self, texts: AsyncIterator[tuple[Choice, str]], choices: list[Choice], form: Form, with_usage: bool
@@ -264,3 +251,11 @@ class Server:
         except LookaheadError as error:  # too late for a status
             yield event(ApiError.of(error).body)
         yield LAST_EVENT
+
+
+def _of_http(_: Request, error: Exception) -> Response:
+    """Answer an HTTPException of the framework's in the form of the OpenAI API."""
+    assert isinstance(error, HTTPException)
+    answer = ApiError(error.status_code, str(error.detail))
+    answer.headers.update(error.headers or {})
+    return answer.response()

@@ -47,7 +47,9 @@ def tokens_and_largest_step(recorder: SizeRecorder, max_measured: int, lookahead
     engine = Engine(recorder.model, Group.alone(), calibration(recorder, max_measured))
     recorder.sizes.clear()
     events = list(engine.run(Request(PROMPT, lookahead, 40), observe=recorder.observe))
-    return [token for event in events if not isinstance(event, Report) for token in event.token_ids], max(recorder.sizes)
+    return [token for event in events if not isinstance(event, Report) for token in event.token_ids], max(
+        recorder.sizes
+    )
 
 
 @pytest.mark.parametrize("drafter", ["paper", "full"])

@@ -32,6 +32,8 @@ def test_the_page_asks_for_nothing_from_elsewhere(site):
         page = answer.read().decode()
     assert answer.headers["Content-Type"].startswith("text/html")
     assert not re.search(r"(src|href)=|url\(|https?://|import\s", page)
+    assert answer.headers["X-Frame-Options"] == "DENY"
+    assert "frame-ancestors 'none'" in answer.headers["Content-Security-Policy"]
 
 
 @pytest.mark.skipif(browser.find() is None, reason="no Chromium here; scripts/browser.sh fetches one")
@@ -40,6 +42,10 @@ def test_a_generation_in_a_browser(site, tmp_path):
     query = {"prompt": reference.PROMPTS[1], "tokens": 64, "go": ""}
     with browser.page(browser.find(), tmp_path / "profile") as page:
         page.open(f"{url}/?{urllib.parse.urlencode(query)}")
+        wait_until(lambda: page.run("document.getElementById('model')?.textContent"))
+        assert page.run("document.getElementById('prompt').value") == reference.PROMPTS[1]
+        assert page.run("document.getElementById('output').textContent") == "", "a link starts nothing"
+        page.run("document.getElementById('go').click()")
         wait_until(lambda: page.run("document.body?.dataset.done"))
         texts = {name: page.run(f"document.getElementById('{name}').textContent") for name in SHOWN}
         num_runs = page.run("document.querySelectorAll('#output .run.many').length")

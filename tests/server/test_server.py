@@ -219,7 +219,7 @@ SLOW = {"ignore_eos": True, "lookahead": {"W": 0, "N": 2, "G": 0}}
 
 
 def test_a_full_queue_and_a_key(runtime, expected):
-    with served(runtime, max_waiting=1, api_key="secret", max_new_tokens=LONG) as (url, scheduler):
+    with served(runtime, max_waiting=1, api_keys={"somebody": "secret"}, max_new_tokens=LONG) as (url, scheduler):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=f"{url}/v1", api_key="guess", max_retries=0).models.list()

@@ -8,7 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 KEY = "secret"  # the API key that the server asks for
-LIMITS = {"max_body_bytes": 100_000, "max_new_tokens": 64, "api_key": KEY}  # the server's settings
+LIMITS = {
+    "max_body_bytes": 100_000,
+    "max_new_tokens": 64,
+    "api_keys": {"tests": KEY},
+    "strict_fields": True,
+}  # the server's settings
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD = {
     COMPLETIONS: {"prompt": "def f(", "max_tokens": 2, "temperature": 1, "seed": 7},
