@@ -125,7 +125,7 @@ class Engine:
             num_nodes = drafter.max_nodes + drafter.max_committed
             is_auto, calibration = settings.is_auto, self._calibration
             times = calibration.times(num_nodes)[:num_replicas] if is_auto else assumed_times(num_replicas, num_nodes)
-            sampling = repr((request.sampling, request.sample, request.stop, request.logprobs))
+            sampling = repr((request.sampling, request.sample, request.stop, request.logprobs, request.top_logprobs))
             rules = DecodingRules(request.max_new_tokens, request.eos_token_ids, repr(settings), sampling)
             kind = (settings.is_auto, spec.noise is None, num_replicas)
             learned = self._learned.setdefault(kind, LearnedCosts.initial(num_replicas))
