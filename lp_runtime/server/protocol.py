@@ -310,12 +310,12 @@ class Chat(Common):
         """Return how many tokens to generate at most; None for the default."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def num_top_logprobs(self) -> int:
-        """Return how many of the likeliest tokens each log-probability is to come with.
+    def num_top_logprobs(self) -> int | None:
+        """Return how many of the likeliest tokens each log-probability is to come with; None without log-probabilities.
 
         Raises:
-            RequestError: no log-probabilities are asked for.
+            RequestError: likeliest tokens are asked for, and no log-probabilities.
         """
         if self.top_logprobs and not self.logprobs:
             raise RequestError(f"top_logprobs={self.top_logprobs}: only with logprobs=true")
-        return self.top_logprobs or 0
+        return self.top_logprobs or 0 if self.logprobs else None

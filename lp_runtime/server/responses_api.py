@@ -13,7 +13,7 @@ from lp_runtime.errors import RequestError
 from lp_runtime.server.protocol import Common, Message
 from lp_runtime.server.responses import Choice, Form, acceptance_of, event, usage_of
 
-NEUTRAL_TEXTS = ({}, {"format": {"type": "text"}}, {"verbosity": "medium"})
+NEUTRAL_TEXTS: tuple[dict[str, object], ...] = ({}, {"format": {"type": "text"}}, {"verbosity": "medium"})
 
 
 class Responses(Common):

@@ -52,8 +52,9 @@ def make_server(runtime: LookaheadRuntime, scheduler: Scheduler, config: ServeCo
     Raises:
         ConfigError: the file of API keys is not readable.
     """
-    from lp_runtime.server.app import Server, ServerSettings
+    from lp_runtime.server.app import Server
     from lp_runtime.server.gate import GateRules
+    from lp_runtime.server.submission import ServerSettings
 
     rules = GateRules(
         api_keys=read_api_keys(config),
@@ -100,9 +101,11 @@ def read_api_keys(config: ServeConfig) -> dict[str, str]:
 
 def allowed_hosts(config: ServeConfig) -> list[str]:
     """Return the Host headers that are served: those of the settings; on a loopback address its names, so that no name
-    of elsewhere can be made to lead here (DNS rebinding); else any."""
+    of elsewhere can be made to lead here (DNS rebinding); else, and behind Ray Serve's own proxies, any."""
     if config.allowed_hosts is not None:
         return config.allowed_hosts
+    if config.server == "ray_serve":
+        return []
     try:
         is_local = config.host == "localhost" or ipaddress.ip_address(config.host).is_loopback
     except ValueError:  # a name

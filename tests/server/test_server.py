@@ -23,6 +23,7 @@ from lp_runtime.model.loader import load_tokenizer
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
 PROMPT = reference.PROMPTS[1]
 SAMPLED = {"temperature": 0.8, "seed": 7}
+NONE_RUNNING = 'lp_requests_running{model_name="demo"} 0.0'
 LONG = 3000  # tokens of a request that does not end while a test looks at it
 
 
@@ -144,10 +145,16 @@ def test_models_health_and_metrics(client, server):
     client.completions.create(**body(temperature=0))
     text = urllib.request.urlopen(f"{server[0]}/metrics").read().decode()
     figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert float(figures["lp_new_tokens_total"]) >= 32 and float(figures["lp_compression_ratio"]) > 1
-    assert float(figures['lp_requests_total{outcome="length"}']) >= 1
-    assert float(figures["lp_replicas"]) == 1 and float(figures["lp_first_token_seconds_count"]) >= 1
-    assert float(figures['lp_accepted_tokens_total{source="text"}']) >= 0
+
+    def figure(name: str, labels: str = "") -> float:
+        return float(figures[f'{name}{{model_name="demo"{labels}}}'])
+
+    assert figure("lp_new_tokens_total") >= 32 and figure("lp_compression_ratio") > 1
+    assert figure("lp_requests_total", ',outcome="length"') >= 1
+    assert figure("lp_replicas") == 1 and figure("lp_first_token_seconds_count") >= 1
+    assert figure("lp_inter_token_seconds_count") >= 1 and figure("lp_queue_seconds_count") >= 1
+    assert 0 <= figure("lp_kv_cache_usage") < 1
+    assert figure("lp_accepted_tokens_total", ',source="text"') >= 0
 
 
 def test_many_clients_at_once(server, expected):
@@ -176,17 +183,23 @@ def test_many_clients_at_once(server, expected):
         ({"max_tokens": 100000}, "the prompt is too long"),
         ({"temperature": -1}, "sampling.temperature=-1"),
         ({"top_p": 2, "temperature": 1}, "sampling.top_p=2"),
-        ({"n": 0}, "n: "),
-        ({"n": 2, "temperature": 0}, "n=2: decoding is greedy"),
-        ({"presence_penalty": 1}, "presence_penalty=1"),
+        ({"n": 0}, "n=0: must be at least 1"),
+        ({"n": "2"}, "n='2': must be an integer"),
+        ({"prompt": {}}, "prompt: must be a string or a list"),
+        ({"presence_penalty": 2.5}, "sampling.presence_penalty=2.5: must be in [-2, 2]"),
         ({"stop": ""}, "stop=''"),
         ({"stop": ["x"] * 17}, "stop: 17 strings"),
+        ({"stop": 5}, "stop=5: must be a string or a list"),
         ({"logit_bias": {"x": 1}}, "logit_bias of 'x'"),
-        ({"echo": True}, "echo, suffix and best_of"),
-        ({"extra_body": {"nonsense": 1}}, "nonsense: Extra inputs are not permitted"),
-        ({"extra_body": {"lookahead": {"policy": "paper"}}}, "lookahead.policy: Extra inputs are not permitted"),
+        ({"logprobs": 6}, "logprobs=6: must be at most 5"),
+        ({"suffix": "x"}, "suffix: is not supported"),
+        ({"best_of": 3}, "best_of=3: is not supported; leave it out or give n=1"),
+        ({"extra_body": {"tools": [{"type": "function"}]}}, "tools: is not supported; leave it out or give []"),
+        ({"extra_body": {"guided_json": {}}}, "guided_json: is not supported"),
+        ({"extra_body": {"skip_special_tokens": False}}, "skip_special_tokens: is not supported"),
+        ({"extra_body": {"lookahead": {"policy": "paper"}}}, "lookahead.policy: is not a known field"),
         ({"extra_body": {"lookahead": {"W": -1, "N": 5, "G": 5}}}, "lookahead.W=-1"),
-        ({"extra_body": {"lookahead": {"W": 10**9, "N": 5, "G": 5}}}, "lookahead.W: Input should be less than"),
+        ({"extra_body": {"lookahead": {"W": 10**9, "N": 5, "G": 5}}}, "lookahead.W=1000000000: must be at most 256"),
         ({"stream_options": {"include_usage": True}}, "stream_options: only with stream=true"),
     ],
 )
@@ -211,7 +224,7 @@ def test_a_client_that_goes_frees_the_replicas(server):
         connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
         wait_until(lambda: scheduler.num_running)
         connection.sock.close()
-        wait_until(lambda: "lp_requests_running 0.0" in urllib.request.urlopen(f"{url}/metrics").read().decode())
+        wait_until(lambda: NONE_RUNNING in urllib.request.urlopen(f"{url}/metrics").read().decode())
         assert scheduler.totals.requests["cancelled"] == before + 1
 
 

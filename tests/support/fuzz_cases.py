@@ -56,17 +56,20 @@ COMMON = {
     "stream": NO_BOOL,
     "stream_options": (*NO_STRING, "x", {"include_usage": True}, {"include_usage": 1}, {"x": 1}),
     "stop": (1, True, {}, "", [""], [1], [None], [[]], ["x"] * 17, SURROGATE, [SURROGATE]),
-    "seed": (*NO_INT, -1, 2**64, HUGE),
+    "seed": (*NO_INT, -2, 2**64, HUGE),
     "logit_bias": (
         *NO_STRING[:-1],
         *("x", {"x": 1}, {"1": "x"}, {"1": NAN}, {"1": None}, {"999999": 1}, {"-1": 1}),
         *({"\uff11": 1}, {"1" * 50: 1}, {"": 1}, {"1.5": 1}, {SURROGATE: 1}),
     ),
-    "presence_penalty": (*NO_NUMBER, 1, -0.5),
-    "frequency_penalty": (*NO_NUMBER, 1, -0.5),
+    "presence_penalty": (*NO_NUMBER, 2.01, -3),
+    "frequency_penalty": (*NO_NUMBER, 2.01, -3),
     "user": NO_STRING,
     "metadata": (1, "x", True, []),
     "store": NO_BOOL,
+    "service_tier": NO_STRING,
+    "min_tokens": (*NO_INT, -1, 65, HUGE),
+    "split_special_tokens": NO_BOOL,
     "ignore_eos": NO_BOOL,
     "trace": (*NO_BOOL, True),
     "max_time": (*NO_NUMBER, 0, -1, 1e9),
@@ -95,8 +98,8 @@ OWN = {
             *([999999], [-1], [1.5], [True], [HUGE], [[HUGE]], [["x"]], [{}], SURROGATE, ["x", SURROGATE]),
             *("x " * 20_000, ["x"] * 129, [1] * 5000),
         ),
-        "logprobs": (*NO_INT, -1, 2, 5, HUGE),
-        "echo": (*NO_BOOL, True),
+        "logprobs": (*NO_INT, -1, 6, HUGE),
+        "echo": NO_BOOL,
         "suffix": (*NO_STRING, "x"),
         "best_of": (*NO_INT, 0, 2, HUGE),
     },
@@ -113,24 +116,22 @@ OWN = {
             [{"role": "user", "content": "x " * 20_000}],
         ),
         "logprobs": NO_BOOL,
-        "top_logprobs": (*NO_INT, -1, 1, 20),
+        "top_logprobs": (*NO_INT, -1, 1, 20, 21),
         "max_completion_tokens": (*NO_INT, 0, -1, 65, HUGE),
     },
 }
 # What OpenAI's clients can send, and what is not done here; and names that nobody knows.
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 UNKNOWN = {
-    "tools": [[TOOL], [], [1]],
-    "tool_choice": ["auto", {"type": "function", "function": {"name": "f"}}],
+    "tools": [[TOOL], [1]],
+    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
     "functions": [[{"name": "f", "parameters": {}}]],
-    "function_call": ["auto", {"name": "f"}],
-    "parallel_tool_calls": [True],
+    "function_call": [{"name": "f"}],
+    "parallel_tool_calls": ["x"],
     "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}],
-    "modalities": [["text"]],
+    "modalities": [["text", "audio"]],
     "audio": [{"voice": "alloy", "format": "mp3"}],
-    "prediction": [{"type": "content", "content": "x"}],
     "reasoning_effort": ["low"],
-    "service_tier": ["auto"],
     "verbosity": ["low"],
     "web_search_options": [{}],
     "guided_json": [{}],
@@ -151,12 +152,23 @@ EXTREME = {
     "top_p": (1e-300, 5e-324),
     "min_p": (1, 1e-300),
     "repetition_penalty": (1e308, 1e-300, 5e-324, HUGE),
-    "seed": (0, 2**63, 2**64 - 1),
+    "seed": (-1, 0, 2**63, 2**64 - 1),
     "logit_bias": ({"1": 1e308}, {"1": -1e308}, {"1": HUGE}, {"5": -1e308, "6": 1e308}),
     "stop": (["x"] * 16, ["x" * 20_000], "\x00", "\ufffd", "\u0301", []),
     "user": ("x" * 50_000, SURROGATE, "\x00"),
     "metadata": ({SURROGATE: SURROGATE}, {"x": [[[[]]]]}),
     "max_time": (1e-300, 1e6),
+    "presence_penalty": (2, -2, 0.5),
+    "frequency_penalty": (2, -2),
+    "split_special_tokens": (True,),
+    "n": (2,),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (False,),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "prediction": ({"type": "content", "content": "x"},),
+    "service_tier": ("auto",),
     "gpus": (1,),
     "lookahead": (
         *({}, {"W": 256, "N": 32, "G": 256}, {"W": 0, "N": 2, "G": 0}, {"budget": 1}, {"budget": 4096}),
@@ -196,8 +208,7 @@ def _bodies() -> Iterator[HttpCase]:
                 for value in values:
                     body = {key: each for key, each in (good | {name: value}).items() if each is not ABSENT}
                     yield HttpCase(kind, request(path, _json(body)), kind == "extreme value")
-        yield HttpCase("field", request(path, _json(good | {"n": 2, "temperature": 0})))
-        for name, value in (("top_p", 2), ("top_k", -1), ("min_p", 7), ("seed", -1)):
+        for name, value in (("top_p", 2), ("top_k", -1), ("min_p", 7), ("seed", -2)):
             yield HttpCase("field", request(path, _json(good | {name: value, "temperature": 0})))
 
 

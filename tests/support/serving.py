@@ -15,10 +15,11 @@ from typing import Any
 from lp_runtime import LookaheadRuntime, Scheduler
 from lp_runtime.config.settings import DEMO_MODEL
 from lp_runtime.model.loader import load_tokenizer
-from lp_runtime.server.app import Server, ServerSettings
+from lp_runtime.server.app import Server
 from lp_runtime.server.connections import HttpLimits
 from lp_runtime.server.gate import GateRules
 from lp_runtime.server.serve import http_server
+from lp_runtime.server.submission import ServerSettings
 
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"
 
