@@ -9,7 +9,7 @@ from typing import cast
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -23,7 +23,7 @@ from lp_runtime.server.errors import ApiError, invalid
 from lp_runtime.server.gate import Gate
 from lp_runtime.server.metrics import Metrics
 from lp_runtime.server.protocol import Chat, Common, Completion
-from lp_runtime.server.responses import ChatForm, Choice, CompletionForm, Form
+from lp_runtime.server.responses import ChatForm, Choice, CompletionForm, Form, to_json
 from lp_runtime.server.responses_api import Responses, ResponsesForm
 from lp_runtime.server.status import StatusRoutes
 from lp_runtime.server.submission import ServerSettings, Submitter
@@ -181,7 +181,7 @@ class Server:
                 task.cancel()
             self._close(choices)
         task.result()
-        return JSONResponse(form.whole(choices))
+        return Response(to_json(form.whole(choices)), media_type="application/json")
 
     async def _texts(self, choices: list[Choice], arrived: float) -> AsyncIterator[tuple[Choice, str]]:
         """Yield (choice, text to show) for every delta, one choice after another, and for each choice's end.

@@ -58,9 +58,14 @@ class Choice:
         return self.trimmer.finish(finish_reason == "stop")
 
 
+def to_json(body: Mapping[str, object]) -> str:
+    """Return a body as JSON; lone surrogates that a client has sent stay escapes, since UTF-8 has none."""
+    return json.dumps(body, ensure_ascii=False).encode(errors="backslashreplace").decode()
+
+
 def event(body: Mapping[str, object], name: str | None = None) -> str:
     """Return a JSON body as a server-sent event, with the event's name if it has one."""
-    line = f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    line = f"data: {to_json(body)}\n\n"
     return line if name is None else f"event: {name}\n{line}"
 
 

@@ -29,46 +29,62 @@ class Responses(Common):
     include: list[str] | None = None
     truncation: str | None = None
 
+    def check(self) -> None:
+        """Refuse fields that ask for what is not supported.
+
+        Raises:
+            RequestError: names the field.
+        """
+        refused = {
+            "previous_response_id: is not supported, nothing is stored; send the whole conversation": (
+                self.previous_response_id is not None
+            ),
+            "background=true: is not supported": self.background,
+            f"include={self.include}: is not supported; leave it out": bool(self.include),
+            f"truncation={self.truncation!r}: must be disabled": self.truncation not in (None, "disabled"),
+            'text: must be {"format": {"type": "text"}}': self.text is not None and self.text not in NEUTRAL_TEXTS,
+            f"n={self.n}: must be 1": self.n != 1,
+            "max_tokens: is not a field of responses; give max_output_tokens": self.max_tokens is not None,
+            "input: is empty": not self.input,
+        }
+        for message, is_refused in refused.items():
+            if is_refused:
+                raise RequestError(message)
+
     def messages(self) -> list[dict[str, object]]:
         """Return the conversation as chat templates take it.
 
         Raises:
             RequestError: a field asks for what is not supported.
         """
-        if self.previous_response_id is not None:
-            raise RequestError("previous_response_id: is not supported, nothing is stored; send the whole conversation")
-        if self.background:
-            raise RequestError("background=true: is not supported")
-        if self.include:
-            raise RequestError(f"include={self.include}: is not supported; leave it out")
-        if self.truncation not in (None, "disabled"):
-            raise RequestError(f"truncation={self.truncation!r}: must be disabled")
-        if self.text is not None and self.text not in NEUTRAL_TEXTS:
-            raise RequestError('text: must be {"format": {"type": "text"}}')
-        if self.n != 1:
-            raise RequestError(f"n={self.n}: must be 1")
+        self.check()
         given: list[dict[str, object]] = []
         if self.instructions is not None:
             given.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*given, {"role": "user", "content": self.input}]
-        if not self.input:
-            raise RequestError("input: is empty")
-        for message in self.input:
-            plain = message.plain()
-            kind = plain.pop("type", "message")
-            if kind != "message":
-                raise RequestError(f"input: items of type {kind!r} are not supported")
-            for name in ("id", "status"):
-                plain.pop(name, None)
-            if plain["role"] == "developer":
-                plain["role"] = "system"
-            given.append(plain)
-        return given
+        return given + [_chat_message(message) for message in self.input]
 
     def length(self) -> int | None:
         """Return how many tokens to generate at most; None for the default."""
-        return self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
+        return self.max_output_tokens
+
+
+def _chat_message(message: Message) -> dict[str, object]:
+    """Return an input item as a message of a chat.
+
+    Raises:
+        RequestError: the item is no message.
+    """
+    plain = message.plain()
+    kind = plain.pop("type", "message")
+    if kind != "message":
+        raise RequestError(f"input: items of type {kind!r} are not supported")
+    for name in ("id", "status"):
+        plain.pop(name, None)
+    if plain["role"] == "developer":
+        plain["role"] = "system"
+    return plain
 
 
 class ResponsesForm(Form):

@@ -14,10 +14,11 @@ LIMITS = {
     "api_keys": {"tests": KEY},
     "strict_fields": True,
 }  # the server's settings
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 GOOD = {
     COMPLETIONS: {"prompt": "def f(", "max_tokens": 2, "temperature": 1, "seed": 7},
     CHAT: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "temperature": 1, "seed": 7},
+    RESPONSES: {"input": "x", "max_output_tokens": 2, "temperature": 1, "seed": 7},
 }
 HUGE, NAN, INFINITY = 2**70, float("nan"), float("inf")
 SURROGATE = "\ud800"
@@ -119,6 +120,22 @@ OWN = {
         "top_logprobs": (*NO_INT, -1, 1, 20, 21),
         "max_completion_tokens": (*NO_INT, 0, -1, 65, HUGE),
     },
+    RESPONSES: {
+        "input": (ABSENT, None, 1, True, {}, [], [1], [{}], [{"role": "user", "content": 1}], SURROGATE, "x " * 20_000),
+        "instructions": (*NO_STRING, SURROGATE),
+        "max_output_tokens": (*NO_INT, 0, -1, 65, HUGE),
+        "previous_response_id": (*NO_STRING, "x"),
+        "background": (*NO_BOOL, True),
+        "text": (*NO_STRING[:-1], {"format": {"type": "json_object"}}, {"format": 1}),
+        "include": (1, {}, ["x"], [1]),
+        "truncation": (*NO_STRING, "auto"),
+    },
+}
+OTHERS = {COMPLETIONS: CHAT, CHAT: COMPLETIONS, RESPONSES: COMPLETIONS}  # whose own fields are not known to a route
+# Of the routes that decode nothing, values that are wrong.
+TOKENS = {
+    "/tokenize": [{}, {"prompt": 1}, {"prompt": []}, {"messages": []}, {"messages": "x"}, {"prompt": SURROGATE}, []],
+    "/detokenize": [{}, {"tokens": "x"}, {"tokens": ["x"]}, {"tokens": [-1]}, {"tokens": [HUGE]}, {"tokens": [1.5]}],
 }
 # What OpenAI's clients can send, and what is not done here; and names that nobody knows.
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -201,7 +218,7 @@ def _bodies() -> Iterator[HttpCase]:
     """Every wrong value of every field, unknown fields, and extreme values."""
     for path, good in GOOD.items():
         own = COMMON | OWN[path]
-        foreign = {name: [values[-1]] for name, values in OWN[CHAT if path == COMPLETIONS else COMPLETIONS].items()}
+        foreign = {name: [values[-1]] for name, values in OWN[OTHERS[path]].items()}
         foreign = {name: values for name, values in foreign.items() if name not in own}
         for kind, table in (("field", own), ("unknown field", UNKNOWN | foreign), ("extreme value", EXTREME)):
             for name, values in table.items():
@@ -210,6 +227,9 @@ def _bodies() -> Iterator[HttpCase]:
                     yield HttpCase(kind, request(path, _json(body)), kind == "extreme value")
         for name, value in (("top_p", 2), ("top_k", -1), ("min_p", 7), ("seed", -2)):
             yield HttpCase("field", request(path, _json(good | {name: value, "temperature": 0})))
+
+    for path, bodies in TOKENS.items():
+        yield from (HttpCase("field", request(path, _json(body))) for body in bodies)
 
 
 def _documents(rng: random.Random) -> Iterator[HttpCase]:
