@@ -115,8 +115,7 @@ class Replica:
         self._draft_tables = self._draft_store.load(group) if self._draft_store else None
         calibration = Calibration(model, group, config.cache_dir, loaded.known)
         self._engine = Engine(model, group, calibration, self._draft_tables, times_are_late)
-        if loaded.known.vocabulary is None and loaded.known.steps is None:
-            loaded.progress.begin("measuring steps, and asking the model about its vocabulary")
+        loaded.progress.begin("measuring steps, and asking the model about its vocabulary")
         self._engine.prepare(config.lookahead)
 
     def decode(self, request: Request, should_cancel: Callable[[], bool] = never_cancel) -> Iterator[Event]:

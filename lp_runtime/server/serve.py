@@ -86,7 +86,7 @@ def read_api_keys(config: ServeConfig) -> dict[str, str]:
     try:
         lines = Path(config.api_keys).expanduser().read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"api_keys={config.api_keys}: {first_line(error)}") from error
+        raise ConfigError(f"api_keys={config.api_keys}: {_reason(error)}") from error
     for number, line in enumerate(lines, start=1):
         words = line.split()
         if not words or words[0].startswith("#"):
@@ -126,7 +126,7 @@ def _check_certificate(config: ServeConfig) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"ssl_certfile={config.ssl_certfile}: {first_line(error)}") from error
+        raise ConfigError(f"ssl_certfile={config.ssl_certfile}: {_reason(error)}") from error
 
 
 def served_name(config: ServeConfig) -> str:
@@ -200,5 +200,9 @@ def listen(config: ServeConfig) -> socket.socket:
         family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((config.host, config.port), family=family, backlog=2048)
     except (OSError, ValueError) as error:  # ValueError for a text that cannot be a host name
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise ConfigError(f"host={config.host} port={config.port}: {reason}") from error
+        raise ConfigError(f"host={config.host} port={config.port}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Return an error's reason as the system words it, without numbers and names."""
+    return getattr(error, "strerror", None) or first_line(error)

@@ -22,11 +22,13 @@ class Progress:
         self._started = time.monotonic()
 
     def begin(self, what: str) -> None:
-        """Say that the next stage begins.
+        """Say that the next stage begins; what comes after the last stage is no part of the start.
 
         Args:
             what: the stage, in a few words.
         """
+        if self._num_begun == self._num_stages:
+            return
         self._num_begun += 1
         if self._is_shown:
             seconds = time.monotonic() - self._started

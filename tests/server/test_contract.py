@@ -272,6 +272,11 @@ def test_tokenize_and_detokenize(url, tokenizer):
         post(f"{url}/detokenize", tokens=[10**9])
 
 
+def test_a_lone_surrogate_that_an_answer_repeats(url):
+    answer = post(f"{url}/v1/responses", input="x", max_output_tokens=2, metadata={"\ud800": "\ud800"})
+    assert answer["metadata"] == {"\ud800": "\ud800"}
+
+
 def test_special_tokens_in_a_users_text(url, client, tokenizer):
     """They are special unless the client says otherwise; the template's own stay special."""
     text = f"x{SPECIAL}y"

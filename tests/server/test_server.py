@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -269,12 +270,13 @@ def command(tmp_path, *overrides: str):
     """(mark, process, client) of an lp-serve."""
     code = "from lp_runtime.entrypoints.cli import serve_main; serve_main()"
     settings = ["device=cpu", "dtype=float32", "lookahead.W=7", "lookahead.N=5", "lookahead.G=7"]
-    with marked() as mark, one_core():
+    with marked() as mark, one_core(), open(tmp_path / "stderr", "w") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-c", code, *settings, "lookahead.prior=none", *overrides],
             cwd=tmp_path,
             env=mark.environment,
             stdout=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
@@ -297,6 +299,10 @@ def test_the_command(tmp_path):
         process.send_signal(signal.SIGINT)
         process.wait(PATIENCE)
         mark.assert_gone()
+    said = (tmp_path / "stderr").read_text()
+    stages = re.findall(r"starting, (\d) of 4 \(\d+ s\): (\w+)", said)
+    assert stages == [("1", "loading"), ("2", "fusing"), ("3", "checking"), ("4", "measuring")], "by one replica of two"
+    assert f"a page to try it: {str(client.base_url).removesuffix('v1/')}" in said
 
 
 def test_a_server_that_is_killed_and_started_again(tmp_path):
@@ -320,6 +326,11 @@ def test_a_server_that_is_killed_and_started_again(tmp_path):
         ("max_waiting=-1", "max_waiting=-1"),
         ("host=300.0.0.1", "host=300.0.0.1 port=8000"),
         ("api_key=''", "api_key: is empty"),
+        ("header_timeout=0", "header_timeout=0.0: must be a number of seconds > 0"),
+        ("max_connections=0", "max_connections=0: must be an integer >= 1"),
+        ("api_keys=/nowhere", "api_keys=/nowhere: No such file or directory"),
+        ("ssl_keyfile=/x", "ssl_keyfile=/x: only with ssl_certfile"),
+        ("ssl_certfile=/nowhere", "ssl_certfile=/nowhere: "),
         ("server=apache", "server=apache: must be one of uvicorn, ray_serve"),
     ],
 )

@@ -1,0 +1,13 @@
+"""What a start says on stderr."""
+
+from lp_runtime.utils.progress import Progress
+
+
+def test_stages_are_numbered_and_end(capsys):
+    progress = Progress(is_shown=True, num_stages=2)
+    for what in ("loading", "checking", "again"):
+        progress.begin(what)
+    out, err = capsys.readouterr()
+    assert out == "" and err == "starting, 1 of 2 (0 s): loading\nstarting, 2 of 2 (0 s): checking\n"
+    Progress(is_shown=False).begin("loading")
+    assert capsys.readouterr().err == ""
