@@ -20,14 +20,15 @@ from lp_runtime.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     from lp_runtime.server.app import Server
     from lp_runtime.server.connections import HttpLimits, HttpServer
+    from lp_runtime.server.starting import StartingServer
 
 
 def check_serve(config: ServeConfig) -> None:
     """Refuse, before a model is loaded, settings that cannot be served.
 
     Raises:
-        ConfigError: the port is taken, a file of keys or certificates is not readable, or torchrun started this process
-            and server=ray_serve.
+        ConfigError: a file of keys or certificates is not readable, or torchrun started this process and
+            server=ray_serve.
         LaunchError: the server's packages are not installed.
         ModelError: the model has no tokenizer.
     """
@@ -40,9 +41,7 @@ def check_serve(config: ServeConfig) -> None:
     load_tokenizer(config.model)
     read_api_keys(config)
     _check_certificate(config)
-    if config.server == "uvicorn":
-        listen(config).close()
-    elif started_by_torchrun():
+    if config.server == "ray_serve" and started_by_torchrun():
         raise ConfigError("server=ray_serve: torchrun started this process; start without torchrun")
 
 
@@ -134,17 +133,30 @@ def served_name(config: ServeConfig) -> str:
     return config.served_name or Path(config.model.location).name
 
 
-def serve(runtime: LookaheadRuntime, config: ServeConfig) -> None:
-    """Serve until SIGINT or SIGTERM.
+def open_port(config: ServeConfig) -> StartingServer:
+    """Listen, and say to whoever asks that the server is starting.
 
     Raises:
         ConfigError: the port is taken.
     """
-    listener = listen(config)
+    from lp_runtime.server.starting import StartingServer
+
+    return StartingServer(listen(config), http_limits(config))
+
+
+def serve(runtime: LookaheadRuntime, config: ServeConfig, starting: StartingServer) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        runtime: decodes the requests.
+        config: settings of the server.
+        starting: has the port, and hands it over.
+    """
     if config.access_log:
         log_to_stderr(logging.getLogger("lp_runtime.access"))
     with Scheduler(runtime, config.max_waiting, config.policy, config.max_batch) as scheduler:
         server = http_server(make_server(runtime, scheduler, config), http_limits(config))
+        listener = starting.hand_over()
         host, port = listener.getsockname()[:2]
         scheme = "http" if config.ssl_certfile is None else "https"
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

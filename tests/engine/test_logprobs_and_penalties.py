@@ -10,8 +10,9 @@ from support import reference
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.config.lookahead import PLAIN
-from lp_runtime.engine.output import Logprob
+from lp_runtime.engine.output import Logprob, StepOutput
 from lp_runtime.errors import ConfigError
+from lp_runtime.launchers.messages import Progress
 from lp_runtime.model.loader import load_model, load_tokenizer
 
 NUM_TOKENS = 40
@@ -105,6 +106,9 @@ def test_a_logprob_travels_between_processes():
     value = Logprob(-0.5, ((1, -0.5), (2, -3.0)), (Logprob(-2.0),))
     back = pickle.loads(pickle.dumps(value))
     assert back == -0.5 and back.top == value.top and back.prompt == (-2.0,)
+    # What survivors of a lost replica tell of the tokens that nobody has heard of has all of it, too.
+    kept = pickle.loads(pickle.dumps(Progress().after(StepOutput([7], [value])))).logprobs
+    assert kept[0].top == value.top and kept[0].prompt == value.prompt
 
 
 @pytest.mark.parametrize(
