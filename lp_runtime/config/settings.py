@@ -154,6 +154,8 @@ class RuntimeConfig:
 
     cache_dir: Optional[str] = "~/.cache/lp_runtime"  # noqa: UP045
     """Directory that keeps the measurements of a model on a device; null measures at every start."""
+    show_progress: bool = False
+    """Whether a replica says on stderr what it does while it starts; lp-serve turns it on."""
     profile: bool = False
     """Trace the first steps of every request with torch's profiler, and print how a step's time divides."""
     profile_dir: str = "lp_profile"

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from lp_runtime.distributed.partition import Shares
+from lp_runtime.engine.output import Logprob
 from lp_runtime.engine.step import Step
 from lp_runtime.lookahead.drafters.base import Drafter, VerificationResult
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
@@ -62,10 +63,12 @@ class Verified(NamedTuple):
     Attributes:
         result: successors and top-k candidates of the tree's nodes.
         logprobs: [T] the model's log-probability of each node's successor, -1.0 before the root; None if not asked for.
+        packed: [T, width] int64 what travelled of each node; `Decoder.logprobs_behind` reads more of it.
     """
 
     result: VerificationResult
     logprobs: list[float] | None
+    packed: np.ndarray
 
 
 class Committed(NamedTuple):
@@ -173,7 +176,16 @@ class Decoder:
         root = step.tree.root
         successors, logprobs, top_k = self.sampler.unpack(values[root:], step.has_top_k)
         logprobs = None if logprobs is None else [-1.0] * root + logprobs
-        return Verified(VerificationResult.from_root(root, successors, top_k), logprobs)
+        return Verified(VerificationResult.from_root(root, successors, top_k), logprobs, values)
+
+    def logprobs_behind(self, verified: Verified, nodes: Sequence[int]) -> list[float] | None:
+        """Return the log-probability of the successor of each of some nodes, a Logprob where the likeliest tokens are
+        asked for, too; None if log-probabilities are not asked for."""
+        if verified.logprobs is None:
+            return None
+        values = [verified.logprobs[node] for node in nodes]
+        top = self.sampler.unpack_top_logprobs(verified.packed[nodes])
+        return values if top is None else [Logprob(value, each) for value, each in zip(values, top, strict=True)]
 
     def accepted_nodes(self, step: Step, verified: Verified) -> list[int]:
         """Return the nodes that a step's accepted tokens follow, from the root on."""

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -43,6 +43,7 @@ from lp_runtime.model.self_check import check_model
 from lp_runtime.model.tokenizer import StopStrings
 from lp_runtime.model.types import CausalLM
 from lp_runtime.sampling.hf_settings import defaults_of
+from lp_runtime.utils.progress import Progress
 
 log = logging.getLogger(__name__)
 
@@ -84,11 +85,13 @@ class LoadedModel:
         model: runs it.
         info: what a driver must know of it.
         known: what was measured; filled in when it is.
+        progress: of this replica's start.
     """
 
     model: ModelRunner
     info: ReplicaInfo
     known: Measured
+    progress: Progress = field(default_factory=lambda: Progress(is_shown=False))
 
 
 class Replica:
@@ -116,6 +119,7 @@ class Replica:
         calibration = Calibration(model, group, config.cache_dir, loaded.known, is_gradual=True)
         self._engine = Engine(model, group, calibration, self._draft_tables, times_are_late)
         is_restarted = loaded.known.is_started
+        loaded.progress.begin("measuring steps, and asking the model about its vocabulary")
         self._engine.prepare(config.lookahead)
         self._background = BackgroundPrior(calibration, group, config.lookahead, after_use=is_restarted)
 
@@ -205,7 +209,8 @@ def load_replica(
         torch.cuda.set_device(device)
     elif owns_process:  # replicas that share a machine share its cores
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local))
-    model, self_check = ready_model(config, device)
+    progress = Progress(config.show_progress and device_index == 0)  # each of a machine's replicas does the same
+    model, self_check = ready_model(config, device, progress)
     any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0))
     make_sampler_spec(model, any_request)  # refuses model defaults that cannot be kept
     info = ReplicaInfo(
@@ -222,7 +227,7 @@ def load_replica(
     # Compiling takes minutes, on one replica longer than on another. It must end before the replicas meet: afterwards
     # nobody waits longer than failure.timeout for a peer.
     is_compiled = model.graphs is not None and model.graphs.compiled
-    return LoadedModel(model, info, Measured(steps=measure_steps(model) if is_compiled else None))
+    return LoadedModel(model, info, Measured(steps=measure_steps(model) if is_compiled else None), progress)
 
 
 def _num_sharing(device: torch.device, num_local: int, owns_device: bool) -> int:
@@ -291,7 +296,9 @@ def start_replica(config: RuntimeConfig, context: ReplicaContext) -> Iterator[Re
         yield replica
 
 
-def ready_model(config: RuntimeConfig, device: torch.device) -> tuple[ModelRunner, float]:
+def ready_model(
+    config: RuntimeConfig, device: torch.device, progress: Progress | None = None
+) -> tuple[ModelRunner, float]:
     """Load a model and check it.
 
     Returns:
@@ -300,10 +307,14 @@ def ready_model(config: RuntimeConfig, device: torch.device) -> tuple[ModelRunne
     Raises:
         ModelError: if it cannot be loaded, or failed.
     """
-    return prepare_model(load_model(config.model, device, config.dtype), config, device)
+    progress = progress or Progress(is_shown=False)
+    progress.begin(f"loading {config.model.location} on {device}")
+    return prepare_model(load_model(config.model, device, config.dtype), config, device, progress)
 
 
-def prepare_model(loaded: CausalLM, config: RuntimeConfig, device: torch.device) -> tuple[ModelRunner, float]:
+def prepare_model(
+    loaded: CausalLM, config: RuntimeConfig, device: torch.device, progress: Progress | None = None
+) -> tuple[ModelRunner, float]:
     """Fuse, pack and check a Hugging Face causal LM that is on its device already.
 
     Returns:
@@ -313,7 +324,10 @@ def prepare_model(loaded: CausalLM, config: RuntimeConfig, device: torch.device)
         ModelError: if the model failed the self-check.
     """
     strict_tokens = config.strict_tokens if config.exactness == "strict" else None
+    progress = progress or Progress(is_shown=False)
+    progress.begin("fusing and packing layers")
     changes = _optimize(loaded, config, device)
+    progress.begin("checking trees against plain forward passes")
     model = ModelRunner(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True)
     if config.compile != "off" and strict_tokens is None and can_capture(loaded):
         model.enable_graphs(capture=True, compiled=config.compile == "full")

@@ -17,6 +17,7 @@ from transformers.generation import logits_process as library
 
 from lp_runtime.errors import ConfigError, RequestError, first_line, unforeseen_as
 from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.sampling.penalties import NewTextPenalty
 from lp_runtime.sampling.truncation import truncation_of
 from lp_runtime.sampling.types import LogitsProcessor
 from lp_runtime.utils.tensors import tensor_on
@@ -47,6 +48,7 @@ ROW_BY_ROW = (
     library.ForcedEOSTokenLogitsProcessor,
     library.ExponentialDecayLengthPenalty,
     library.SuppressTokensAtBeginLogitsProcessor,
+    NewTextPenalty,
 )
 # Processors that need more than one prompt's tokens and scores in a call.
 UNSUPPORTED = (library.ClassifierFreeGuidanceLogitsProcessor, library.WhisperTimeStampLogitsProcessor)

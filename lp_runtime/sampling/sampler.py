@@ -4,6 +4,7 @@ The outcome of a node is packed into `width` integers of 64 bits, which travel:
 
     successor (32 bits) | log-probability of the successor (32, where asked for)
     candidate (24 bits) | margin (8) | candidate | margin, and so on, two top-k candidates to an integer
+    token (32) | log-probability (32), and so on, the likeliest tokens by the model's own logits (where asked for)
 
 A margin is how far a token's log-probability lies below the likeliest one's, in sixteenths of a nat, at most 255.
 Letters: n nodes, V vocabulary, K top-k candidates.
@@ -38,6 +39,7 @@ class Sampler:
         noise: the sample's noise; None for greedy decoding.
         with_logprobs: whether the log-probability of the sampled token travels with it.
         num_top_k: K, how many top-k candidates travel with a successor; 0 for none.
+        num_top_logprobs: how many of the likeliest tokens travel with their log-probabilities; 0 for none.
 
     Attributes:
         noise: the sample's noise; None for greedy decoding.
@@ -50,11 +52,13 @@ class Sampler:
         noise: GumbelNoise | None,
         with_logprobs: bool = False,
         num_top_k: int = 0,
+        num_top_logprobs: int = 0,
     ):
         self._processors = processors
         self.noise = noise
         self._with_logprobs = with_logprobs
         self.num_top_k = num_top_k
+        self._num_top_logprobs = num_top_logprobs
 
     @property
     def is_ordered(self) -> bool:
@@ -64,6 +68,11 @@ class Sampler:
     @property
     def width(self) -> int:
         """Integers of 64 bits that travel for a node."""
+        return self._top_logprobs_column + self._num_top_logprobs
+
+    @property
+    def _top_logprobs_column(self) -> int:
+        """First of a node's integers that holds a log-probability of the likeliest tokens."""
         return 1 + -(-self.num_top_k // 2)
 
     @torch.no_grad()
@@ -91,10 +100,8 @@ class Sampler:
         kernels, truncation = kernels_for(found.rows.device), self._processors.truncation
         is_greedy = self.noise is None and self._processors.is_empty
         if found.presampled is not None and is_greedy and self.num_top_k <= K:
-            packed = found.presampled[:, : self.width].contiguous()
-            if self._with_logprobs:
-                packed = self._add_logprobs(packed.clone(), found)
-            return packed, lambda: found.logits
+            packed = found.presampled[:, : self._top_logprobs_column].contiguous()
+            return self._add_logprobs(packed, found), lambda: found.logits
         if kernels is None or truncation is None or not kernels.can_cut(found.rows.dtype, truncation.top_p):
             scores = self._processors(found.logits, tree, nodes, tokens)
             return self._sampled(found, scores, tree, nodes, tokens, with_top_k), lambda: scores
@@ -109,7 +116,7 @@ class Sampler:
         def scores_of_cut() -> torch.Tensor:
             return found.logits * inverse if cut is None else kernels.cut_scores(found.rows, inverse, cut)
 
-        return self._add_logprobs(packed, found) if self._with_logprobs else packed, scores_of_cut
+        return self._add_logprobs(packed, found), scores_of_cut
 
     @torch.no_grad()
     def sample_in_order(
@@ -174,14 +181,17 @@ class Sampler:
         else:
             first = sample_successors(scores, _positions(tree, nodes, tokens), self.noise)
             packed = self._pack(scores, first, with_top_k)
-        return self._add_logprobs(packed, found) if self._with_logprobs else packed
+        return self._add_logprobs(packed, found)
 
     def _add_logprobs(self, packed: torch.Tensor, found: StepLogits) -> torch.Tensor:
-        """Write the log-probability of each successor into [n, width] packed integers, and return them."""
-        if len(packed):
+        """Return [n, width] integers: packed successors with the log-probabilities that are wanted."""
+        if self._with_logprobs and len(packed):
             logits, first = found.logits, packed[:, :1]
             logprobs = logits.gather(1, first)[:, 0] - logits.logsumexp(dim=-1)
+            packed = packed.clone()
             packed[:, 0] |= logprobs.view(torch.int32).long() << HALF_BITS
+        if self._num_top_logprobs:
+            packed = torch.cat([packed, pack_top_logprobs(found.logits, self._num_top_logprobs)], dim=1)
         return packed
 
     def _noise_of(
@@ -194,14 +204,15 @@ class Sampler:
 
     def _packing(self, with_top_k: bool) -> Packing:
         """Return how the sampling kernel packs results."""
-        return Packing(self.num_top_k if with_top_k else 0, self.width, NO_TOKEN, UNITS_PER_NAT, MAX_MARGIN)
+        width = self._top_logprobs_column
+        return Packing(self.num_top_k if with_top_k else 0, width, NO_TOKEN, UNITS_PER_NAT, MAX_MARGIN)
 
     def _pack(self, scores: torch.Tensor, first: torch.Tensor, with_top_k: bool) -> torch.Tensor:
-        """Return [n, width] int64: `first`, [n], and the top-k candidates of `scores`, [n, V], if they are wanted."""
+        """Return [n, 1 + ceil(K / 2)] int64: `first`, [n], and the top-k candidates of `scores`, [n, V], if wanted."""
         if not (self.num_top_k and with_top_k):
-            return torch.nn.functional.pad(first[:, None], (0, self.width - 1))
+            return torch.nn.functional.pad(first[:, None], (0, self._top_logprobs_column - 1))
         if scores.device.type == "cpu":
-            packed = np.empty((len(scores), self.width), dtype=np.int64)
+            packed = np.empty((len(scores), self._top_logprobs_column), dtype=np.int64)
             packed[:, 0] = first.numpy()
             pack_kernel()(np.ascontiguousarray(scores.numpy()), self.num_top_k, packed)
             return torch.from_numpy(packed)
@@ -234,6 +245,38 @@ class Sampler:
             entries = np.empty((len(packed), ENTRY), dtype=np.int32)
             unpack_kernel()(packed, self.num_top_k, entries)
         return first & HALF_MASK, logprobs, entries
+
+    def unpack_top_logprobs(self, packed: np.ndarray) -> list[tuple[tuple[int, float], ...]] | None:
+        """Return the likeliest tokens of n nodes and their log-probabilities under softmax(logits), likeliest first.
+
+        Args:
+            packed: [n, width] int64.
+
+        Returns:
+            n tuples of (token id, log-probability); None if they do not travel.
+        """
+        return unpack_top_logprobs(packed[:, self._top_logprobs_column :]) if self._num_top_logprobs else None
+
+
+def pack_top_logprobs(logits: torch.Tensor, num: int) -> torch.Tensor:
+    """Return the likeliest tokens of each row with their log-probabilities, packed.
+
+    Args:
+        logits: [n, V] float32.
+        num: tokens of each row, <= V.
+
+    Returns:
+        [n, num] int64, token id << 32 | bits of the float32 log-probability, likeliest first.
+    """
+    values, ids = (logits - logits.logsumexp(dim=-1, keepdim=True)).topk(num, dim=-1)
+    return (ids << HALF_BITS) | (values.contiguous().view(torch.int32).long() & HALF_MASK)
+
+
+def unpack_top_logprobs(packed: np.ndarray) -> list[tuple[tuple[int, float], ...]]:
+    """Return (token id, log-probability) pairs of each row of what `pack_top_logprobs` returns, [n, num]."""
+    ids = (packed >> HALF_BITS).tolist()
+    values = (packed & HALF_MASK).astype(np.uint32).view(np.float32).tolist()
+    return [tuple(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]
 
 
 def sample_greedily(logits: torch.Tensor, kernels: ModuleType) -> torch.Tensor:
