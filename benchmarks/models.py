@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from lp_runtime.config.settings import DEMO_MODEL, ModelConfig, RuntimeConfig
-from lp_runtime.engine.replica import prepare_model
+from lp_runtime.engine.loading import prepare_model
 from lp_runtime.model.loader import load_model
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.types import CausalLM

@@ -21,7 +21,8 @@ from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.group import Group
 from lp_runtime.engine.calibration import Calibration, Measured, StepMeasurement
 from lp_runtime.engine.engine import Arrival, Engine
-from lp_runtime.engine.replica import join_group, load_replica, ready_model
+from lp_runtime.engine.loading import ready_model
+from lp_runtime.engine.replica import join_group, load_replica
 from lp_runtime.engine.request import Request
 from lp_runtime.model import self_check
 from lp_runtime.model.loader import load_model

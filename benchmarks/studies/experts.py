@@ -18,7 +18,7 @@ from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.group import Group
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.replica import choose_device, prepare_model
+from lp_runtime.engine.loading import choose_device, prepare_model
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import ModelError, first_line
 from lp_runtime.model.types import CausalLM

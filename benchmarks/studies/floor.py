@@ -27,7 +27,7 @@ from common import Results
 from inflate_model import DEMO_MODEL, SHAPES, inflated
 
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
-from lp_runtime.engine.replica import choose_device, prepare_model
+from lp_runtime.engine.loading import choose_device, prepare_model
 from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.loader import load_model

@@ -33,7 +33,7 @@ from lp_runtime.distributed.exchange import Exchange
 from lp_runtime.distributed.group import CPU, Group
 from lp_runtime.engine.calibration import Measured
 from lp_runtime.engine.generation import GenerationStream
-from lp_runtime.engine.replica import ready_model
+from lp_runtime.engine.loading import ready_model
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import make_sampler_spec
 from lp_runtime.model.loader import load_tokenizer

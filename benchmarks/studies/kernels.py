@@ -23,7 +23,7 @@ from models import free_memory
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.engine.replica import choose_device, prepare_model
+from lp_runtime.engine.loading import choose_device, prepare_model
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from common import Results
 
-from lp_runtime.engine.replica import choose_device
+from lp_runtime.engine.loading import choose_device
 from lp_runtime.errors import first_line
 
 NUM_INTEGERS = 64 * 5  # of a step's row, about

@@ -21,7 +21,7 @@ from models import runner_of
 from torch.profiler import ProfilerActivity, profile
 
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.engine.replica import choose_device
+from lp_runtime.engine.loading import choose_device
 from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.step_inputs import StepInputs

@@ -29,8 +29,8 @@ from lp_runtime.distributed.group import Group
 from lp_runtime.engine.batch import Arrival
 from lp_runtime.engine.calibration import Calibration
 from lp_runtime.engine.engine import Engine
+from lp_runtime.engine.loading import choose_device
 from lp_runtime.engine.output import Report
-from lp_runtime.engine.replica import choose_device
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import LookaheadError
 from lp_runtime.model.loader import load_tokenizer

@@ -19,7 +19,7 @@ from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.distributed.group import Group
 from lp_runtime.engine.calibration import Calibration
-from lp_runtime.engine.replica import choose_device, ready_model
+from lp_runtime.engine.loading import choose_device, ready_model
 from lp_runtime.engine.request import Request
 from lp_runtime.model.loader import QUIET, load_model
 from lp_runtime.model.runner import ModelRunner

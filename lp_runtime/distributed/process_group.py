@@ -202,20 +202,17 @@ def _machines(context: ReplicaContext, options: GroupOptions, store: Store) -> l
         LaunchError: If all must share memory and cannot.
     """
     reason = why_unavailable(context.num_replicas)
-    mine = f"{REFUSAL}{reason}" if reason else options.machine or this_machine()
+    mine = f"{REFUSAL}{context.rank} {reason}" if reason else options.machine or this_machine()
     store.set(f"machine/{context.rank}", mine)
     names = [store.get(f"machine/{rank}").decode() for rank in range(context.num_replicas)]
-    refusals = [name.removeprefix(REFUSAL) for name in names if name.startswith(REFUSAL)]
-    if options.backend == "shared":
-        for refusal in refusals:
-            raise LaunchError(f"launcher.backend=shared: {refusal}")
-        if len(set(names)) > 1:
-            raise LaunchError(f"launcher.backend=shared: the replicas are on {len(set(names))} machines")
+    order = list(dict.fromkeys(names))
+    refusals = [name.partition(" ")[2] for name in order if name.startswith(REFUSAL)]
+    why_not = (refusals or [f"the replicas are on {len(order)} machines"])[0]
+    if options.backend == "shared" and (refusals or len(order) > 1):
+        raise LaunchError(f"launcher.backend=shared: {why_not}")
     if refusals and context.rank == 0:
-        log.warning("launcher.backend=auto: memory cannot be shared (%s); going on over the network", refusals[0])
-    unique = [f"{rank} {name}" if name.startswith(REFUSAL) else name for rank, name in enumerate(names)]
-    order = list(dict.fromkeys(unique))
-    return [order.index(name) for name in unique]
+        log.warning("launcher.backend=auto: memory cannot be shared (%s); going on over the network", why_not)
+    return [order.index(name) for name in names]
 
 
 def new_segment_name() -> str:

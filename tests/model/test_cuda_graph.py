@@ -11,7 +11,7 @@ from support.one_slot import OneSlot
 from torch._dynamo.testing import CompileCounter
 
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
-from lp_runtime.engine import replica
+from lp_runtime.engine import loading
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model import cuda_graph
 from lp_runtime.model.cuda_graph import SIZES
@@ -143,8 +143,8 @@ def test_the_self_check_goes_through_them(random_model):
 
 def test_a_model_whose_passes_cannot_be_captured_goes_without(tiny_model_dir, monkeypatch, caplog):
     """Here for want of a GPU; anything else that fails at the start is met alike."""
-    monkeypatch.setattr(replica, "can_capture", lambda model: True)
+    monkeypatch.setattr(loading, "can_capture", lambda model: True)
     config = RuntimeConfig(model=ModelConfig(path=str(tiny_model_dir)))
-    model, difference = replica.ready_model(config, torch.device("cpu"))
+    model, difference = loading.ready_model(config, torch.device("cpu"))
     assert model.graphs is None and difference < 1e-4
     assert "going on with compile=off" in caplog.text

@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
-from lp_runtime.engine import replica
+from lp_runtime.engine import loading
 from lp_runtime.errors import ModelError
 from lp_runtime.kernels import numba_cpu
 from lp_runtime.lookahead.tree import TokenTree
@@ -254,7 +254,7 @@ def test_kernels_of_the_host_give_what_torch_gives(name, monkeypatch):
 def test_it_can_be_turned_off(tiny_model_dir):
     for fusing in ("auto", "off"):
         config = RuntimeConfig(model=ModelConfig(path=str(tiny_model_dir), fusing=fusing))
-        model, _ = replica.ready_model(config, torch.device("cpu"))
+        model, _ = loading.ready_model(config, torch.device("cpu"))
         assert bool(blocks_of(model.model)) == (fusing == "auto")
 
 
@@ -262,8 +262,8 @@ def test_a_model_that_fails_says_what_may_be_turned_off(tiny_model_dir, monkeypa
     def fail(model):
         raise ModelError("wrong")
 
-    monkeypatch.setattr(replica, "check_model", fail)
-    monkeypatch.setattr(replica, "pack_if_faster", pack_linears)  # whatever is faster
+    monkeypatch.setattr(loading, "check_model", fail)
+    monkeypatch.setattr(loading, "pack_if_faster", pack_linears)  # whatever is faster
     for settings, hint in (
         ({}, "try model.fusing=off model.packing=off"),
         ({"packing": "off"}, "try model.fusing=off"),
@@ -271,4 +271,4 @@ def test_a_model_that_fails_says_what_may_be_turned_off(tiny_model_dir, monkeypa
     ):
         config = RuntimeConfig(model=ModelConfig(path=str(tiny_model_dir), **settings))
         with pytest.raises(ModelError, match=hint):
-            replica.ready_model(config, torch.device("cpu"))
+            loading.ready_model(config, torch.device("cpu"))

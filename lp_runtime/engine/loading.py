@@ -1,0 +1,101 @@
+"""From a checkpoint to a model that is on its device, made faster, and checked."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.errors import ConfigError, ModelError
+from lp_runtime.model.cuda_graph import can_capture
+from lp_runtime.model.loader import load_model
+from lp_runtime.model.optimize.fusing import fuse_blocks
+from lp_runtime.model.optimize.packing import pack_if_faster, pack_linears
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.self_check import check_model
+from lp_runtime.model.types import CausalLM
+from lp_runtime.utils.progress import Progress
+
+log = logging.getLogger(__name__)
+
+
+def ready_model(
+    config: RuntimeConfig, device: torch.device, progress: Progress | None = None
+) -> tuple[ModelRunner, float]:
+    """Load a model and check it.
+
+    Returns:
+        (model, difference): the largest relative difference that the self-check saw.
+
+    Raises:
+        ModelError: if it cannot be loaded, or failed.
+    """
+    progress = progress or Progress(is_shown=False)
+    progress.begin(f"loading {config.model.location} on {device}")
+    return prepare_model(load_model(config.model, device, config.dtype), config, device, progress)
+
+
+def prepare_model(
+    loaded: CausalLM, config: RuntimeConfig, device: torch.device, progress: Progress | None = None
+) -> tuple[ModelRunner, float]:
+    """Fuse, pack and check a Hugging Face causal LM that is on its device already.
+
+    Returns:
+        (model, difference): the largest relative difference that the self-check saw.
+
+    Raises:
+        ModelError: if the model failed the self-check.
+    """
+    strict_tokens = config.strict_tokens if config.exactness == "strict" else None
+    progress = progress or Progress(is_shown=False)
+    progress.begin("fusing and packing layers")
+    changes = _optimize(loaded, config, device)
+    progress.begin("checking trees against plain forward passes")
+    model = ModelRunner(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True)
+    if config.compile != "off" and strict_tokens is None and can_capture(loaded):
+        model.enable_graphs(capture=True, compiled=config.compile == "full")
+        try:
+            return model, check_model(model)
+        except ModelError as error:
+            log.warning("compile=%s: %s; going on with compile=off", config.compile, error)
+            model.disable_graphs()
+    try:
+        return model, check_model(model)
+    except ModelError as error:
+        hint = f" (with layers of our own: try {' '.join(changes)})" if changes else ""
+        raise ModelError(f"{error}{hint}") from error
+
+
+def _optimize(loaded: CausalLM, config: RuntimeConfig, device: torch.device) -> list[str]:
+    """Fuse and pack a model's layers, as the settings say; return the settings that would undo what was done."""
+    undo = []
+    if config.model.fusing == "auto" and config.model.device_map is None and fuse_blocks(loaded):
+        undo.append("model.fusing=off")
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what was freed, for others that share the GPU
+    if config.model.packing == "auto":
+        # With exactness=strict all replicas must compute alike, whatever each of them would measure.
+        pack = pack_linears if config.exactness == "strict" else pack_if_faster
+        if pack(loaded):
+            undo.append("model.packing=off")
+    return undo
+
+
+def choose_device(device: str, index: int) -> torch.device:
+    """Return the device of a replica.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        index: which of the GPUs that this process sees is the replica's.
+
+    Raises:
+        ConfigError: if CUDA is wanted and this process does not see that many GPUs.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        return torch.device("cpu")
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"device=cuda: replica needs GPU {index}, but this process sees {torch.cuda.device_count()}")
+    return torch.device("cuda", index)
