@@ -103,13 +103,9 @@ def tree_attention(
         return _attend_batch(module, query, value, attention_mask, scaling, batch, **kwargs), None
     num_tokens, num_keys, num_heads, size = query.shape[2], key.shape[2], key.shape[1], query.shape[3]
     groups = query.shape[1] // num_heads
-    if is_chunk_mask(attention_mask):
-        if size == value.shape[3]:
-            return attend_chunk(query, key, value, size**-0.5 if scaling is None else scaling), None
-        attention_mask = query.new_ones((1, 1, num_tokens, num_keys), dtype=torch.bool).tril(num_keys - num_tokens)
     num_columns = _num_columns(attention_mask, query.dtype)
     if committed is None and num_columns not in (num_tokens, num_keys):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return _attend_prompt(module, query, key, value, attention_mask, scaling, **kwargs), None
     assert attention_mask is not None
     scale = size**-0.5 if scaling is None else scaling
     if committed is not None and committed.kernels and size == value.shape[3]:
@@ -139,6 +135,28 @@ def chunk_mask(num_tokens: int, device: torch.device) -> torch.Tensor:
 def is_chunk_mask(mask: torch.Tensor | None) -> bool:
     """Whether a mask is `chunk_mask`."""
     return mask is not None and mask.shape[-1] == 0
+
+
+def _attend_prompt(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Return attention of what is no tree, [1, T, g H, D]: by `attend_chunk`, or by transformers' sdpa.
+
+    Arguments are those of `tree_attention`.
+    """
+    if is_chunk_mask(attention_mask):
+        num_tokens, size = query.shape[2:]
+        if size == value.shape[3]:
+            return attend_chunk(query, key, value, size**-0.5 if scaling is None else scaling)
+        shape = (1, 1, num_tokens, key.shape[2])
+        attention_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril(key.shape[2] - num_tokens)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
 
 
 def attend_chunk(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
