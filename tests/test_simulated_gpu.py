@@ -146,6 +146,28 @@ def test_launches_of_a_step(gpu, model, expected, name, launches):
     assert len(steps) == len(outputs) - 1 and all(step == launches for step in steps)
 
 
+@pytest.mark.parametrize(("dtype", "kernel"), [("float32", "efficient"), ("bfloat16", "flash")])
+def test_every_chunk_of_a_prompt_is_attended_to_without_a_mask(gpu, dtype, kernel):
+    """Two calls a layer behind the first chunk: of the prefix, and of the chunk, causally."""
+    chunked, whole = (
+        ready_model(RuntimeConfig(dtype=dtype, compile="off", model=ModelConfig(prefill_chunk=chunk)), CUDA)[0]
+        for chunk in (20, 512)
+    )
+    logits = []
+    for model in (chunked, whole):
+        with model.slots.borrowed() as slot:
+            model.begin(slot, 100)
+            gpu.launches.clear()
+            logits.append(model.prefill(slot, range(60)).cpu())
+            counts = gpu.launches.copy()
+        num_layers = model.model.config.num_hidden_layers
+        num_behind = 2 if model is chunked else 0
+        assert counts[f"_scaled_dot_product_{kernel}_attention"] == 2 * num_behind * num_layers
+        assert counts["scaled_dot_product_attention"] == num_layers  # of the first
+    tolerance = 1e-4 if dtype == "float32" else 0.1
+    torch.testing.assert_close(*logits, rtol=tolerance, atol=tolerance)
+
+
 def test_requests_together(gpu, model, expected):
     assert model.supports_batching
     arrivals = {number + 1: [Arrival(name, request)] for number, (name, request) in enumerate(REQUESTS.items())}

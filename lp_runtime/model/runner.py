@@ -163,8 +163,8 @@ class ModelRunner:
                 yield
             chunk = ids[start : start + self.prefill_chunk]
             positions = torch.arange(before + start, before + start + len(chunk), device=self.device)
-            # The mask is the model's own causal one: nothing of a prompt is a tree.
-            logits = self._forward(chunk, positions, None, slot.cache, 1).float()
+            mask = self.masks.build_chunk(positions, before + start)
+            logits = self._forward(chunk, positions, mask, slot.cache, 1).float()
             slot.cache.commit(len(chunk))
             slot.tokens += prompt[start : start + len(chunk)]
             slot.num_prefilled = len(slot.tokens)

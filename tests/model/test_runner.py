@@ -46,6 +46,14 @@ def test_trees_equal_plain_text_step_after_step(model):
         text += tree.tokens[: tree.root + 1]
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 20])
+def test_a_prompt_in_chunks_equals_plain_text(model, chunk):
+    text = draw(random.Random(chunk), 41)
+    tree_model = OneSlot(ModelRunner(model, prefill_chunk=chunk))
+    tree_model.begin(200)
+    assert_close(tree_model.prefill(text)[0], plain_logits(model, text))
+
+
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "gpt2"])
 def test_attention_to_prefix_and_tree_apart_as_on_a_gpu(architecture, random_model):
     rng = random.Random(6)

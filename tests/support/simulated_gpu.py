@@ -486,6 +486,8 @@ def _is_in(tensor: torch.Tensor, others: list[torch.Tensor]) -> bool:
 
 
 def _flash(query, key, value, dropout=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+    groups = query.shape[1] // key.shape[1]  # the GPU's kernel repeats no keys
+    key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
     output, total = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, is_causal, scale=scale)
     return output, total, None, None, query.shape[2], key.shape[2], None, None, None
 

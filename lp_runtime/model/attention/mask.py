@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from lp_runtime.errors import ModelError
 from lp_runtime.model.attention.tree_attention import NAME as TREE
+from lp_runtime.model.attention.tree_attention import chunk_mask
 from lp_runtime.utils.jit import compiled, with_fresh_cache
 from lp_runtime.utils.tensors import tensor_on
 
@@ -149,6 +150,29 @@ class MaskBuilder:
                     masks[kind] = self._windowed(kind, ancestors, positions, num_cached)
         if unwindowed := self._kinds - from_ancestors:
             masks |= dict.fromkeys(unwindowed, self._unwindowed(parents, num_cached))
+        return masks if self.by_kind else next(iter(masks.values()))
+
+    def build_chunk(self, positions: torch.Tensor, num_cached: int) -> LayerMasks | None:
+        """Return the mask of a chunk of a prompt, or one for each kind of layer by name.
+
+        Args:
+            positions: [T] absolute positions, on the device, one behind the other.
+            num_cached: L.
+
+        Returns:
+            tree_attention.py's mask of a chunk, and a boolean one, [1, 1, T, S], where a layer hides committed tokens;
+            None where the model's own causal mask is as fast.
+        """
+        num_tokens = len(positions)
+        if not self.is_own or num_cached == 0 or num_tokens == 1:
+            return None
+        masks: dict[str, torch.Tensor] = {}
+        for kind in self._kinds:
+            if self._hides(kind, num_cached + num_tokens):
+                ancestors = torch.ones((num_tokens, num_tokens), dtype=torch.bool, device=positions.device).tril()
+                masks[kind] = self._windowed(kind, ancestors, positions, num_cached)
+            else:
+                masks[kind] = chunk_mask(num_tokens, positions.device)
         return masks if self.by_kind else next(iter(masks.values()))
 
     def hides(self, num_keys: int) -> bool:

@@ -4,6 +4,7 @@ The queries of all heads that share a key/value head are folded into one longer 
 one call, with a mask. On a GPU a mask would turn the fastest kernels off, and none is needed for most of the work:
 every token of a tree sees the whole committed prefix. So attention goes over the prefix without a mask, over the
 tree's own T x T part with one, and the two are merged by the log-sum-exp of their scores (as in split-key decoding).
+A chunk of a prompt behind committed tokens is attended to likewise, its own part causally.
 
 Letters: T tokens of the tree, L committed tokens, H key/value heads, g query heads for each, D head size, P sequences
 of a batch.
@@ -86,7 +87,8 @@ def tree_attention(
         key: [1, H, L + T, D].
         value: [1, H, L + T, D].
         attention_mask: additive, in the dtype of the query: [1, 1, T, L + T], or [1, 1, T, T], of the tree alone. With
-            any other mask, or without one, this is transformers' sdpa.
+            `chunk_mask`, [1, 1, T, 0], the tokens are a chunk of a prompt: each sees the L tokens and those before
+            itself. With any other mask, or without one, this is transformers' sdpa.
         scaling: of the scores; default 1 / sqrt(D).
         committed: given where L is known on the device only. `key` and `value` are then the cache's whole tensors,
             [1, H, capacity, D], and the mask is of the tree alone.
@@ -103,7 +105,7 @@ def tree_attention(
     groups = query.shape[1] // num_heads
     num_columns = _num_columns(attention_mask, query.dtype)
     if committed is None and num_columns not in (num_tokens, num_keys):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return _attend_prompt(module, query, key, value, attention_mask, scaling, **kwargs), None
     assert attention_mask is not None
     scale = size**-0.5 if scaling is None else scaling
     if committed is not None and committed.kernels and size == value.shape[3]:
@@ -123,6 +125,56 @@ def tree_attention(
         output = attend_apart(folded, key, value, attention_mask[0, 0], scale)
     output = output.reshape(1, num_heads * groups, num_tokens, value.shape[3])
     return output.transpose(1, 2).contiguous(), None
+
+
+def chunk_mask(num_tokens: int, device: torch.device) -> torch.Tensor:
+    """Return the mask, [1, 1, T, 0], that stands for a chunk of a prompt behind committed tokens."""
+    return torch.empty((1, 1, num_tokens, 0), dtype=torch.bool, device=device)
+
+
+def is_chunk_mask(mask: torch.Tensor | None) -> bool:
+    """Whether a mask is `chunk_mask`."""
+    return mask is not None and mask.shape[-1] == 0
+
+
+def _attend_prompt(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Return attention of what is no tree, [1, T, g H, D]: by `attend_chunk`, or by transformers' sdpa.
+
+    Arguments are those of `tree_attention`.
+    """
+    if is_chunk_mask(attention_mask):
+        num_tokens, size = query.shape[2:]
+        if size == value.shape[3]:
+            return attend_chunk(query, key, value, size**-0.5 if scaling is None else scaling)
+        shape = (1, 1, num_tokens, key.shape[2])
+        attention_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril(key.shape[2] - num_tokens)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
+
+
+def attend_chunk(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attend to the committed prefix without a mask and to the chunk causally, and merge the two.
+
+    Args:
+        query: [1, g H, T, D].
+        key: [1, H, L + T, D].
+        value: [1, H, L + T, D].
+        scale: factor of the scores.
+
+    Returns:
+        [1, T, g H, D], contiguous.
+    """
+    num_cached = key.shape[2] - query.shape[2]
+    prefix = attend(query, key[:, :, :num_cached], value[:, :, :num_cached], scale)
+    own = attend(query, key[:, :, num_cached:], value[:, :, num_cached:], scale, is_causal=True)
+    return merge(*prefix, own[0].float(), own[1]).to(query.dtype).transpose(1, 2).contiguous()
 
 
 def _num_columns(mask: torch.Tensor | None, dtype: torch.dtype) -> int:
@@ -215,33 +267,57 @@ def attend_committed(
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, is_causal: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to all keys without a mask, by the fastest kernel that torch has for device and dtype.
+    """Attend to all keys, or causally, without a mask, by the fastest kernel that torch has for device and dtype.
 
     Args:
-        query: [1, H, n, D].
+        query: [1, g H, n, D].
         key: [1, H, L, D].
         value: [1, H, L, D].
         scale: factor of the scores.
+        is_causal: whether query i sees the keys up to i only; n is L then.
 
     Returns:
-        (output, log-sum-exp): [1, H, n, D], and [1, H, n] float32.
+        (output, log-sum-exp): [1, g H, n, D], and [1, g H, n] float32.
     """
+    num_heads, num_rows, size = query.shape[1:]
+    groups = num_heads // key.shape[1]
+    if groups == 1 or _takes_groups(query, value):
+        return _attend(query, key, value, scale, is_causal)
+    if is_causal:
+        key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+        return _attend(query, key, value, scale, is_causal)
+    folded = query.reshape(1, key.shape[1], groups * num_rows, size)
+    output, total = _attend(folded, key, value, scale, False)
+    return output.reshape(1, num_heads, num_rows, -1), total.reshape(1, num_heads, num_rows)
+
+
+def _takes_groups(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether `_attend` is flash attention on a GPU, which repeats no keys for grouped heads."""
+    size = query.shape[3]
+    fits = size == value.shape[3] and size <= MAX_FLASH_HEAD_SIZE and size % 8 == 0
+    return query.device.type == "cuda" and fits and has_flash(query.device, query.dtype)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, is_causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `attend` of as many query heads as key heads, or of g times as many where the kernel takes that."""
     aten = torch.ops.aten
     if query.device.type == "cpu" and query.shape[3] == value.shape[3]:
-        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, False, scale=scale)
+        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
+    if _takes_groups(query, value):
+        output, total, *_ = aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, is_causal, False, scale=scale
+        )
+        return output, total
     if query.device.type == "cuda" and query.shape[3] == value.shape[3]:
-        fits = query.shape[3] <= MAX_FLASH_HEAD_SIZE and query.shape[3] % 8 == 0
-        if fits and has_flash(query.device, query.dtype):
-            output, total, *_ = aten._scaled_dot_product_flash_attention(
-                query, key, value, 0.0, False, False, scale=scale
-            )
-            return output, total
         output, total, *_ = aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, True, 0.0, False, scale=scale
+            query, key, value, None, True, 0.0, is_causal, scale=scale
         )
         return output, total[..., : query.shape[2]]  # the kernel pads its rows
+    assert not is_causal
     return attend_masked(query, key, value, None, scale)
 
 

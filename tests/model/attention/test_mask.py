@@ -92,3 +92,20 @@ def test_on_a_gpu_our_own_attention_takes_masks_of_the_tree_alone(dtype):
     assert masks["sliding_attention"][0, 0].int().tolist() == WINDOW_OF_3
     assert masks["full_attention"].dtype == dtype
     assert (masks["full_attention"] == 0)[0, 0].int().tolist() == [row[4:] for row in FULL]
+
+
+@pytest.mark.parametrize(("attention", "num_cached", "num_tokens"), [("sdpa", 4, 5), ("eager", 4, 5), (TREE, 0, 5)])
+def test_a_chunk_that_the_models_own_mask_suits(attention, num_cached, num_tokens):
+    builder = MaskBuilder(SimpleNamespace(), attention, torch.float32, CPU)
+    assert builder.build_chunk(torch.arange(num_cached, num_cached + num_tokens), num_cached) is None
+
+
+def test_a_chunk_is_masked_where_a_window_hides_committed_tokens():
+    config = SimpleNamespace(sliding_window=3, layer_types=["sliding_attention", "full_attention"])
+    builder = MaskBuilder(config, TREE, torch.float32, CPU)
+    builder.form = MaskForm.TREE_ONLY
+    masks = builder.build_chunk(torch.arange(4, 6), 4)
+    assert masks["full_attention"].shape == (1, 1, 2, 0)
+    assert masks["sliding_attention"][0, 0].int().tolist() == [[0, 0, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1]]
+    masks = builder.build_chunk(torch.arange(1, 3), 1)  # nothing is hidden yet
+    assert masks["sliding_attention"].shape == (1, 1, 2, 0)

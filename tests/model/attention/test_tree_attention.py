@@ -10,7 +10,7 @@ import torch
 
 from lp_runtime.model.attention import tree_attention as module
 from lp_runtime.model.attention.mask import ancestor_mask
-from lp_runtime.model.attention.tree_attention import attend, attend_masked, tree_attention
+from lp_runtime.model.attention.tree_attention import attend, attend_masked, chunk_mask, tree_attention
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
@@ -110,3 +110,25 @@ def test_a_mask_is_folded_once_for_all_layers():
             keys, values = (each.repeat_interleave(2, dim=1) for each in (key, value))
             expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
             torch.testing.assert_close(actual, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize(("num_tokens", "num_cached"), [(2, 1), (2, 300), (17, 1), (70, 130)])
+def test_a_prompts_chunk_sees_the_prefix_and_what_is_before(dtype, groups, num_tokens, num_cached):
+    query, key, value, *_ = inputs(num_tokens, num_cached, groups, dtype)
+    causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
+    mask = chunk_mask(num_tokens, query.device)
+    for scaling in (None, 0.7):
+        expected = dense(query, key, value, causal, scaling or 16**-0.5)
+        actual, _ = tree_attention(SimpleNamespace(), query, key, value, mask, scaling=scaling)
+        assert actual.dtype == dtype and actual.is_contiguous()
+        torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+def test_a_prompts_chunk_with_values_of_another_size():
+    query, key, value, *_ = inputs(7, 20, 2, torch.float32)
+    causal = torch.ones(7, 7, dtype=torch.bool).tril()
+    mask, shorter = chunk_mask(7, query.device), value[..., :12].contiguous()
+    actual, _ = tree_attention(SimpleNamespace(num_key_value_groups=2), query, key, shorter, mask)
+    torch.testing.assert_close(actual.double(), dense(query, key, shorter, causal, 0.25), rtol=2e-5, atol=2e-5)
