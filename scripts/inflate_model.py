@@ -302,7 +302,12 @@ def inflate(source: Path, out: Path, shape: Shape, dtype: str, device: torch.dev
     return num_parameters
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    """Inflate a model as the command line says.
+
+    Args:
+        arguments: in place of the command line's.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--from", dest="source", type=Path, default=DEMO_MODEL, help="the small model's directory")
     parser.add_argument("--out", type=Path, required=True, help="where to write the big one")
@@ -310,7 +315,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     for name in asdict(SHAPES["300m"]):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=None, help="instead of the shape's")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     given = {name: value for name in asdict(SHAPES["300m"]) if (value := getattr(args, name)) is not None}
     try:
         shape = Shape(**asdict(SHAPES[args.shape]) | given)

@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
 ]
 CUDA = torch.device("cuda", 0)
+ALONE = Group.alone(CUDA)
 PROMPT = tuple(range(300, 312))
 FIXED = LookaheadConfig(5, 4, 5)
 AUTO = LookaheadConfig(prior="none")
@@ -77,10 +78,9 @@ def expected() -> dict[str, list[int]]:
     return {name: decode_alone(model, request)[0] for name, request in REQUESTS.items()}
 
 
-def loop_of(model: ModelRunner, rank: int = 0, num_replicas: int = 1) -> Engine:
+def loop_of(model: ModelRunner, group: Group = ALONE) -> Engine:
     """One that need not measure steps, which takes seconds."""
     known = Measured(StepMeasurement(**{name: values.copy() for name, values in POINTS.items()}))
-    group = Group(rank, num_replicas, CUDA)
     return Engine(model, group, Calibration(model, group, None, known))
 
 
@@ -133,15 +133,18 @@ def test_requests_together(gpu, model, expected):
     assert {name: tokens for name, (tokens, _, _) in found.items()} == expected
 
 
-def on_a_rank(rank: int, num_replicas: int) -> dict[str, tuple[list[int], int, Counter]]:
-    """`steps_and_waits` of a few requests. The collective is given what is on the GPU, as NCCL would be."""
+def on_a_rank(group: Group, device: torch.device) -> dict[str, tuple[list[int], int, Counter]]:
+    """`steps_and_waits` of a few requests, with a transport that wants its tensors on a device."""
+    group = Group(group.rank, group.size, device, group.transport)
     with simulated_gpu() as gpu:
         model, _ = ready_model(RuntimeConfig(dtype="float32"), CUDA)
-        return {name: steps_and_waits(gpu, loop_of(model, rank, num_replicas), name) for name in FEW}
+        return {name: steps_and_waits(gpu, loop_of(model, group), name) for name in FEW}
 
 
-def test_ranks_exchange_on_the_device(expected):
-    for found in run_ranks(on_a_rank, 2):
+@pytest.mark.parametrize("backend, device", [("shared", CPU), ("gloo", CUDA)])
+def test_ranks_exchange(expected, backend, device):
+    """Over the host; and on the device, where gloo is given what is on the GPU, as NCCL would be."""
+    for found in run_ranks(on_a_rank, 2, device, backend=backend):
         for name in FEW:
             check(found[name], expected[name])
 

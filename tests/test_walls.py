@@ -90,7 +90,7 @@ def test_this_test_sees_the_package():
         "entrypoints/cli.py",
     } <= set(NAMES)
     assert "model/loader.py" in importers_of("transformers")
-    assert "distributed/exchange.py" in importers_of("torch.distributed")
+    assert "distributed/collectives.py" in importers_of("torch.distributed")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "__init__.py"])

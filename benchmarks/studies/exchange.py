@@ -1,83 +1,150 @@
 """What the exchange of a step takes by itself, between processes of this machine, without any model.
 
-    python benchmarks/micro.py exchange --gpus 2 4 --nodes 16 64 256
+    python benchmarks/micro.py exchange --gpus 2 4 --nodes 16 64 256 --regroup 1000
 
-Microseconds of the first rank, median and quartiles; the replicas enter the exchange together, again and again, one
-thread each. Over gloo (CPU); nothing else must run on the machine.
+Microseconds of the first rank: median, quartiles and 99th percentile. The replicas enter the exchange together, again
+and again, one thread each, over every transport in turns: a block of exchanges over one, then over the next. Then the
+time to leave a group and to exchange in the next one, without and with the loss of open files, mapped memory or
+segments that a leak would show. Nothing else must run on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.queues import SimpleQueue
 
 import numpy as np
+import psutil
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import Results
 
-from lp_runtime.distributed.exchange import Exchange
+from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.exchange import Exchange, gather_rows
 from lp_runtime.distributed.group import CPU, Group
 from lp_runtime.distributed.partition import Shares
+from lp_runtime.distributed.process_group import GroupOptions, process_group
+from lp_runtime.distributed.store import connect, host_store
 from lp_runtime.lookahead.drafters.best_first.tables import K
 
 WIDTH = 1 + K // 2  # integers of a node's result with its top-k candidates
 NUM_WARM_UPS = 20  # exchanges of each size
+NUM_BLOCKS = 5  # that the exchanges over one transport are divided into
+TIMEOUT_SECONDS = 120.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
     parser.add_argument("--gpus", nargs="+", type=int, default=[2], help="numbers of replicas")
     parser.add_argument("--nodes", nargs="+", type=int, default=[16, 64, 256], help="that a replica owns")
+    parser.add_argument("--backends", nargs="+", default=["shared", "gloo"], help="transports, in turns")
     parser.add_argument("--rounds", type=int, default=1000)
-    parser.add_argument("--port", type=int, default=29871)
+    parser.add_argument("--regroup", type=int, default=0, help="groups that are formed one after another; 0 for none")
 
 
-def measure(rank: int, num_replicas: int, port: int, sizes: Sequence[int], rounds: int, results: SimpleQueue) -> None:
+def exchange_times(group: Group, num_owned: int, rounds: int) -> tuple[list[float], int]:
+    """Return the microseconds of exchanges on this rank, and the bytes that it sent in one."""
+    nodes, counts = np.arange(group.size * num_owned), [num_owned] * group.size
+    shares = Shares(np.arange(group.size).repeat(num_owned), nodes, nodes, counts, counts)
+    exchange = Exchange(group, num_owned, WIDTH)
+    values = torch.full((num_owned, WIDTH), group.rank)
+    times = []
+    for number in range(rounds + NUM_WARM_UPS):
+        started = time.perf_counter()
+        outcome = exchange.all_gather(shares, values, number, 0)
+        if number >= NUM_WARM_UPS:
+            times.append(1e6 * (time.perf_counter() - started))
+    assert (outcome.values[:, 0] == shares.owner).all()
+    return times, exchange.bytes_sent // (rounds + NUM_WARM_UPS)
+
+
+def regroup_times(context: ReplicaContext, options: GroupOptions, count: int) -> tuple[list[float], int, int]:
+    """Form groups one after another, as replicas do that a driver leads.
+
+    They meet by a name for shared memory, else in a store that they stay connected to. The time runs from leaving a
+    group to the end of the first gather in the next one.
+
+    Returns:
+        (times, files, maps): milliseconds; open files and mapped segments more than after the first groups.
+    """
+    process, times, before = psutil.Process(), [], (0, 0)
+    store = connect(context, TIMEOUT_SECONDS)
+    with contextlib.ExitStack() as membership:
+        for number in range(count):
+            started = time.perf_counter()
+            membership.close()
+            segment = f"lp_runtime-regroup-{context.port}-{number}" if options.backend == "shared" else ""
+            joined = process_group(replace(context, segment=segment), CPU, options, store)
+            group = membership.enter_context(joined)
+            gather_rows(np.array([number]), group)
+            times.append(1e3 * (time.perf_counter() - started))
+            if number == NUM_WARM_UPS:
+                before = _held(process)
+        after = _held(process)
+    return times[NUM_WARM_UPS:], after[0] - before[0], after[1] - before[1]
+
+
+def _held(process: psutil.Process) -> tuple[int, int]:
+    """Return how many files a process has open, and how many segments it maps."""
+    return process.num_fds(), sum("lp_runtime-" in each.path for each in process.memory_maps())
+
+
+def measure(rank: int, num_replicas: int, port: int, args: argparse.Namespace, results: SimpleQueue) -> None:
     """Be one rank, in a process of its own.
 
     Args:
         rank: of the process.
         num_replicas: in the group.
-        port: where the ranks meet.
-        sizes: numbers of nodes that a replica owns.
-        rounds: exchanges of every size.
-        results: gets (nodes, quartiles in microseconds, bytes sent by a replica) of every size, from the first rank.
+        port: of the store in which the ranks meet.
+        args: the study's.
+        results: gets what the first rank measured: (what, backend, nodes, numbers).
     """
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_replicas)
-    for num_owned in sizes:
-        nodes, counts = np.arange(num_replicas * num_owned), [num_owned] * num_replicas
-        shares = Shares(np.arange(num_replicas).repeat(num_owned), nodes, nodes, counts, counts)
-        exchange = Exchange(Group(rank, num_replicas, CPU), num_owned, WIDTH)
-        values = torch.full((num_owned, WIDTH), rank)
-        times = []
-        for number in range(rounds + NUM_WARM_UPS):
-            started = time.perf_counter()
-            outcome = exchange.all_gather(shares, values, number, 0)
-            if number >= NUM_WARM_UPS:
-                times.append(1e6 * (time.perf_counter() - started))
-        assert (outcome.values[:, 0] == shares.owner).all()
+    context = ReplicaContext(rank, num_replicas, host="127.0.0.1", port=port, is_one_machine=True)
+    times: dict[tuple[int, str], list[float]] = {}
+    for num_owned in args.nodes:
+        for _ in range(NUM_BLOCKS):
+            for backend in args.backends:
+                with process_group(context, CPU, GroupOptions(TIMEOUT_SECONDS, backend=backend)) as group:
+                    block, num_bytes = exchange_times(group, num_owned, args.rounds // NUM_BLOCKS)
+                times.setdefault((num_owned, backend), []).extend(block)
         if rank == 0:
-            bytes_sent = exchange.bytes_sent // (rounds + NUM_WARM_UPS)
-            results.put((num_owned, statistics.quantiles(times, n=4), bytes_sent))
-    dist.barrier()
-    dist.destroy_process_group()
+            for backend in args.backends:
+                results.put(("exchange", backend, num_owned, num_bytes, times[num_owned, backend]))
+    if args.regroup:
+        for backend in args.backends:
+            options = GroupOptions(TIMEOUT_SECONDS, backend=backend)
+            found, num_files, num_maps = regroup_times(context, options, args.regroup + NUM_WARM_UPS)
+            if rank == 0:
+                results.put(("regroup", backend, num_files, num_maps, found))
+
+
+def _quartiles(times: Sequence[float]) -> dict[str, object]:
+    lower, median, upper = statistics.quantiles(times, n=4)
+    return {"median": median, "quartiles": [lower, upper], "99%": statistics.quantiles(times, n=100)[98]}
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure every number of replicas."""
-    table = Results("exchange", args.output, {"median us": ".0f", "quartiles": ".0f"})
+    table = Results("exchange", args.output, dict.fromkeys(("median", "quartiles", "99%"), ".1f"))
+    regroups = Results("regroup", args.output, dict.fromkeys(("median", "quartiles", "99%"), ".2f"))
     for num_replicas in args.gpus:
+        store = host_store("127.0.0.1", 0, TIMEOUT_SECONDS)
         results = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(measure, (num_replicas, args.port, args.nodes, args.rounds, results), nprocs=num_replicas, join=True)
+        mp.spawn(measure, (num_replicas, store.port, args, results), nprocs=num_replicas, join=True)
         while not results.empty():
-            nodes, (lower, median, upper), bytes_sent = results.get()
-            row = {"replicas": num_replicas, "nodes a replica": nodes, "bytes a replica": bytes_sent}
-            table.add(row | {"median us": median, "quartiles": [lower, upper]})
-    table.finish(f"{args.rounds} exchanges of each size, over gloo")
+            what, backend, first, second, times = results.get()
+            row = {"replicas": num_replicas, "backend": backend}
+            if what == "exchange":
+                table.add(row | {"nodes a replica": first, "bytes a replica": second} | _quartiles(times))
+            else:
+                regroups.add(row | _quartiles(times) | {"files left": first, "segments left": second})
+    table.finish(f"microseconds; {args.rounds} exchanges of each size and transport, in {NUM_BLOCKS} blocks in turns")
+    if args.regroup:
+        regroups.finish(f"milliseconds; {args.regroup} groups one after another")
     return 0

@@ -28,7 +28,8 @@ from lp_runtime import LookaheadConfig, SamplingConfig
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.group import CPU, Group
-from lp_runtime.distributed.process_group import GroupOptions, host_store, process_group
+from lp_runtime.distributed.process_group import GroupOptions, process_group
+from lp_runtime.distributed.store import host_store
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import SamplerSpec, make_sampler_spec

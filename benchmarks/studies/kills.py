@@ -1,8 +1,10 @@
-"""Replicas killed at random steps: is the output that of an undisturbed run, and how long does no token come?
+"""Replicas lost at random steps: is the output that of an undisturbed run, and how long does no token come?
 
-    python benchmarks/resilience.py kills --prompts humaneval.jsonl:prompt --kills 100 --gpus 2 3 4
+    python benchmarks/resilience.py kills --prompts humaneval.jsonl:prompt --kills 100 --gpus 2 3 4 \\
+        --how kill stop memory --backends shared gloo
 
-Every request loses one replica, SIGKILL, chosen at random, at a random step; greedy and sampled requests take turns.
+Every request loses one replica, chosen at random, at a random step; greedy and sampled requests take turns. A replica
+is lost by SIGKILL (kill), by SIGSTOP, after which it hangs (stop), or by memory that it cannot allocate (memory).
 The next request begins when the lost replica is back. The exit status is 1 if any output differs. Spawned replicas on
 CPUs, float32; sizes of steps are given, so that nothing is measured at a start.
 """
@@ -10,18 +12,22 @@ CPUs, float32; sizes of steps are given, so that nothing is measured at a start.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import psutil
 from common import Results, add_prompt_arguments, load_prompts, replica_processes
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
-from lp_runtime.config.settings import FailureConfig, ModelConfig, RuntimeConfig
+from lp_runtime.config.settings import FailureConfig, LauncherConfig, ModelConfig, RuntimeConfig
 
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
+WAYS = ("kill", "stop", "memory")
+MIN_MEMORY_BYTES = 1 << 20  # that a replica may still allocate, which does not suffice for a step
 RESTART_TIMEOUT_SECONDS = 120.0  # until a lost replica must be back
 
 
@@ -46,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--gpus", nargs="+", type=int, default=[2, 3, 4])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--how", nargs="+", choices=WAYS, default=["kill"], help="ways to lose a replica")
+    parser.add_argument("--backends", nargs="+", default=["auto"], help="transports")
 
 
 def sampling_of(number: int) -> SamplingConfig:
@@ -87,30 +95,54 @@ def run(args: argparse.Namespace) -> int:
         expected = [
             decode(runtime, prompts[number % len(prompts)], args.max_new_tokens, number) for number in range(args.kills)
         ]
-    rng = random.Random(args.seed)
     results = Results("kills", args.output, dict.fromkeys(("median ms without a token", "worst", "ms a step"), ".0f"))
     num_wrong = 0
-    for place, gpus in enumerate(args.gpus):
+    for backend, how, gpus in itertools.product(args.backends, args.how, args.gpus):
         config.gpus, config.failure = gpus, FailureConfig(restarts=args.kills)
-        numbers = range(place, args.kills, len(args.gpus))
-        gaps, usual, wrong, losses = [], [], 0, 0
-        with LookaheadRuntime.from_config(config) as runtime:
-            for number in numbers:
-                when, victim = rng.randrange(max(1, len(expected[number].waits) - 1)), rng.randrange(gpus)
-
-                def kill(index: int, when: int = when, victim: int = victim) -> None:
-                    if index == when:
-                        replica_processes()[victim].kill()
-
-                decoded = decode(runtime, prompts[number % len(prompts)], args.max_new_tokens, number, kill)
-                gaps.append(max(decoded.waits[when:], default=0.0))
-                usual += decoded.waits[:when]
-                wrong += decoded.token_ids != expected[number].token_ids
-                losses += decoded.losses
-                wait_for_all(runtime)
-        num_wrong += wrong
-        row = {"replicas": gpus, "kills": len(numbers), "noticed while decoding": losses, "outputs that differ": wrong}
-        row |= {"median ms without a token": statistics.median(gaps), "worst": max(gaps)}
-        results.add(row | {"ms a step": statistics.median(usual) if usual else None})
+        config.launcher = LauncherConfig(backend=backend)
+        row = lose_many(config, prompts, expected, how, args)
+        num_wrong += int(row["outputs that differ"])
+        results.add({"backend": backend, "how": how, "replicas": gpus} | row)
     results.finish(f"{args.max_new_tokens} new tokens a request")
     return 1 if num_wrong else 0
+
+
+def lose(process: psutil.Process, how: str) -> None:
+    """Have a replica's process end, hang, or find no memory."""
+    if how == "kill":
+        process.kill()
+    elif how == "stop":
+        process.suspend()
+    else:
+        limit = process.memory_info().vms + MIN_MEMORY_BYTES
+        process.rlimit(psutil.RLIMIT_AS, (limit, limit))
+
+
+def lose_many(
+    config: RuntimeConfig, prompts: list[str], expected: list[Decoded], how: str, args: argparse.Namespace
+) -> dict[str, object]:
+    """Decode requests of which each loses a replica; return a row of the table."""
+    rng = random.Random(args.seed)
+    place, num_rows = args.gpus.index(config.gpus), len(args.gpus)
+    numbers = range(place, args.kills, num_rows)
+    gaps, usual, wrong, losses = [], [], 0, 0
+    with LookaheadRuntime.from_config(config) as runtime:
+        for number in numbers:
+            when = rng.randrange(max(1, len(expected[number].waits) - 1))
+            victim = rng.choice(replica_processes())
+
+            def on_delta(index: int, when: int = when, victim: psutil.Process = victim) -> None:
+                if index == when:
+                    lose(victim, how)
+
+            decoded = decode(runtime, prompts[number % len(prompts)], args.max_new_tokens, number, on_delta)
+            gaps.append(max(decoded.waits[when:], default=0.0))
+            usual += decoded.waits[:when]
+            wrong += decoded.token_ids != expected[number].token_ids
+            losses += decoded.losses
+            if victim.is_running():  # one that has found memory enough
+                victim.kill()
+            wait_for_all(runtime)
+    row = {"losses": len(numbers), "noticed while decoding": losses, "outputs that differ": wrong}
+    row |= {"median ms without a token": statistics.median(gaps), "worst": max(gaps)}
+    return row | {"ms a step": statistics.median(usual) if usual else None}

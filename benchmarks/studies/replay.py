@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from lp_runtime.distributed.exchange import HEADER, Exchange, Outcome
+from lp_runtime.distributed.exchange import DIGEST_BITS, HEADER, Exchange, Outcome
 from lp_runtime.distributed.group import CPU, Group
 from lp_runtime.distributed.partition import Shares
+from lp_runtime.distributed.transport import Transport
 from lp_runtime.engine.calibration import Calibration, Measured
 from lp_runtime.engine.decoder import Decoder
 from lp_runtime.engine.engine import Engine
@@ -217,6 +218,47 @@ class ReplayRunner(ModelRunner):
         return super().forward(inputs, commit)
 
 
+class ReplayTransport(Transport):
+    """Brings what replicas that do not exist would have sent.
+
+    Args:
+        num_replicas: the first one, whose rows are its own, included.
+        device: knows what all replicas sample, and when.
+    """
+
+    def __init__(self, num_replicas: int, device: ReplayDevice):
+        super().__init__("replay", CPU)
+        self._num_replicas, self._replay_device = num_replicas, device
+        self._told: list[int] = []
+        self._shares: Shares | None = None
+
+    def expect(self, shares: Shares, told: list[int]) -> None:
+        """Note the next exchange: everyone's share, and what all replicas tell of their times."""
+        self._shares, self._told = shares, told
+
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """Fill in all rows, and wait for the device."""
+        assert self._shares is not None
+        rows, mine = received.numpy().reshape(self._num_replicas, -1), sent.numpy()
+        rows[0] = mine
+        for rank in range(1, self._num_replicas):
+            values = self._replay_device.values[self._shares.owner == rank]
+            rows[rank, :HEADER] = mine[0] + (rank << DIGEST_BITS), mine[1], self._told[rank]
+            rows[rank, HEADER : HEADER + values.size] = values.reshape(-1)
+        self._replay_device.wait()
+
+    def broadcast(self, data: bytes | None, is_patient: bool) -> bytes:
+        """Return the first replica's own bytes: the others do not exist."""
+        assert data is not None
+        return data
+
+    def abort(self) -> None:
+        """Nothing waits for anybody."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
 class ReplayExchange(Exchange):
     """The first replica's exchange with replicas that do not exist.
 
@@ -229,28 +271,18 @@ class ReplayExchange(Exchange):
     """
 
     def __init__(self, group: Group, capacity: int, width: int, device: ReplayDevice, clocks: AssumedClocks):
-        super().__init__(group, capacity, width)
+        self._transport = ReplayTransport(group.size, device)
+        super().__init__(Group(group.rank, group.size, CPU, self._transport), capacity, width)
         self._replay_device, self._clocks = device, clocks
-        self._told: list[int] = []
-        self._shares: Shares | None = None
 
     def start(self, shares: Shares, values: torch.Tensor, digest: int, control: int, clock: int = 0) -> None:
         """Begin an exchange, with an assumed clock in place of `clock`; arguments as in Exchange."""
-        self._told, self._shares = self._clocks(shares), shares
-        super().start(shares, values, digest, control, self._told[0])
+        told = self._clocks(shares)
+        self._transport.expect(shares, told)
+        super().start(shares, values, digest, control, told[0])
 
     def finish(self) -> Outcome:
         """Wait for the device, and for what the other replicas would have sent."""
         if self.group.is_alone:
             self._replay_device.wait()
         return super().finish()
-
-    def _gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        assert self._shares is not None
-        rows, mine = received.numpy().reshape(self.group.size, -1), sent.numpy()
-        rows[0] = mine
-        for rank in range(1, self.group.size):
-            values = self._replay_device.values[self._shares.owner == rank]
-            rows[rank, :HEADER] = mine[0], mine[1], self._told[rank]
-            rows[rank, HEADER : HEADER + values.size] = values.reshape(-1)
-        self._replay_device.wait()

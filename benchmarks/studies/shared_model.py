@@ -11,25 +11,13 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 
 import torch
 from common import Results
-from support.shared_model import call, interrupted, run_threads, state_of
+from support.shared_model import call, interrupted, num_calls_of, run_threads, state_of
 from support.small_models import random_model
-from transformers import PreTrainedModel
 
 PROMPT = [3, 5, 7, 11, 3, 5]
-
-
-NUM_TIMED = 5  # calls
-
-
-def _seconds_of_call(model: PreTrainedModel, kind: str) -> float:
-    """Return how long a call of a kind takes that nobody interrupts."""
-    started = time.perf_counter()
-    call(model, kind, PROMPT)
-    return time.perf_counter() - started
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,17 +40,17 @@ def run(args: argparse.Namespace) -> int:
     rng = random.Random(1)
     for kind in ("fast", "strict"):
         expected = call(model, kind, PROMPT)
-        seconds = min(_seconds_of_call(model, kind) for _ in range(NUM_TIMED))  # so that most interrupts come in time
+        num_calls = num_calls_of(lambda kind=kind: call(model, kind, PROMPT))
         number = args.interrupts // 2
         num_interrupted = num_changed = num_wrong = 0
         for _ in range(number):
-            num_interrupted += interrupted(lambda kind=kind: call(model, kind, PROMPT), seconds * rng.random())
+            num_interrupted += interrupted(lambda kind=kind: call(model, kind, PROMPT), rng.randint(1, num_calls))
             num_changed += state_of(model) != before
             num_wrong += call(model, kind, PROMPT) != expected
         num_bad += num_changed + num_wrong
         results.add(
             {
-                "what": f"interrupts, exactness={kind} ({num_interrupted} came in time)",
+                "what": f"interrupts, exactness={kind} ({num_interrupted} ended a call)",
                 "number": number,
                 "wrong": num_wrong,
                 "errors": 0,

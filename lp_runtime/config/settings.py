@@ -18,7 +18,7 @@ SWITCHES = ("auto", "off")
 ATTENTIONS = ("auto", "sdpa", "eager")
 DEFAULT_MAX_NEW_TOKENS = 128
 PLACEMENTS = ("pack", "spread")
-BACKENDS = ("auto", "nccl", "gloo")
+BACKENDS = ("auto", "shared", "nccl", "gloo")
 COMPILES = ("auto", "full", "off")
 EXACTNESSES = ("fast", "strict")
 LAUNCHERS = ("auto", "local", "torchrun", "ray")
@@ -73,7 +73,7 @@ class LauncherConfig:
     """How replicas start: local (in this process, or spawned), torchrun (which started this process) or ray; auto is
     torchrun where torchrun started this process, else local."""
     port: int = 0
-    """Port on which replicas meet (local and ray), 0 to 65535; 0 takes a free one."""
+    """Port on which replicas meet (local and ray) unless they share memory, 0 to 65535; 0 takes a free one."""
     timeout: float = 300.0
     """Seconds within which a replica must join its peers."""
     start_timeout: float = 600.0
@@ -85,8 +85,8 @@ class LauncherConfig:
     """Network interface over which replicas meet and exchange, by its name on every machine (eth0, ib0, lo); if not
     given, gloo and NCCL choose one."""
     backend: str = "auto"
-    """Transport between replicas (local and torchrun): auto (nccl on cuda, gloo on CPUs), nccl, or gloo, with which
-    several replicas may share a GPU, for trying things out."""
+    """Transport between replicas: auto (shared on one machine, unless launcher.interface is given; else nccl on cuda
+    and gloo on CPUs), shared (memory of one machine), nccl, or gloo."""
     placement: str = "pack"
     """Nodes on which Ray puts the replicas: pack (few) or spread (many)."""
     address: Optional[str] = None  # noqa: UP045
@@ -111,11 +111,15 @@ class FailureConfig:
 
     timeout: float = 60.0
     """Seconds without an answer in a step after which a replica counts as lost."""
+    heartbeat: float = 5.0
+    """Seconds within which a replica that decodes must answer a ping, whatever it computes, before it counts as lost
+    (local and ray)."""
     restarts: int = 3
     """Times that each lost replica is started again, >= 0 (local and ray); torchrun has a setting of its own."""
 
     def __post_init__(self) -> None:
         require_seconds("failure.timeout", self.timeout)
+        require_seconds("failure.heartbeat", self.heartbeat)
         require_int("failure.restarts", self.restarts, 0)
 
 

@@ -2,7 +2,7 @@
 
 A replica sends one row, [3 + n * width] int64:
 
-    digest | control | clock | results of the nodes that it owns, `width` integers each | padding
+    digest and rank | control | clock | results of the nodes that it owns, `width` integers each | padding
 
 n is the largest number of nodes that a replica owns in the step, rounded up. The partition is a pure function, so every
 replica knows who owns which nodes, and a row carries no indices and no sizes.
@@ -21,14 +21,15 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.partition import Shares
-from lp_runtime.errors import ReplicaError, StateMismatchError, first_line
+from lp_runtime.errors import ReplicaError, StateMismatchError
 from lp_runtime.utils.jit import bound, compiled, with_fresh_cache
 
-HEADER = 3  # integers before the results: digest, control, clock
+HEADER = 3  # integers before the results: digest and rank, control, clock
+DIGEST_BITS = 56  # of the first integer; above them is the rank, so that rows in another order are noticed
+NUM_TOLD_RANKS = 1 << 7  # ranks that the other bits tell apart; the sign is left alone
 NODES_ROUNDED_TO = 16  # so that the sizes of messages are few
 
 T = TypeVar("T")
@@ -76,7 +77,7 @@ class Exchange:
     gather is queued behind the kernels that compute the results, and `finish` waits once.
 
     Args:
-        group: The replicas that exchange; their process group must have been formed if there are several.
+        group: The replicas that exchange.
         capacity: Largest number of nodes that a replica may own in a step.
         width: Integers in the result of a node.
 
@@ -129,12 +130,12 @@ class Exchange:
         num_sent = 0
         if not self.group.is_alone:
             num_sent = self._num_sent(shares)
-            self._header_values[:] = digest, control, clock
+            self._header_values[:] = digest | self._told(self.group.rank) << DIGEST_BITS, control, clock
         if self._on_gpu and num_sent:
             self._sent[:HEADER].copy_(self._header, non_blocking=True)
             self._sent[HEADER : HEADER + values.numel()].copy_(values.reshape(-1))
             received = self._received[: self.group.size * num_sent]
-            self._gather(received, self._sent[:num_sent])
+            self.group.connected.all_gather(received, self._sent[:num_sent])
             values = self._read_back(received)
         elif values.device.type == "cuda":
             values = self._read_back(values)
@@ -175,7 +176,10 @@ class Exchange:
         pending, self._pending = self._pending, None
         assert pending is not None, "start comes first"
         if self._copied is not None:
-            self._copied.synchronize()  # what goes wrong here went wrong on this replica's GPU
+            if self.group.transport is None:
+                self._copied.synchronize()  # what goes wrong here went wrong on this replica's GPU
+            else:
+                self.group.transport.wait(self._copied)
         values = pending.values.numpy()
         if self.group.is_alone:  # it owns all nodes from the root on
             num_nodes = len(pending.shares.owner)
@@ -187,22 +191,14 @@ class Exchange:
         else:
             self._sent_values[HEADER : HEADER + values.size] = values.reshape(-1)
             num_received = self.group.size * pending.num_sent
-            self._gather(self._received[:num_received], self._sent[: pending.num_sent])
+            self.group.connected.all_gather(self._received[:num_received], self._sent[: pending.num_sent])
             rows = self._received_values[:num_received]
         return self._merge(pending, rows.reshape(self.group.size, -1))
 
-    def _gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """Gather `sent`, [n] int64, of every replica into `received`, [R * n].
-
-        Raises:
-            ReplicaError: If a peer is gone; errors of this replica's own device pass through.
-        """
-        try:
-            _all_gather(received, sent)
-        except (torch.AcceleratorError, torch.OutOfMemoryError):
-            raise
-        except RuntimeError as error:
-            raise ReplicaError(f"rank {self.group.rank} lost a peer in the exchange: {first_line(error)}") from error
+    @staticmethod
+    def _told(rank: int) -> int:
+        """Return what a row tells of its replica's rank."""
+        return rank % NUM_TOLD_RANKS
 
     def _merge(self, pending: _PendingExchange, rows: np.ndarray) -> Outcome:
         """Return the outcome that all replicas' rows give together.
@@ -213,11 +209,16 @@ class Exchange:
 
         Raises:
             StateMismatchError: If the replicas' digests differ.
+            ReplicaError: If the transport has mixed up the rows.
         """
         self.bytes_sent += 8 * pending.num_sent
-        digests, controls, clocks = zip(*rows[:, :HEADER].tolist(), strict=True)
+        words, controls, clocks = zip(*rows[:, :HEADER].tolist(), strict=True)
+        ranks = [word >> DIGEST_BITS for word in words]
+        if any(found != self._told(rank) for rank, found in enumerate(ranks)):
+            raise ReplicaError(f"rank {self.group.rank} was given the replicas' rows in the order {ranks}")
+        digests = [word & (1 << DIGEST_BITS) - 1 for word in words]
         if any(each != pending.digest for each in digests):
-            raise StateMismatchError(list(digests))
+            raise StateMismatchError(digests)
         merged = np.empty((len(pending.shares.owner), self.width), np.int64)
         _merge_kernel()(rows, pending.shares.owner, merged)
         return Outcome(merged, functools.reduce(operator.or_, controls), list(clocks))
@@ -265,39 +266,21 @@ def _merge_owned(rows, owner, merged):
             places[rank] += width
 
 
-def _all_gather(received: torch.Tensor, sent: torch.Tensor) -> None:
-    """Gather every replica's [n] tensor into [R * n], in the order of ranks."""
-    # all_gather_into_tensor until torch 2.12; all_gather_single is its name from 2.13 on
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(received, sent)
-
-
-def broadcast_object(value: T, group: Group) -> T:
+def broadcast_object(value: T, group: Group, is_patient: bool = False) -> T:
     """Return rank 0's value on every replica: once a request, or once a step where a caller's own criteria are asked.
 
     Args:
         value: Anything that pickles; read on rank 0 only.
         group: The replicas that take part.
+        is_patient: Whether rank 0 may take any time before it calls, as between two requests.
 
     Raises:
         ReplicaError: If a peer is gone.
     """
     if group.is_alone:
         return value
-    try:
-        if group.rank == 0:
-            data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(group.device)
-            size = torch.tensor([len(data)], dtype=torch.int64, device=group.device)
-            dist.broadcast(size, src=0)
-            dist.broadcast(data, src=0)
-            return value
-        size = torch.empty(1, dtype=torch.int64, device=group.device)
-        dist.broadcast(size, src=0)
-        data = torch.empty(int(size), dtype=torch.uint8, device=group.device)
-        dist.broadcast(data, src=0)
-    except RuntimeError as error:
-        raise ReplicaError(f"rank {group.rank} lost a peer: {first_line(error)}") from error
-    return pickle.loads(data.cpu().numpy().tobytes())
+    data = group.connected.broadcast(pickle.dumps(value) if group.rank == 0 else None, is_patient)
+    return value if group.rank == 0 else pickle.loads(data)
 
 
 def merge_rows(rows: torch.Tensor, group: Group) -> torch.Tensor:
@@ -315,12 +298,10 @@ def merge_rows(rows: torch.Tensor, group: Group) -> torch.Tensor:
     """
     if group.is_alone:
         return rows
-    merged = rows.to(group.device)
-    try:
-        dist.all_reduce(merged, op=dist.ReduceOp.MAX)
-    except RuntimeError as error:
-        raise ReplicaError(f"lost a peer: {first_line(error)}") from error
-    return merged.to(rows.device)
+    exact = rows.contiguous().to(torch.float64)  # holds every value of the other types, in as many bits as an integer
+    theirs = gather_rows(exact.view(torch.int64).flatten().cpu().numpy(), group)
+    merged = torch.from_numpy(theirs.view(np.float64)).reshape(group.size, *rows.shape).amax(0)
+    return merged.to(rows.device, rows.dtype)
 
 
 def gather_rows(row: np.ndarray, group: Group) -> np.ndarray:
@@ -340,8 +321,5 @@ def gather_rows(row: np.ndarray, group: Group) -> np.ndarray:
         return row[None]
     sent = torch.from_numpy(row).to(group.device)
     received = torch.empty(group.size * len(row), dtype=torch.int64, device=group.device)
-    try:
-        _all_gather(received, sent)
-        return received.cpu().numpy().reshape(group.size, -1)
-    except RuntimeError as error:
-        raise ReplicaError(f"lost a peer: {first_line(error)}") from error
+    group.connected.all_gather(received, sent)
+    return received.cpu().numpy().reshape(group.size, -1)

@@ -1,97 +1,52 @@
-"""Forms the process group in which replicas exchange."""
+"""Forms the group in which replicas exchange, over shared memory or a process group of torch.distributed."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
-import socket
-import time
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 import torch.distributed as dist
 
+from lp_runtime.distributed.collectives import CollectiveTransport
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.group import CPU, Group
-from lp_runtime.errors import ConfigError, LaunchError, first_line
+from lp_runtime.distributed.shared_memory import SharedMemoryTransport, why_unavailable
+from lp_runtime.distributed.store import cannot_join, connect, wait_for_all
+from lp_runtime.distributed.transport import Transport
+from lp_runtime.errors import LaunchError
 
 if TYPE_CHECKING:  # torch.distributed has these classes, but does not mark them as exported
-    from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+    from torch._C._distributed_c10d import PrefixStore, Store
 else:
-    from torch.distributed import PrefixStore, Store, TCPStore
+    from torch.distributed import PrefixStore, Store
 
-POLL_SECONDS = 0.002  # between looks at who has joined: far below what a group takes to form
+log = logging.getLogger(__name__)
 
-
-def host_store(host: str, port: int, timeout: float) -> TCPStore:
-    """Open the store in which replicas meet.
-
-    Args:
-        host: Address of this machine to listen on.
-        port: Port to listen on; 0 takes a free one, which is the result's `port`.
-        timeout: Seconds that an operation on the store may take.
-
-    Raises:
-        LaunchError: If the port is taken or the host is not this machine.
-    """
-    try:
-        # Bound here, not in the store, so that a port that is taken is an error at once and in one line.
-        listener = socket.create_server((host, port), family=_family(host))
-    except OSError as error:
-        raise LaunchError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-    actual = listener.getsockname()[1]
-    return TCPStore(
-        host,
-        actual,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-        master_listen_fd=listener.detach(),
-    )
-
-
-def _family(host: str) -> socket.AddressFamily:
-    """Return the address family (IPv4 or IPv6) of a host name or address."""
-    return socket.getaddrinfo(host, None)[0][0]
-
-
-def address_of(interface: str) -> str:
-    """Return the address of a network interface of this machine; IPv4 before IPv6.
-
-    Args:
-        interface: Name of the interface, such as eth0.
-
-    Raises:
-        ConfigError: If the interface does not exist or has no address; the message lists the interfaces that have one.
-    """
-    found = {}
-    for name, entries in psutil.net_if_addrs().items():
-        addresses = [entry for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
-        if addresses:
-            found[name] = min(addresses, key=lambda entry: entry.family != socket.AF_INET).address
-    if interface not in found:
-        raise ConfigError(
-            f"launcher.interface={interface}: must be an interface of {socket.gethostname()} that has an address:"
-            f" {', '.join(found)}"
-        )
-    return found[interface]
+REFUSAL = "!"  # before the reason why rank 0 has chosen no segment
 
 
 @contextmanager
-def _over(interface: str | None) -> Iterator[None]:
-    """Have process groups that are formed inside this context use a network interface; None for the backend's choice.
+def _settings(interface: str | None) -> Iterator[None]:
+    """Have process groups that are formed inside this context work as a group needs.
 
-    gloo and NCCL read the interface from environment variables only, which are restored at the end.
+    gloo and NCCL read these settings from environment variables only, which are restored at the end.
+
+    Args:
+        interface: network interface to use; None for the backend's choice.
     """
-    if interface is None:
-        yield
-        return
-    variables = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # without = a prefix, for NCCL
+    # torch's watchdog of NCCL would end the process when a peer is lost; CollectiveTransport.wait notices by itself.
+    variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    if interface is not None:
+        variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # without = a prefix
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -111,7 +66,7 @@ class GroupOptions:
     Attributes:
         timeout: Seconds within which all replicas must have joined.
         step_timeout: Seconds after which a peer that does not answer is an error; None for `timeout`.
-        backend: "nccl", "gloo", or "auto": NCCL on GPUs, gloo on CPUs.
+        backend: "shared", "nccl", "gloo", or "auto": shared memory on one machine, else NCCL on GPUs and gloo on CPUs.
         interface: Network interface to exchange over; None for the backend's own choice.
     """
 
@@ -119,6 +74,24 @@ class GroupOptions:
     step_timeout: float | None = None
     backend: str = "auto"
     interface: str | None = None
+
+    def shares_memory(self, num_replicas: int) -> bool:
+        """Whether replicas that are all on this machine exchange over shared memory. That they cannot is logged.
+
+        Args:
+            num_replicas: R.
+
+        Raises:
+            LaunchError: if they must and cannot.
+        """
+        if self.backend not in ("auto", "shared") or (self.backend == "auto" and self.interface is not None):
+            return False
+        reason = why_unavailable(num_replicas)
+        if reason is not None and self.backend == "shared":
+            raise LaunchError(f"launcher.backend=shared: {reason}")
+        if reason is not None:
+            log.warning("launcher.backend=auto: memory cannot be shared (%s); going on without", reason)
+        return reason is None
 
 
 def never_abandoned() -> bool:
@@ -134,13 +107,13 @@ def process_group(
     store: Store | None = None,
     is_abandoned: Callable[[], bool] = never_abandoned,
 ) -> Iterator[Group]:
-    """Join the process group of all replicas, and leave it at the end; a single replica needs none.
+    """Join the group of all replicas, and leave it at the end; a single replica needs none.
 
     Args:
         context: Rank of this replica, number of replicas, and where they meet.
         device: Device of this replica's model.
         options: Timeouts, backend and network interface.
-        store: Store in which the replicas meet; None to open the one that `context` names.
+        store: Store in which the replicas meet; None to open the one that `context` names, if they need one.
         is_abandoned: Called while peers are waited for; true ends the wait.
 
     Yields:
@@ -149,76 +122,109 @@ def process_group(
     Raises:
         LaunchError: If the group does not form in time, or the backend does not support the device.
     """
-    backend = _chosen_backend(options.backend, device)
-    group = Group(context.rank, context.num_replicas, device if backend == "nccl" else CPU)
-    if group.is_alone:
-        yield group
+    if options.backend == "nccl" and device.type != "cuda":
+        raise LaunchError(f"launcher.backend=nccl: this replica is on {device.type}")
+    if context.num_replicas == 1:
+        yield Group.alone(device if options.backend in ("nccl", "auto") else CPU)
         return
+    if context.segment:
+        transport: Transport = _share(context.segment, context, options, is_abandoned)
+    else:
+        transport = _meet(context, device, options, store, is_abandoned)
     try:
-        if store is None:
-            store = _open_store(context, options.timeout)
-        number = _join(context, store, options.timeout, is_abandoned)
-        with _over(options.interface):
-            dist.init_process_group(
-                backend,
-                store=PrefixStore(f"{_group_name(context)}/{number}", store),
-                rank=context.rank,
-                world_size=context.num_replicas,
-                timeout=timedelta(seconds=options.step_timeout or options.timeout),
-                device_id=device if backend == "nccl" else None,  # NCCL connects at once
-            )
-        formed = f"{_group_name(context)}/{number}/formed"
-        store.add(formed, 1)
-    except (RuntimeError, ValueError) as error:
-        raise LaunchError(
-            f"rank {context.rank} of {context.num_replicas} could not join the others at"
-            f" {context.host}:{context.port}: {first_line(error)}"
-        ) from error
-    try:
-        yield group
-    except BaseException:
-        with contextlib.suppress(RuntimeError):  # a broken group may not even end well; what broke it matters
-            dist.destroy_process_group()
-        raise
-    # A replica that leaves at once would close connections that a slower one is still making. A store that is gone, or
-    # a replica that never gets that far, is no reason not to leave.
-    with contextlib.suppress(RuntimeError, ValueError):
-        _wait_for_all(store, formed, context.num_replicas, options.timeout, is_abandoned)
-    dist.destroy_process_group()
+        yield Group.over(transport, context.rank, context.num_replicas)
+    finally:
+        transport.close()
 
 
-def _chosen_backend(backend: str, device: torch.device) -> str:
-    """Return "nccl" or "gloo" for a backend setting.
+def _share(
+    segment: str, context: ReplicaContext, options: GroupOptions, is_abandoned: Callable[[], bool]
+) -> SharedMemoryTransport:
+    """Join a group over shared memory; raises LaunchError if it does not form."""
+    step_timeout = options.step_timeout or options.timeout
+    return SharedMemoryTransport(
+        segment, context.rank, context.num_replicas, options.timeout, step_timeout, is_abandoned
+    )
 
-    Args:
-        backend: "auto", "nccl" or "gloo".
-        device: Device of this replica's model.
+
+def _meet(
+    context: ReplicaContext,
+    device: torch.device,
+    options: GroupOptions,
+    store: Store | None,
+    is_abandoned: Callable[[], bool],
+) -> Transport:
+    """Meet the other replicas in a store, agree with them on a transport, and join the group over it.
 
     Raises:
-        LaunchError: If NCCL is asked for without a GPU.
+        LaunchError: If the group does not form in time.
     """
-    if backend == "auto":
-        return "nccl" if device.type == "cuda" else "gloo"
-    if backend == "nccl" and device.type != "cuda":
-        raise LaunchError(f"launcher.backend=nccl: this replica is on {device.type}")
-    return backend
+    if options.backend == "shared" and not context.is_one_machine:
+        raise LaunchError("launcher.backend=shared: the replicas are on several machines")
+    try:
+        store = store or connect(context, options.timeout)
+        group_store = PrefixStore(_join(context, store, options.timeout, is_abandoned), store)
+        segment = _agreed_segment(context, options, group_store) if context.is_one_machine else ""
+        if segment:
+            return _share(segment, context, options, is_abandoned)
+        return _connect_process_group(context, device, options, group_store, is_abandoned)
+    except (RuntimeError, ValueError) as error:
+        raise cannot_join(context, error) from error
 
 
-def _open_store(context: ReplicaContext, timeout: float) -> TCPStore:
-    """Connect to the store in which the replicas meet; open the store first where `context` says so.
+def _agreed_segment(context: ReplicaContext, options: GroupOptions, store: Store) -> str:
+    """Return the name of the segment that rank 0 has chosen for a group on this machine; empty for none.
 
     Args:
-        context: Address of the store, and whether this process hosts it.
-        timeout: Seconds that connecting, and every later operation on the store, may take.
+        context: Rank of this replica, and number of replicas.
+        options: Backend and network interface.
+        store: The group's own.
+
+    Raises:
+        LaunchError: If memory must be shared and cannot.
     """
-    return TCPStore(
-        context.host,
-        context.port,
-        is_master=context.hosts_store,
-        multi_tenant=True,  # a second group of the same processes shares the first one's
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-    )
+    if context.rank == 0:
+        try:
+            choice = new_segment_name() if options.shares_memory(context.num_replicas) else ""
+        except LaunchError as error:
+            choice = f"{REFUSAL}{error}"
+        store.set("segment", choice)
+    choice = store.get("segment").decode()
+    if choice.startswith(REFUSAL):
+        raise LaunchError(choice.removeprefix(REFUSAL))
+    return choice
+
+
+def new_segment_name() -> str:
+    """Return a name for the shared memory of a group, which no other group has."""
+    return f"lp_runtime-{secrets.token_hex(8)}"
+
+
+def _connect_process_group(
+    context: ReplicaContext,
+    device: torch.device,
+    options: GroupOptions,
+    store: Store,
+    is_abandoned: Callable[[], bool],
+) -> CollectiveTransport:
+    """Form a process group of torch.distributed, in a store that is the group's own."""
+    backend = "nccl" if options.backend == "nccl" or (options.backend == "auto" and device.type == "cuda") else "gloo"
+    step_timeout = options.step_timeout or options.timeout
+    with _settings(options.interface):
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=context.rank,
+            world_size=context.num_replicas,
+            timeout=timedelta(seconds=step_timeout),
+            device_id=device if backend == "nccl" else None,  # NCCL connects at once
+        )
+    # A replica that leaves at once would close connections that a slower one is still making. A store that is gone, or
+    # a replica that never gets that far, shows in the exchange.
+    store.add("formed", 1)
+    with contextlib.suppress(RuntimeError, ValueError):
+        wait_for_all(store, "formed", context.num_replicas, options.timeout, is_abandoned)
+    return CollectiveTransport(backend, context.rank, device, step_timeout, store)
 
 
 def _group_name(context: ReplicaContext) -> str:
@@ -226,7 +232,7 @@ def _group_name(context: ReplicaContext) -> str:
     return f"lp_runtime/{context.attempt}/{context.num_replicas}"
 
 
-def _join(context: ReplicaContext, store: Store, timeout: float, is_abandoned: Callable[[], bool]) -> int:
+def _join(context: ReplicaContext, store: Store, timeout: float, is_abandoned: Callable[[], bool]) -> str:
     """Wait until every replica has come to the store; forming the process group itself is short then.
 
     Args:
@@ -236,7 +242,7 @@ def _join(context: ReplicaContext, store: Store, timeout: float, is_abandoned: C
         is_abandoned: True ends the wait.
 
     Returns:
-        Number of groups with the same prefix that the replicas formed in this store before.
+        Prefix of the keys of this group alone.
 
     Raises:
         ValueError: If replicas are missing when the wait ends.
@@ -245,29 +251,8 @@ def _join(context: ReplicaContext, store: Store, timeout: float, is_abandoned: C
     # before all have formed this one, so the count of those that came tells which group this is.
     key, num_replicas = f"{_group_name(context)}/joined", context.num_replicas
     number = (store.add(key, 1) - 1) // num_replicas
-    _wait_for_all(store, key, (number + 1) * num_replicas, timeout, is_abandoned)
-    return number
-
-
-def _wait_for_all(store: Store, key: str, count: int, timeout: float, is_abandoned: Callable[[], bool]) -> None:
-    """Wait until a number in a store has grown to a count.
-
-    Args:
-        store: holds the number.
-        key: of the number; every replica adds 1.
-        count: what all replicas make together.
-        timeout: seconds to wait.
-        is_abandoned: true ends the wait.
-
-    Raises:
-        ValueError: if replicas are missing when the wait ends.
-    """
-    deadline = time.monotonic() + timeout
-    while (num_found := store.add(key, 0)) < count:
-        if is_abandoned() or time.monotonic() > deadline:
-            missing = count - num_found
-            raise ValueError(f"{missing} of them did not come{'' if is_abandoned() else f' within {timeout:g} s'}")
-        time.sleep(POLL_SECONDS)
+    wait_for_all(store, key, (number + 1) * num_replicas, timeout, is_abandoned)
+    return f"{_group_name(context)}/{number}"
 
 
 @contextmanager
@@ -285,8 +270,22 @@ def existing_or_new_group(device: torch.device, timeout: float) -> Iterator[Grou
         LaunchError: If a new group does not form in time.
     """
     if dist.is_initialized():
-        on_device = "nccl" in str(dist.get_backend_config()) and device.type == "cuda"
-        yield Group(dist.get_rank(), dist.get_world_size(), device if on_device else CPU)
+        on_gpu = "nccl" in str(dist.get_backend_config()) and device.type == "cuda"
+        backend = "nccl" if on_gpu else "gloo"
+        transport = CollectiveTransport(backend, dist.get_rank(), device, timeout, is_ours=False)
+        yield Group.over(transport, dist.get_rank(), dist.get_world_size())
         return
-    with process_group(ReplicaContext.from_torchrun(), device, GroupOptions(timeout)) as group:
+    context = ReplicaContext.from_torchrun()
+    store = None if context.num_replicas == 1 else _torchruns_store(context, timeout)
+    with process_group(context, device, GroupOptions(timeout), store) as group:
         yield group
+
+
+@functools.cache
+def _torchruns_store(context: ReplicaContext, timeout: float) -> Store:
+    """Return the store of torchrun's ranks, connected to once: connecting may take seconds, and calls are many.
+
+    Raises:
+        LaunchError: If the store cannot be reached.
+    """
+    return connect(context, timeout)

@@ -20,7 +20,8 @@ from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.group import Group
-from lp_runtime.distributed.process_group import GroupOptions, address_of, process_group
+from lp_runtime.distributed.process_group import GroupOptions, process_group
+from lp_runtime.distributed.store import address_of
 from lp_runtime.engine.batch import Arrival, never_cancel
 from lp_runtime.engine.calibration import Calibration, Measured, measure_steps
 from lp_runtime.engine.draft_store import DraftStore
@@ -31,7 +32,7 @@ from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import make_sampler_spec
 from lp_runtime.errors import ConfigError, LookaheadError, ModelError
 from lp_runtime.model.cuda_graph import can_capture
-from lp_runtime.model.kv_cache.capacity import capacity_in_tokens
+from lp_runtime.model.kv_cache.capacity import capacity_in_tokens, num_sharing
 from lp_runtime.model.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.optimize.fusing import fuse_blocks
 from lp_runtime.model.optimize.packing import pack_if_faster, pack_linears
@@ -205,26 +206,13 @@ def load_replica(
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         self_check=self_check,
-        capacity=capacity_in_tokens(model, _num_sharing(device, num_local, owns_device)),
+        capacity=capacity_in_tokens(model, num_sharing(device, num_local, owns_device)),
         supports_batching=model.supports_batching and not config.profile,
     )
     # Compiling takes minutes, on one replica longer than on another. It must end before the replicas meet: afterwards
     # nobody waits longer than failure.timeout for a peer.
     is_compiled = model.graphs is not None and model.graphs.compiled
     return LoadedModel(model, info, Measured(steps=measure_steps(model) if is_compiled else None))
-
-
-def _num_sharing(device: torch.device, num_local: int, owns_device: bool) -> int:
-    """Return how many replicas share a device's memory.
-
-    Args:
-        device: of one of them.
-        num_local: replicas on this machine, which divide its GPUs, or its main memory, among them.
-        owns_device: whether a GPU is booked for the one alone. It may see no other GPU of the machine then.
-    """
-    if device.type == "cpu":
-        return num_local
-    return 1 if owns_device else -(-num_local // torch.cuda.device_count())
 
 
 @contextmanager
@@ -234,6 +222,7 @@ def join_group(
     context: ReplicaContext,
     store: dist.Store | None = None,  # type: ignore[name-defined]  # which torch does not re-export for type checkers
     is_abandoned: Callable[[], bool] = never_cancel,
+    on_formed: Callable[[Group], None] | None = None,
     timeout: float | None = None,
 ) -> Iterator[Replica]:
     """Join the group of all replicas, and leave it at the end of the `with` block.
@@ -244,6 +233,7 @@ def join_group(
         context: who this replica is.
         store: where the replicas meet, if it is open in this process.
         is_abandoned: see process_group.
+        on_formed: called with the group before anything is exchanged in it.
         timeout: seconds within which all replicas must have come; None for launcher.timeout.
 
     Yields:
@@ -256,6 +246,8 @@ def join_group(
     launcher, info = config.launcher, loaded.info
     options = GroupOptions(timeout or launcher.timeout, config.failure.timeout, launcher.backend, launcher.interface)
     with process_group(context, loaded.model.device, options, store, is_abandoned) as group:
+        if on_formed is not None:
+            on_formed(group)
         capacity = UNLIMITED_TOKENS if info.capacity is None else min(info.capacity, UNLIMITED_TOKENS)
         capacities, are_late = gather_rows(np.array([capacity, loaded.model.timer is not None]), group).T
         smallest = int(capacities.min())

@@ -7,17 +7,18 @@ import time
 from collections.abc import Iterator
 
 from lp_runtime.launchers.inbox import Inbox, ReplicaLost
-from lp_runtime.launchers.messages import PING, PONG, GroupBroken, Refused, Streamed
+from lp_runtime.launchers.messages import PING, PONG, Abort, GroupBroken, Refused, Streamed
 from lp_runtime.launchers.replica_pool import ReplicaPool
 
-PING_TIMEOUT_SECONDS = 5.0  # that a replica may take to answer a ping: a thread of its own answers
+PINGS_PER_HEARTBEAT = 5
 
 
 class AnswerReader:
     """Reads the answers to one order.
 
-    A replica that keeps silent is pinged: after failure.timeout, or as soon as something went wrong. From then on the
-    others have failure.timeout to come to their end. A replica that misses either time is lost.
+    Members that are waited for are pinged all the time; a thread of their own answers, whatever they compute. One that
+    does not answer within failure.heartbeat is lost. Once something went wrong, the others are told to leave their
+    group. They have failure.timeout to come to their end; one that does not is lost, too.
 
     Args:
         pool: of the replicas.
@@ -29,50 +30,51 @@ class AnswerReader:
         self._pool = pool
         self._inbox = inbox
         self._waiting = waiting
-        self._timeout = pool.failure.timeout
-        self._pinged: set[int] = set()
-        self._deadline = 0.0  # when the silent ones are pinged, or are lost if they were
+        self._timeout, self._heartbeat = pool.failure.timeout, pool.failure.heartbeat
+        # Pings are counted, not seconds: where this process itself was stopped, nobody else is to blame.
+        self._num_unanswered = dict.fromkeys(waiting, 0)
+        self._next_ping = time.monotonic() + self._heartbeat / PINGS_PER_HEARTBEAT
         self._end: float | None = None  # when those must have ended that are left, once something went wrong
 
     def read(self) -> Iterator[tuple[int, object]]:
         """Yield (index, message) of each answer, until every member had its last word or is lost."""
-        self._deadline = time.monotonic() + self._timeout
         while self._waiting:
             try:
-                index, message = self._inbox.messages.get(timeout=max(0.0, self._deadline - time.monotonic()))
+                left = max(0.0, self._next_ping - time.monotonic())
+                index, message = self._inbox.messages.get(timeout=left)
             except queue.Empty:
                 self._check_silent()
                 continue
-            self._pinged.discard(index)
+            self._num_unanswered[index] = 0
             if message == PONG or index not in self._waiting:
                 continue
             self._note(index, message)
             yield index, message
 
     def _check_silent(self) -> None:
-        """Lose members that did not answer a ping or did not end in time, and ping the others that are waited for."""
+        """Lose members that did not answer their pings or did not end in time, and ping the others."""
         now = time.monotonic()
-        silent = self._waiting & self._pinged if self._end is None or now < self._end else set(self._waiting)
-        for index in sorted(silent):
-            in_vain = index in self._pinged
-            reason = "it did not answer" if in_vain else f"it did not end within {self._timeout:g} s"
-            self._pool.lose(index, reason, self._inbox.incarnations[index])
-        self._pinged = self._waiting - silent
-        for index in self._pinged:
-            self._pool.send(index, PING)
-        self._deadline = now + (0.0 if silent else PING_TIMEOUT_SECONDS)
+        for index in sorted(self._waiting):
+            if self._num_unanswered[index] >= PINGS_PER_HEARTBEAT:
+                self._lose(index, f"it did not answer within {self._heartbeat:g} s")
+            elif self._end is not None and now > self._end:
+                self._lose(index, f"it did not end within {self._timeout:g} s")
+            else:
+                self._num_unanswered[index] += 1
+                self._pool.send(index, PING)
+        self._next_ping = now + self._heartbeat / PINGS_PER_HEARTBEAT
+
+    def _lose(self, index: int, reason: str) -> None:
+        self._pool.lose(index, reason, self._inbox.incarnations[index])
 
     def _note(self, index: int, message: object) -> None:
-        """Note that a member that is waited for has answered, and what that means for the time that is left."""
+        """Note that a member that is waited for has answered, and what that means for the others."""
         if not isinstance(message, Streamed):
             self._waiting.discard(index)
-        if isinstance(message, ReplicaLost | GroupBroken | Refused):
-            if self._end is None:
-                self._end = time.monotonic() + self._timeout
-                self._deadline = time.monotonic()
-        elif self._end is None:
-            self._deadline = time.monotonic() + self._timeout
-            self._pinged.clear()
+        if isinstance(message, ReplicaLost | GroupBroken | Refused) and self._end is None:
+            self._end = time.monotonic() + self._timeout
+            for other in self._waiting:
+                self._pool.send(other, Abort(self._inbox.order))
 
 
 def read_answers(pool: ReplicaPool, inbox: Inbox, waiting: set[int]) -> Iterator[tuple[int, object]]:

@@ -12,7 +12,7 @@ from lp_runtime.errors import ReplicaError
 from lp_runtime.launchers.answers import read_answers
 from lp_runtime.launchers.inbox import Members, ReplicaLost
 from lp_runtime.launchers.messages import Join, Joined, Refused
-from lp_runtime.launchers.process_host import ProcessHost
+from lp_runtime.launchers.process_host import ProcessHost, Rendezvous
 from lp_runtime.launchers.replica_pool import ReplicaPool
 
 
@@ -62,18 +62,18 @@ class GroupFormer:
                 for index in group:
                     pool.disband(pool.group_of(index))
                 incarnation = pool.incarnation(group[0])
-            address = self._host.rendezvous_address(group[0])
-            if address is None:
+            meeting = Rendezvous() if len(group) == 1 else self._host.rendezvous(group)
+            if meeting is None:
                 pool.lose(group[0], "it cannot be reached", incarnation)
                 continue
-            infos = self._join(group, address)
+            infos = self._join(group, meeting)
             if len(infos) == len(group):
                 with pool.changed:
                     self._info = infos[group[0]]
                     pool.note_group(group)
         raise ReplicaError(f"no group could be formed ({pool.why_lost() or 'the replicas do not reach one another'})")
 
-    def _join(self, group: Members, address: tuple[str, int]) -> dict[int, ReplicaInfo]:
+    def _join(self, group: Members, meeting: Rendezvous) -> dict[int, ReplicaInfo]:
         """Order replicas to join their group, and return what those say that have."""
         pool = self._pool
         infos = {}
@@ -81,7 +81,14 @@ class GroupFormer:
             for rank, index in enumerate(group):
                 place = self._host.placement(index)
                 context = ReplicaContext(
-                    rank, len(group), place.device_index, place.num_local, *address, attempt=inbox.order
+                    rank,
+                    len(group),
+                    place.device_index,
+                    place.num_local,
+                    meeting.host,
+                    meeting.port,
+                    segment=meeting.segment,
+                    attempt=inbox.order,
                 )
                 pool.send_order(inbox, index, Join(inbox.order, context))
             for index, message in read_answers(pool, inbox, set(group)):

@@ -68,6 +68,18 @@ class Cancel:
 
 
 @dataclass(frozen=True)
+class Abort:
+    """Leave the group that an order is carried out in, because a member is lost; acted on whatever else the replica is
+    doing. The order is answered by GroupBroken.
+
+    Attributes:
+        order: number of the order.
+    """
+
+    order: int
+
+
+@dataclass(frozen=True)
 class ModelLoaded:
     """A replica's model is loaded and checked: the first message of every replica.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -20,6 +20,21 @@ class Placement:
     device_index: int
     num_local: int
     owns_device: bool = False
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the replicas of a group meet.
+
+    Attributes:
+        host: address of a store; unused with a segment.
+        port: port of that store; unused with a segment.
+        segment: name of the memory that they share; empty if they meet in the store.
+    """
+
+    host: str = ""
+    port: int = 0
+    segment: str = ""
 
 
 class ProcessHost(ABC):
@@ -51,8 +66,12 @@ class ProcessHost(ABC):
         """
 
     @abstractmethod
-    def rendezvous_address(self, leader: int) -> tuple[str, int] | None:
-        """Return host and port of a store for a group whose rank 0 is `leader`; None if that one cannot be reached."""
+    def rendezvous(self, members: Sequence[int]) -> Rendezvous | None:
+        """Return where a group of several replicas meets; None if its rank 0, the first one, cannot be reached.
+
+        Raises:
+            LaunchError: if they cannot meet as launcher.backend asks.
+        """
 
     @abstractmethod
     def placement(self, index: int) -> Placement:

@@ -12,17 +12,18 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.distributed.process_group import address_of, host_store
+from lp_runtime.distributed.process_group import GroupOptions, new_segment_name
+from lp_runtime.distributed.store import address_of, host_store
 from lp_runtime.errors import LaunchError, first_line
 from lp_runtime.launchers.messages import Failed
-from lp_runtime.launchers.process_host import Placement, ProcessHost
+from lp_runtime.launchers.process_host import Placement, ProcessHost, Rendezvous
 from lp_runtime.launchers.ray_booking import Booking
 from lp_runtime.launchers.replica_server import ReplicaServer
 from lp_runtime.launchers.team import TeamLauncher
@@ -86,20 +87,23 @@ class ReplicaActor:
             assert self._server is not None
             self._server.post(message)
 
-    def host_store(self, port: int) -> tuple[str, int] | Failed:
-        """Open a store that replicas can meet in, if it is not open, and return its host and port; or why it is not.
+    def open_rendezvous(self, num_local: int) -> Rendezvous | Failed:
+        """Return where a group meets whose rank 0 is this replica; or why it cannot.
 
         Args:
-            port: where it listens; 0 for any free port.
+            num_local: replicas of the group, if all of them are on this machine; else 0.
         """
         import ray
 
         try:
             launcher = self._config.launcher
+            options = GroupOptions(launcher.timeout, backend=launcher.backend, interface=launcher.interface)
+            if num_local and options.shares_memory(num_local):
+                return Rendezvous(segment=new_segment_name())
             address = ray.util.get_node_ip_address() if launcher.interface is None else address_of(launcher.interface)
             if self._store is None:
-                self._store = host_store(address, port, launcher.start_timeout)
-            return address, self._store.port
+                self._store = host_store(address, launcher.port, launcher.start_timeout)
+            return Rendezvous(address, self._store.port)
         except Exception as error:
             return Failed.from_error(error)
 
@@ -175,11 +179,16 @@ class RayHost(ProcessHost):
     def placement(self, index: int) -> Placement:
         return self._booking.placement(index)
 
-    def rendezvous_address(self, leader: int) -> tuple[str, int] | None:
+    def rendezvous(self, members: Sequence[int]) -> Rendezvous | None:
+        leader, nodes = members[0], self._booking.nodes()
         actor = self.actors.get(leader)
         if actor is None:
             return None
-        call = actor.host_store.options(concurrency_group="host").remote(self._config.launcher.port)
+        num_nodes = len({nodes[index] for index in members})
+        if self._config.launcher.backend == "shared" and num_nodes > 1:
+            raise LaunchError(f"launcher.backend=shared: the replicas are on {num_nodes} machines")
+        open_rendezvous = actor.open_rendezvous.options(concurrency_group="host")
+        call = open_rendezvous.remote(len(members) if num_nodes == 1 else 0)
         try:
             answer = self._ray.get(call, timeout=STORE_SECONDS)
         except self._ray.exceptions.RayError:

@@ -10,6 +10,8 @@ from functools import partial
 
 from lp_runtime.config.lookahead import MAX_STEP_TOKENS
 from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.distributed.group import Group
+from lp_runtime.distributed.store import StoreConnection
 from lp_runtime.engine.output import Event, Report
 from lp_runtime.engine.replica import LoadedModel, Replica, join_group, load_replica
 from lp_runtime.engine.request import Request
@@ -17,6 +19,7 @@ from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, StateMi
 from lp_runtime.launchers.messages import (
     PING,
     PONG,
+    Abort,
     Cancel,
     Decode,
     Failed,
@@ -51,6 +54,9 @@ class ReplicaServer:
         self._orders = _OrderQueue()
         self._membership = contextlib.ExitStack()  # of the present group; leaves it when closed
         self._replica: Replica | None = None  # None while it is in no group
+        self._store = StoreConnection()
+        self._grouping = threading.Lock()  # held while a group is noted or aborted, or its order ends
+        self._group: Group | None = None  # the one that is being joined, or was
 
     def post(self, message: object) -> None:
         """Take a message of the driver's; never waits. Called from another thread than `run`."""
@@ -58,6 +64,8 @@ class ReplicaServer:
             self._send(PONG)
         elif isinstance(message, Cancel):
             self._orders.cancel(message.order)
+        elif isinstance(message, Abort):
+            self._abort(message.order)
         else:
             assert isinstance(message, Order)
             self._orders.put(message)
@@ -81,16 +89,44 @@ class ReplicaServer:
         except Exception as error:  # whatever it is; said before the group is left, which may wait for peers
             self._send(Failed.from_error(error))
 
+    def _abort(self, order: int) -> None:
+        """Make an order that is open end as if a peer were lost."""
+        with self._grouping:
+            if self._orders.abort(order) and self._group is not None and self._group.transport is not None:
+                self._group.transport.abort()
+
+    def _end(self, order: int) -> None:
+        """Note that an order has been carried out: nobody aborts its group any more."""
+        with self._grouping:
+            self._orders.end(order)
+
+    def _enter(self, group: Group, order: int) -> None:
+        """Note the group that a Join has formed, so that it can be aborted from now on."""
+        with self._grouping:
+            self._group = group
+            if self._orders.is_aborted(order) and group.transport is not None:
+                group.transport.abort()
+
     def _leave(self) -> None:
-        self._replica = None
+        with self._grouping:
+            self._replica = self._group = None
         with contextlib.suppress(Exception):  # a broken group may not even end well
             self._membership.close()
 
     def _join(self, loaded: LoadedModel, order: Join) -> None:
         self._leave()
         self._membership = contextlib.ExitStack()
-        group = join_group(self._config, loaded, order.context, is_abandoned=self._orders.has_next)
+        number = order.order
+
+        def is_abandoned() -> bool:
+            return self._orders.has_next() or self._orders.is_aborted(number)
+
+        def on_formed(group: Group) -> None:
+            self._enter(group, number)
+
         try:
+            store = self._store.connect(order.context, self._config.launcher.timeout)
+            group = join_group(self._config, loaded, order.context, store, is_abandoned, on_formed)
             self._replica = self._membership.enter_context(group)
         except (ReplicaError, LaunchError) as error:  # peers that did not come, or went
             self._send(GroupBroken(order.order, Progress(), str(error)))
@@ -100,7 +136,7 @@ class ReplicaServer:
             self._leave()
         else:
             self._send(Joined(order.order, self._replica.info))
-        self._orders.end(order.order)
+        self._end(order.order)
 
     def _prefill(self, loaded: LoadedModel, order: Prefill) -> None:
         """Leave a slot behind that holds the request's prompt and committed tokens: the engine acquires it again."""
@@ -111,13 +147,13 @@ class ReplicaServer:
                 if self._orders.is_cancelled(order.order):
                     break
         self._send(Prefilled(order.order))
-        self._orders.end(order.order)
+        self._end(order.order)
 
     def _decode(self, order: Decode) -> None:
         """Decode a request together with the other replicas of the group."""
         if self._replica is None:  # it left on its own, after what the driver had not heard of yet
             self._send(GroupBroken(order.order, Progress(), "this replica is in no group"))
-            self._orders.end(order.order)
+            self._end(order.order)
             return
         answer = _Answer(order.order, self._send, is_leader=self._replica.group.rank == 0)
         try:
@@ -130,7 +166,7 @@ class ReplicaServer:
         except LookaheadError as error:
             answer.send(error)
             self._leave()
-        self._orders.end(order.order)
+        self._end(order.order)
 
     def _decode_batch(self, replica: Replica, first: Decode) -> None:
         """Decode a request as one batch with those that are ordered meanwhile, until none is left."""
@@ -146,7 +182,7 @@ class ReplicaServer:
         for number, event in replica.decode_batch(arrivals):
             answers[number].send(event)
             if isinstance(event, Report | LookaheadError):
-                self._orders.end(answers.pop(number).order)
+                self._end(answers.pop(number).order)
 
 
 class _Answer:
@@ -181,13 +217,14 @@ class _Answer:
 
 
 class _OrderQueue:
-    """The driver's orders, in the order in which they came, and which of them were cancelled. For two threads."""
+    """The driver's orders, in the order in which they came; which were cancelled or aborted. For two threads."""
 
     def __init__(self) -> None:
         self._orders: queue.Queue[Order] = queue.Queue()
         self._next: Order | None = None  # taken from the queue, and not carried out yet
         self._open: set[int] = set()
         self._cancelled: set[int] = set()
+        self._aborted: set[int] = set()
         self._lock = threading.Lock()
 
     def put(self, order: Order) -> None:
@@ -225,8 +262,19 @@ class _OrderQueue:
         """Whether an order, by its number, was cancelled."""
         return order in self._cancelled
 
+    def abort(self, order: int) -> bool:
+        """Mark an order, by its number, as aborted; return False, without effect, if it has ended."""
+        with self._lock:
+            if order in self._open:
+                self._aborted.add(order)
+            return order in self._open
+
+    def is_aborted(self, order: int) -> bool:
+        """Whether an order, by its number, was aborted."""
+        return order in self._aborted
+
     def end(self, order: int) -> None:
         """Note that an order, by its number, has been carried out."""
         with self._lock:
-            self._open.discard(order)
-            self._cancelled.discard(order)
+            for numbers in (self._open, self._cancelled, self._aborted):
+                numbers.discard(order)

@@ -12,17 +12,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import ForkingPickler
 
 import torch
 
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.distributed.process_group import address_of, host_store
+from lp_runtime.distributed.process_group import GroupOptions, new_segment_name
+from lp_runtime.distributed.store import address_of, host_store
 from lp_runtime.errors import ConfigError
 from lp_runtime.launchers.messages import Failed
-from lp_runtime.launchers.process_host import Placement, ProcessHost
+from lp_runtime.launchers.process_host import Placement, ProcessHost, Rendezvous
 from lp_runtime.launchers.team import TeamLauncher
 
 LOOPBACK = "127.0.0.1"
@@ -100,10 +101,13 @@ class SpawnHost(ProcessHost):
             available = torch.cuda.device_count()
             if self._num_replicas > available and not (available and config.launcher.backend == "gloo"):
                 raise ConfigError(f"gpus={self._num_replicas}: this machine has {available} (on CPUs: device=cpu)")
-        # The driver hosts the store: it outlives every replica.
         launcher = config.launcher
         self._address = LOOPBACK if launcher.interface is None else address_of(launcher.interface)
-        self._store = host_store(self._address, launcher.port, launcher.start_timeout)
+        options = GroupOptions(launcher.timeout, backend=launcher.backend, interface=launcher.interface)
+        self._store = None
+        if self._num_replicas > 1 and not options.shares_memory(self._num_replicas):
+            # The driver hosts the store: it outlives every replica.
+            self._store = host_store(self._address, launcher.port, launcher.start_timeout)
 
     def start_process(self, index: int) -> None:
         ours, theirs = Pipe()
@@ -115,8 +119,10 @@ class SpawnHost(ProcessHost):
     def placement(self, index: int) -> Placement:
         return Placement(index, self._num_replicas)
 
-    def rendezvous_address(self, leader: int) -> tuple[str, int]:
-        return self._address, self._store.port
+    def rendezvous(self, members: Sequence[int]) -> Rendezvous:
+        if self._store is None:
+            return Rendezvous(segment=new_segment_name())
+        return Rendezvous(self._address, self._store.port)
 
     def send(self, index: int, message: object) -> None:
         pipe = self._pipes.get(index)

@@ -74,7 +74,7 @@ class TorchrunLauncher(Launcher):
 
     def _share(self, request: Request | None) -> Request | None:
         """Return rank 0's request on every rank; None if rank 0 closes."""
-        return broadcast_object(request, self._replica.group)
+        return broadcast_object(request, self._replica.group, is_patient=True)
 
     def _close(self) -> None:
         try:

@@ -1,20 +1,25 @@
-"""The exchange, among real processes that meet over gloo."""
+"""The exchange, among real processes, over every transport that a machine without GPUs has."""
 
 import os
 import signal
 import socket
 import threading
+import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.processes import wait_until
 from support.ranks import CPU, TIMEOUT, run_ranks, running_ranks
 
+from lp_runtime.distributed.collectives import CollectiveTransport
 from lp_runtime.distributed.context import ReplicaContext
-from lp_runtime.distributed.exchange import HEADER, Exchange, broadcast_object
+from lp_runtime.distributed.exchange import HEADER, Exchange, broadcast_object, gather_rows
 from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.partition import partition
-from lp_runtime.distributed.process_group import GroupOptions, existing_or_new_group, host_store, process_group
+from lp_runtime.distributed.process_group import GroupOptions, existing_or_new_group, process_group
+from lp_runtime.distributed.store import host_store
 from lp_runtime.errors import LaunchError, ReplicaError, StateMismatchError
 from lp_runtime.lookahead.tree import TokenTree
 
@@ -34,9 +39,9 @@ def gather(exchange: Exchange, digest: int = 5, control: int = 0, offset: int = 
     return exchange.all_gather(shares, values, digest, control)
 
 
-def three_ranks(rank: int, num_replicas: int):
-    """Three steps on one exchange, a broadcast, then a step in which rank 1's state has parted from the others'."""
-    group = Group(rank, num_replicas, CPU)
+def three_ranks(group: Group):
+    """Three steps on one exchange, broadcasts, then a step in which rank 1's state has parted from the others'."""
+    rank = group.rank
     exchange = Exchange(group, capacity=12)
     outcomes = [
         gather(exchange),
@@ -50,9 +55,12 @@ def three_ranks(rank: int, num_replicas: int):
         return outcomes, exchange.bytes_sent, value, error
 
 
-@pytest.fixture(scope="module")
-def three_results():
-    return run_ranks(three_ranks, 3)
+BACKENDS = ("shared", "gloo")
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def three_results(request):
+    return run_ranks(three_ranks, 3, backend=request.param)
 
 
 def test_all_replicas_learn_every_value_and_every_control_bit(three_results):
@@ -76,9 +84,9 @@ def test_replicas_whose_digests_differ_all_say_so(three_results):
         assert len(str(error).splitlines()) == 1
 
 
-def lose_rank_1(rank: int, num_replicas: int):
+def lose_rank_1(group: Group):
     """Rank 1 is killed between two steps; afterwards the others try to broadcast, too."""
-    group = Group(rank, num_replicas, CPU)
+    rank = group.rank
     exchange = Exchange(group, capacity=12)
     gather(exchange)
     if rank == 1:
@@ -95,8 +103,9 @@ def lose_rank_1(rank: int, num_replicas: int):
     return errors
 
 
-def test_the_peer_of_a_killed_replica_gets_an_error():
-    with running_ranks(lose_rank_1, 2) as (processes, results):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_peer_of_a_killed_replica_gets_an_error(backend):
+    with running_ranks(lose_rank_1, 2, backend=backend) as (processes, results):
         rank, errors = results.get(timeout=TIMEOUT)
         processes[1].join(TIMEOUT)
         assert processes[1].exitcode == -signal.SIGKILL
@@ -112,9 +121,27 @@ def test_an_error_of_this_replicas_own_device_is_no_peers(monkeypatch, error):
     def fails(*_):
         raise error("illegal access")
 
-    monkeypatch.setattr("lp_runtime.distributed.exchange._all_gather", fails)
+    for name in ("all_gather_single", "all_gather_into_tensor"):
+        monkeypatch.setattr(dist, name, fails, raising=False)
+    group = Group.over(CollectiveTransport("gloo", 0, CPU, TIMEOUT), 0, 2)
     with pytest.raises(ReplicaError if error is RuntimeError else error):
-        gather(Exchange(Group(0, 2, CPU), capacity=12))
+        gather(Exchange(group, capacity=12))
+
+
+STEP_TIMEOUT = 1.0  # seconds
+
+
+def wait_for_a_request(group: Group):
+    """Rank 0 takes longer than a step may."""
+    if group.rank == 0:
+        time.sleep(2 * STEP_TIMEOUT)
+    return broadcast_object("a request" if group.rank == 0 else None, group, is_patient=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_followers_wait_for_the_next_request_as_long_as_it_takes(backend):
+    with running_ranks(wait_for_a_request, 2, backend=backend, step_timeout=STEP_TIMEOUT) as (_, results):
+        assert [results.get(timeout=TIMEOUT)[1] for _ in range(2)] == ["a request", "a request"]
 
 
 def test_a_single_replica_needs_no_process_group():
@@ -182,22 +209,22 @@ def test_backends_are_for_their_devices():
         pass
 
 
-def find_the_group(rank: int, num_replicas: int):
-    with existing_or_new_group(CPU, TIMEOUT) as group:
-        return group
+def find_the_group(group: Group):
+    with existing_or_new_group(CPU, TIMEOUT) as found:
+        return found.rank, found.size, found.connected.name, gather_rows(np.array([found.rank]), found).tolist()
 
 
 def test_a_group_that_is_there_is_used():
-    assert run_ranks(find_the_group, 2) == [Group(0, 2, CPU), Group(1, 2, CPU)]
+    assert run_ranks(find_the_group, 2, backend="gloo") == [(rank, 2, "gloo", [[0], [1]]) for rank in range(2)]
 
 
 def test_a_rank_that_leaves_at_once_waits_for_those_that_are_still_connecting(monkeypatch):
     """It would close connections that a slower rank is still making."""
-    store, connected, events = dist.HashStore(), threading.Event(), []
+    events = []
 
-    def connect(backend, rank, **kwargs):
+    def connect(backend, rank, store, **kwargs):
         if rank == 0:
-            connected.wait(TIMEOUT)
+            wait_until(lambda: store.add("formed", 0) == 1)  # rank 1 has connected
             events.append("rank 0 has connected")
 
     monkeypatch.setattr(dist, "init_process_group", connect)
@@ -205,9 +232,9 @@ def test_a_rank_that_leaves_at_once_waits_for_those_that_are_still_connecting(mo
 
     def join_and_leave(rank: int) -> None:
         with process_group(ReplicaContext(rank, 2), CPU, GroupOptions(TIMEOUT), store):
-            if rank == 1:
-                connected.set()
+            pass
 
+    store = dist.HashStore()
     threads = [threading.Thread(target=join_and_leave, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()

@@ -175,10 +175,10 @@ def test_one_that_is_left_while_a_pass_is_under_way(model, blocking):
     assert not loop.draft_pool.num_in_use
 
 
-def on_a_rank(rank: int, num_replicas: int):
+def on_a_rank(group: Group):
     """(tokens by request, clocks that were sent, whether the budget took them for late ones)."""
     model = ModelRunner(load_model(ModelConfig(), CPU, "float32"), 512, own_attention=True)
-    model.timer = Timer(0.0001 * (1 + rank))
+    model.timer = Timer(0.0001 * (1 + group.rank))
     clocks, lateness = [], []
     start = Exchange.start
 
@@ -189,7 +189,7 @@ def on_a_rank(rank: int, num_replicas: int):
     Exchange.start = noted
     observe = StepBudget.observe
     StepBudget.observe = lambda *args, is_late: lateness.append(is_late) or observe(*args, is_late=is_late)
-    loop = Engine(model, Group(rank, num_replicas, CPU))
+    loop = Engine(model, group)
     found = {}
     for name in ("fixed", "auto", "sampled"):
         *runs, _ = loop.run(REQUESTS[name])

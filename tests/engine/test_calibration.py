@@ -75,13 +75,13 @@ def test_what_there_is_no_time_for_is_left_out(model, monkeypatch):
     assert (vocabulary[8:, :K] == -1).all()
 
 
-def tune_on_ranks(rank: int, num_replicas: int, folder: str):
+def tune_on_ranks(group: Group, folder: str):
     model = tree_model(folder)
-    calibration = Calibration(model, Group(rank, num_replicas, CPU), None)
+    calibration = Calibration(model, group, None)
     return (
         calibration.times(20),
         calibration.vocabulary(),
-        *(vocabulary_of(model, rank, each) for each in KNOWN.values()),
+        *(vocabulary_of(model, group, each) for each in KNOWN.values()),
     )
 
 
@@ -98,8 +98,8 @@ KNOWN = {
 }
 
 
-def vocabulary_of(model, rank: int, known) -> np.ndarray:
-    return Calibration(model, Group(rank, 2, CPU), None, Measured(vocabulary=known[rank])).vocabulary()
+def vocabulary_of(model, group: Group, known) -> np.ndarray:
+    return Calibration(model, group, None, Measured(vocabulary=known[group.rank])).vocabulary()
 
 
 def test_replicas_share_the_work_and_know_each_others_curves(model, tiny_model_dir):

@@ -82,16 +82,16 @@ RANK_REQUESTS = [
 ]
 
 
-def sample_on_a_rank(rank: int, num_replicas: int, folder: str):
+def sample_on_a_rank(group: Group, folder: str):
     model = load_model(ModelConfig(path=folder), CPU, "float32")
-    loop = Engine(ModelRunner(model, 2048), Group(rank, num_replicas, CPU))
+    loop = Engine(ModelRunner(model, 2048), group)
     return [decode(loop, request)[0] for request in RANK_REQUESTS]
 
 
 @pytest.mark.parametrize("num_replicas", [3])
 def test_one_seed_one_output_on_any_number_of_replicas(make_model_dir, num_replicas):
     folder = str(make_model_dir(seed=5, initializer_range=0.15))
-    alone = sample_on_a_rank(0, 1, folder)
+    alone = sample_on_a_rank(Group.alone(), folder)
     assert run_ranks(sample_on_a_rank, num_replicas, folder) == [alone] * num_replicas
 
 

@@ -98,10 +98,9 @@ class Bans(LogitsProcessor):
         return scores
 
 
-def on_a_rank(rank: int, num_replicas: int, folder: str) -> dict[str, tuple[list[int], int, bool]]:
+def on_a_rank(group: Group, folder: str) -> dict[str, tuple[list[int], int, bool]]:
     """Tokens, steps, and whether rank 1 owned nodes, by processor."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    group = Group(rank, num_replicas, torch.device("cpu"))
     found = {}
     for name, make in {**PICKLED, "bans": Bans}.items():
         request = Request(PROMPT, LookaheadConfig(W=7, N=5, G=7), 24, processors=(make(),))

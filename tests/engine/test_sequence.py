@@ -221,9 +221,10 @@ class RankResult:
 LONG = Request(tuple(range(1, 22)), LookaheadConfig(3, 4, 3, prior="none"), 12)
 
 
-def decode_on_a_rank(rank: int, num_replicas: int, path: str) -> RankResult:
+def decode_on_a_rank(group: Group, path: str) -> RankResult:
+    rank, num_replicas = group.rank, group.size
     model = ModelRunner(load_model(ModelConfig(path=path), CPU, "float32"), 2048)
-    loop = Engine(model, Group(rank, num_replicas, CPU))
+    loop = Engine(model, group)
     found = [decode(loop, request) for request in RANKS_REQUESTS]
     # only the last rank is asked to stop, in the third step
     asked = iter([False, False, rank == num_replicas - 1])

@@ -12,7 +12,8 @@ from support.ranks import CPU, TIMEOUT, interfaces
 
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import gather_rows
-from lp_runtime.distributed.process_group import GroupOptions, address_of, host_store, process_group
+from lp_runtime.distributed.process_group import GroupOptions, process_group
+from lp_runtime.distributed.store import address_of, host_store
 from lp_runtime.entrypoints.cli import main
 from lp_runtime.errors import ConfigError
 

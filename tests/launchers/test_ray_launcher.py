@@ -131,9 +131,9 @@ def test_a_replica_that_fails_at_start_is_named(runtime, cluster, tiny_model_dir
 def test_port_that_is_taken(runtime, cluster, tiny_model_dir):
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        config = LauncherConfig(name="ray", address=cluster.address, port=port)
+        config = LauncherConfig(name="ray", address=cluster.address, port=port, backend="gloo")
         with pytest.raises(LaunchError, match=f"rank 0 failed at start: cannot listen on .*:{port}"):
-            LookaheadRuntime(str(tiny_model_dir), gpus=1, launcher=config, device="cpu")
+            LookaheadRuntime(str(tiny_model_dir), gpus=2, launcher=config, device="cpu")
 
 
 def test_replicas_that_are_killed_and_that_hang(cluster, runtime, demo_model_dir):

@@ -16,7 +16,7 @@ from support.ranks import interfaces
 
 from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.distributed.process_group import address_of
+from lp_runtime.distributed.store import address_of
 from lp_runtime.errors import LaunchError
 from lp_runtime.launchers.process_host import Placement
 from lp_runtime.launchers.ray_booking import Booking, device_index
@@ -154,7 +154,7 @@ def test_a_node_that_is_lost(cluster, demo_model_dir, greedy):
         before = seen_by_actors(runtime)
         assert len({node for node, _ in before.values()}) == 2
         assert [num_local for _, num_local in before.values()] == [1, 1]
-        assert runtime.launcher.host.rendezvous_address(0)[0] == address_of(interface)
+        assert runtime.launcher.host.rendezvous([0, 1]).host == address_of(interface)
         expected = runtime.generate(reference.PROMPTS[1], LENGTH, eos=False)
         assert expected.token_ids[: reference.MAX_NEW_TOKENS] == greedy[1]
         assert expected.losses == 0

@@ -12,7 +12,7 @@ from support.ranks import interfaces
 
 from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
 from lp_runtime.config.lookahead import PLAIN
-from lp_runtime.distributed.process_group import address_of
+from lp_runtime.distributed.store import address_of
 from lp_runtime.launchers.spawn import ReplicaPipe
 
 # Sizes of steps are given, so that no step depends on measured times, and nothing is measured at start.

@@ -1,4 +1,4 @@
-"""Real processes that meet over gloo, for the tests that need more than one replica."""
+"""Real processes that exchange, for the tests that need more than one replica."""
 
 import contextlib
 import sys
@@ -10,7 +10,8 @@ import psutil
 import torch
 
 from lp_runtime.distributed.context import ReplicaContext
-from lp_runtime.distributed.process_group import GroupOptions, address_of, host_store, process_group
+from lp_runtime.distributed.process_group import GroupOptions, process_group
+from lp_runtime.distributed.store import address_of, host_store
 from lp_runtime.errors import LookaheadError
 from support.forked import forking
 
@@ -28,31 +29,34 @@ def interfaces() -> list[str]:
     return found
 
 
-def _enter(task: Callable, arguments: tuple, rank: int, num_replicas: int, port: int, results) -> None:
+def _enter(
+    task: Callable, arguments: tuple, rank: int, num_replicas: int, port: int, options: GroupOptions, results
+) -> None:
     """Run in a rank's process: join the group, run the task, report its result or its error."""
     torch.set_num_threads(1)
-    context = ReplicaContext(rank, num_replicas, host="127.0.0.1", port=port)
+    context = ReplicaContext(rank, num_replicas, host="127.0.0.1", port=port, is_one_machine=True)
     try:
-        with process_group(context, CPU, GroupOptions(TIMEOUT)):
-            results.put((rank, task(rank, num_replicas, *arguments)))
+        with process_group(context, CPU, options) as group:
+            results.put((rank, task(group, *arguments)))
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
         results.put((rank, error))
 
 
 @contextmanager
-def running_ranks(task: Callable, num_replicas: int, *arguments) -> Iterator[tuple[list, object]]:
-    """Start `task(rank, num_replicas, *arguments)` in a process for each rank, inside a process group over gloo.
-
-    A task that wants the group makes it: `Group(rank, num_replicas, CPU)`.
+def running_ranks(
+    task: Callable, num_replicas: int, *arguments, backend: str = "auto", step_timeout: float = TIMEOUT
+) -> Iterator[tuple[list, object]]:
+    """Start `task(group, *arguments)` in a process for each rank of a group.
 
     Yields:
         The processes, by rank, and the queue of (rank, what the task returned or raised).
     """
     results = forking().Queue()
     store = host_store("127.0.0.1", 0, TIMEOUT)
+    place = (num_replicas, store.port, GroupOptions(TIMEOUT, step_timeout, backend), results)
     processes = [
-        forking().Process(target=_enter, args=(task, arguments, rank, num_replicas, store.port, results), daemon=True)
+        forking().Process(target=_enter, args=(task, arguments, rank, *place), daemon=True)
         for rank in range(num_replicas)
     ]
     try:
@@ -65,8 +69,8 @@ def running_ranks(task: Callable, num_replicas: int, *arguments) -> Iterator[tup
             process.kill()
 
 
-def run_ranks(task: Callable, num_replicas: int, *arguments) -> list:
-    """Return what `task(rank, num_replicas, *arguments)` returned, or raised, on every rank."""
-    with running_ranks(task, num_replicas, *arguments) as (processes, results):
+def run_ranks(task: Callable, num_replicas: int, *arguments, backend: str = "auto") -> list:
+    """Return what `task(group, *arguments)` returned, or raised, on every rank."""
+    with running_ranks(task, num_replicas, *arguments, backend=backend) as (processes, results):
         found = dict(results.get(timeout=2 * TIMEOUT) for _ in processes)
     return [found[rank] for rank in range(num_replicas)]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import _thread
 import random
+import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -66,23 +65,43 @@ def run_threads(model: PreTrainedModel, num_calls: int, num_threads: int = 4) ->
     return wrong[0], errors
 
 
-def interrupted(task: Callable[[], object], delay: float) -> bool:
-    """Run a task in the main thread, with Ctrl-C after a delay in seconds; return whether it came in time."""
-    over = threading.Event()
+def num_calls_of(task: Callable[[], object]) -> int:
+    """Run a task; return how many Python functions it calls in this thread."""
+    count = 0
 
-    def interrupt() -> None:
-        if not over.wait(delay):
-            _thread.interrupt_main()
+    def profile(frame, event, argument) -> None:
+        nonlocal count
+        count += event == "call"
 
-    thread = threading.Thread(target=interrupt)
+    sys.setprofile(profile)
     try:
-        try:
-            thread.start()
-            task()
-            return False
-        finally:
-            over.set()
-            thread.join()
-            time.sleep(0)  # an interrupt that is on its way comes now
+        task()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def interrupted(task: Callable[[], object], num_calls: int) -> bool:
+    """Run a task with Ctrl-C as it calls its n-th Python function in this thread; return whether that ended it.
+
+    Args:
+        task: is run.
+        num_calls: n.
+    """
+    left = num_calls
+
+    def profile(frame, event, argument) -> None:
+        nonlocal left
+        left -= event == "call"
+        if not left:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+    try:
+        task()
+        return False
     except KeyboardInterrupt:
         return True
+    finally:
+        sys.setprofile(None)
