@@ -42,13 +42,13 @@ mkdir -p "$out" "$models"
 
 if [ "${SIZE:-}" = tiny ]; then
     shape=${SHAPE:-demo} large=${LARGE:-demo} experts=${EXPERTS:-small_experts} vocabulary=5000 wide=6000
-    machine=(--copy-mib 16 --product 128) floor=(--rounds 2 --context 40) few=(1 8) many=(1 8 16) new=8
+    machine=(--copy-mib 16 --product 128) floor=(--rounds 2 --context 40) copy=(--copy-mib 16) few=(1 8) many=(1 8 16) new=8
     kernels=(--tokens 1 8 --prefixes 40 --heads 4 2 --head-size 64 --intermediate 256 --vocabulary 512)
     requests=(--limit 1 --prefixes 64 --batch 2) exchange=(--gpus 2 --nodes 16 --rounds 20) degrees='[1,2]'
     gpu_tests=(tests/gpu -k "slow_reader") share=(--gpus 1 2 --settings 5,3,5 --limit 1 --max-new-tokens 8)
 else
     shape=${SHAPE:-7b} large=${LARGE:-34b} experts=${EXPERTS:-experts} vocabulary=32000 wide=131072
-    machine=() floor=(--rounds 20) few=(1 64 128) many=(1 8 16 32 64 128 256) new=128
+    machine=() floor=(--rounds 20) copy=() few=(1 64 128) many=(1 8 16 32 64 128 256) new=128
     kernels=(--profile) requests=(--limit 2 --prefixes 4096 32768 --batch 8)
     exchange=(--gpus 2 4 --nodes 16 64 256) degrees='[1,2,4,8]'
     gpu_tests=(tests/gpu tests/kernels) share=(--gpus 1 2 4 --limit 3 --max-new-tokens 128)
@@ -92,10 +92,10 @@ run() {
     local micro=("$python" benchmarks/micro.py)
     case $1 in
     machine) "${micro[@]}" machine --output "$results" "${machine[@]}" ;;
-    floor) "${micro[@]}" floor --output "$results" "${floor_shape[@]}" "${half[@]}" "${floor[@]}" --tokens "${many[@]}" --compile auto ;;
+    floor) "${micro[@]}" floor --output "$results" "${floor_shape[@]}" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${many[@]}" --compile auto ;;
     profile) "${micro[@]}" profile --output "$results" --model "$shape" "${half[@]}" --tokens 1 "${few[-1]}" ;;
     kernels) "${micro[@]}" kernels --output "$results" "${kernels[@]}" ;;
-    off) "${micro[@]}" floor --output "$results" "${floor_shape[@]}" "${half[@]}" "${floor[@]}" --tokens "${few[@]}" --compile off ;;
+    off) "${micro[@]}" floor --output "$results" "${floor_shape[@]}" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${few[@]}" --compile off ;;
     tests) "$python" -m pytest -q -x -p no:cacheprovider "${gpu_tests[@]}" ;;
     inflate)
         [ "$shape" = demo ] || [ -f "$models/$shape/config.json" ] ||
@@ -111,8 +111,8 @@ run() {
         --max-new-tokens "$new" "${requests[@]}" --conditions greedy nucleus ;;
     exchange) "${micro[@]}" exchange --output "$results" "${exchange[@]}" --backends shared gloo ;;
     nccl) "$python" benchmarks/resilience.py nccl --output "$results" --backend "${NCCL:-nccl}" ;;
-    large) "${micro[@]}" floor --output "$results" "${floor_large[@]}" "${half[@]}" "${floor[@]}" --tokens "${few[@]}" ;;
-    full) "${micro[@]}" floor --output "$results" "${floor_shape[@]}" "${half[@]}" "${floor[@]}" --tokens 1 "${few[1]}" --compile full ;;
+    large) "${micro[@]}" floor --output "$results" "${floor_large[@]}" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${few[@]}" ;;
+    full) "${micro[@]}" floor --output "$results" "${floor_shape[@]}" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens 1 "${few[1]}" --compile full ;;
     compiled) lp_bench model.path="$(model_path)" dtype=bfloat16 limit=1 "methods=[hf,hf_compiled]" ;;
     share) "$python" benchmarks/correctness.py equality --output "$results" --device cuda --backend gloo "${share[@]}" --prompts "$(own_prompts)" ;;
     experts) "${micro[@]}" experts --output "$results" --model "$experts" "${half[@]}" "${floor[@]}" --tokens "${few[@]}" ;;
