@@ -36,6 +36,8 @@ from lp_runtime.sampling.gumbel import GumbelNoise
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.types import LogitsProcessor
 
+ASKING_SECONDS = 0.25  # of each call, until the model was asked about its whole vocabulary
+
 # What is known of a model since an earlier call: that it has passed the self-check, and what was measured of it. Only
 # time depends on it.
 _known: weakref.WeakKeyDictionary[CausalLM, dict[tuple, Measured]] = weakref.WeakKeyDictionary()
@@ -112,7 +114,10 @@ def lookahead_generate(
     view = view_of(model, None if attention in ATTENTIONS else "sdpa")
     with _ranks(model.device, share_ranks) as group:
         runner = ModelRunner(view, ModelConfig.prefill_chunk, strict_tokens if exactness == "strict" else None)
-        calibration = Calibration(runner, group, RuntimeConfig.cache_dir, _checked(model, runner, group))
+        measured = _checked(model, runner, group)
+        calibration = Calibration(runner, group, RuntimeConfig.cache_dir, measured, is_gradual=True)
+        if lookahead.has_vocabulary_prior:
+            calibration.prepare_vocabulary(ASKING_SECONDS)
         if call.do_sample and seed is None:
             sampling.seed = broadcast_object(int(torch.randint(2**63 - 1, ())), group)
             call.samples = list(range(len(call.rows)))

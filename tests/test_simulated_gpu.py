@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -54,7 +55,11 @@ REQUESTS = {
     "logprobs": Request(PROMPT[6:], FIXED, 12, logprobs=True),
     "a caller's processor": Request(PROMPT[7:], FIXED, 12, processors=(without_every_seventh,)),
 }
-POINTS = {"tokens": np.array([1, 16, 32]), "nanoseconds": np.array([1_000_000, 1_050_000, 1_200_000])}  # of steps
+POINTS = {  # of steps
+    "tokens": np.array([1, 16, 32]),
+    "nanoseconds": np.array([1_000_000, 1_050_000, 1_200_000]),
+    "num_padded": np.array(0),
+}
 ONCE = ("hf_settings.py: build_processors", "cuda_graph.py: _capture_pass")  # a request, or a size
 FEW = ("fixed", "sampled")
 
@@ -119,6 +124,25 @@ def test_one_wait_a_step_without_captured_passes(gpu, expected, setting, monkeyp
     assert model.graphs is None
     for name in FEW:
         check(steps_and_waits(gpu, loop_of(model), name), expected[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "launches"),
+    [
+        ("greedy", {"copy_": 1, "graph": 1}),  # a copy to the device: the inputs
+        ("fixed", {"copy_": 1, "graph": 1}),
+        ("sampled", {"copy_": 2, "graph": 1, "find_cut": 1, "sample_and_pack": 1}),  # and the noise's positions
+    ],
+)
+def test_launches_of_a_step(gpu, model, expected, name, launches):
+    """All that a step of a captured size launches; `sample_and_pack` is two launches on a real GPU."""
+    loop, counts = loop_of(model), []
+    loop.prepare(REQUESTS[name].lookahead)
+    list(loop.run(REQUESTS[name]))  # captures
+    outputs = list(loop.run(REQUESTS[name], observe=lambda *args: counts.append(gpu.launches.copy())))[:-1]
+    assert [token for output in outputs for token in output.token_ids] == expected[name]
+    steps = [later - earlier for earlier, later in itertools.pairwise(counts)]  # the prefill's is not among them
+    assert len(steps) == len(outputs) - 1 and all(step == launches for step in steps)
 
 
 def test_requests_together(gpu, model, expected):

@@ -23,6 +23,7 @@ from lp_runtime.lookahead.drafters.base import Drafter
 from lp_runtime.lookahead.state import DecodingRules, DecodingState
 from lp_runtime.model.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.sizing.budget import StepBudget
 from lp_runtime.sizing.cost_model import assumed_times
 from studies.whole_tree import decode_whole_trees
@@ -141,7 +142,7 @@ class Bench:
             return
         logits = self._model.model(torch.tensor([prompt])).logits[0].float()
         tree = decoder.propose_prefill().tree
-        values, _ = sampler.sample(logits, tree, [0] * len(prompt), prompt)
+        values, _ = sampler.sample(StepLogits(logits), tree, [0] * len(prompt), prompt)
         top_k = sampler.unpack(values.numpy())[2]
         assert top_k is not None
         drafter.note_prompt(prompt, top_k)

@@ -105,7 +105,7 @@ def measure(rank: int, num_replicas: int, port: int, args: argparse.Namespace, r
         results: gets what the first rank measured: (what, backend, nodes, numbers).
     """
     torch.set_num_threads(1)
-    context = ReplicaContext(rank, num_replicas, host="127.0.0.1", port=port, is_one_machine=True)
+    context = ReplicaContext(rank, num_replicas, host="127.0.0.1", port=port)
     times: dict[tuple[int, str], list[float]] = {}
     for num_owned in args.nodes:
         for _ in range(NUM_BLOCKS):

@@ -127,7 +127,7 @@ def measure(
                 synchronize(model.device)
                 started = time.perf_counter()
                 found = model.forward(StepInputs.whole(slot, tree))
-                values, _ = sampler.sample(found.logits, tree, range(size), text, True, found.presampled)
+                values, _ = sampler.sample(found, tree, range(size), text)
                 issued = time.perf_counter()
                 values.cpu()
                 ended = time.perf_counter()

@@ -130,7 +130,7 @@ def seconds_until_free(url: str, prompt: str) -> float:
     next(iter(stream))
     started = time.perf_counter()
     stream.close()
-    while "lp_requests_running 0.0" not in urllib.request.urlopen(f"{url}/metrics").read().decode():
+    while 'lp_requests_running{model_name="demo"} 0.0' not in urllib.request.urlopen(f"{url}/metrics").read().decode():
         time.sleep(0.002)
     return time.perf_counter() - started
 

@@ -20,7 +20,8 @@ from lp_runtime.engine.request import Request
 from lp_runtime.engine.step import Step
 from lp_runtime.engine.step_timer import StepTimer
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.step_inputs import StepInputs, StepLogits
+from lp_runtime.model.step_inputs import StepInputs
+from lp_runtime.sampling.step_logits import StepLogits
 
 # What all replicas tell of their times in the exchange of a step with these shares: [R] integers of StepTimer.packed.
 Clocks = Callable[[Shares], list[int]]

@@ -11,6 +11,7 @@ from lp_runtime.errors import ConfigError
 
 SCHEDULING_POLICIES = ("fair", "latency", "throughput")
 MAX_BATCH = 8  # default: requests that a replica decodes in one forward pass at most
+TIMEOUTS = ("header_timeout", "body_timeout", "keep_alive_timeout", "shutdown_timeout")
 SERVERS = ("uvicorn", "ray_serve")
 
 
@@ -122,6 +123,8 @@ class ServeConfig(RuntimeConfig):
     """Port to listen on, 0 to 65535; 0 takes a free one (uvicorn only)."""
     api_key: Optional[str] = None  # noqa: UP045
     """API key that clients must send, printable ASCII; if not given, none is required."""
+    api_keys: Optional[str] = None  # noqa: UP045
+    """File of API keys, one client a line as NAME KEY; # begins a comment. Names stand in the access log."""
     served_name: Optional[str] = None  # noqa: UP045
     """Model name that clients see; if not given, the last part of model.path."""
     policy: str = "fair"
@@ -138,6 +141,31 @@ class ServeConfig(RuntimeConfig):
     """Tokens that a request may generate at most, >= 1; if not given, as many as the model's context allows."""
     max_body_bytes: int = 1 << 20
     """Largest size of an HTTP request's body, in bytes, >= 1."""
+    strict_fields: bool = False
+    """Whether a request with an unknown field is refused; if not, the field is ignored, and named once in the log."""
+    allowed_hosts: Optional[list[str]] = None  # noqa: UP045
+    """Host headers, without port, that are served; *.NAME allows subdomains. If not given: the names of the loopback
+    interface where `host` is one of its addresses, else any."""
+    cors_origins: list[str] = field(default_factory=list)
+    """Origins of web pages beside this server's own whose scripts may ask, as https://NAME; * allows any."""
+    header_timeout: float = 10.0
+    """Seconds within which the head of a request must have come (uvicorn only)."""
+    body_timeout: float = 30.0
+    """Seconds within which the body of a request must have come."""
+    keep_alive_timeout: float = 15.0
+    """Seconds for which a connection stays open between two requests (uvicorn only)."""
+    max_connections: int = 1024
+    """Connections that may be open, >= 1, and at most half of the limit of open files; above, the one that has been
+    idle longest is closed, or, if none is, the new one is refused with status 503 (uvicorn only)."""
+    shutdown_timeout: float = 5.0
+    """Seconds for which answers go on after SIGINT or SIGTERM; the rest then ends with an error that clients read."""
+    access_log: bool = False
+    """Whether every request is logged to stderr, as one line of JSON."""
+    ssl_certfile: Optional[str] = None  # noqa: UP045
+    """Certificate in PEM, for HTTPS; plain HTTP if not given (uvicorn only)."""
+    ssl_keyfile: Optional[str] = None  # noqa: UP045
+    """Key of the certificate in PEM; if not given, it is in ssl_certfile."""
+    show_progress: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -148,10 +176,14 @@ class ServeConfig(RuntimeConfig):
         require_int("max_waiting", self.max_waiting, 0)
         require_int("max_body_bytes", self.max_body_bytes, 1)
         check_limits(self.max_new_tokens, None, None)
-        if self.queue_timeout is not None:
-            require_seconds("queue_timeout", self.queue_timeout)
+        for name in ("queue_timeout", *TIMEOUTS):
+            if getattr(self, name) is not None:
+                require_seconds(name, getattr(self, name))
+        require_int("max_connections", self.max_connections, 1)
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError(f"ssl_keyfile={self.ssl_keyfile}: only with ssl_certfile")
         self.launcher.own_process = True  # only a process of its own can restart, and decode several at once
-        for name in ("host", "api_key", "served_name"):
+        for name in ("host", "api_key", "api_keys", "served_name", "ssl_certfile", "ssl_keyfile"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name}: is empty")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):

@@ -9,6 +9,7 @@ from lp_runtime.config.checks import require_choice, require_int
 from lp_runtime.errors import ConfigError
 
 MAX_STEP_TOKENS = 1200  # tokens that a step may feed: the largest calibrated step (1024) and pending tokens
+UNMEASURED_STEP_TOKENS = 128  # that a step may feed before steps are measured: the paper's largest tree has 120
 MAX_STRICT_COMMITTED = 32  # tokens that a step may commit with exactness=strict (model/attention/strict.py)
 DRAFTERS = ("full", "paper", "prompt_lookup", "recycling")
 ACCEPTANCES = ("tree", "guesses")
@@ -41,7 +42,8 @@ class LookaheadConfig:
     """Drafter paper: accept along any node of the tree (tree) or, as in the paper, along guesses only (guesses)."""
     budget: Optional[int] = None  # noqa: UP045
     """Step budget: tokens that a replica feeds in a step at most, >= 1; the prefill is exempt. With drafters other than
-    full it caps the whole tree."""
+    full it caps the whole tree. Whatever it says, a replica feeds at most 1,024 tokens in a step, and more than 128
+    only as far as steps were measured: until one takes 12 times as long as a step of one token."""
     prior: str = "vocabulary"
     """Drafter full: what it knows before any token is seen: vocabulary (the model's prediction behind each token alone,
     computed once and kept on disk) or none."""
@@ -82,11 +84,23 @@ class LookaheadConfig:
         return self.drafter == "full" and self.W is None and self.N is None and self.G is None
 
     @property
+    def has_vocabulary_prior(self) -> bool:
+        """Whether the drafter asks what the model says follows each token alone."""
+        return self.drafter == "full" and self.prior == "vocabulary"
+
+    @property
     def window(self) -> tuple[int, int, int]:
         """W, N and G, with defaults filled in."""
         given = zip((self.W, self.N, self.G), DEFAULT_WINDOW, strict=True)
         W, N, G = (default if value is None else value for value, default in given)
         return W, N, G
+
+    @property
+    def max_fixed_nodes(self) -> int:
+        """Largest number of nodes of a step's tree that W, N and G ask for; 0 for drafters that do not use them."""
+        W, N, G = self.window
+        nodes = (W + G) * (N - 1) if self.drafter in ("full", "paper") else 0
+        return nodes if self.budget is None else min(nodes, self.budget)
 
     @property
     def max_committed(self) -> int:

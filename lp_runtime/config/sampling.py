@@ -11,6 +11,7 @@ from lp_runtime.errors import ConfigError
 
 MAX_SEED = 2**64 - 1
 MIN_TEMPERATURE = 1e-4  # logits divided by less would overflow
+MAX_PENALTY = 2  # of presence and frequency: OpenAI's range
 WARPERS = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1}
 """Settings that matter to sampling alone, and the value at which each does nothing or means greedy decoding."""
 
@@ -34,6 +35,11 @@ class SamplingConfig:
     """Locally typical sampling, in (0, 1]; 1 is off."""
     repetition_penalty: Optional[float] = None  # noqa: UP045
     """Penalty of tokens that occurred before, > 0; above 1 makes repetition less likely, 1 is off."""
+    presence_penalty: Optional[float] = None  # noqa: UP045
+    """Subtracted once from the logits of tokens that the new text has, -2 to 2; 0 is off. As in the OpenAI API, the
+    prompt does not count."""
+    frequency_penalty: Optional[float] = None  # noqa: UP045
+    """Subtracted from a token's logit for each time that the new text has it, -2 to 2; 0 is off."""
     no_repeat_ngram_size: Optional[int] = None  # noqa: UP045
     """Size of n-grams of which none may occur twice, >= 0; 0 is off."""
     bad_words_ids: Optional[list[list[int]]] = None  # noqa: UP045
@@ -62,6 +68,11 @@ class SamplingConfig:
             require_number(f"sampling.{name}", getattr(self, name), "in (0, 1]", lambda value: 0 < value <= 1)
         require_number("sampling.min_p", self.min_p, "in [0, 1]", lambda value: 0 <= value <= 1)
         require_number("sampling.repetition_penalty", self.repetition_penalty, "a number > 0", lambda value: value > 0)
+        for name in ("presence_penalty", "frequency_penalty"):
+            allowed = f"in [-{MAX_PENALTY}, {MAX_PENALTY}]"
+            require_number(
+                f"sampling.{name}", getattr(self, name), allowed, lambda value: -MAX_PENALTY <= value <= MAX_PENALTY
+            )
         for name in ("top_k", "no_repeat_ngram_size", "min_new_tokens", "seed"):
             if getattr(self, name) is not None:
                 require_int(f"sampling.{name}", getattr(self, name), 0)

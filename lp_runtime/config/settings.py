@@ -82,11 +82,11 @@ class LauncherConfig:
     """Run a lone local replica in a process of its own, so that it can restart after a failure and decode several
     requests at once. lp-serve turns it on."""
     interface: Optional[str] = None  # noqa: UP045
-    """Network interface over which replicas meet and exchange, by its name on every machine (eth0, ib0, lo); if not
-    given, gloo and NCCL choose one."""
+    """Network interface over which replicas meet and exchange where they share no memory, by its name on every machine
+    (eth0, ib0, lo); if not given, gloo and NCCL choose one."""
     backend: str = "auto"
-    """Transport between replicas: auto (shared on one machine, unless launcher.interface is given; else nccl on cuda
-    and gloo on CPUs), shared (memory of one machine), nccl, or gloo."""
+    """Transport between replicas: auto (shared inside a machine, gloo between machines; where every replica has a
+    machine of its own, nccl on cuda and gloo on CPUs), shared (memory of one machine), nccl, or gloo."""
     placement: str = "pack"
     """Nodes on which Ray puts the replicas: pack (few) or spread (many)."""
     address: Optional[str] = None  # noqa: UP045
@@ -154,6 +154,8 @@ class RuntimeConfig:
 
     cache_dir: Optional[str] = "~/.cache/lp_runtime"  # noqa: UP045
     """Directory that keeps the measurements of a model on a device; null measures at every start."""
+    show_progress: bool = False
+    """Whether a replica says on stderr what it does while it starts; lp-serve turns it on."""
     profile: bool = False
     """Trace the first steps of every request with torch's profiler, and print how a step's time divides."""
     profile_dir: str = "lp_profile"

@@ -21,7 +21,6 @@ class ReplicaContext:
         port: Port of that store; unused for one replica.
         hosts_store: Whether this process must open that store.
         owns_process: Whether the process serves this replica alone; the replica then sets the process's thread count.
-        is_one_machine: Whether replicas that meet in a store are all on this machine, so that they may share memory.
         segment: Name of the shared memory in which the replicas exchange; empty if they meet in the store.
         attempt: Number of times that the replicas were started before; torchrun starts all of them when a rank fails.
     """
@@ -34,7 +33,6 @@ class ReplicaContext:
     port: int = 0
     hosts_store: bool = False
     owns_process: bool = True
-    is_one_machine: bool = False
     segment: str = ""
     attempt: int = 0
 
@@ -62,7 +60,6 @@ class ReplicaContext:
             port,
             # torchrun's agent hosts the store, unless told not to; other programs that set these variables do not
             hosts_store=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-            is_one_machine=num_local == size,
             attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
 

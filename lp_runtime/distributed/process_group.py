@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lp_runtime.distributed.collectives import CollectiveTransport
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.group import CPU, Group
+from lp_runtime.distributed.machines import MachinesTransport, this_machine
 from lp_runtime.distributed.shared_memory import SharedMemoryTransport, why_unavailable
 from lp_runtime.distributed.store import cannot_join, connect, wait_for_all
 from lp_runtime.distributed.transport import Transport
@@ -31,7 +32,7 @@ else:
 
 log = logging.getLogger(__name__)
 
-REFUSAL = "!"  # before the reason why rank 0 has chosen no segment
+REFUSAL = "!"  # before the reason why a replica cannot share memory
 
 
 @contextmanager
@@ -66,17 +67,25 @@ class GroupOptions:
     Attributes:
         timeout: Seconds within which all replicas must have joined.
         step_timeout: Seconds after which a peer that does not answer is an error; None for `timeout`.
-        backend: "shared", "nccl", "gloo", or "auto": shared memory on one machine, else NCCL on GPUs and gloo on CPUs.
+        backend: "shared", "nccl", "gloo", or "auto": shared memory inside a machine, and gloo between machines; where
+            each replica has a machine of its own, NCCL on GPUs and gloo on CPUs.
         interface: Network interface to exchange over; None for the backend's own choice.
+        machine: Name that the replicas of this machine have in common; None for what the system says.
     """
 
     timeout: float
     step_timeout: float | None = None
     backend: str = "auto"
     interface: str | None = None
+    machine: str | None = None
+
+    @property
+    def may_share(self) -> bool:
+        """Whether replicas of one machine exchange over shared memory, if they can."""
+        return self.backend in ("auto", "shared")
 
     def shares_memory(self, num_replicas: int) -> bool:
-        """Whether replicas that are all on this machine exchange over shared memory. That they cannot is logged.
+        """Whether replicas that are all on this machine exchange over shared memory.
 
         Args:
             num_replicas: R.
@@ -84,14 +93,10 @@ class GroupOptions:
         Raises:
             LaunchError: if they must and cannot.
         """
-        if self.backend not in ("auto", "shared") or (self.backend == "auto" and self.interface is not None):
-            return False
-        reason = why_unavailable(num_replicas)
+        reason = why_unavailable(num_replicas) if self.may_share else None
         if reason is not None and self.backend == "shared":
             raise LaunchError(f"launcher.backend=shared: {reason}")
-        if reason is not None:
-            log.warning("launcher.backend=auto: memory cannot be shared (%s); going on without", reason)
-        return reason is None
+        return self.may_share and reason is None
 
 
 def never_abandoned() -> bool:
@@ -128,7 +133,7 @@ def process_group(
         yield Group.alone(device if options.backend in ("nccl", "auto") else CPU)
         return
     if context.segment:
-        transport: Transport = _share(context.segment, context, options, is_abandoned)
+        transport: Transport = _share(context.segment, context.rank, context.num_replicas, options, is_abandoned)
     else:
         transport = _meet(context, device, options, store, is_abandoned)
     try:
@@ -138,13 +143,11 @@ def process_group(
 
 
 def _share(
-    segment: str, context: ReplicaContext, options: GroupOptions, is_abandoned: Callable[[], bool]
+    segment: str, rank: int, num_replicas: int, options: GroupOptions, is_abandoned: Callable[[], bool]
 ) -> SharedMemoryTransport:
     """Join a group over shared memory; raises LaunchError if it does not form."""
     step_timeout = options.step_timeout or options.timeout
-    return SharedMemoryTransport(
-        segment, context.rank, context.num_replicas, options.timeout, step_timeout, is_abandoned
-    )
+    return SharedMemoryTransport(segment, rank, num_replicas, options.timeout, step_timeout, is_abandoned)
 
 
 def _meet(
@@ -154,45 +157,65 @@ def _meet(
     store: Store | None,
     is_abandoned: Callable[[], bool],
 ) -> Transport:
-    """Meet the other replicas in a store, agree with them on a transport, and join the group over it.
+    """Meet the other replicas in a store, find out who is on which machine, and join the group.
 
     Raises:
         LaunchError: If the group does not form in time.
     """
-    if options.backend == "shared" and not context.is_one_machine:
-        raise LaunchError("launcher.backend=shared: the replicas are on several machines")
+    rank, num_replicas = context.rank, context.num_replicas
     try:
         store = store or connect(context, options.timeout)
         group_store = PrefixStore(_join(context, store, options.timeout, is_abandoned), store)
-        segment = _agreed_segment(context, options, group_store) if context.is_one_machine else ""
-        if segment:
-            return _share(segment, context, options, is_abandoned)
-        return _connect_process_group(context, device, options, group_store, is_abandoned)
+        machines = _machines(context, options, group_store) if options.may_share else list(range(num_replicas))
+        num_machines = len(set(machines))
+        if num_machines == num_replicas:
+            return _connect(rank, num_replicas, device, options, group_store, is_abandoned)
+        if rank == 0:
+            group_store.set("segment", new_segment_name())
+        segment = group_store.get("segment").decode()
+        if num_machines == 1:
+            return _share(segment, rank, num_replicas, options, is_abandoned)
+        here = [each for each, machine in enumerate(machines) if machine == machines[rank]]
+        local = None
+        if len(here) > 1:
+            local = _share(f"{segment}-{here[0]}", here.index(rank), len(here), options, is_abandoned)
+        leaders = None
+        if rank == here[0]:
+            leaders = _connect(machines[rank], num_machines, CPU, options, group_store, is_abandoned)
+        return MachinesTransport(rank, machines, local, leaders)
     except (RuntimeError, ValueError) as error:
         raise cannot_join(context, error) from error
 
 
-def _agreed_segment(context: ReplicaContext, options: GroupOptions, store: Store) -> str:
-    """Return the name of the segment that rank 0 has chosen for a group on this machine; empty for none.
+def _machines(context: ReplicaContext, options: GroupOptions, store: Store) -> list[int]:
+    """Agree with the other replicas on who can share memory with whom.
 
     Args:
         context: Rank of this replica, and number of replicas.
-        options: Backend and network interface.
+        options: Whether memory must be shared.
         store: The group's own.
 
+    Returns:
+        Number of each rank's machine, 0, 1 ... as they first appear. One that cannot share memory counts as a machine.
+
     Raises:
-        LaunchError: If memory must be shared and cannot.
+        LaunchError: If all must share memory and cannot.
     """
-    if context.rank == 0:
-        try:
-            choice = new_segment_name() if options.shares_memory(context.num_replicas) else ""
-        except LaunchError as error:
-            choice = f"{REFUSAL}{error}"
-        store.set("segment", choice)
-    choice = store.get("segment").decode()
-    if choice.startswith(REFUSAL):
-        raise LaunchError(choice.removeprefix(REFUSAL))
-    return choice
+    reason = why_unavailable(context.num_replicas)
+    mine = f"{REFUSAL}{reason}" if reason else options.machine or this_machine()
+    store.set(f"machine/{context.rank}", mine)
+    names = [store.get(f"machine/{rank}").decode() for rank in range(context.num_replicas)]
+    refusals = [name.removeprefix(REFUSAL) for name in names if name.startswith(REFUSAL)]
+    if options.backend == "shared":
+        for refusal in refusals:
+            raise LaunchError(f"launcher.backend=shared: {refusal}")
+        if len(set(names)) > 1:
+            raise LaunchError(f"launcher.backend=shared: the replicas are on {len(set(names))} machines")
+    if refusals and context.rank == 0:
+        log.warning("launcher.backend=auto: memory cannot be shared (%s); going on over the network", refusals[0])
+    unique = [f"{rank} {name}" if name.startswith(REFUSAL) else name for rank, name in enumerate(names)]
+    order = list(dict.fromkeys(unique))
+    return [order.index(name) for name in unique]
 
 
 def new_segment_name() -> str:
@@ -200,22 +223,32 @@ def new_segment_name() -> str:
     return f"lp_runtime-{secrets.token_hex(8)}"
 
 
-def _connect_process_group(
-    context: ReplicaContext,
+def _connect(
+    rank: int,
+    size: int,
     device: torch.device,
     options: GroupOptions,
     store: Store,
     is_abandoned: Callable[[], bool],
 ) -> CollectiveTransport:
-    """Form a process group of torch.distributed, in a store that is the group's own."""
+    """Form a process group of torch.distributed.
+
+    Args:
+        rank: This process's place in it.
+        size: Number of its processes.
+        device: On which tensors are; decides between NCCL and gloo where the options do not.
+        options: Timeouts, backend and network interface.
+        store: The group's own.
+        is_abandoned: True ends the wait for the others.
+    """
     backend = "nccl" if options.backend == "nccl" or (options.backend == "auto" and device.type == "cuda") else "gloo"
     step_timeout = options.step_timeout or options.timeout
     with _settings(options.interface):
         dist.init_process_group(
             backend,
             store=store,
-            rank=context.rank,
-            world_size=context.num_replicas,
+            rank=rank,
+            world_size=size,
             timeout=timedelta(seconds=step_timeout),
             device_id=device if backend == "nccl" else None,  # NCCL connects at once
         )
@@ -223,8 +256,8 @@ def _connect_process_group(
     # a replica that never gets that far, shows in the exchange.
     store.add("formed", 1)
     with contextlib.suppress(RuntimeError, ValueError):
-        wait_for_all(store, "formed", context.num_replicas, options.timeout, is_abandoned)
-    return CollectiveTransport(backend, context.rank, device, step_timeout, store)
+        wait_for_all(store, "formed", size, options.timeout, is_abandoned)
+    return CollectiveTransport(backend, rank, device, step_timeout, store)
 
 
 def _group_name(context: ReplicaContext) -> str:

@@ -19,28 +19,42 @@ import numpy as np
 import torch
 
 from lp_runtime.distributed.partition import Shares
+from lp_runtime.engine.output import Logprob
 from lp_runtime.engine.step import Step
 from lp_runtime.lookahead.drafters.base import Drafter, VerificationResult
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.state import DecodingState, Proposal
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model.step_inputs import StepLogits
-from lp_runtime.sampling.sampler import Sampler
+from lp_runtime.sampling.sampler import Sampler, Scores
+from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.sizing.budget import StepBudget
 
 
-class Samples(NamedTuple):
+class Samples:
     """What one replica has sampled in a step.
 
-    Attributes:
+    Args:
         values: [n, width] int64, packed for the exchange, of the nodes that this replica owns.
-        logits: [n, V] float32, the model's.
-        scores: [n, V] float32, the processed logits that the successors were chosen from.
+        found: what the forward pass found of these nodes.
+        scores: returns the [n, V] float32 processed logits that the successors were chosen from.
+
+    Attributes:
+        values: as given.
     """
 
-    values: torch.Tensor
-    logits: torch.Tensor
-    scores: torch.Tensor
+    def __init__(self, values: torch.Tensor, found: StepLogits, scores: Scores):
+        self.values = values
+        self._found, self._scores = found, scores
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[n, V] float32, the model's logits; read before the next pass."""
+        return self._found.logits
+
+    @functools.cached_property
+    def scores(self) -> torch.Tensor:
+        """[n, V] float32, the processed logits that the successors were chosen from; read before the next pass."""
+        return self._scores()
 
 
 class Verified(NamedTuple):
@@ -49,10 +63,12 @@ class Verified(NamedTuple):
     Attributes:
         result: successors and top-k candidates of the tree's nodes.
         logprobs: [T] the model's log-probability of each node's successor, -1.0 before the root; None if not asked for.
+        packed: [T, width] int64 what travelled of each node; `Decoder.logprobs_behind` reads more of it.
     """
 
     result: VerificationResult
     logprobs: list[float] | None
+    packed: np.ndarray
 
 
 class Committed(NamedTuple):
@@ -134,15 +150,15 @@ class Decoder:
             found: logits of the nodes that it owns, and what the forward pass has sampled already.
         """
         owned = step.shares[rank].owned
-        logits = found.logits[: len(owned)]
+        found = found.first(len(owned))
         tree, tokens = step.tree, self.state.tokens
         if self.sampler.is_ordered and len(owned):
             values, scores = self.sampler.sample_in_order(
-                logits, tree, owned, tokens, step.has_top_k, functools.partial(self._may_follow, tree)
+                found, tree, owned, tokens, step.has_top_k, functools.partial(self._may_follow, tree)
             )
         else:
-            values, scores = self.sampler.sample(logits, tree, owned, tokens, step.has_top_k, found.presampled)
-        return Samples(values, logits, scores)
+            values, scores = self.sampler.sample(found, tree, owned, tokens, step.has_top_k)
+        return Samples(values, found, scores)
 
     def _may_follow(self, tree: TokenTree, node: int) -> bool:
         """Whether the accepted path may go on to a node: not behind the end of the sequence."""
@@ -160,7 +176,16 @@ class Decoder:
         root = step.tree.root
         successors, logprobs, top_k = self.sampler.unpack(values[root:], step.has_top_k)
         logprobs = None if logprobs is None else [-1.0] * root + logprobs
-        return Verified(VerificationResult.from_root(root, successors, top_k), logprobs)
+        return Verified(VerificationResult.from_root(root, successors, top_k), logprobs, values)
+
+    def logprobs_behind(self, verified: Verified, nodes: Sequence[int]) -> list[float] | None:
+        """Return the log-probability of the successor of each of some nodes, a Logprob where the likeliest tokens are
+        asked for, too; None if log-probabilities are not asked for."""
+        if verified.logprobs is None:
+            return None
+        values = [verified.logprobs[node] for node in nodes]
+        top = self.sampler.unpack_top_logprobs(verified.packed[nodes])
+        return values if top is None else [Logprob(value, each) for value, each in zip(values, top, strict=True)]
 
     def accepted_nodes(self, step: Step, verified: Verified) -> list[int]:
         """Return the nodes that a step's accepted tokens follow, from the root on."""

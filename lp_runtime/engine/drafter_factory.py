@@ -52,5 +52,5 @@ def make_drafter(
         settings.window_seed,
         only_guesses=settings.acceptance == "guesses",
         samples=noise_key is not None,
-        budget=settings.budget,
+        budget=min(settings.budget or max_nodes, max_nodes),
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from lp_runtime.config.lookahead import MAX_TREE_NODES, LookaheadConfig
+from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.distributed.exchange import Exchange, Outcome, compile_exchange
 from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.partition import compile_partition
@@ -29,6 +29,7 @@ from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import SamplerSpec, make_sampler_spec
 from lp_runtime.engine.sequence import MakeExchange, Observer, Sequence, capacity_of
 from lp_runtime.engine.step import Step
+from lp_runtime.engine.step_limit import step_limit
 from lp_runtime.errors import LookaheadError
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import compile_kernels
@@ -99,8 +100,8 @@ class Engine:
             compile_kernels()
             if settings.is_auto:
                 self._calibration.max_step_tokens()
-            if settings.prior == "vocabulary":
-                self._calibration.vocabulary()
+            if settings.has_vocabulary_prior:
+                self._calibration.prepare_vocabulary()
             pool = self._draft_pool
             pool.release(pool.acquire(settings.draft_tables != "request", settings.draft_tables_bytes))
 
@@ -115,20 +116,16 @@ class Engine:
             stop: a condition beyond the request's own, see DecodingState; None for none.
         """
         settings, num_replicas = request.lookahead, 1 if spec.processors.are_ordered else self._group.size
-        limit = settings.budget
-        if settings.is_auto:
-            limit = min(filter(None, (limit, self._calibration.max_step_tokens())))
+        limit = step_limit(settings, self._calibration)
         vocabulary, pool, tables = self._calibration.vocabulary, self._draft_pool, None
         if settings.drafter == "full":
             tables = pool.acquire(settings.draft_tables != "request", settings.draft_tables_bytes)
         try:
-            drafter = make_drafter(
-                settings, spec.noise_key, num_replicas * (limit or MAX_TREE_NODES), tables, vocabulary
-            )
+            drafter = make_drafter(settings, spec.noise_key, num_replicas * limit, tables, vocabulary)
             num_nodes = drafter.max_nodes + drafter.max_committed
             is_auto, calibration = settings.is_auto, self._calibration
             times = calibration.times(num_nodes)[:num_replicas] if is_auto else assumed_times(num_replicas, num_nodes)
-            sampling = repr((request.sampling, request.sample, request.stop, request.logprobs))
+            sampling = repr((request.sampling, request.sample, request.stop, request.logprobs, request.top_logprobs))
             rules = DecodingRules(request.max_new_tokens, request.eos_token_ids, repr(settings), sampling)
             kind = (settings.is_auto, spec.noise is None, num_replicas)
             learned = self._learned.setdefault(kind, LearnedCosts.initial(num_replicas))

@@ -8,6 +8,31 @@ from lp_runtime.engine.step_timer import StepTimes
 from lp_runtime.lookahead.drafters.base import Counts
 from lp_runtime.lookahead.drafters.paper.pool import PoolStatistics
 
+TopLogprobs = tuple[tuple[int, float], ...]  # (token id, log-probability) of the likeliest tokens, likeliest first
+
+
+class Logprob(float):
+    """A token's log-probability, and what was asked for beside it.
+
+    Args:
+        value: the log-probability.
+        top: the likeliest tokens at its place.
+        prompt: of the first new token, the log-probabilities of the prompt's tokens but the first; else empty.
+
+    Attributes:
+        top: see Args.
+        prompt: see Args.
+    """
+
+    top: TopLogprobs
+    prompt: tuple[Logprob, ...]
+
+    def __new__(cls, value: float, top: TopLogprobs = (), prompt: tuple[Logprob, ...] = ()) -> Logprob:
+        """Return a float that carries `top` and `prompt`."""
+        self = super().__new__(cls, value)
+        self.top, self.prompt = top, prompt
+        return self
+
 
 @dataclass(frozen=True)
 class StepOutput:
@@ -15,7 +40,8 @@ class StepOutput:
 
     Attributes:
         token_ids: the committed tokens, at least one.
-        logprobs: the model's log-probability of each; None if the request does not ask for them.
+        logprobs: the model's log-probability of each, a Logprob where more is asked for; None if the request does not
+            ask for them.
         found_by: rank of the replica that has verified each; None if the request does not ask for a trace.
     """
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,14 +22,16 @@ from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.process_group import GroupOptions, process_group
 from lp_runtime.distributed.store import address_of
+from lp_runtime.engine.background_prior import BackgroundPrior
 from lp_runtime.engine.batch import Arrival, never_cancel
-from lp_runtime.engine.calibration import Calibration, Measured, measure_steps
+from lp_runtime.engine.calibration import Calibration, Measured
 from lp_runtime.engine.draft_store import DraftStore
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.output import Event, Report
 from lp_runtime.engine.profiler import check_folder, profiled
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import make_sampler_spec
+from lp_runtime.engine.step_meter import measure_steps
 from lp_runtime.errors import ConfigError, LookaheadError, ModelError
 from lp_runtime.model.cuda_graph import can_capture
 from lp_runtime.model.kv_cache.capacity import capacity_in_tokens, num_sharing
@@ -41,6 +43,7 @@ from lp_runtime.model.self_check import check_model
 from lp_runtime.model.tokenizer import StopStrings
 from lp_runtime.model.types import CausalLM
 from lp_runtime.sampling.hf_settings import defaults_of
+from lp_runtime.utils.progress import Progress
 
 log = logging.getLogger(__name__)
 
@@ -82,11 +85,13 @@ class LoadedModel:
         model: runs it.
         info: what a driver must know of it.
         known: what was measured; filled in when it is.
+        progress: of this replica's start.
     """
 
     model: ModelRunner
     info: ReplicaInfo
     known: Measured
+    progress: Progress = field(default_factory=lambda: Progress(is_shown=False))
 
 
 class Replica:
@@ -111,18 +116,26 @@ class Replica:
         self._profile_dir = config.profile_dir if config.profile else None
         self._draft_store = DraftStore.of(config.lookahead, model.vocabulary_size)
         self._draft_tables = self._draft_store.load(group) if self._draft_store else None
-        calibration = Calibration(model, group, config.cache_dir, loaded.known)
+        calibration = Calibration(model, group, config.cache_dir, loaded.known, is_gradual=True)
         self._engine = Engine(model, group, calibration, self._draft_tables, times_are_late)
+        is_restarted = loaded.known.is_started
+        loaded.progress.begin("measuring steps, and asking the model about its vocabulary")
         self._engine.prepare(config.lookahead)
+        self._background = BackgroundPrior(calibration, group, config.lookahead, after_use=is_restarted)
+
+    def close(self) -> None:
+        """End what the replica does between requests."""
+        self._background.close()
 
     def decode(self, request: Request, should_cancel: Callable[[], bool] = never_cancel) -> Iterator[Event]:
         """Decode one request, in concert with the other replicas of the group; see Engine.run."""
         events = self._engine.run(request, stop=self._stop(request), should_cancel=should_cancel)
         if self._profile_dir is not None:
             events = profiled(events, self._profile_dir, self.group.rank, self._device)
-        for event in events:
-            self._note(event, request)
-            yield event
+        with self._background.paused():
+            for event in events:
+                self._note(event, request)
+                yield event
 
     @property
     def supports_batching(self) -> bool:
@@ -147,10 +160,11 @@ class Replica:
                 requests[key] = request  # until it has ended
                 yield Arrival(key, request, self._stop(request), should_cancel)
 
-        for key, event in self._engine.run_batch(arrived):
-            is_end = isinstance(event, Report | LookaheadError)
-            self._note(event, requests.pop(key) if is_end else requests[key])
-            yield key, event
+        with self._background.paused():
+            for key, event in self._engine.run_batch(arrived):
+                is_end = isinstance(event, Report | LookaheadError)
+                self._note(event, requests.pop(key) if is_end else requests[key])
+                yield key, event
 
     def _stop(self, request: Request) -> StopStrings | None:
         return StopStrings(self._tokenizer, request.stop) if request.stop else None
@@ -195,7 +209,8 @@ def load_replica(
         torch.cuda.set_device(device)
     elif owns_process:  # replicas that share a machine share its cores
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local))
-    model, self_check = ready_model(config, device)
+    progress = Progress(config.show_progress and device_index == 0)  # each of a machine's replicas does the same
+    model, self_check = ready_model(config, device, progress)
     any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0))
     make_sampler_spec(model, any_request)  # refuses model defaults that cannot be kept
     info = ReplicaInfo(
@@ -212,7 +227,7 @@ def load_replica(
     # Compiling takes minutes, on one replica longer than on another. It must end before the replicas meet: afterwards
     # nobody waits longer than failure.timeout for a peer.
     is_compiled = model.graphs is not None and model.graphs.compiled
-    return LoadedModel(model, info, Measured(steps=measure_steps(model) if is_compiled else None))
+    return LoadedModel(model, info, Measured(steps=measure_steps(model) if is_compiled else None), progress)
 
 
 @contextmanager
@@ -252,7 +267,8 @@ def join_group(
         capacities, are_late = gather_rows(np.array([capacity, loaded.model.timer is not None]), group).T
         smallest = int(capacities.min())
         info = replace(info, capacity=None if smallest == UNLIMITED_TOKENS else smallest)
-        yield Replica(config, replace(loaded, info=info), group, bool(are_late.any()))
+        with closing(Replica(config, replace(loaded, info=info), group, bool(are_late.any()))) as replica:
+            yield replica
 
 
 @contextmanager
@@ -267,7 +283,9 @@ def start_replica(config: RuntimeConfig, context: ReplicaContext) -> Iterator[Re
         yield replica
 
 
-def ready_model(config: RuntimeConfig, device: torch.device) -> tuple[ModelRunner, float]:
+def ready_model(
+    config: RuntimeConfig, device: torch.device, progress: Progress | None = None
+) -> tuple[ModelRunner, float]:
     """Load a model and check it.
 
     Returns:
@@ -276,10 +294,14 @@ def ready_model(config: RuntimeConfig, device: torch.device) -> tuple[ModelRunne
     Raises:
         ModelError: if it cannot be loaded, or failed.
     """
-    return prepare_model(load_model(config.model, device, config.dtype), config, device)
+    progress = progress or Progress(is_shown=False)
+    progress.begin(f"loading {config.model.location} on {device}")
+    return prepare_model(load_model(config.model, device, config.dtype), config, device, progress)
 
 
-def prepare_model(loaded: CausalLM, config: RuntimeConfig, device: torch.device) -> tuple[ModelRunner, float]:
+def prepare_model(
+    loaded: CausalLM, config: RuntimeConfig, device: torch.device, progress: Progress | None = None
+) -> tuple[ModelRunner, float]:
     """Fuse, pack and check a Hugging Face causal LM that is on its device already.
 
     Returns:
@@ -289,7 +311,10 @@ def prepare_model(loaded: CausalLM, config: RuntimeConfig, device: torch.device)
         ModelError: if the model failed the self-check.
     """
     strict_tokens = config.strict_tokens if config.exactness == "strict" else None
+    progress = progress or Progress(is_shown=False)
+    progress.begin("fusing and packing layers")
     changes = _optimize(loaded, config, device)
+    progress.begin("checking trees against plain forward passes")
     model = ModelRunner(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True)
     if config.compile != "off" and strict_tokens is None and can_capture(loaded):
         model.enable_graphs(capture=True, compiled=config.compile == "full")

@@ -23,6 +23,8 @@ class Request:
         stop: strings; decoding stops after the first that the new text contains.
         max_time: seconds after which to stop, at the end of a step; None for no limit.
         logprobs: whether to report the log-probability of each new token.
+        top_logprobs: how many of the likeliest tokens are reported with each log-probability.
+        prompt_logprobs: whether log-probabilities of the prompt's tokens are reported with that of the first new token.
         processors: logits processors of the caller's own, run after transformers' processors and before its warpers.
         trace: whether to report which replica has verified each token.
         committed: new tokens that an earlier attempt at the request has committed; decoding goes on behind them, and
@@ -38,6 +40,8 @@ class Request:
     stop: tuple[str, ...] = ()
     max_time: float | None = None
     logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
     processors: tuple[LogitsProcessor, ...] = ()
     trace: bool = False
     committed: tuple[int, ...] = ()

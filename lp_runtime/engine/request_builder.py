@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, TypeVar
 
+from lp_runtime.config.checks import require_int
 from lp_runtime.config.lookahead import LookaheadConfig, check_exactness
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import DEFAULT_MAX_NEW_TOKENS, RuntimeConfig, check_limits
@@ -21,6 +22,7 @@ from lp_runtime.sampling.processors import check_processors
 from lp_runtime.sampling.types import LogitsProcessor
 
 Config = TypeVar("Config")
+MAX_TOP_LOGPROBS = 20  # as in the OpenAI API
 SEED_BITS = 32  # of a seed that is chosen here: short enough to type
 
 
@@ -35,6 +37,10 @@ class RequestOptions(TypedDict, total=False):
     stop: strings; decoding ends after the first that the new text contains. Default: the model's stop_strings.
     max_time: seconds after which to stop, at the end of a step. Default: the model's.
     logprobs: whether to report the log-probability of each new token. Default False.
+    top_logprobs: how many of the likeliest tokens to report with each log-probability, 0 to 20: in the `top` of each of
+        a generation's `logprobs`. Default 0.
+    prompt_logprobs: whether to report log-probabilities of the prompt's tokens, too: in the `prompt` of the first of a
+        generation's `logprobs`. Default False.
     trace: whether to report which replica has verified each new token. Default False.
     processors: transformers LogitsProcessors, which must pickle; each request has a copy. One that does not set
         prefix_only = True is called once a new token, in order, on one replica. Default: none.
@@ -48,6 +54,8 @@ class RequestOptions(TypedDict, total=False):
     stop: Sequence[str] | None
     max_time: float | None
     logprobs: bool
+    top_logprobs: int
+    prompt_logprobs: bool
     trace: bool
     processors: Sequence[LogitsProcessor]
 
@@ -79,6 +87,8 @@ class RequestBuilder:
         stop: Sequence[str] | None = None,
         max_time: float | None = None,
         logprobs: bool = False,
+        top_logprobs: int = 0,
+        prompt_logprobs: bool = False,
         trace: bool = False,
         processors: Sequence[LogitsProcessor] = (),
     ) -> Request:
@@ -95,6 +105,8 @@ class RequestBuilder:
             stop: strings to stop after; None for the model's.
             max_time: seconds after which to stop; None for the model's.
             logprobs: whether to report log-probabilities.
+            top_logprobs: how many of the likeliest tokens to report with each log-probability.
+            prompt_logprobs: whether to report log-probabilities of the prompt's tokens, too.
             trace: whether to report which replica has verified each token.
             processors: logits processors of the caller's own.
 
@@ -110,6 +122,9 @@ class RequestBuilder:
         self._check_processors(processors)
         if isinstance(sample, bool) or not isinstance(sample, int) or not 0 <= sample <= MAX_SAMPLE:
             raise ConfigError(f"sample={sample}: must be 0 to 2**32 - 1")
+        _check_logprobs(logprobs, top_logprobs, prompt_logprobs)
+        if prompt_logprobs and self._config.exactness == "strict":  # the prompt is fed as trees are, not as prompts are
+            raise ConfigError("prompt_logprobs: not with exactness=strict")
         sampling = self._with_seed(_typed("sampling", sampling, SamplingConfig) or self._config.sampling)
         lookahead = self._lookahead(lookahead)
         ids = self._encode(prompt, messages)
@@ -127,6 +142,8 @@ class RequestBuilder:
             stop=tuple(stop),
             max_time=max_time,
             logprobs=logprobs,
+            top_logprobs=min(top_logprobs, self._info.vocabulary_size),
+            prompt_logprobs=prompt_logprobs,
             trace=trace,
             processors=tuple(processors),
         )
@@ -213,6 +230,20 @@ class RequestBuilder:
             for token in tokens:
                 if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
                     raise RequestError(f"token id {token!r} {where}: must be an integer 0 to {size - 1}")
+
+
+def _check_logprobs(logprobs: bool, top_logprobs: int, prompt_logprobs: bool) -> None:
+    """Refuse more log-probabilities than are there, and details of log-probabilities that are not asked for.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    require_int("top_logprobs", top_logprobs, 0)
+    if top_logprobs > MAX_TOP_LOGPROBS:
+        raise ConfigError(f"top_logprobs={top_logprobs}: must be at most {MAX_TOP_LOGPROBS}")
+    if (top_logprobs or prompt_logprobs) and not logprobs:
+        name = "top_logprobs" if top_logprobs else "prompt_logprobs"
+        raise ConfigError(f"{name}: only with logprobs")
 
 
 def _typed(name: str, value: Config | None, kind: type[Config]) -> Config | None:

@@ -10,6 +10,7 @@ from lp_runtime.engine.request import Request
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sampling.gumbel import GumbelNoise
 from lp_runtime.sampling.hf_settings import build_processors
+from lp_runtime.sampling.penalties import penalties_of
 from lp_runtime.sampling.processors import TreeProcessors, is_ordered
 from lp_runtime.sampling.sampler import Sampler
 from lp_runtime.sampling.types import LogitsProcessor
@@ -25,11 +26,13 @@ class SamplerSpec:
         processors: logits processors of the request.
         noise: Gumbel noise of the sample; None for greedy decoding.
         with_logprobs: whether log-probabilities travel in the exchange.
+        num_top_logprobs: how many of a node's likeliest tokens travel with their log-probabilities.
     """
 
     processors: TreeProcessors
     noise: GumbelNoise | None
     with_logprobs: bool = False
+    num_top_logprobs: int = 0
 
     @property
     def noise_key(self) -> tuple[int, int] | None:
@@ -38,7 +41,7 @@ class SamplerSpec:
 
     def build(self, num_top_k: int) -> Sampler:
         """Return a sampler that reports `num_top_k` likeliest tokens of every node."""
-        return Sampler(self.processors, self.noise, self.with_logprobs, num_top_k)
+        return Sampler(self.processors, self.noise, self.with_logprobs, num_top_k, self.num_top_logprobs)
 
 
 def make_sampler_spec(model: ModelRunner, request: Request, plain_kinds: set[Hashable] | None = None) -> SamplerSpec:
@@ -58,9 +61,10 @@ def make_sampler_spec(model: ModelRunner, request: Request, plain_kinds: set[Has
     kind = None if request.processors else repr((replace(sampling, seed=None), length, sorted(ends), defaults))
     processors: Sequence[LogitsProcessor] = ()
     if plain_kinds is None or kind not in plain_kinds:
-        own = request.processors
+        own: Sequence[LogitsProcessor] = request.processors
         if any(map(is_ordered, own)):  # what they keep is one attempt's: another one begins anew
             own = copy.deepcopy(own)
+        own = (*penalties_of(sampling, len(request.prompt_ids)), *own)
         processors = build_processors(model.model, request.prompt_ids, sampling, length, ends, own)
         if plain_kinds is not None and kind is not None and not processors and len(plain_kinds) < MAX_PLAIN_KINDS:
             plain_kinds.add(kind)
@@ -68,4 +72,5 @@ def make_sampler_spec(model: ModelRunner, request: Request, plain_kinds: set[Has
     if sampling.draws(defaults):
         assert sampling.seed is not None, "a request that samples has a seed"
         noise = GumbelNoise(sampling.seed, request.sample, model.vocabulary_size, model.device)
-    return SamplerSpec(TreeProcessors(processors, model.device, reports=True), noise, request.logprobs)
+    tree_processors = TreeProcessors(processors, model.device, reports=True)
+    return SamplerSpec(tree_processors, noise, request.logprobs, request.top_logprobs)

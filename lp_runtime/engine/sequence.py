@@ -18,6 +18,7 @@ from lp_runtime.distributed.exchange import Exchange, Outcome
 from lp_runtime.distributed.group import Group
 from lp_runtime.engine.decoder import Committed, Decoder, Samples, Verified
 from lp_runtime.engine.output import Report, StepOutput
+from lp_runtime.engine.prompt_scorer import SCORED_TOKENS, PromptScorer
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.step import Step
 from lp_runtime.engine.step_timer import StepTimer, StepTimes
@@ -148,8 +149,12 @@ class Sequence:
         model, prompt = self._model, self._request.prompt_ids
         model.begin(self.slot, self.capacity)
         step = self.decoder.propose_prefill()
-        chunks = model.prefill_in_chunks(self.slot, prompt)
-        for num_left in range(len(prompt) - model.prefill_chunk, 0, -model.prefill_chunk):
+        scorer: PromptScorer | None = None
+        chunks, chunk_tokens = model.prefill_in_chunks(self.slot, prompt), model.prefill_chunk
+        if self._request.prompt_logprobs:
+            scorer = PromptScorer(model, self.slot, prompt, self._request.top_logprobs)
+            chunks, chunk_tokens = scorer.prefill_in_chunks(), SCORED_TOKENS
+        for num_left in range(len(prompt) - chunk_tokens, 0, -chunk_tokens):
             next(chunks)
             yield
             if self._agree_to_cancel(step, num_left):
@@ -161,7 +166,8 @@ class Sequence:
         verified = self.decoder.verify(step, outcome.values)
         if self._observe:
             self._observe([0], step, self._group.rank, samples)
-        return self._output(step, verified, self.decoder.advance_prefill(step, verified), outcome.control)
+        output = self._output(step, verified, self.decoder.advance_prefill(step, verified), outcome.control)
+        return output if scorer is None else scorer.attach(output)
 
     def _agree_to_cancel(self, step: Step, num_left: int) -> bool:
         """Whether any replica is to cancel, with so many tokens of the prompt left; equal on all replicas."""
@@ -237,7 +243,7 @@ class Sequence:
         """Return what a step committed, as the request wants to be told."""
         self._ended_by = control
         token_ids, nodes = committed
-        logprobs = None if verified.logprobs is None else [verified.logprobs[node] for node in nodes]
+        logprobs = self.decoder.logprobs_behind(verified, nodes)
         found_by = step.shares.owner[nodes].tolist() if self._request.trace else None
         return StepOutput(token_ids, logprobs, found_by)
 

@@ -267,11 +267,23 @@ class OutputFile:
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise LookaheadError(f"output={self._path}: writing failed: {error.strerror or error}") from error
+            raise self._write_failure(error) from error
 
     def __enter__(self) -> OutputFile:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        """Close the file; what the disk refuses is told once, by the error that ends the block if there is one.
+
+        Raises:
+            LookaheadError: the disk refuses the rest of the file.
+        """
         assert self._file is not None  # `resume` has opened it
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:  # what `write` could not write is tried again
+            if kind is None:
+                raise self._write_failure(error) from error
+
+    def _write_failure(self, error: OSError) -> LookaheadError:
+        return LookaheadError(f"output={self._path}: writing failed: {error.strerror or error}")

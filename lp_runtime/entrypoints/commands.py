@@ -14,7 +14,7 @@ from lp_runtime.entrypoints.chat import chat, check_chat
 from lp_runtime.entrypoints.generate import generate_one
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.server.ray_serve import serve_on_ray
-from lp_runtime.server.serve import check_serve, serve
+from lp_runtime.server.serve import check_serve, open_port, serve
 from lp_runtime.utils.prompt_file import parse_ids, read_prompts
 
 Work = Callable[[LookaheadRuntime], None]
@@ -30,12 +30,12 @@ def run_command(config: RuntimeConfig, is_leader: bool) -> None:
     Raises:
         LookaheadError: bad input, or a failure while working.
     """
+    if isinstance(config, ServeConfig) and config.server == "ray_serve":
+        check_serve(config)
+        serve_on_ray(config)  # the Serve replica has the runtime
+        return
     # Rank 0 refuses bad input before replicas start; its end ends the other ranks.
     work = _prepare(config) if is_leader else None
-    if isinstance(config, ServeConfig) and config.server == "ray_serve":
-        if work is not None:
-            serve_on_ray(config)  # the Serve replica has the runtime
-        return
     with LookaheadRuntime.from_config(config) as runtime:
         if work is not None:
             work(runtime)  # the other ranks decode for rank 0 as they leave the block
@@ -74,7 +74,7 @@ def _prepare_chat(config: ChatConfig) -> Work:
 def _prepare_serve(config: ServeConfig) -> Work:
     """Refuse bad input; return the work of lp-serve."""
     check_serve(config)
-    return partial(serve, config=config)
+    return partial(serve, config=config, starting=open_port(config))
 
 
 def _prepare_bench(config: BenchConfig) -> Work:

@@ -67,7 +67,7 @@ class GraphPass:
         host: the block in pinned host memory.
         inputs: the block on the device.
         replay: launches the captured graph; None before the capture.
-        logits: [B, V]; None before the first run.
+        logits: [B, V] of the wanted rows, in the model's dtype; None before the first run.
         presampled: [B, width] what greedy sampling picks from the wanted rows, packed as sampling/sampler.py says; None
             without Triton.
     """
@@ -155,12 +155,20 @@ class CudaGraphRunner:
             sequence and a step need.
         capture: whether a CUDA graph of each size is captured at its first use; else every pass runs eagerly.
         compiled: whether torch.compile compiles the model, once a size.
+        keeps_logits: whether the model takes `logits_to_keep`, and computes the logits of the wanted rows alone.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: TreeCache, capture: bool, compiled: bool = False):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: TreeCache,
+        capture: bool,
+        compiled: bool = False,
+        keeps_logits: bool = False,
+    ):
         compile_cuda_graph_inputs()
         self._model = torch.compile(model, dynamic=False) if compiled else model
-        self._compiled = compiled
+        self._compiled, self._keeps_logits = compiled, keeps_logits
         self._device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
         self._cache = cache
@@ -176,8 +184,8 @@ class CudaGraphRunner:
         """Feed a share of a tree, of SIZES[-1] tokens at most, behind the committed tokens.
 
         Returns:
-            (logits, presampled): [n, V], and [n, width], what greedy sampling picks from them, valid until the next
-            pass; None without Triton.
+            (logits, presampled): [n, V] in the model's dtype, and [n, width], what greedy sampling picks from them, or
+            None without Triton; both are valid until the next pass.
         """
         size = SIZES[bisect.bisect_left(SIZES, len(layout.tokens))]
         one = self._passes.get(size)
@@ -198,8 +206,7 @@ class CudaGraphRunner:
                 self.run_pass(one)
         assert one.logits is not None  # the pass has run
         num_rows = len(layout.rows)
-        logits = one.logits.index_select(0, one.parts()[2][:num_rows])
-        return logits, None if one.presampled is None else one.presampled[:num_rows]
+        return one.logits[:num_rows], None if one.presampled is None else one.presampled[:num_rows]
 
     def run_pass(self, one: GraphPass) -> None:
         """Run a pass; sets its `logits` and `presampled`."""
@@ -207,6 +214,7 @@ class CudaGraphRunner:
         cache_positions = length + torch.arange(one.size, device=self._device)
         # Every size of every slot is compiled by itself; beyond its limit torch runs eagerly, without saying so.
         limit = torch._dynamo.config.patch(recompile_limit=MAX_COMPILED) if self._compiled else nullcontext()
+        kept = {"logits_to_keep": wanted} if self._keeps_logits else {}
         with limit, self._cache.writing_at(cache_positions):
             output = self._model(
                 input_ids=ids[None],
@@ -215,10 +223,11 @@ class CudaGraphRunner:
                 past_key_values=self._cache,
                 use_cache=True,
                 committed=Committed(cache_positions, length, self._kernels, self._num_processors),
+                **kept,
             )
-        one.logits = output.logits[0]
+        one.logits = output.logits[0] if kept else output.logits[0].index_select(0, wanted)
         if self._kernels is not None:
-            one.presampled = sample_greedily(one.logits.index_select(0, wanted).float(), self._kernels)
+            one.presampled = sample_greedily(one.logits, self._kernels)
 
     def _capture_pass(self, one: GraphPass) -> None:
         """Run a pass, capture it, and replay it once, so that its outputs are written."""

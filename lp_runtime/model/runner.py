@@ -115,6 +115,11 @@ class ModelRunner:
         num_layers = self.model.config.get_text_config().num_hidden_layers
         slot.reset(num_layers, self.padded_capacity(capacity))
 
+    @property
+    def pass_sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens that passes of trees are padded to, ascending; empty if they are not padded."""
+        return () if self.graphs is None else SIZES
+
     def enable_graphs(self, capture: bool, compiled: bool = False) -> None:
         """Feed trees in passes of fixed sizes from now on; not with strict_tokens.
 
@@ -159,7 +164,7 @@ class ModelRunner:
             chunk = ids[start : start + self.prefill_chunk]
             positions = torch.arange(before + start, before + start + len(chunk), device=self.device)
             # The mask is the model's own causal one: nothing of a prompt is a tree.
-            logits = self._forward(chunk, positions, None, slot.cache, 1)
+            logits = self._forward(chunk, positions, None, slot.cache, 1).float()
             slot.cache.commit(len(chunk))
             slot.tokens += prompt[start : start + len(chunk)]
             slot.num_prefilled = len(slot.tokens)
@@ -205,14 +210,15 @@ class ModelRunner:
             yield
 
     @torch.inference_mode()
-    def logits_after_each(self, slot: CacheSlot, tokens: Sequence[int]) -> torch.Tensor:
-        """Return [n, V] float32 logits of n tokens, each as if it were a whole text; empties the slot."""
+    def logits_after_each(self, slot: CacheSlot, tokens: Sequence[int]) -> StepLogits:
+        """Return the logits of n tokens, each as if it were a whole text; empties the slot."""
         slot.cache.clear()
         slot.tokens = []
         ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
         positions = torch.zeros_like(ids)
         mask = self.masks.build([-1] * len(tokens), positions, 0)
-        return self._forward(ids, positions, mask, slot.cache, torch.arange(len(tokens), device=self.device))
+        rows = torch.arange(len(tokens), device=self.device)
+        return StepLogits(self._forward(ids, positions, mask, slot.cache, rows))
 
     # Trees.
 
@@ -231,7 +237,7 @@ class ModelRunner:
             output = StepLogits(self._forward_layout(slot, layout))
         else:
             logits, presampled = graphs.forward(layout)
-            output = StepLogits(logits.float(), presampled)
+            output = StepLogits(logits, presampled, is_reused=True)
         _commit(slot, tree, commit)
         return output
 
@@ -240,11 +246,11 @@ class ModelRunner:
         if self.graphs is None or num_tokens > SIZES[-1] or self.masks.hides(slot.cache.length + num_tokens):
             return None
         if slot.graphs is None:
-            slot.graphs = CudaGraphRunner(self.model, slot.cache, *self.graphs)
+            slot.graphs = CudaGraphRunner(self.model, slot.cache, *self.graphs, keeps_logits=self.keeps_logits)
         return slot.graphs
 
     def _forward_layout(self, slot: CacheSlot, layout: InputLayout) -> torch.Tensor:
-        """Return [n, V] float32 logits of the wanted rows of a share, fed in passes of any size."""
+        """Return [n, V] logits of the wanted rows of a share, fed in passes of any size."""
         if self.strict_tokens is not None:
             return self._strict_forward(slot.cache, layout, self.strict_tokens)[tensor_on(self.device, layout.rows)]
         ids, positions = tensor_on(self.device, np.stack([layout.tokens, layout.positions]))
@@ -289,7 +295,7 @@ class ModelRunner:
             torch.cuda.current_stream(self.device).synchronize()
 
     def _strict_forward(self, cache: TreeCache, layout: InputLayout, size: int) -> torch.Tensor:
-        """Return [T, V] float32 logits of all tokens, from passes of `size` tokens each, the last one filled up."""
+        """Return [T, V] logits of all tokens, from passes of `size` tokens each, the last one filled up."""
         logits = []
         for ids, positions, mask in strict_passes(layout, size, cache.length, self.masks, self.device):
             logits.append(self._forward(ids, positions, mask, cache, size, self._strict_view))
@@ -308,7 +314,7 @@ class ModelRunner:
         """Run the model, or a view of it, on [T] tokens at [T] positions.
 
         Returns:
-            [n, V] float32 logits of rows [n], or of the n last.
+            [n, V] logits of rows [n], or of the n last, in the model's dtype.
         """
         arguments: dict[str, object] = {"logits_to_keep": rows} if self.keeps_logits else {}
         if isinstance(cache, BatchedCache):
@@ -325,7 +331,7 @@ class ModelRunner:
         logits = output.logits[0]
         if not self.keeps_logits:
             logits = logits[-rows:] if isinstance(rows, int) else logits[rows]
-        return logits.float()
+        return logits
 
 
 def _commit(slot: CacheSlot, tree: TokenTree, commit: bool) -> None:

@@ -1,6 +1,6 @@
-"""What a step feeds to the model for one sequence, and what the forward pass returns.
+"""What a step feeds to the model for one sequence.
 
-Letters: T tokens fed, n nodes whose successors are wanted, V vocabulary.
+Letters: T tokens fed, n nodes whose successors are wanted.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.kv_cache.slots import CacheSlot
+from lp_runtime.sampling.step_logits import StepLogits as StepLogits  # what a forward pass returns for it
 
 
 class StepInputs(NamedTuple):
@@ -35,16 +35,3 @@ class StepInputs(NamedTuple):
         """All nodes of a tree, wanted from the root on."""
         nodes = np.arange(len(tree))
         return cls(slot, tree, nodes, nodes[tree.root :])
-
-
-class StepLogits(NamedTuple):
-    """What a forward pass found.
-
-    Attributes:
-        logits: [n, V] float32, of the wanted nodes.
-        presampled: [n, width] int64, what greedy sampling picks from `logits`, packed as sampling/sampler.py says,
-            where a captured pass has computed it; valid until the next pass. None otherwise.
-    """
-
-    logits: torch.Tensor
-    presampled: torch.Tensor | None = None

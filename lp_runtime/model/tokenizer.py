@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -10,16 +11,20 @@ from transformers import PreTrainedTokenizerBase
 from lp_runtime.errors import RequestError, first_line
 
 REPLACEMENT = "\ufffd"  # a decoder shows it for bytes that are no whole character yet
+BREAK = "\ufdd0"  # stands in text that is no special token though it reads like one; Unicode keeps it for such uses
 CONTEXT_TOKENS = 8  # decoded again before the new ones: some decoders look at what stands before
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True) -> list[int]:
+def encode(
+    tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False
+) -> list[int]:
     """Return the token ids of a prompt.
 
     Args:
         tokenizer: the model's.
         text: the prompt.
         add_special_tokens: whether special tokens are added as the model wants them.
+        split_special_tokens: whether special tokens that are written in the text are plain text.
 
     Raises:
         RequestError: if the text is no Unicode that can be encoded (lone surrogates).
@@ -28,15 +33,20 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bo
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(f"the prompt is not valid Unicode at character {error.start}: {error.reason}") from error
-    return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
+    options = {"split_special_tokens": True} if split_special_tokens else {}
+    return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False, **options).input_ids
 
 
-def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], split_special_tokens: bool = False
+) -> list[int]:
     """Return the token ids of a conversation, ready for the model's answer, by the model's chat template.
 
     Args:
         tokenizer: the model's.
         messages: each with "role" and "content".
+        split_special_tokens: whether special tokens that are written in the messages are plain text; those of the
+            template are special in any case.
 
     Raises:
         RequestError: if the model has no chat template, or the template refuses the messages.
@@ -44,11 +54,40 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[s
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError("messages: the model has no chat template; give a prompt instead")
     try:
-        conversation = cast(list[dict[str, str]], list(messages))
+        specials = _special_tokens(tokenizer) if split_special_tokens else ()
+        conversation = cast(list[dict[str, str]], [_broken(message, specials) for message in messages])
         text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs, and raise what they like
         raise RequestError(f"messages: the model's chat template refuses them: {first_line(error)}") from error
-    return encode(tokenizer, cast(str, text), add_special_tokens=False)  # the template has added them
+    if BREAK not in text:
+        return encode(tokenizer, cast(str, text), add_special_tokens=False)  # the template has added them
+    ids: list[int] = []
+    for piece in re.split(f"({'|'.join(map(re.escape, specials))})", cast(str, text)):
+        if piece in specials:
+            ids.append(cast(int, tokenizer.convert_tokens_to_ids(piece)))
+        elif piece:
+            plain = piece.replace(BREAK, "")
+            ids += encode(tokenizer, plain, add_special_tokens=False, split_special_tokens=True)
+    return ids
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the texts of a tokenizer's special tokens, the longest first."""
+    specials = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return sorted(specials, key=len, reverse=True)
+
+
+def _broken(value: Any, specials: Sequence[str]) -> Any:
+    """Return a message, or a part of one, with a BREAK inside every special token that its texts have."""
+    if isinstance(value, Mapping):
+        return {key: _broken(each, specials) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_broken(each, specials) for each in value]
+    if isinstance(value, str) and specials:
+        value = value.replace(BREAK, "")
+        for special in specials:
+            value = value.replace(special, special[:1] + BREAK + special[1:])
+    return value
 
 
 class TextStream:

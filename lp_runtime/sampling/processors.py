@@ -17,6 +17,8 @@ from transformers.generation import logits_process as library
 
 from lp_runtime.errors import ConfigError, RequestError, first_line, unforeseen_as
 from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.sampling.penalties import NewTextPenalty
+from lp_runtime.sampling.truncation import truncation_of
 from lp_runtime.sampling.types import LogitsProcessor
 from lp_runtime.utils.tensors import tensor_on
 
@@ -46,6 +48,7 @@ ROW_BY_ROW = (
     library.ForcedEOSTokenLogitsProcessor,
     library.ExponentialDecayLengthPenalty,
     library.SuppressTokensAtBeginLogitsProcessor,
+    NewTextPenalty,
 )
 # Processors that need more than one prompt's tokens and scores in a call.
 UNSUPPORTED = (library.ClassifierFreeGuidanceLogitsProcessor, library.WhisperTimeStampLogitsProcessor)
@@ -79,6 +82,7 @@ class TreeProcessors:
     Attributes:
         device: the logits' device.
         are_ordered: whether a processor must be called once a committed token, in order: by `process_next` only.
+        truncation: what the processors do, where that is no more than to scale and to cut; else None.
 
     Raises:
         ConfigError: if one of them cannot process one prompt at a time.
@@ -92,6 +96,7 @@ class TreeProcessors:
         check_processors(self._processors)
         self.are_ordered = any(map(is_ordered, self._processors))
         self._needs_prefixes = any(type(processor) not in CONTEXT_FREE for processor in self._processors)
+        self.truncation = truncation_of(self._processors)
 
     @property
     def is_empty(self) -> bool:

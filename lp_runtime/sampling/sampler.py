@@ -4,6 +4,7 @@ The outcome of a node is packed into `width` integers of 64 bits, which travel:
 
     successor (32 bits) | log-probability of the successor (32, where asked for)
     candidate (24 bits) | margin (8) | candidate | margin, and so on, two top-k candidates to an integer
+    token (32) | log-probability (32), and so on, the likeliest tokens by the model's own logits (where asked for)
 
 A margin is how far a token's log-probability lies below the likeliest one's, in sixteenths of a nat, at most 255.
 Letters: n nodes, V vocabulary, K top-k candidates.
@@ -18,11 +19,16 @@ import numpy as np
 import torch
 
 from lp_runtime.kernels.dispatch import kernels_for, on
+from lp_runtime.kernels.types import Noise, Packing
 from lp_runtime.lookahead.drafters.best_first.tables import ENTRY, MAX_MARGIN, UNITS_PER_NAT, K
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.sampling.gumbel import GumbelNoise, largest, sample_successors
+from lp_runtime.sampling.gumbel import GumbelNoise, sample_successors
 from lp_runtime.sampling.packing import HALF_BITS, HALF_MASK, MARGIN_BITS, NO_TOKEN, pack_kernel, unpack_kernel
 from lp_runtime.sampling.processors import TreeProcessors
+from lp_runtime.sampling.step_logits import StepLogits
+from lp_runtime.utils.tensors import tensor_on
+
+Scores = Callable[[], torch.Tensor]
 
 
 class Sampler:
@@ -33,6 +39,7 @@ class Sampler:
         noise: the sample's noise; None for greedy decoding.
         with_logprobs: whether the log-probability of the sampled token travels with it.
         num_top_k: K, how many top-k candidates travel with a successor; 0 for none.
+        num_top_logprobs: how many of the likeliest tokens travel with their log-probabilities; 0 for none.
 
     Attributes:
         noise: the sample's noise; None for greedy decoding.
@@ -45,11 +52,13 @@ class Sampler:
         noise: GumbelNoise | None,
         with_logprobs: bool = False,
         num_top_k: int = 0,
+        num_top_logprobs: int = 0,
     ):
         self._processors = processors
         self.noise = noise
         self._with_logprobs = with_logprobs
         self.num_top_k = num_top_k
+        self._num_top_logprobs = num_top_logprobs
 
     @property
     def is_ordered(self) -> bool:
@@ -59,53 +68,72 @@ class Sampler:
     @property
     def width(self) -> int:
         """Integers of 64 bits that travel for a node."""
+        return self._top_logprobs_column + self._num_top_logprobs
+
+    @property
+    def _top_logprobs_column(self) -> int:
+        """First of a node's integers that holds a log-probability of the likeliest tokens."""
         return 1 + -(-self.num_top_k // 2)
 
     @torch.no_grad()
     def sample(
         self,
-        logits: torch.Tensor,
+        found: StepLogits,
         tree: TokenTree,
         nodes: Sequence[int] | np.ndarray,
         tokens: Sequence[int],
         with_top_k: bool = True,
-        presampled: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Scores]:
         """Sample the successors of some nodes.
 
         Args:
-            logits: [n, V] float32.
+            found: logits of the n nodes, and what a captured pass has sampled of them; read only where that is not all.
             tree: the step's tree.
             nodes: [n] indices into the tree, from the root on.
             tokens: prompt and committed tokens; the last of them is the root.
             with_top_k: whether to find top-k candidates; False in a step whose candidates nobody looks at.
-            presampled: [n, width] what `sample_greedily` has packed of the same logits, in a captured pass; else None.
 
         Returns:
-            (packed, scores): [n, width] int64 for `unpack`, and the [n, V] processed logits that were sampled from.
+            (packed, scores): [n, width] int64 for `unpack`; and a function that returns the [n, V] float32 processed
+            logits that were sampled from, to be called before the next pass.
         """
-        is_greedy = self.noise is None and self._processors.is_empty and not self._with_logprobs
-        if presampled is not None and is_greedy and self.num_top_k == K:
-            return presampled, logits
-        scores = self._processors(logits, tree, nodes, tokens)
-        return self._sampled(logits, scores, tree, nodes, tokens, with_top_k), scores
+        kernels, truncation = kernels_for(found.rows.device), self._processors.truncation
+        is_greedy = self.noise is None and self._processors.is_empty
+        if found.presampled is not None and is_greedy and self.num_top_k <= K:
+            packed = found.presampled[:, : self._top_logprobs_column].contiguous()
+            return self._add_logprobs(packed, found), lambda: found.logits
+        if kernels is None or truncation is None or not kernels.can_cut(found.rows.dtype, truncation.top_p):
+            scores = self._processors(found.logits, tree, nodes, tokens)
+            return self._sampled(found, scores, tree, nodes, tokens, with_top_k), lambda: scores
+        inverse, cut = truncation.inverse_temperature, None
+        with on(found.rows.device):
+            if truncation.cuts and len(found):
+                cut = kernels.find_cut(found.rows, inverse, truncation.top_k, truncation.top_p)
+            noise = self._noise_of(tree, nodes, tokens, found.rows.device)
+            packing = self._packing(with_top_k)
+            packed = kernels.sample_and_pack(found.rows, packing, noise, inverse, cut)
+
+        def scores_of_cut() -> torch.Tensor:
+            return found.logits * inverse if cut is None else kernels.cut_scores(found.rows, inverse, cut)
+
+        return self._add_logprobs(packed, found), scores_of_cut
 
     @torch.no_grad()
     def sample_in_order(
         self,
-        logits: torch.Tensor,
+        found: StepLogits,
         tree: TokenTree,
         nodes: Sequence[int] | np.ndarray,
         tokens: Sequence[int],
         with_top_k: bool,
         may_follow: Callable[[int], bool],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Scores]:
         """Sample successors along the accepted path, calling the processors once a committed token and in order.
 
         Successors of nodes off the path are sampled from the logits as they are: drafters learn from them.
 
         Args:
-            logits: [n, V] float32.
+            found: logits of the n nodes.
             tree: the step's tree.
             nodes: [n] indices into the tree: all, from the root on.
             tokens: see `sample`.
@@ -115,6 +143,7 @@ class Sampler:
         Returns:
             (packed, scores): see `sample`.
         """
+        logits = found.logits
         scores = logits.clone()
         node: int | None = tree.root
         prefix = list(tokens)
@@ -124,7 +153,7 @@ class Sampler:
             row = slice(node - tree.root, node - tree.root + 1)
             scores[row] = self._processors.process_next(logits[row], prefix)
             node = tree.child(node, int(sample_successors(scores[row], [len(prefix)], self.noise)))
-        return self._sampled(logits, scores, tree, nodes, tokens, with_top_k), scores
+        return self._sampled(found, scores, tree, nodes, tokens, with_top_k), lambda: scores
 
     def replay(self, logits: torch.Tensor, prefix: Sequence[int]) -> None:
         """Call ordered processors as they were called for a token that is committed already.
@@ -137,33 +166,56 @@ class Sampler:
 
     def _sampled(
         self,
-        logits: torch.Tensor,
+        found: StepLogits,
         scores: torch.Tensor,
         tree: TokenTree,
         nodes: Sequence[int] | np.ndarray,
         tokens: Sequence[int],
         with_top_k: bool,
     ) -> torch.Tensor:
-        """Return [n, width] packed successors, sampled from processed logits; arguments as in `sample`."""
-        # The root is token len(tokens) - 1, so what follows a node of depth d is token len(tokens) + d.
-        first = sample_successors(scores, [len(tokens) + tree.depths[node] for node in nodes], self.noise)
-        if self._with_logprobs and len(nodes):
-            logprobs = logits.gather(1, first[:, None])[:, 0] - logits.logsumexp(dim=-1)
-            first = first | (logprobs.view(torch.int32).long() << HALF_BITS)
-        if not (self.num_top_k and with_top_k):
-            return torch.nn.functional.pad(first[:, None], (0, self.width - 1))
-        return self._pack(scores, first)
+        """Return [n, width] packed successors, sampled from processed logits, `scores`; arguments as in `sample`."""
+        if kernels := kernels_for(scores.device):
+            with on(scores.device):
+                noise = self._noise_of(tree, nodes, tokens, scores.device)
+                packed = kernels.sample_and_pack(scores.contiguous(), self._packing(with_top_k), noise)
+        else:
+            first = sample_successors(scores, _positions(tree, nodes, tokens), self.noise)
+            packed = self._pack(scores, first, with_top_k)
+        return self._add_logprobs(packed, found)
 
-    def _pack(self, scores: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-        """Return [n, width] int64: `first`, [n], and the top-k candidates of `scores`, [n, V]."""
+    def _add_logprobs(self, packed: torch.Tensor, found: StepLogits) -> torch.Tensor:
+        """Return [n, width] integers: packed successors with the log-probabilities that are wanted."""
+        if self._with_logprobs and len(packed):
+            logits, first = found.logits, packed[:, :1]
+            logprobs = logits.gather(1, first)[:, 0] - logits.logsumexp(dim=-1)
+            packed = packed.clone()
+            packed[:, 0] |= logprobs.view(torch.int32).long() << HALF_BITS
+        if self._num_top_logprobs:
+            packed = torch.cat([packed, pack_top_logprobs(found.logits, self._num_top_logprobs)], dim=1)
+        return packed
+
+    def _noise_of(
+        self, tree: TokenTree, nodes: Sequence[int] | np.ndarray, tokens: Sequence[int], device: torch.device
+    ) -> Noise | None:
+        """Return what the sampling kernel must know of the noise of n nodes' successors; None for greedy decoding."""
+        if self.noise is None:
+            return None
+        return Noise(self.noise.seed, self.noise.sample, tensor_on(device, _positions(tree, nodes, tokens)))
+
+    def _packing(self, with_top_k: bool) -> Packing:
+        """Return how the sampling kernel packs results."""
+        width = self._top_logprobs_column
+        return Packing(self.num_top_k if with_top_k else 0, width, NO_TOKEN, UNITS_PER_NAT, MAX_MARGIN)
+
+    def _pack(self, scores: torch.Tensor, first: torch.Tensor, with_top_k: bool) -> torch.Tensor:
+        """Return [n, 1 + ceil(K / 2)] int64: `first`, [n], and the top-k candidates of `scores`, [n, V], if wanted."""
+        if not (self.num_top_k and with_top_k):
+            return torch.nn.functional.pad(first[:, None], (0, self._top_logprobs_column - 1))
         if scores.device.type == "cpu":
-            packed = np.empty((len(scores), self.width), dtype=np.int64)
+            packed = np.empty((len(scores), self._top_logprobs_column), dtype=np.int64)
             packed[:, 0] = first.numpy()
             pack_kernel()(np.ascontiguousarray(scores.numpy()), self.num_top_k, packed)
             return torch.from_numpy(packed)
-        if len(scores) and (kernels := kernels_for(scores.device)):
-            with on(scores.device):
-                return kernels.pack_top_k(scores, first, self.num_top_k, NO_TOKEN, UNITS_PER_NAT, MAX_MARGIN)
         ids, margins = top_k(scores, self.num_top_k)
         words = (ids << MARGIN_BITS) | margins
         if words.shape[1] % 2:
@@ -194,18 +246,57 @@ class Sampler:
             unpack_kernel()(packed, self.num_top_k, entries)
         return first & HALF_MASK, logprobs, entries
 
+    def unpack_top_logprobs(self, packed: np.ndarray) -> list[tuple[tuple[int, float], ...]] | None:
+        """Return the likeliest tokens of n nodes and their log-probabilities under softmax(logits), likeliest first.
+
+        Args:
+            packed: [n, width] int64.
+
+        Returns:
+            n tuples of (token id, log-probability); None if they do not travel.
+        """
+        return unpack_top_logprobs(packed[:, self._top_logprobs_column :]) if self._num_top_logprobs else None
+
+
+def pack_top_logprobs(logits: torch.Tensor, num: int) -> torch.Tensor:
+    """Return the likeliest tokens of each row with their log-probabilities, packed.
+
+    Args:
+        logits: [n, V] float32.
+        num: tokens of each row, <= V.
+
+    Returns:
+        [n, num] int64, token id << 32 | bits of the float32 log-probability, likeliest first.
+    """
+    values, ids = (logits - logits.logsumexp(dim=-1, keepdim=True)).topk(num, dim=-1)
+    return (ids << HALF_BITS) | (values.contiguous().view(torch.int32).long() & HALF_MASK)
+
+
+def unpack_top_logprobs(packed: np.ndarray) -> list[tuple[tuple[int, float], ...]]:
+    """Return (token id, log-probability) pairs of each row of what `pack_top_logprobs` returns, [n, num]."""
+    ids = (packed >> HALF_BITS).tolist()
+    values = (packed & HALF_MASK).astype(np.uint32).view(np.float32).tolist()
+    return [tuple(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]
+
 
 def sample_greedily(logits: torch.Tensor, kernels: ModuleType) -> torch.Tensor:
     """Return what a Sampler of K top-k candidates, without processors, noise and log-probabilities, packs.
 
     Args:
-        logits: [n, V] float32, on a GPU; nothing waits for them.
+        logits: [n, V] in the model's dtype, on a GPU; nothing waits for them.
         kernels: lp_runtime.kernels.triton_gpu.
 
     Returns:
         [n, width] int64.
     """
-    return kernels.pack_top_k(logits, largest(logits), K, NO_TOKEN, UNITS_PER_NAT, MAX_MARGIN)
+    if not kernels.can_cut(logits.dtype, None):
+        logits = logits.float()
+    return kernels.sample_and_pack(logits, Packing(K, 1 + -(-K // 2), NO_TOKEN, UNITS_PER_NAT, MAX_MARGIN))
+
+
+def _positions(tree: TokenTree, nodes: Sequence[int] | np.ndarray, tokens: Sequence[int]) -> list[int]:
+    """Return the absolute positions of n nodes' successors: the root is token len(tokens) - 1."""
+    return [len(tokens) + tree.depths[node] for node in nodes]
 
 
 def top_k(scores: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:

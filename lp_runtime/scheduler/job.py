@@ -43,6 +43,7 @@ class Job:
         max_degree: most replicas that are of use to the job; None until the allocator has decided.
         generation: the result, once all deltas have been read; None before.
         is_cancelled: whether `cancel` was called.
+        queue_seconds: from submission to the first replica; None before.
         on_cancel: makes the replicas that decode the job end it; None while there are none.
     """
 
@@ -54,7 +55,9 @@ class Job:
         self.max_degree: int | None = None
         self.generation: Generation | None = None
         self.is_cancelled = False
+        self.queue_seconds: float | None = None
         self.on_cancel: Callable[[], None] | None = None
+        self._submitted = time.monotonic()
         self._items: queue.SimpleQueue[Delta | Generation | LookaheadError] = queue.SimpleQueue()
         self._listener: Callable[[], object] | None = None
 
@@ -65,6 +68,11 @@ class Job:
         self.is_cancelled = True
         if (on_cancel := self.on_cancel) is not None:
             on_cancel()
+
+    def abort(self, error: LookaheadError) -> None:
+        """Cancel the job, and raise an error for whoever reads its deltas, without waiting for its step to end."""
+        self._put(error)
+        self.cancel()
 
     def __iter__(self) -> Iterator[Delta]:
         """Yield the deltas as they come.
@@ -134,6 +142,7 @@ class Job:
     def begin(self) -> None:
         """Record that the job has got replicas."""
         self.state = JobState.RUNNING
+        self.queue_seconds = time.monotonic() - self._submitted
 
     def deliver(self, delta: Delta) -> None:
         """Hand a delta to whoever iterates over the job."""

@@ -4,49 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import cast
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
-from lp_runtime.engine.request import Request as DecodingRequest
-from lp_runtime.engine.request_builder import RequestBuilder, RequestOptions
-from lp_runtime.errors import LookaheadError, RequestError
+from lp_runtime.engine.request_builder import RequestOptions
+from lp_runtime.errors import LookaheadError, ReplicaError
 from lp_runtime.model.types import Tokenizer
 from lp_runtime.runtime import LookaheadRuntime
+from lp_runtime.scheduler.job import Job
 from lp_runtime.scheduler.scheduler import Scheduler
-from lp_runtime.server.errors import ApiError, Gate, invalid
+from lp_runtime.server.errors import ApiError, invalid
+from lp_runtime.server.gate import Gate
 from lp_runtime.server.metrics import Metrics
 from lp_runtime.server.protocol import Chat, Common, Completion
-from lp_runtime.server.responses import LAST_EVENT, ChatForm, Choice, CompletionForm, Form, event
-from lp_runtime.server.stop_trimmer import StopTrimmer
+from lp_runtime.server.responses import ChatForm, Choice, CompletionForm, Form, to_json
+from lp_runtime.server.responses_api import Responses, ResponsesForm
+from lp_runtime.server.status import StatusRoutes
+from lp_runtime.server.submission import ServerSettings, Submitter
+from lp_runtime.server.token_routes import TokenRoutes
 
-PAGE = Path(__file__).with_name("page.html")
 POLL_SECONDS = 0.1  # between checks whether a client is still connected
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    """Settings of the HTTP routes.
-
-    Attributes:
-        name: the model's name for clients.
-        api_key: key that clients must send; None if none is required.
-        max_body_bytes: largest size of a request's body, in bytes.
-        max_new_tokens: tokens that a request may generate at most; None for what the model's context allows.
-        queue_timeout: seconds that a request may wait in the queue; None for no limit.
-    """
-
-    name: str
-    api_key: str | None = None
-    max_body_bytes: int = 1 << 20
-    max_new_tokens: int | None = None
-    queue_timeout: float | None = None
 
 
 class Server:
@@ -63,11 +46,13 @@ class Server:
     """
 
     def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler, settings: ServerSettings, tokenizer: Tokenizer):
-        self._runtime, self._scheduler, self._settings = runtime, scheduler, settings
-        self._tokenizer = tokenizer
-        self._special_tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._started = int(time.time())
-        self.metrics = Metrics(runtime, scheduler)
+        self._settings, self._tokenizer = settings, tokenizer
+        self._sampling = runtime.config.sampling
+        self._open: set[Job] = set()  # jobs whose answers have not ended
+        self.metrics = Metrics(settings.name, runtime, scheduler, self._open)
+        self._status = StatusRoutes(settings.name, runtime, scheduler, self.metrics)
+        self._submitter = Submitter(runtime, scheduler, settings, tokenizer)
+        self._token_routes = TokenRoutes(runtime, self._status, self._submitter, tokenizer)
 
     def app(self) -> FastAPI:
         """Return the application: routes, error handlers, and the gate before them."""
@@ -75,126 +60,100 @@ class Server:
         app.add_exception_handler(ApiError, lambda _, error: error.response())
         app.add_exception_handler(LookaheadError, lambda _, error: ApiError.of(error).response())
         app.add_exception_handler(RequestValidationError, invalid)
-        app.add_exception_handler(HTTPException, lambda _, e: ApiError(e.status_code, str(e.detail)).response())
-        app.add_middleware(Gate, api_key=self._settings.api_key, max_body_bytes=self._settings.max_body_bytes)
-        app.get("/")(self.page)
-        app.get("/health")(self.health)
-        app.get("/metrics")(self.show_metrics)
-        app.get("/v1/models")(self.models)
-        app.get("/v1/models/{name:path}")(self.model)
+        app.add_exception_handler(HTTPException, _of_http)
+        gate = self._settings.gate
+        app.add_middleware(Gate, rules=gate)
+        if gate.cors_origins:
+            app.add_middleware(
+                CORSMiddleware,
+                allow_origins=gate.cors_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("Authorization", "Content-Type", "X-Request-Id"),
+                expose_headers=("X-Request-Id",),
+            )
+        self._status.add_to(app)
+        self._token_routes.add_to(app)
         app.post("/v1/completions")(self.complete)
         app.post("/v1/chat/completions")(self.chat)
+        app.post("/v1/responses")(self.respond)
         return app
 
-    async def page(self) -> Response:
-        """Answer GET /: a page that shows a generation as it comes."""
-        return Response(PAGE.read_text(), media_type="text/html; charset=utf-8")
+    def drain(self) -> None:
+        """Take no new request from now on."""
+        self._status.is_draining = True
 
-    async def health(self) -> JSONResponse:
-        """Answer GET /health: status 200 if any replica is up, else 503."""
-        is_healthy = self._scheduler.is_healthy
-        status = {"status": "ok" if is_healthy else "no replica is up", "replicas": self._runtime.num_ready}
-        return JSONResponse(status, 200 if is_healthy else 503)
-
-    async def show_metrics(self) -> Response:
-        """Answer GET /metrics, in Prometheus's format."""
-        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def models(self) -> dict[str, object]:
-        """Answer GET /v1/models: the one model."""
-        return {"object": "list", "data": [self._model()]}
-
-    async def model(self, name: str) -> dict[str, object]:
-        """Answer GET /v1/models/NAME; status 404 for other names."""
-        self._check_model(name)
-        return self._model()
-
-    def _model(self) -> dict[str, object]:
-        info = self._runtime.info
-        return {
-            "id": self._settings.name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "lp_runtime",
-            "max_model_len": info.context_length,
-        }
-
-    def _check_model(self, name: str | None) -> None:
-        if name not in (None, self._settings.name):
-            raise ApiError(404, f"model {name!r}: must be {self._settings.name}", code="model_not_found")
+    def abort(self, error: LookaheadError) -> None:
+        """End every answer at once: clients read what there is and the error."""
+        for job in list(self._open):
+            job.abort(error)
 
     async def complete(self, body: Completion, request: Request) -> Response:
         """Answer POST /v1/completions."""
+        options = self._options(body, body.logprobs)
+        options["prompt_logprobs"] = body.echo and body.logprobs is not None
         prompts = body.prompts()
-        options = body.options(self._runtime.config.sampling)
-        options["logprobs"] = body.logprobs is not None
-        choices = self._submit(body, prompts, body.max_tokens, options)
-        return await self._answer(body, request, choices, self._form(CompletionForm, body.logprobs is not None))
+        split = body.split_special_tokens
+        ids = [self._submitter.encode(each, split) if isinstance(each, str) else each for each in prompts]
+        choices = self._submit(body, ids, body.length(), options)
+        if body.echo:
+            for choice in choices:
+                prompt = prompts[choice.index // body.n]
+                choice.prefix = prompt if isinstance(prompt, str) else self._text(prompt)
+        form = CompletionForm(self._settings.name, self._token_text, body.logprobs, body.shows_new)
+        return await self._answer(body, request, choices, form)
 
     async def chat(self, body: Chat, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
-        options = body.options(self._runtime.config.sampling)
-        options["messages"] = [message.plain() for message in body.messages]
-        options["logprobs"] = body.logprobs
-        choices = self._submit(body, [None], body.length(), options)
-        return await self._answer(body, request, choices, self._form(ChatForm, body.logprobs))
+        num_top = body.num_top_logprobs()
+        options = self._options(body, num_top)
+        messages = [message.plain() for message in body.messages]
+        ids = self._submitter.encode_chat(messages, body.split_special_tokens)
+        choices = self._submit(body, [ids], body.length(), options)
+        return await self._answer(body, request, choices, ChatForm(self._settings.name, self._token_text, num_top))
 
-    def _form(self, kind: type[Form], with_logprobs: bool) -> Form:
-        return kind(self._settings.name, self._token_text, with_logprobs)
+    async def respond(self, body: Responses, request: Request) -> Response:
+        """Answer POST /v1/responses."""
+        options = self._options(body, None)
+        ids = self._submitter.encode_chat(body.messages(), body.split_special_tokens)
+        choices = self._submit(body, [ids], body.length(), options)
+        return await self._answer(body, request, choices, ResponsesForm(self._settings.name, self._token_text, body))
 
-    def _token_text(self, token: int) -> str:
-        return cast(str, self._tokenizer.decode([token]))  # a list of texts is for a list of sequences alone
-
-    def _submit(
-        self,
-        body: Common,
-        prompts: Sequence[str | list[int] | None],
-        max_new_tokens: int | None,
-        options: RequestOptions,
-    ) -> list[Choice]:
-        """Submit `body.n` samples of each prompt.
+    def _options(self, body: Common, num_top: int | None) -> RequestOptions:
+        """Return the options of a body's requests, once the body is checked.
 
         Args:
             body: what the client sent.
-            prompts: texts or token ids; None where `options` has messages.
-            max_new_tokens: tokens that the client asks for at most; None for the default.
-            options: options of every request.
+            num_top: how many of the likeliest tokens each log-probability is to come with; None without them.
 
         Raises:
             ApiError: the client names another model.
-            LookaheadError: a request is refused, or there is no place for all of them.
+            LookaheadError: a field is not supported, or a setting is out of range.
         """
-        self._check_model(body.model)
-        limit = self._settings.max_new_tokens
-        if limit is not None and max_new_tokens is not None and max_new_tokens > limit:
-            raise RequestError(f"max_tokens={max_new_tokens}: must be at most {limit}")
-        num_choices, max_jobs = len(prompts) * body.n, self._scheduler.max_jobs
-        if num_choices > max_jobs:
-            asked = f"n={body.n}" if len(prompts) == 1 else f"{len(prompts)} prompts x n={body.n}"
-            raise RequestError(f"{asked}: must be at most {max_jobs} with max_waiting={self._scheduler.max_waiting}")
-        builder = RequestBuilder(self._runtime.config, self._runtime.info, lambda: self._tokenizer)
-        requests: list[DecodingRequest] = []
-        for prompt in prompts:
-            first = self._request(builder, prompt, max_new_tokens, options)
-            if body.n > 1 and first.sampling.seed is None:
-                raise RequestError(f"n={body.n}: decoding is greedy; give temperature > 0")
-            requests += [replace(first, sample=sample) for sample in range(body.n)]
-        jobs = self._scheduler.submit_all(requests, self._settings.queue_timeout, body.gpus)
-        return [
-            Choice(index, job, StopTrimmer(job.request.stop, self._special_tokens)) for index, job in enumerate(jobs)
-        ]
+        self._status.check_model(body.model)
+        self._submitter.check_fields(body)
+        options = body.options(self._sampling)
+        options["logprobs"], options["top_logprobs"] = num_top is not None, num_top or 0
+        return options
 
-    def _request(
-        self,
-        builder: RequestBuilder,
-        prompt: str | list[int] | None,
-        max_new_tokens: int | None,
-        options: RequestOptions,
-    ) -> DecodingRequest:
-        """Return a checked request; the model's own default of max_new_tokens is capped by the server's limit."""
-        request = builder.build(prompt, max_new_tokens, **options)
-        limit = self._settings.max_new_tokens
-        return request if limit is None or request.max_new_tokens <= limit else builder.build(prompt, limit, **options)
+    def _submit(
+        self, body: Common, prompts: list[list[int]], max_new_tokens: int | None, options: RequestOptions
+    ) -> list[Choice]:
+        """Submit a body's requests; arguments as of Submitter.submit.
+
+        Raises:
+            LookaheadError: a request is refused, there is no place for all of them, or the server ends.
+        """
+        if self._status.is_draining:
+            raise ReplicaError("the server is shutting down")
+        choices = self._submitter.submit(body, prompts, max_new_tokens, options)
+        self._open.update(choice.job for choice in choices)
+        return choices
+
+    def _text(self, tokens: list[int]) -> str:
+        return cast(str, self._tokenizer.decode(tokens))  # a list of texts is for a list of sequences alone
+
+    def _token_text(self, token: int) -> str:
+        return self._text([token])
 
     async def _answer(self, body: Common, request: Request, choices: list[Choice], form: Form) -> Response:
         """Answer with the choices, streamed or whole.
@@ -203,11 +162,10 @@ class Server:
             ApiError: the client has disconnected.
             LookaheadError: a job has failed.
         """
-        arrived = time.perf_counter()
-        texts = self._texts(choices, arrived)
+        texts = self._texts(choices, time.perf_counter())
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage
-            return StreamingResponse(self._chunks(texts, choices, form, with_usage), media_type="text/event-stream")
+            return StreamingResponse(self._events(texts, choices, form, with_usage), media_type="text/event-stream")
 
         async def collect() -> None:
             async for choice, text in texts:
@@ -221,10 +179,9 @@ class Server:
         finally:
             if not task.done():
                 task.cancel()
-            for choice in choices:
-                choice.job.cancel()  # without effect on those that have ended
+            self._close(choices)
         task.result()
-        return JSONResponse(form.whole(choices))
+        return Response(to_json(form.whole(choices)), media_type="application/json")
 
     async def _texts(self, choices: list[Choice], arrived: float) -> AsyncIterator[tuple[Choice, str]]:
         """Yield (choice, text to show) for every delta, one choice after another, and for each choice's end.
@@ -233,34 +190,55 @@ class Server:
             choices: the choices; each grows by its deltas. All jobs are cancelled if the iteration ends early.
             arrived: when the HTTP request arrived, on time.perf_counter's clock.
         """
+        latest = 0.0
         try:
             for choice in choices:
                 async for delta in choice.job.deltas():
+                    now = time.perf_counter()
                     if not choice.tokens and choice.index == 0:
-                        self.metrics.first_token.observe(time.perf_counter() - arrived)
+                        self.metrics.first_token.observe(now - arrived)
+                    elif choice.tokens and delta.token_ids:
+                        self.metrics.inter_token.observe((now - latest) / len(delta.token_ids))
+                    latest = now
                     yield choice, choice.add(delta)
+                if choice.job.queue_seconds is not None:
+                    self.metrics.queue.observe(choice.job.queue_seconds)
                 yield choice, choice.finish()
             self.metrics.whole.observe(time.perf_counter() - arrived)
         finally:
-            for choice in choices:
-                choice.job.cancel()
+            self._close(choices)
 
-    async def _chunks(
+    def _close(self, choices: list[Choice]) -> None:
+        """Cancel the jobs of an answer that has ended, without effect on those that have ended themselves."""
+        for choice in choices:
+            choice.job.cancel()
+            self._open.discard(choice.job)
+
+    async def _events(
         self, texts: AsyncIterator[tuple[Choice, str]], choices: list[Choice], form: Form, with_usage: bool
     ) -> AsyncIterator[str]:
         """Yield the answer as server-sent events; an error of a job becomes one, too."""
         try:
-            for chunk in form.opening(choices):
-                yield event(chunk)
+            for each in form.opening(choices):
+                yield each
             num_sent = dict.fromkeys(range(len(choices)), 0)
             async for choice, text in texts:
                 new = slice(num_sent[choice.index], len(choice.tokens))
                 num_sent[choice.index] = len(choice.tokens)
-                shows_tokens = form.with_logprobs or choice.job.request.trace
+                shows_tokens = form.shows_tokens or choice.job.request.trace
                 if text or choice.reason or (shows_tokens and new.start < new.stop):
-                    yield event(form.chunk(choice, text, new))
-            if with_usage:
-                yield event(form.usage_chunk(choices))
+                    for each in form.grown(choice, text, new):
+                        yield each
+            for each in form.closing(choices, with_usage):
+                yield each
         except LookaheadError as error:  # too late for a status
-            yield event(ApiError.of(error).body)
-        yield LAST_EVENT
+            for each in form.failure(ApiError.of(error).body):
+                yield each
+
+
+def _of_http(_: Request, error: Exception) -> Response:
+    """Answer an HTTPException of the framework's in the form of the OpenAI API."""
+    assert isinstance(error, HTTPException)
+    answer = ApiError(error.status_code, str(error.detail))
+    answer.headers.update(error.headers or {})
+    return answer.response()

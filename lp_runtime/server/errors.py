@@ -1,14 +1,12 @@
-"""Refusals: errors in the form of the OpenAI API, and the gate that checks a request before it is read."""
+"""Refusals: errors in the form of the OpenAI API."""
 
 from __future__ import annotations
 
-import hmac
+from collections.abc import Mapping, Sequence
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lp_runtime.errors import BusyError, ConfigError, DeadlineError, LookaheadError, RequestError
 
@@ -28,6 +26,7 @@ class ApiError(Exception):
     Attributes:
         status: see Args.
         body: the JSON body.
+        headers: further headers of the response.
     """
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None):
@@ -40,6 +39,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+        self.headers: dict[str, str] = {"Retry-After": "1"} if status in (429, 503) else {}
 
     @classmethod
     def of(cls, error: LookaheadError) -> ApiError:
@@ -50,55 +50,70 @@ class ApiError(Exception):
 
     def response(self) -> JSONResponse:
         """Return the HTTP response; clients are asked to retry where the status is 429 or 503."""
-        headers = {"Retry-After": "1"} if self.status in (429, 503) else None
-        return JSONResponse(self.body, self.status, headers)
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+# What pydantic's types of errors mean to whoever wrote the request; {} has the error's own values.
+WORDS = {
+    "missing": "must be given",
+    "extra_forbidden": "is not a known field",
+    "string_type": "must be a string",
+    "string_unicode": "must be valid Unicode",
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "int_parsing_size": "must be an integer of fewer digits",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "literal_error": "must be {expected}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "too_short": "is empty",
+    "json_invalid": "is not valid JSON: {error}",
+}
+MAX_SHOWN_CHARS = 60  # of a value in a message
 
 
 async def invalid(_: Request, error: Exception) -> JSONResponse:
-    """Answer a body that pydantic refuses, with the first finding of a RequestValidationError in one line."""
+    """Answer a body that is malformed, a RequestValidationError, with its first finding in one line of words."""
     assert isinstance(error, RequestValidationError)  # FastAPI calls a handler with its class of error alone
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
-    return ApiError(400, f"{where}: {first['msg']}").response()
+    return ApiError(400, in_words(error.errors())).response()
 
 
-class Gate:
-    """ASGI middleware that checks the API key and the size of the body before a request is read.
+def in_words(errors: Sequence[Mapping]) -> str:
+    """Return what is wrong with the first field that pydantic refuses, with the field's name and its value.
+
+    A field that may be one thing or another has an error for each: all are named.
 
     Args:
-        app: the application behind the gate.
-        api_key: key that clients must send; None if none is required.
-        max_body_bytes: largest size of a request's body, in bytes.
+        errors: what pydantic found, at least one.
     """
+    where = _place(errors[0])
+    found = [each for each in errors if _place(each) == where]
+    if errors[0]["type"] in ("missing", "extra_forbidden"):
+        found = found[:1]
+    whats = dict.fromkeys(WORDS.get(each["type"], each["msg"]).format(**each.get("ctx", {})) for each in found)
+    what = " or ".join(whats).replace(" or must be ", " or ")
+    value = errors[0].get("input")
+    is_shown = isinstance(value, str | int | float) and errors[0]["type"] not in ("missing", "extra_forbidden")
+    shown = f"={value!r}" if is_shown and len(repr(value)) <= MAX_SHOWN_CHARS and where != "body" else ""
+    return f"{where}{shown}: {what}"
 
-    def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int):
-        self._app, self._key, self._limit = app, api_key, max_body_bytes
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection, or refuse it with status 401 or 413."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        if self._key is not None and scope["path"].startswith("/v1/"):
-            given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, b"Bearer " + self._key.encode()):
-                error = ApiError(401, "the API key is missing or wrong", "authentication_error", "invalid_api_key")
-                await error.response()(scope, receive, send)
-                return
-        limit, size = self._limit, 0
-        too_large = ApiError(413, f"the request is too large: must be at most {limit} bytes")
-        declared = headers.get(b"content-length", b"0")
-        if not declared.isdigit() or int(declared[:20]) > limit:
-            await too_large.response()(scope, receive, send)
-            return
+def _place(error: Mapping) -> str:
+    """Return the name of the field that an error is about, as a client writes it; "body" for all of it.
 
-        async def counted() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > limit:
-                raise HTTPException(413, f"the request is too large: must be at most {limit} bytes")
-            return message
+    Where a value may be of several types, pydantic appends the type that it has tried.
+    """
+    parts = [str(part) for part in error["loc"] if part != "body"]
+    names = [part for part in parts if "[" not in part and part not in TRIED_TYPES]
+    if error["type"] == "json_invalid":
+        names = []
+    return ".".join(names) or "body"
 
-        await self._app(scope, counted, send)
+
+TRIED_TYPES = ("str", "int", "float", "bool")  # as pydantic names the branches of a union

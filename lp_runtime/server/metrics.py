@@ -1,50 +1,64 @@
-"""What /metrics reports to Prometheus."""
+"""What /metrics reports to Prometheus; every metric has the model's name as a label."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from lp_runtime.runtime import LookaheadRuntime
+from lp_runtime.scheduler.job import Job, JobState
 from lp_runtime.scheduler.scheduler import Scheduler
 
 BUCKETS_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+SHORT_BUCKETS_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+MODEL = "model_name"  # the label
 
 
 class Metrics:
     """Metrics of one server: the scheduler's totals, read at each scrape, and latencies as clients see them.
 
     Args:
+        name: the model's name for clients.
         runtime: counts its replicas.
         scheduler: counts its requests.
+        jobs: of the answers that have not ended; the server changes it.
 
     Attributes:
         first_token: seconds from a request's arrival to its first token.
+        inter_token: seconds between a stream's tokens; a step's tokens share its time.
+        queue: seconds from a request's arrival to its first replica.
         whole: seconds from a request's arrival to its end.
     """
 
-    def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler):
-        self._runtime, self._scheduler = runtime, scheduler
+    def __init__(self, name: str, runtime: LookaheadRuntime, scheduler: Scheduler, jobs: Collection[Job]):
+        self._name, self._runtime, self._scheduler, self._jobs = name, runtime, scheduler, jobs
         self._registry = CollectorRegistry()
-        self.first_token = Histogram(
-            "lp_first_token_seconds",
-            "From a request's arrival to its first token",
-            buckets=BUCKETS_SECONDS,
-            registry=self._registry,
+        self.first_token = self._histogram("lp_first_token_seconds", "From a request's arrival to its first token")
+        self.inter_token = self._histogram(
+            "lp_inter_token_seconds", "Between tokens of a text; a step's tokens share its time", SHORT_BUCKETS_SECONDS
         )
-        self.whole = Histogram(
-            "lp_request_seconds",
-            "From a request's arrival to its end",
-            buckets=BUCKETS_SECONDS,
-            registry=self._registry,
-        )
+        self.queue = self._histogram("lp_queue_seconds", "From a request's arrival to its first replica")
+        self.whole = self._histogram("lp_request_seconds", "From a request's arrival to its end")
         self._registry.register(self)
+
+    def _histogram(self, name: str, what: str, buckets: tuple[float, ...] = BUCKETS_SECONDS) -> Histogram:
+        return Histogram(name, what, [MODEL], buckets=buckets, registry=self._registry).labels(self._name)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Part of the replicas' KV caches that running requests have reserved, 0 to 1; 0 where capacity is unknown."""
+        capacity = self._runtime.info.capacity
+        if not capacity:
+            return 0.0
+        running = [job.request for job in list(self._jobs) if job.state is JobState.RUNNING]
+        reserved = sum(len(request.prompt_ids) + request.max_new_tokens for request in running)
+        return min(1.0, reserved / (capacity * max(1, self._runtime.num_ready)))
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that are read from the scheduler; the registry calls it."""
@@ -52,6 +66,7 @@ class Metrics:
         for name, what, value in (
             ("lp_requests_waiting", "Requests in the queue", self._scheduler.num_waiting),
             ("lp_requests_running", "Requests that are being decoded", self._scheduler.num_running),
+            ("lp_kv_cache_usage", "KV cache that running requests have reserved, 0 to 1", self.kv_cache_usage),
             ("lp_degree", "LP degree of the running requests, mean", sum(degrees) / max(1, len(degrees))),
             ("lp_replicas", "Replicas that are up", self._runtime.num_ready),
             ("lp_replicas_wanted", "Replicas that the runtime was started with", self._runtime.num_replicas),
@@ -61,21 +76,25 @@ class Metrics:
                 totals.new_tokens / max(1, totals.steps),
             ),
         ):
-            yield GaugeMetricFamily(name, what, value=value)
+            gauge = GaugeMetricFamily(name, what, labels=[MODEL])
+            gauge.add_metric([self._name], value)
+            yield gauge
         for name, what, value in (
             ("lp_prompt_tokens", "Prompt tokens of requests that have ended", totals.prompt_tokens),
             ("lp_new_tokens", "New tokens of requests that have ended", totals.new_tokens),
             ("lp_steps", "Steps of requests that have ended, prefills included", totals.steps),
             ("lp_replica_losses", "Replicas lost while they decoded", totals.losses),
         ):
-            yield CounterMetricFamily(name, what, value=value)
+            counter = CounterMetricFamily(name, what, labels=[MODEL])
+            counter.add_metric([self._name], value)
+            yield counter
         for name, what, label, values in (
             ("lp_requests", "Requests that have ended, by how", "outcome", totals.requests),
             ("lp_fed_tokens", "Draft tokens that were fed, by source", "source", totals.fed),
             ("lp_accepted_tokens", "Draft tokens that were accepted, by source", "source", totals.accepted),
             ("lp_step_seconds", "Seconds of steps, by part", "part", totals.seconds),
         ):
-            family = CounterMetricFamily(name, what, labels=[label])
+            family = CounterMetricFamily(name, what, labels=[MODEL, label])
             for key, value in dict(values).items():
-                family.add_metric([key], value)
+                family.add_metric([self._name, key], value)
             yield family

@@ -1,10 +1,12 @@
 """Bodies of requests in the form of the OpenAI API, and the decoding requests that they stand for.
 
-Unknown fields are refused by name, so that nothing that a client asks for is ignored silently.
+A field that would change the answer and is not supported is refused by name, except where its value asks for nothing.
+Unknown fields are refused or named in the log, so that nothing that a client asks for is ignored silently.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -23,7 +25,45 @@ MAX_COLUMNS = 256
 MAX_NGRAM_SIZE = 32
 MAX_BUDGET_TOKENS = 4096
 MAX_TOKEN_DIGITS = 9  # of a token id in logit_bias: far above any vocabulary, within an int32
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+MAX_COMPLETION_LOGPROBS = 5
+MAX_CHAT_LOGPROBS = 20
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+NO_SEED = -1  # as some clients write "no seed"
+# Fields of other servers that would change an answer, and the values of each that ask for nothing.
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_grammar": (),
+    "guided_choice": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "logits_processors": ([],),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "truncate_prompt_tokens": (),
+    "return_tokens_as_token_ids": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "typical_p": (1.0,),
+}
 
 
 class _Body(BaseModel):
@@ -36,6 +76,8 @@ class StreamOptions(_Body):
     """Options of a streamed answer."""
 
     include_usage: bool = False
+    include_obfuscation: bool = False
+    continuous_usage_stats: Literal[False] = False
 
 
 class Lookahead(_Body):
@@ -59,9 +101,12 @@ class Lookahead(_Body):
 class Common(_Body):
     """Fields of completions and chats alike.
 
-    Fields beyond the OpenAI API: top_k, min_p, repetition_penalty, ignore_eos, max_time, lookahead, gpus and trace.
-    Settings that are not given are as in the model's generation_config.json.
+    Fields beyond the OpenAI API: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, max_time,
+    split_special_tokens, lookahead, gpus and trace. Settings that are not given are as in the model's
+    generation_config.json. Fields from `user` to `prediction` are accepted and have no effect.
     """
+
+    model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
     max_tokens: int | None = None
@@ -78,10 +123,17 @@ class Common(_Body):
     user: str | None = None
     metadata: dict[str, object] | None = None
     store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prediction: dict[str, object] | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    min_tokens: int | None = None
     ignore_eos: bool = False
+    split_special_tokens: bool = False
     max_time: float | None = None
     lookahead: Lookahead | None = None
     gpus: int | None = None
@@ -92,6 +144,19 @@ class Common(_Body):
     def _without_nulls(cls, data: object) -> object:
         """Remove fields that are null: in the OpenAI API they count as not given."""
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+    def unknown_fields(self) -> list[str]:
+        """Return the names of fields that are not known here.
+
+        Raises:
+            RequestError: a field asks for what is not supported.
+        """
+        extra = self.model_extra or {}
+        for name, value in extra.items():
+            if name in UNSUPPORTED and not any(_same(value, each) for each in UNSUPPORTED[name]):
+                allowed = " or ".join(json.dumps(each) for each in UNSUPPORTED[name])
+                raise RequestError(f"{name}: is not supported{f'; leave it out or give {allowed}' if allowed else ''}")
+        return [name for name in extra if name not in UNSUPPORTED]
 
     def stops(self) -> list[str] | None:
         """Return the stop strings; None if none are given.
@@ -119,9 +184,6 @@ class Common(_Body):
             ConfigError: a setting is out of range.
             RequestError: a field asks for what is not supported.
         """
-        for name in ("presence_penalty", "frequency_penalty"):
-            if getattr(self, name):
-                raise RequestError(f"{name}={getattr(self, name)}: must be 0; repetition_penalty is there instead")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: only with stream=true")
         options = RequestOptions(
@@ -137,14 +199,24 @@ class Common(_Body):
 
     def _sampling(self, sampling: SamplingConfig) -> SamplingConfig:
         """Return the runtime's settings of sampling with those of the body put in."""
+        kept = {name: value for name in PENALTIES if (value := getattr(self, name)) is not None}
+        if self.min_tokens is not None:
+            kept["min_new_tokens"] = self.min_tokens
         given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
-        replace(sampling, **given | {"temperature": None})  # raises for values out of range, even unused ones
+        if self.seed == NO_SEED:
+            del given["seed"]
+        replace(sampling, **given | kept | {"temperature": None})  # raises for values out of range, even unused ones
         if self.temperature == 0:  # clients send their defaults along, which have no effect on greedy decoding
-            given = {name: given[name] for name in ("temperature", "repetition_penalty") if name in given}
-            given = dict.fromkeys(("top_k", "top_p", "min_p", "typical_p", "seed")) | given
+            given = dict.fromkeys(("top_k", "top_p", "min_p", "typical_p", "seed")) | {"temperature": 0.0}
+        given |= kept
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(token): bias for token, bias in self.logit_bias.items()}
         return replace(sampling, **given)
+
+
+def _same(value: object, other: object) -> bool:
+    """Whether two JSON values are equal; true is not 1."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _token_id(text: str) -> int:
@@ -162,7 +234,7 @@ class Completion(Common):
     """The body of POST /v1/completions."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    logprobs: int | None = Field(default=None, ge=0, le=1)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_COMPLETION_LOGPROBS)
     echo: bool = False
     suffix: str | None = None
     best_of: int | None = None
@@ -173,8 +245,10 @@ class Completion(Common):
         Raises:
             RequestError: there is none, or too many, or a field asks for what is not supported.
         """
-        if self.echo or self.suffix is not None or self.best_of not in (None, self.n):
-            raise RequestError("echo, suffix and best_of: not supported")
+        if self.suffix:
+            raise RequestError("suffix: is not supported; leave it out or give an empty one")
+        if self.best_of not in (None, self.n):
+            raise RequestError(f"best_of={self.best_of}: is not supported; leave it out or give n={self.n}")
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt:
@@ -185,12 +259,27 @@ class Completion(Common):
             raise RequestError(f"prompt: {len(self.prompt)} prompts x n={self.n}: must be at most {MAX_CHOICES}")
         return self.prompt
 
+    def length(self) -> int | None:
+        """Return how many tokens to generate at most; None for the default.
+
+        With `echo` a client may ask for no new token; one is generated then, which `shows_new` says not to show.
+        """
+        return self.max_tokens if self.shows_new else 1
+
+    @property
+    def shows_new(self) -> bool:
+        """Whether the answer has new tokens, not the prompt alone."""
+        return not (self.echo and self.max_tokens == 0)
+
 
 class ContentPart(_Body):
     """A part of a message's content; text alone is supported."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
+    cache_control: dict[str, object] | None = None
+    annotations: list[object] | None = None
+    logprobs: list[object] | None = None
 
 
 class Message(BaseModel):
@@ -215,8 +304,18 @@ class Chat(Common):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=0)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_CHAT_LOGPROBS)
 
     def length(self) -> int | None:
         """Return how many tokens to generate at most; None for the default."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def num_top_logprobs(self) -> int | None:
+        """Return how many of the likeliest tokens each log-probability is to come with; None without log-probabilities.
+
+        Raises:
+            RequestError: likeliest tokens are asked for, and no log-probabilities.
+        """
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(f"top_logprobs={self.top_logprobs}: only with logprobs=true")
+        return self.top_logprobs or 0 if self.logprobs else None

@@ -23,7 +23,7 @@ from lp_runtime.launchers.ray_booking import CPU_SHARE
 from lp_runtime.launchers.ray_launcher import connect
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.scheduler import Scheduler
-from lp_runtime.server.serve import GRACE_SECONDS, application, listen, served_name
+from lp_runtime.server.serve import listen, make_server, served_name
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 APPLICATION = "lp_runtime"
 MAX_REQUESTS = 10_000  # at once, before Ray Serve refuses any: the scheduler refuses them long before
-CLOSE_SECONDS = 10.0  # for the runtime to end, after GRACE_SECONDS for answers
+CLOSE_SECONDS = 10.0  # for the runtime to end, after shutdown_timeout for answers
 
 
 class Service:
@@ -49,7 +49,7 @@ class Service:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the HTTP application; Ray Serve calls it."""
-        return application(self._runtime, self._scheduler, self._config)
+        return make_server(self._runtime, self._scheduler, self._config).app()
 
     def check_health(self) -> None:
         """Check that the model has replicas; Ray Serve calls it, and restarts the Serve replica after a few errors.
@@ -95,7 +95,7 @@ def build_from_config(config: ServeConfig) -> Application:
         num_replicas=1,
         max_ongoing_requests=MAX_REQUESTS,
         max_constructor_retry_count=1,
-        graceful_shutdown_timeout_s=GRACE_SECONDS + CLOSE_SECONDS,
+        graceful_shutdown_timeout_s=config.shutdown_timeout + CLOSE_SECONDS,
         graceful_shutdown_wait_loop_s=0.1,
         ray_actor_options={"num_cpus": CPU_SHARE},
     )

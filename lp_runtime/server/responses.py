@@ -6,10 +6,11 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lp_runtime.engine.generation import Delta
+from lp_runtime.engine.output import Logprob
 from lp_runtime.scheduler.job import Job
 from lp_runtime.server.stop_trimmer import StopTrimmer
 
@@ -25,6 +26,7 @@ class Choice:
         index: number of the text in the answer.
         job: decodes the text.
         trimmer: removes stop strings.
+        prefix: text that is shown before the new one: with `echo`, the prompt.
         text: text so far; for answers that are not streamed.
         tokens: new token ids so far.
         logprobs: log-probabilities of the tokens, if asked for.
@@ -35,6 +37,7 @@ class Choice:
     index: int
     job: Job
     trimmer: StopTrimmer
+    prefix: str = ""
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -55,69 +58,150 @@ class Choice:
         return self.trimmer.finish(finish_reason == "stop")
 
 
-def event(body: Mapping[str, object]) -> str:
-    """Return a JSON body as a server-sent event."""
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+def to_json(body: Mapping[str, object]) -> str:
+    """Return a body as JSON; lone surrogates that a client has sent stay escapes, since UTF-8 has none."""
+    return json.dumps(body, ensure_ascii=False).encode(errors="backslashreplace").decode()
+
+
+def event(body: Mapping[str, object], name: str | None = None) -> str:
+    """Return a JSON body as a server-sent event, with the event's name if it has one."""
+    line = f"data: {to_json(body)}\n\n"
+    return line if name is None else f"event: {name}\n{line}"
+
+
+def usage_of(choices: list[Choice]) -> dict[str, object]:
+    """Return how many tokens the prompts and the choices have; samples of one prompt count it once."""
+    prompts = {id(choice.job.request.prompt_ids): len(choice.job.request.prompt_ids) for choice in choices}
+    num_new, num_prompt = sum(len(choice.tokens) for choice in choices), sum(prompts.values())
+    num_fed, num_accepted = _num_drafted(choices)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "total_tokens": num_prompt + num_new,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": num_accepted,
+            "rejected_prediction_tokens": num_fed - num_accepted,
+        },
+    }
+
+
+def _num_drafted(choices: list[Choice]) -> tuple[int, int]:
+    """Return how many draft tokens were fed and accepted for choices that have ended."""
+    counts = [choice.job.generation.counts for choice in choices if choice.job.generation is not None]
+    return sum(int(each.fed.sum()) for each in counts), sum(int(each.accepted.sum()) for each in counts)
+
+
+def acceptance_of(choices: list[Choice]) -> dict[str, object]:
+    """Return how drafting went, in the form of vLLM's per-request metrics."""
+    num_steps = sum(choice.job.generation.steps for choice in choices if choice.job.generation is not None)
+    num_fed, num_accepted = _num_drafted(choices)
+    num_new = sum(len(choice.tokens) for choice in choices)
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": num_new / max(1, num_steps),
+            "draft_acceptance_rate": num_accepted / max(1, num_fed),
+            "num_spec_steps": num_steps,
+            "num_accepted_draft_tokens": num_accepted,
+            "num_draft_tokens": num_fed,
+        }
+    }
 
 
 class Form(ABC):
-    """The form of an answer: a completion's or a chat's.
+    """The form of an answer: a completion's, a chat's or a response's.
 
     Args:
         model: the model's name for clients.
         token_text: returns a token's text, for log-probabilities.
-        with_logprobs: whether the answer has log-probabilities.
+
+    Attributes:
+        shows_tokens: whether tokens without text of their own are shown, as with log-probabilities.
+    """
+
+    def __init__(self, model: str, token_text: Callable[[int], str], shows_tokens: bool = False):
+        self.model, self.token_text, self.shows_tokens = model, token_text, shows_tokens
+
+    @abstractmethod
+    def whole(self, choices: list[Choice]) -> dict[str, object]:
+        """Return an answer that is not streamed."""
+
+    @abstractmethod
+    def opening(self, choices: list[Choice]) -> Iterator[str]:
+        """Yield the events of a streamed answer that come before any new text."""
+
+    @abstractmethod
+    def grown(self, choice: Choice, text: str, new: slice) -> Iterator[str]:
+        """Yield the events that say that a choice has grown or ended.
+
+        Args:
+            choice: the choice.
+            text: the new text to show.
+            new: where the new tokens are in `choice.tokens`.
+        """
+
+    @abstractmethod
+    def closing(self, choices: list[Choice], with_usage: bool) -> Iterator[str]:
+        """Yield the events of a streamed answer that come after all text.
+
+        Args:
+            choices: all have ended.
+            with_usage: whether the client has asked for usage.
+        """
+
+    def failure(self, error: Mapping[str, object]) -> Iterator[str]:
+        """Yield the events that say that an answer has failed after it began.
+
+        Args:
+            error: body of the error.
+        """
+        yield event(error)
+        yield LAST_EVENT
+
+
+class ChoicesForm(Form):
+    """What the forms of completions and chats have in common.
+
+    Args:
+        model: the model's name for clients.
+        token_text: returns a token's text, for log-probabilities.
+        num_top: how many of the likeliest tokens each log-probability comes with; None without log-probabilities.
 
     Attributes:
         prefix: what the answer's id begins with.
         kind: OpenAI's name of the answer's type.
-        with_logprobs: see Args.
+        chunk_kind: OpenAI's name of a chunk's type.
+        num_top: see Args.
     """
 
     prefix: str
     kind: str
+    chunk_kind: str
 
-    def __init__(self, model: str, token_text: Callable[[int], str], with_logprobs: bool):
-        self._token_text = token_text
+    def __init__(self, model: str, token_text: Callable[[int], str], num_top: int | None):
+        super().__init__(model, token_text, num_top is not None)
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self.with_logprobs = with_logprobs
+        self.num_top = num_top
 
-    def usage(self, choices: list[Choice]) -> dict[str, int]:
-        """Return how many tokens the prompts and the choices have; samples of one prompt count it once."""
-        prompts = {id(choice.job.request.prompt_ids): len(choice.job.request.prompt_ids) for choice in choices}
-        num_new = sum(len(choice.tokens) for choice in choices)
-        num_prompt = sum(prompts.values())
-        return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
-
-    def opening(self, choices: list[Choice]) -> list[dict[str, object]]:
-        """Return the chunks of a streamed answer that come before any text."""
-        return []
-
-    def chunk_kind(self) -> str:
-        """Return OpenAI's name of a chunk's type."""
-        return self.kind
-
-    def usage_chunk(self, choices: list[Choice]) -> dict[str, object]:
-        """Return the last chunk of a streamed answer whose client asked for usage."""
-        return {**self._head, "object": self.chunk_kind(), "choices": [], "usage": self.usage(choices)}
+    def chunk(self, *choices: Mapping[str, object], **more: object) -> str:
+        """Return a chunk of a streamed answer as an event."""
+        return event({**self._head, "object": self.chunk_kind, "choices": list(choices), **more})
 
     def whole(self, choices: list[Choice]) -> dict[str, object]:
-        """Return an answer that is not streamed."""
         bodies = [self.choice(choice) for choice in choices]
-        return {**self._head, "object": self.kind, "choices": bodies, "usage": self.usage(choices)}
+        usage, metrics = usage_of(choices), acceptance_of(choices)
+        return {**self._head, "object": self.kind, "choices": bodies, "usage": usage, "metrics": metrics}
 
-    def chunk(self, choice: Choice, text: str, new: slice) -> dict[str, object]:
-        """Return a chunk of a streamed answer.
-
-        Args:
-            choice: the choice that has grown.
-            text: the new text to show.
-            new: where the new tokens are in `choice.tokens`.
-        """
+    def grown(self, choice: Choice, text: str, new: slice) -> Iterator[str]:
         delta = self.delta(choice, text, new)
         if choice.job.request.trace:  # beyond the OpenAI API: the tokens of this step
             delta["lookahead"] = {"tokens": len(choice.tokens[new]), "found_by": choice.found_by[new]}
-        return {**self._head, "object": self.chunk_kind(), "choices": [delta]}
+        yield self.chunk(delta)
+
+    def closing(self, choices: list[Choice], with_usage: bool) -> Iterator[str]:
+        if with_usage:
+            yield self.chunk(usage=usage_of(choices), metrics=acceptance_of(choices))
+        yield LAST_EVENT
 
     @abstractmethod
     def choice(self, choice: Choice) -> dict[str, object]:
@@ -125,43 +209,88 @@ class Form(ABC):
 
     @abstractmethod
     def delta(self, choice: Choice, text: str, new: slice) -> dict[str, object]:
-        """Return a choice of a chunk; arguments as in `chunk`."""
+        """Return a choice of a chunk; arguments as in `grown`."""
 
 
-class CompletionForm(Form):
-    """The form of answers to POST /v1/completions."""
+class CompletionForm(ChoicesForm):
+    """The form of answers to POST /v1/completions.
 
-    prefix, kind = "cmpl", "text_completion"
+    Args:
+        model, token_text, num_top: see ChoicesForm.
+        shows_new: whether new tokens are shown; with `echo` a client may ask for none.
+    """
+
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, model: str, token_text: Callable[[int], str], num_top: int | None, shows_new: bool = True):
+        super().__init__(model, token_text, num_top)
+        self._shows_new = shows_new
+
+    def opening(self, choices: list[Choice]) -> Iterator[str]:
+        return iter(())
 
     def choice(self, choice: Choice) -> dict[str, object]:
         return self.delta(choice, choice.text, slice(None))
 
     def delta(self, choice: Choice, text: str, new: slice) -> dict[str, object]:
+        is_first = not new.start
+        tokens, values = choice.tokens[new], list(choice.logprobs[new])
+        if not self._shows_new:
+            tokens, values, text = [], [], ""
+        offset = len(choice.prefix) + sum(map(len, map(self.token_text, choice.tokens[: new.start or 0])))
+        if choice.prefix and is_first:
+            text = choice.prefix + text
         logprobs = None
-        if self.with_logprobs:
-            texts = [self._token_text(token) for token in choice.tokens[new]]
-            logprobs = {
-                "tokens": texts,
-                "token_logprobs": choice.logprobs[new],
-                "top_logprobs": None,
-                "text_offset": None,
-            }
+        if self.num_top is not None:
+            prompt: list[float | None] = []
+            if choice.prefix and is_first and choice.logprobs:
+                first = choice.logprobs[0]
+                prompt = [None, *(first.prompt if isinstance(first, Logprob) else ())]
+                tokens, offset = [*choice.job.request.prompt_ids, *tokens], 0
+            logprobs = self._logprobs(tokens, [*prompt, *values], offset)
         return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": choice.reason}
 
+    def _logprobs(self, tokens: list[int], values: list[float | None], offset: int) -> dict[str, object]:
+        """Return log-probabilities as completions have them.
 
-class ChatForm(Form):
+        Args:
+            tokens: token ids.
+            values: log-probability of each; None for the first of a prompt.
+            offset: characters before the first token.
+        """
+        texts = [self.token_text(token) for token in tokens]
+        offsets = []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": values,
+            "top_logprobs": [self._top(text, value) for text, value in zip(texts, values, strict=True)],
+            "text_offset": offsets,
+        }
+
+    def _top(self, text: str, value: float | None) -> dict[str, float] | None:
+        """Return the likeliest tokens' log-probabilities by their text, and the token's own."""
+        if value is None:
+            return None
+        top: dict[str, float] = {}
+        for token, each in value.top if isinstance(value, Logprob) else ():
+            top.setdefault(self.token_text(token), each)
+        top.setdefault(text, float(value))
+        return top
+
+
+class ChatForm(ChoicesForm):
     """The form of answers to POST /v1/chat/completions."""
 
-    prefix, kind = "chatcmpl", "chat.completion"
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def chunk_kind(self) -> str:
-        return "chat.completion.chunk"
-
-    def opening(self, choices: list[Choice]) -> list[dict[str, object]]:
-        deltas = [
-            {"index": c.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None} for c in choices
-        ]
-        return [{**self._head, "object": self.chunk_kind(), "choices": [delta]} for delta in deltas]
+    def opening(self, choices: list[Choice]) -> Iterator[str]:
+        for choice in choices:
+            yield self.chunk(
+                {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            )
 
     def choice(self, choice: Choice) -> dict[str, object]:
         message = {"role": "assistant", "content": choice.text}
@@ -174,11 +303,15 @@ class ChatForm(Form):
         return {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": choice.reason}
 
     def _logprobs(self, choice: Choice, new: slice) -> dict[str, object] | None:
-        if not self.with_logprobs:
+        if self.num_top is None:
             return None
-        pairs = zip(choice.tokens[new], choice.logprobs[new], strict=True)
-        texts = [(self._token_text(token), value) for token, value in pairs]
-        content = [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []} for text, value in texts
-        ]
+        content = []
+        for token, value in zip(choice.tokens[new], choice.logprobs[new], strict=True):
+            top = value.top if isinstance(value, Logprob) else ()
+            entries = [self._entry(other, each) for other, each in top]
+            content.append({**self._entry(token, float(value)), "top_logprobs": entries})
         return {"content": content}
+
+    def _entry(self, token: int, value: float) -> dict[str, object]:
+        text = self.token_text(token)
+        return {"token": text, "logprob": value, "bytes": list(text.encode())}

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
+import logging
 import socket
+import ssl
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,17 +18,17 @@ from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    import uvicorn
-    from fastapi import FastAPI
-
-GRACE_SECONDS = 5  # for running answers to end after SIGINT or SIGTERM
+    from lp_runtime.server.app import Server
+    from lp_runtime.server.connections import HttpLimits, HttpServer
+    from lp_runtime.server.starting import StartingServer
 
 
 def check_serve(config: ServeConfig) -> None:
     """Refuse, before a model is loaded, settings that cannot be served.
 
     Raises:
-        ConfigError: the port is taken, or torchrun started this process and server=ray_serve.
+        ConfigError: a file of keys or certificates is not readable, or torchrun started this process and
+            server=ray_serve.
         LaunchError: the server's packages are not installed.
         ModelError: the model has no tokenizer.
     """
@@ -35,24 +39,93 @@ def check_serve(config: ServeConfig) -> None:
     except ImportError as error:
         raise LaunchError(f"lp-serve: {error.name} is not installed (pip install 'lp-runtime[serve]')") from error
     load_tokenizer(config.model)
-    if config.server == "uvicorn":
-        listen(config).close()
-    elif started_by_torchrun():
+    read_api_keys(config)
+    _check_certificate(config)
+    if config.server == "ray_serve" and started_by_torchrun():
         raise ConfigError("server=ray_serve: torchrun started this process; start without torchrun")
 
 
-def application(runtime: LookaheadRuntime, scheduler: Scheduler, config: ServeConfig) -> FastAPI:
-    """Return the HTTP application of a server."""
-    from lp_runtime.server.app import Server, ServerSettings
+def make_server(runtime: LookaheadRuntime, scheduler: Scheduler, config: ServeConfig) -> Server:
+    """Return the HTTP routes of a server.
 
+    Raises:
+        ConfigError: the file of API keys is not readable.
+    """
+    from lp_runtime.server.app import Server
+    from lp_runtime.server.gate import GateRules
+    from lp_runtime.server.submission import ServerSettings
+
+    rules = GateRules(
+        api_keys=read_api_keys(config),
+        allowed_hosts=allowed_hosts(config),
+        cors_origins=config.cors_origins,
+        max_body_bytes=config.max_body_bytes,
+        body_timeout=config.body_timeout,
+        logs_access=config.access_log,
+    )
     settings = ServerSettings(
         name=served_name(config),
-        api_key=config.api_key,
-        max_body_bytes=config.max_body_bytes,
+        gate=rules,
         max_new_tokens=config.max_new_tokens,
         queue_timeout=config.queue_timeout,
+        strict_fields=config.strict_fields,
     )
-    return Server(runtime, scheduler, settings, load_tokenizer(config.model)).app()
+    return Server(runtime, scheduler, settings, load_tokenizer(config.model))
+
+
+def read_api_keys(config: ServeConfig) -> dict[str, str]:
+    """Return the API keys by the client's name: of the file, and the one of the settings under the name "default".
+
+    Raises:
+        ConfigError: the file is not readable, or a line is not NAME KEY.
+    """
+    keys = {} if config.api_key is None else {"default": config.api_key}
+    if config.api_keys is None:
+        return keys
+    try:
+        lines = Path(config.api_keys).expanduser().read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_keys={config.api_keys}: {_reason(error)}") from error
+    for number, line in enumerate(lines, start=1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2 or words[0] in keys or not words[1].isprintable():
+            raise ConfigError(f"api_keys={config.api_keys} line {number}: must be NAME KEY, each name once")
+        keys[words[0]] = words[1]
+    if not keys:
+        raise ConfigError(f"api_keys={config.api_keys}: has no key")
+    return keys
+
+
+def allowed_hosts(config: ServeConfig) -> list[str]:
+    """Return the Host headers that are served: those of the settings; on a loopback address its names, so that no name
+    of elsewhere can be made to lead here (DNS rebinding); else, and behind Ray Serve's own proxies, any."""
+    if config.allowed_hosts is not None:
+        return config.allowed_hosts
+    if config.server == "ray_serve":
+        return []
+    try:
+        is_local = config.host == "localhost" or ipaddress.ip_address(config.host).is_loopback
+    except ValueError:  # a name
+        is_local = False
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return list(dict.fromkeys(("localhost", "127.0.0.1", "[::1]", host))) if is_local else []
+
+
+def _check_certificate(config: ServeConfig) -> None:
+    """Refuse certificates that TLS cannot use.
+
+    Raises:
+        ConfigError: names the file.
+    """
+    if config.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"ssl_certfile={config.ssl_certfile}: {_reason(error)}") from error
 
 
 def served_name(config: ServeConfig) -> str:
@@ -60,34 +133,73 @@ def served_name(config: ServeConfig) -> str:
     return config.served_name or Path(config.model.location).name
 
 
-def serve(runtime: LookaheadRuntime, config: ServeConfig) -> None:
-    """Serve until SIGINT or SIGTERM.
+def open_port(config: ServeConfig) -> StartingServer:
+    """Listen, and say to whoever asks that the server is starting.
 
     Raises:
         ConfigError: the port is taken.
     """
-    listener = listen(config)
+    from lp_runtime.server.starting import StartingServer
+
+    return StartingServer(listen(config), http_limits(config))
+
+
+def serve(runtime: LookaheadRuntime, config: ServeConfig, starting: StartingServer) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        runtime: decodes the requests.
+        config: settings of the server.
+        starting: has the port, and hands it over.
+    """
+    if config.access_log:
+        log_to_stderr(logging.getLogger("lp_runtime.access"))
     with Scheduler(runtime, config.max_waiting, config.policy, config.max_batch) as scheduler:
-        app = application(runtime, scheduler, config)
+        server = http_server(make_server(runtime, scheduler, config), http_limits(config))
+        listener = starting.hand_over()
         host, port = listener.getsockname()[:2]
-        print(f"serving {served_name(config)} on http://{host}:{port}/v1", flush=True)
-        http_server(app).run(sockets=[listener])
+        scheme = "http" if config.ssl_certfile is None else "https"
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        print(f"serving {served_name(config)} on {url}/v1", flush=True)
+        print(f"a page to try it: {url}/", file=sys.stderr, flush=True)
+        server.run(sockets=[listener])
 
 
-def http_server(app: FastAPI) -> uvicorn.Server:
-    """Return the HTTP server of an application; its `run` serves until SIGINT or SIGTERM."""
-    import uvicorn
+def log_to_stderr(log: logging.Logger) -> None:
+    """Write a logger's lines to stderr as they are."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
 
-    options = uvicorn.Config(
-        app,
-        http="h11",  # the strictest parser, whatever others are installed
-        ws="none",
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=GRACE_SECONDS,
+
+def http_limits(config: ServeConfig) -> HttpLimits:
+    """Return the bounds of the HTTP server."""
+    from lp_runtime.server.connections import HttpLimits
+
+    certificate = None
+    if config.ssl_certfile is not None:
+        certificate = (config.ssl_certfile, config.ssl_keyfile or config.ssl_certfile)
+    return HttpLimits(
+        header_timeout=config.header_timeout,
+        keep_alive_timeout=config.keep_alive_timeout,
+        max_connections=config.max_connections,
+        shutdown_timeout=config.shutdown_timeout,
+        certificate=certificate,
     )
-    return uvicorn.Server(options)
+
+
+def http_server(server: Server, limits: HttpLimits | None = None) -> HttpServer:
+    """Return the HTTP server of some routes; its `run` serves until SIGINT or SIGTERM.
+
+    Args:
+        server: the routes.
+        limits: bounds on connections; HttpLimits() if not given.
+    """
+    from lp_runtime.server.connections import HttpLimits, HttpServer
+
+    return HttpServer(server, limits or HttpLimits())
 
 
 def listen(config: ServeConfig) -> socket.socket:
@@ -100,5 +212,9 @@ def listen(config: ServeConfig) -> socket.socket:
         family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((config.host, config.port), family=family, backlog=2048)
     except (OSError, ValueError) as error:  # ValueError for a text that cannot be a host name
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise ConfigError(f"host={config.host} port={config.port}: {reason}") from error
+        raise ConfigError(f"host={config.host} port={config.port}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Return an error's reason as the system words it, without numbers and names."""
+    return getattr(error, "strerror", None) or first_line(error)

@@ -74,16 +74,18 @@ def assumed_times(num_replicas: int, num_tokens: int) -> np.ndarray:
     return np.tile(times, (num_replicas, 1))
 
 
-def interpolate(tokens: Sequence[int], nanoseconds: Sequence[int], num_tokens: int) -> np.ndarray:
+def interpolate(tokens: Sequence[int], nanoseconds: Sequence[int], num_tokens: int, num_padded: int = 0) -> np.ndarray:
     """Return times for every number of tokens, from times that were measured for some.
 
-    Between two measured points, and behind the last two, times follow a straight line. A point below the one before is
-    raised, so that times never fall.
+    Where passes are padded to fixed sizes, times are a staircase: a pass takes what the next measured size takes.
+    Elsewhere times follow a straight line between two measured points, and behind the last two. A point below the one
+    before is raised, so that times never fall.
 
     Args:
         tokens: Numbers of tokens that were measured, ascending.
         nanoseconds: Measured time for each.
         num_tokens: Largest number of tokens to give a time for.
+        num_padded: Up to so many tokens passes are padded, to the next of `tokens`; 0 for none.
 
     Returns:
         [num_tokens + 1] int64 nanoseconds for 0, 1, 2 ... tokens.
@@ -95,6 +97,8 @@ def interpolate(tokens: Sequence[int], nanoseconds: Sequence[int], num_tokens: i
         end = tokens[i + 1] if i + 2 < len(tokens) else max(tokens[i + 1], num_tokens)
         places = np.arange(tokens[i], min(end, num_tokens) + 1)
         times[places] = known[i] + (known[i + 1] - known[i]) * (places - tokens[i]) // (tokens[i + 1] - tokens[i])
+    stairs = np.arange(min(num_padded, tokens[-1], num_tokens) + 1)
+    times[stairs] = known[np.searchsorted(np.asarray(tokens), stairs)]
     return times
 
 

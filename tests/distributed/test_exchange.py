@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.forked import forking
 from support.processes import wait_until
 from support.ranks import CPU, TIMEOUT, run_ranks, running_ranks
 
@@ -55,7 +56,7 @@ def three_ranks(group: Group):
         return outcomes, exchange.bytes_sent, value, error
 
 
-BACKENDS = ("shared", "gloo")
+BACKENDS = ("shared", "gloo", "two machines")
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -209,6 +210,38 @@ def test_backends_are_for_their_devices():
         pass
 
 
+def where(group: Group):
+    return group.connected.name
+
+
+def test_the_transport_is_what_the_machines_allow():
+    assert run_ranks(where, 2) == ["shared", "shared"]
+    assert run_ranks(where, 3, backend="two machines") == ["shared and network"] * 3
+    assert run_ranks(where, 2, backend="two machines") == ["gloo", "gloo"]
+    assert run_ranks(where, 2, backend="gloo") == ["gloo", "gloo"]
+
+
+def refused(rank: int, port: int, results) -> None:
+    context = ReplicaContext(rank, 2, host="127.0.0.1", port=port)
+    options = GroupOptions(TIMEOUT, backend="shared", machine=f"machine {rank}")
+    try:
+        with process_group(context, CPU, options):
+            results.put("formed")
+    except LaunchError as error:
+        results.put(str(error))
+
+
+def test_memory_of_several_machines_cannot_be_shared():
+    store, results = host_store("127.0.0.1", 0, TIMEOUT), forking().Queue()
+    processes = [forking().Process(target=refused, args=(rank, store.port, results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=TIMEOUT) for _ in processes]
+    for process in processes:
+        process.join(TIMEOUT)
+    assert found == ["launcher.backend=shared: the replicas are on 2 machines"] * 2
+
+
 def find_the_group(group: Group):
     with existing_or_new_group(CPU, TIMEOUT) as found:
         return found.rank, found.size, found.connected.name, gather_rows(np.array([found.rank]), found).tolist()
@@ -231,7 +264,7 @@ def test_a_rank_that_leaves_at_once_waits_for_those_that_are_still_connecting(mo
     monkeypatch.setattr(dist, "destroy_process_group", lambda: events.append("a rank leaves"))
 
     def join_and_leave(rank: int) -> None:
-        with process_group(ReplicaContext(rank, 2), CPU, GroupOptions(TIMEOUT), store):
+        with process_group(ReplicaContext(rank, 2), CPU, GroupOptions(TIMEOUT, backend="gloo"), store):
             pass
 
     store = dist.HashStore()

@@ -8,9 +8,11 @@ from support.ranks import CPU, run_ranks
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.group import Group
 from lp_runtime.engine.calibration import Calibration, Measured
+from lp_runtime.engine.vocabulary_prior import Answers
 from lp_runtime.lookahead.drafters.best_first.tables import ENTRY, K
 from lp_runtime.model.loader import load_model
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.sampling.packing import HALF_BITS, MARGIN_BITS
 
 
 def tree_model(folder) -> ModelRunner:
@@ -47,7 +49,7 @@ def test_what_was_measured_is_kept_and_a_damaged_file_is_made_again(model, tmp_p
     again = Calibration(model, Group.alone(), str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr("lp_runtime.engine.calibration.measure_steps", None)
-        patch.setattr("lp_runtime.engine.calibration.sweep_vocabulary", None)
+        patch.setattr("lp_runtime.engine.vocabulary_prior.VocabularyPrior.ask", None)
         assert (again.times(50) == times).all()
         assert (again.vocabulary() == vocabulary).all()
     for file in files:
@@ -69,7 +71,7 @@ def test_another_model_has_another_name(model, demo_model_dir):
 
 def test_what_there_is_no_time_for_is_left_out(model, monkeypatch):
     monkeypatch.setattr("lp_runtime.engine.calibration.SWEEP_SECONDS", 0.0)
-    monkeypatch.setattr("lp_runtime.engine.calibration.SWEEP_BATCH_TOKENS", 8)
+    monkeypatch.setattr("lp_runtime.engine.vocabulary_prior.FIRST_SLICE_TOKENS", 8)
     vocabulary = Calibration(model, Group.alone(), None).vocabulary()
     assert (vocabulary[:8, 0] >= 0).all()
     assert (vocabulary[8:, :K] == -1).all()
@@ -81,12 +83,21 @@ def tune_on_ranks(group: Group, folder: str):
     return (
         calibration.times(20),
         calibration.vocabulary(),
-        *(vocabulary_of(model, group, each) for each in KNOWN.values()),
+        *(vocabulary_of(model, group, each)[:, :K] for each in KNOWN.values()),
     )
 
 
-def made_up(value: int) -> np.ndarray:
-    return np.full((64, ENTRY), value, dtype=np.int64)
+def made_up(value: int) -> Answers:
+    """All candidates of all tokens are one token."""
+    pair = value << MARGIN_BITS | value << MARGIN_BITS + HALF_BITS
+    packed = np.full((64, Answers.width_of(K)), pair, dtype=np.int64)
+    return Answers(packed, np.ones(64, np.bool_))
+
+
+def part_of(answers: Answers, first: int, last: int) -> Answers:
+    """Of some tokens alone."""
+    places = np.arange(64)
+    return Answers(answers.packed, (places >= first) & (places < last))
 
 
 # What each of two replicas knows as they meet, by what comes of it.
@@ -94,7 +105,9 @@ KNOWN = {
     "the same": (made_up(3), made_up(3)),
     "rank 0's": (made_up(3), made_up(4)),
     "rank 0's, too": (made_up(3), None),
-    "found out": (None, made_up(4)),
+    "rank 1's": (None, made_up(4)),
+    "both's": (part_of(made_up(3), 0, 40), part_of(made_up(4), 30, 64)),
+    "found out": (None, None),
 }
 
 
@@ -106,8 +119,10 @@ def test_replicas_share_the_work_and_know_each_others_curves(model, tiny_model_d
     results = run_ranks(tune_on_ranks, 2, str(tiny_model_dir))
     alone = Calibration(model, Group.alone(), None).vocabulary()
     assert (results[0][0] == results[1][0]).all() and results[0][0].shape == (2, 21)
-    for _, found, same, first, first_too, last in results:
+    for _, found, same, first, first_too, second, both, last in results:
         assert (found[:, :K] == alone[:, :K]).mean() > 0.99
         for vocabulary in (same, first, first_too):
-            assert (vocabulary == made_up(3)).all()
-        assert (last == found).all()
+            assert (vocabulary == 3).all()
+        assert (second == 4).all()
+        assert (both[:40] == 3).all() and (both[40:] == 4).all()
+        assert (last == found[:, :K]).all()

@@ -276,7 +276,8 @@ def test_a_full_disk_loses_nothing_that_was_there(tmp_path):
     (tmp_path / "out").symlink_to("/dev/full")
     output = OutputFile(tmp_path / "out", {}, None)
     output.resume()
-    with pytest.raises(LookaheadError, match=f"output={tmp_path}/out: writing failed: No space left on device"):
+    message = f"output={tmp_path}/out: writing failed: No space left on device"
+    with pytest.raises(LookaheadError, match=message), output:  # whose end says nothing else
         output.write({"index": 0})
 
 

@@ -25,7 +25,7 @@ def exchange_over(rank: int, names: list[str], port: int, results) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "none"  # of the user's; the setting goes first, and leaves it as it was
     for number, name in enumerate(names):
         context = ReplicaContext(rank, 2, host="127.0.0.1", port=port, attempt=number)
-        with process_group(context, CPU, GroupOptions(TIMEOUT, interface=name)) as group:
+        with process_group(context, CPU, GroupOptions(TIMEOUT, backend="gloo", interface=name)) as group:
             gather_rows(np.array([rank]), group)
             peers = [
                 (connection.laddr.ip, connection.raddr.ip)

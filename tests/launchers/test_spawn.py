@@ -25,6 +25,8 @@ def test_equals_transformers_generate(demo_model_dir, greedy, gpus):
     options = {"launcher": "local", "device": "cpu", "dtype": "float32"}
     with LookaheadRuntime(str(demo_model_dir), gpus=gpus, lookahead=FIXED, **options) as runtime:
         assert runtime.num_replicas == gpus
+        processes = [psutil.Process(), *map(psutil.Process, own_replicas())]
+        assert not [each.net_connections("tcp") for each in processes if each.net_connections("tcp")]  # it shares memory
         fewest = reference.MAX_NEW_TOKENS
         for setting in SETTINGS:
             for prompt, expected in zip(reference.PROMPTS, greedy, strict=True):
@@ -38,7 +40,8 @@ def test_equals_transformers_generate(demo_model_dir, greedy, gpus):
 @pytest.mark.parametrize("gpus", [2])
 def test_sampling_is_that_of_one_token_a_step(demo_model_dir, sampled, gpus):
     interface = interfaces()[-1]
-    options = {"launcher": LauncherConfig(interface=interface), "device": "cpu", "dtype": "float32"}
+    launcher = LauncherConfig(backend="gloo", interface=interface)
+    options = {"launcher": launcher, "device": "cpu", "dtype": "float32"}
     with LookaheadRuntime(demo_model_dir, gpus=gpus, lookahead=FIXED, **options) as runtime:
         used = [c.laddr.ip for pid in own_replicas() for c in psutil.Process(pid).net_connections("tcp")]
         assert {address.removeprefix("::ffff:") for address in used} == {address_of(interface)}

@@ -8,6 +8,7 @@ from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.sampling.packing import BLOCK
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.sampler import Sampler, top_k
+from lp_runtime.sampling.step_logits import StepLogits
 
 CPU = torch.device("cpu")
 
@@ -18,7 +19,7 @@ def make_sampler(**settings) -> Sampler:
 
 def outcome(sampler: Sampler, logits: torch.Tensor, **options):
     tree = TokenTree([0], max_depth=9)
-    packed, _ = sampler.sample(logits, tree, [0] * len(logits), [0], **options)
+    packed, _ = sampler.sample(StepLogits(logits), tree, [0] * len(logits), [0], **options)
     assert packed.shape == (len(logits), sampler.width)
     return sampler.unpack(packed.numpy(), **options)
 

@@ -6,10 +6,11 @@ import re
 import urllib.parse
 import urllib.request
 
+import openai
 import pytest
 from support import browser, reference
 from support.processes import wait_until
-from support.serving import served
+from support.serving import demo_model_that_chats, served
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime
 
@@ -32,6 +33,8 @@ def test_the_page_asks_for_nothing_from_elsewhere(site):
         page = answer.read().decode()
     assert answer.headers["Content-Type"].startswith("text/html")
     assert not re.search(r"(src|href)=|url\(|https?://|import\s", page)
+    assert answer.headers["X-Frame-Options"] == "DENY"
+    assert "frame-ancestors 'none'" in answer.headers["Content-Security-Policy"]
 
 
 @pytest.mark.skipif(browser.find() is None, reason="no Chromium here; scripts/browser.sh fetches one")
@@ -40,6 +43,10 @@ def test_a_generation_in_a_browser(site, tmp_path):
     query = {"prompt": reference.PROMPTS[1], "tokens": 64, "go": ""}
     with browser.page(browser.find(), tmp_path / "profile") as page:
         page.open(f"{url}/?{urllib.parse.urlencode(query)}")
+        wait_until(lambda: page.run("document.getElementById('model')?.textContent"))
+        assert page.run("document.getElementById('prompt').value") == reference.PROMPTS[1]
+        assert page.run("document.getElementById('output').textContent") == "", "a link starts nothing"
+        page.run("document.getElementById('go').click()")
         wait_until(lambda: page.run("document.body?.dataset.done"))
         texts = {name: page.run(f"document.getElementById('{name}').textContent") for name in SHOWN}
         num_runs = page.run("document.querySelectorAll('#output .run.many').length")
@@ -63,3 +70,34 @@ def test_a_generation_in_a_browser(site, tmp_path):
     assert num_runs > 3
     width, height = (int.from_bytes(image[at : at + 4], "big") for at in (16, 20))
     assert image.startswith(PNG) and width >= 900 and height >= 500 and len(image) > 20_000
+
+
+@pytest.mark.skipif(browser.find() is None, reason="no Chromium here; scripts/browser.sh fetches one")
+def test_a_chat_in_a_browser(tmp_path):
+    """Two turns: the second is asked with the first, and both stay on the page."""
+    folder = demo_model_that_chats(tmp_path / "model")
+    with (
+        LookaheadRuntime(folder, device="cpu", dtype="float32", lookahead=FIXED) as runtime,
+        served(runtime) as (url, _),
+    ):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        messages: list[dict[str, str]] = []
+        for text in ("Write a loop.", "Another one."):
+            messages.append({"role": "user", "content": text})
+            done = client.chat.completions.create(model="demo", messages=messages, max_tokens=16, temperature=0)
+            messages.append({"role": "assistant", "content": done.choices[0].message.content})
+        with browser.page(browser.find(), tmp_path / "profile") as page:
+            page.open(f"{url}/?tokens=16")
+            wait_until(lambda: page.run("document.getElementById('model')?.textContent"))
+            page.run("const mode = document.getElementById('mode'); mode.value = 'chat'")
+            page.run("document.getElementById('mode').dispatchEvent(new Event('change'))")
+            for text in ("Write a loop.", "Another one."):
+                page.run(f"delete document.body.dataset.done; document.getElementById('prompt').value = '{text}'")
+                page.run("document.getElementById('go').click()")
+                wait_until(lambda: page.run("document.body.dataset.done"))
+            assert page.run("document.getElementById('error').textContent") == ""
+            shown = page.run("document.getElementById('output').textContent")
+            page.run("document.getElementById('new').click()")
+            assert page.run("document.getElementById('output').textContent") == ""
+    first, second = messages[1]["content"], messages[3]["content"]
+    assert shown == f"> Write a loop.\n\n{first}\n\n> Another one.\n\n{second}"

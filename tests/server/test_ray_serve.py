@@ -62,10 +62,10 @@ def test_answers_streams_and_clients_that_go(tmp_path):
         asked["extra_body"]["lookahead"] = {"W": 0, "N": 2, "G": 0}
         stream = client.completions.create(max_tokens=2000, stream=True, **asked)
         assert next(iter(stream)).choices[0].text  # it comes while the rest is still decoded
-        wait_until(lambda: figures()["lp_requests_running"] == "1.0")
+        wait_until(lambda: figures()['lp_requests_running{model_name="demo_model"}'] == "1.0")
         stream.close()
-        wait_until(lambda: figures()["lp_requests_running"] == "0.0")
-        assert figures()['lp_requests_total{outcome="cancelled"}'] == "1.0"
+        wait_until(lambda: figures()['lp_requests_running{model_name="demo_model"}'] == "0.0")
+        assert figures()['lp_requests_total{model_name="demo_model",outcome="cancelled"}'] == "1.0"
         process.send_signal(signal.SIGINT)
         process.wait()
         mark.assert_gone()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from lp_runtime.model.loader import load_tokenizer
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
 PROMPT = reference.PROMPTS[1]
 SAMPLED = {"temperature": 0.8, "seed": 7}
+NONE_RUNNING = 'lp_requests_running{model_name="demo"} 0.0'
 LONG = 3000  # tokens of a request that does not end while a test looks at it
 
 
@@ -144,10 +146,16 @@ def test_models_health_and_metrics(client, server):
     client.completions.create(**body(temperature=0))
     text = urllib.request.urlopen(f"{server[0]}/metrics").read().decode()
     figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert float(figures["lp_new_tokens_total"]) >= 32 and float(figures["lp_compression_ratio"]) > 1
-    assert float(figures['lp_requests_total{outcome="length"}']) >= 1
-    assert float(figures["lp_replicas"]) == 1 and float(figures["lp_first_token_seconds_count"]) >= 1
-    assert float(figures['lp_accepted_tokens_total{source="text"}']) >= 0
+
+    def figure(name: str, labels: str = "") -> float:
+        return float(figures[f'{name}{{model_name="demo"{labels}}}'])
+
+    assert figure("lp_new_tokens_total") >= 32 and figure("lp_compression_ratio") > 1
+    assert figure("lp_requests_total", ',outcome="length"') >= 1
+    assert figure("lp_replicas") == 1 and figure("lp_first_token_seconds_count") >= 1
+    assert figure("lp_inter_token_seconds_count") >= 1 and figure("lp_queue_seconds_count") >= 1
+    assert 0 <= figure("lp_kv_cache_usage") < 1
+    assert figure("lp_accepted_tokens_total", ',source="text"') >= 0
 
 
 def test_many_clients_at_once(server, expected):
@@ -176,17 +184,23 @@ def test_many_clients_at_once(server, expected):
         ({"max_tokens": 100000}, "the prompt is too long"),
         ({"temperature": -1}, "sampling.temperature=-1"),
         ({"top_p": 2, "temperature": 1}, "sampling.top_p=2"),
-        ({"n": 0}, "n: "),
-        ({"n": 2, "temperature": 0}, "n=2: decoding is greedy"),
-        ({"presence_penalty": 1}, "presence_penalty=1"),
+        ({"n": 0}, "n=0: must be at least 1"),
+        ({"n": "2"}, "n='2': must be an integer"),
+        ({"prompt": {}}, "prompt: must be a string or a list"),
+        ({"presence_penalty": 2.5}, "sampling.presence_penalty=2.5: must be in [-2, 2]"),
         ({"stop": ""}, "stop=''"),
         ({"stop": ["x"] * 17}, "stop: 17 strings"),
+        ({"stop": 5}, "stop=5: must be a string or a list"),
         ({"logit_bias": {"x": 1}}, "logit_bias of 'x'"),
-        ({"echo": True}, "echo, suffix and best_of"),
-        ({"extra_body": {"nonsense": 1}}, "nonsense: Extra inputs are not permitted"),
-        ({"extra_body": {"lookahead": {"policy": "paper"}}}, "lookahead.policy: Extra inputs are not permitted"),
+        ({"logprobs": 6}, "logprobs=6: must be at most 5"),
+        ({"suffix": "x"}, "suffix: is not supported"),
+        ({"best_of": 3}, "best_of=3: is not supported; leave it out or give n=1"),
+        ({"extra_body": {"tools": [{"type": "function"}]}}, "tools: is not supported; leave it out or give []"),
+        ({"extra_body": {"guided_json": {}}}, "guided_json: is not supported"),
+        ({"extra_body": {"skip_special_tokens": False}}, "skip_special_tokens: is not supported"),
+        ({"extra_body": {"lookahead": {"policy": "paper"}}}, "lookahead.policy: is not a known field"),
         ({"extra_body": {"lookahead": {"W": -1, "N": 5, "G": 5}}}, "lookahead.W=-1"),
-        ({"extra_body": {"lookahead": {"W": 10**9, "N": 5, "G": 5}}}, "lookahead.W: Input should be less than"),
+        ({"extra_body": {"lookahead": {"W": 10**9, "N": 5, "G": 5}}}, "lookahead.W=1000000000: must be at most 256"),
         ({"stream_options": {"include_usage": True}}, "stream_options: only with stream=true"),
     ],
 )
@@ -211,7 +225,7 @@ def test_a_client_that_goes_frees_the_replicas(server):
         connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
         wait_until(lambda: scheduler.num_running)
         connection.sock.close()
-        wait_until(lambda: "lp_requests_running 0.0" in urllib.request.urlopen(f"{url}/metrics").read().decode())
+        wait_until(lambda: NONE_RUNNING in urllib.request.urlopen(f"{url}/metrics").read().decode())
         assert scheduler.totals.requests["cancelled"] == before + 1
 
 
@@ -219,7 +233,7 @@ SLOW = {"ignore_eos": True, "lookahead": {"W": 0, "N": 2, "G": 0}}
 
 
 def test_a_full_queue_and_a_key(runtime, expected):
-    with served(runtime, max_waiting=1, api_key="secret", max_new_tokens=LONG) as (url, scheduler):
+    with served(runtime, max_waiting=1, api_keys={"somebody": "secret"}, max_new_tokens=LONG) as (url, scheduler):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=f"{url}/v1", api_key="guess", max_retries=0).models.list()
@@ -256,12 +270,13 @@ def command(tmp_path, *overrides: str):
     """(mark, process, client) of an lp-serve."""
     code = "from lp_runtime.entrypoints.cli import serve_main; serve_main()"
     settings = ["device=cpu", "dtype=float32", "lookahead.W=7", "lookahead.N=5", "lookahead.G=7"]
-    with marked() as mark, one_core():
+    with marked() as mark, one_core(), open(tmp_path / "stderr", "w") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-c", code, *settings, "lookahead.prior=none", *overrides],
             cwd=tmp_path,
             env=mark.environment,
             stdout=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
@@ -284,6 +299,10 @@ def test_the_command(tmp_path):
         process.send_signal(signal.SIGINT)
         process.wait(PATIENCE)
         mark.assert_gone()
+    said = (tmp_path / "stderr").read_text()
+    stages = re.findall(r"starting, (\d) of 4 \(\d+ s\): (\w+)", said)
+    assert stages == [("1", "loading"), ("2", "fusing"), ("3", "checking"), ("4", "measuring")], "by one replica of two"
+    assert f"a page to try it: {str(client.base_url).removesuffix('v1/')}" in said
 
 
 def test_a_server_that_is_killed_and_started_again(tmp_path):
@@ -307,6 +326,11 @@ def test_a_server_that_is_killed_and_started_again(tmp_path):
         ("max_waiting=-1", "max_waiting=-1"),
         ("host=300.0.0.1", "host=300.0.0.1 port=8000"),
         ("api_key=''", "api_key: is empty"),
+        ("header_timeout=0", "header_timeout=0.0: must be a number of seconds > 0"),
+        ("max_connections=0", "max_connections=0: must be an integer >= 1"),
+        ("api_keys=/nowhere", "api_keys=/nowhere: No such file or directory"),
+        ("ssl_keyfile=/x", "ssl_keyfile=/x: only with ssl_certfile"),
+        ("ssl_certfile=/nowhere", "ssl_certfile=/nowhere: "),
         ("server=apache", "server=apache: must be one of uvicorn, ray_serve"),
     ],
 )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lp_runtime.distributed.partition import partition_by_times
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
 from lp_runtime.sizing.budget import StepBudget
-from lp_runtime.sizing.cost_model import FIXED_POINT_ONE, assumed_times
+from lp_runtime.sizing.cost_model import FIXED_POINT_ONE, assumed_times, interpolate
 from lp_runtime.sizing.drafting_state import MAX_REST_STEPS, PROBE_AFTER_STEPS, PROBE_STEPS, REST_AFTER_STEPS
 from lp_runtime.sizing.learned_costs import NUM_TIMED, LearnedCosts
 
@@ -309,3 +309,17 @@ def test_the_time_of_a_tree_is_known_before_it_is_cut():
     assert estimate == pytest.approx(actual, rel=0.08)
     fed = (sum(shares.sizes) - 3) / (size - 1)
     assert learned.fed_per_node / FIXED_POINT_ONE == pytest.approx(fed, rel=0.03)
+
+
+@pytest.mark.parametrize(("odds", "between", "padded"), [(16, 17, 16), (4, 24, 24)])
+def test_padding_is_a_part_of_what_a_node_costs(odds, between, padded):
+    """17 tokens cost what 24 do: the seventeenth node, though certain, pays only if others fill the pass, too."""
+    tree = TokenTree([0], max_depth=64)
+    tree.add_branch(list(range(1, 40)))
+    probabilities = np.full(40, (1 << PATH_PROBABILITY_BITS) // odds, dtype=np.int64)
+    probabilities[:17] = 1 << PATH_PROBABILITY_BITS
+    sizes = []
+    for num_padded in (0, 24):
+        times = interpolate([1, 16, 24, 32], [900, 1000, 1100, 9000], 48, num_padded)[None] * 1000
+        sizes.append(StepBudget(times, True, None, LearnedCosts.initial(1, is_timed=True)).fit(tree, probabilities))
+    assert sizes == [between, padded]

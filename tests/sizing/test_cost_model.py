@@ -25,3 +25,10 @@ def test_scales_that_are_about_equal_count_as_equal():
     model.rescale(np.array([1024, 2048]))
     assert model.times[0].tolist() == model.measured[0].tolist()
     assert model.times[1].tolist() == (2 * model.measured[1]).tolist()
+
+
+def test_passes_that_are_padded_cost_what_the_next_size_costs():
+    times = interpolate([1, 16, 24, 40], [100, 160, 240, 400], 50, num_padded=24)
+    assert times[:26].tolist() == [100] * 2 + [160] * 15 + [240] * 8 + [250]
+    assert times[[40, 50]].tolist() == [400, 500]
+    assert interpolate([1, 16, 24], [100, 160, 240], 20, num_padded=256)[16:].tolist() == [160] + [240] * 4

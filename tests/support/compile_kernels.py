@@ -1,5 +1,5 @@
 """Compile Triton's kernels for GPUs that need not be there: a line for each, with what it takes of one: bytes of
-shared memory, registers, bytes of stack (registers that were spilled).
+shared memory, registers, bytes of stack (registers that were spilled), and its fused multiply-adds in float32.
 
     python tests/compile_kernels.py 80 90
 
@@ -17,18 +17,25 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from lp_runtime.kernels import triton_cut, triton_norm, triton_sampling
 from lp_runtime.kernels import triton_gpu as kernels
 
 TYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
-POINTERS = "query key value keys values mask output total outputs totals merged rotated cos sin gate_up scores"
+POINTERS = "query key value keys values mask output total outputs totals merged rotated cos sin gate_up"
+POINTERS += " states added weight normed logits"
 WHOLE = "num_tokens num_found num_rows token_stride head_stride query_stride key_stride value_stride capacity size"
 ALIGNED = "token_stride head_stride query_stride key_stride value_stride capacity size"  # multiples of 16, as they are
+EXACT = {"enable_fp_fusion": False}
+SAMPLING = dict.fromkeys(["values", "thresholds", "best_values"], "*fp32")
+SAMPLING |= dict.fromkeys(["ids", "first_ids", "best_ids"], "*i32") | {"packed": "*i64", "positions": "*i64"}
+SAMPLING |= dict.fromkeys(["key_low", "key_high", "sample", "stride", "num_chunks", "top_k"], "i32")
+SAMPLING |= dict.fromkeys(["inverse_temperature", "cut_mass", "reach", "mass_unit"], "fp32")
 
 
 def compile_kernel(kernel, capability: int, dtype: str, others: dict[str, str], constants: dict, **options: int) -> str:
     """A line on one kernel with arguments of these types."""
-    types = dict.fromkeys(POINTERS.split(), f"*{dtype}") | dict.fromkeys(WHOLE.split(), "i32") | {"scale": "fp32"}
-    types |= {"length": "*i64", **others}
+    types = dict.fromkeys(POINTERS.split(), f"*{dtype}") | dict.fromkeys(WHOLE.split(), "i32")
+    types |= {"scale": "fp32", "epsilon": "fp32", "length": "*i64", **others}
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     aligned = {
         (place,): [["tt.divisibility", 16]]
@@ -44,7 +51,8 @@ def compile_kernel(kernel, capability: int, dtype: str, others: dict[str, str], 
         used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     stack, registers = (int(re.search(rf"{what}:(\d+)", used)[1]) for what in ("STACK", "REG"))
     what = f"{kernel.__name__.lstrip('_')} sm_{capability} {dtype} {constants}"
-    return f"{what} shared={compiled.metadata.shared} registers={registers} stack={stack}"
+    fused = len(re.findall(r"\bfma\.rn(\.ftz)?\.f32", compiled.asm["ptx"]))
+    return f"{what} shared={compiled.metadata.shared} registers={registers} stack={stack} fused={fused}"
 
 
 def main(capabilities: list[int]) -> None:
@@ -69,13 +77,22 @@ def main(capabilities: list[int]) -> None:
         print(compile_kernel(kernels._merge_parts, capability, "bf16", others, merged))
         heads = {"QUERY_HEADS": 32, "KEY_HEADS": 8, "HALF": 64, "BLOCK": 64}
         print(compile_kernel(kernels._rotate_and_write, capability, "bf16", {}, heads))
-        one = {"NUM": 8, "NO_TOKEN": (1 << 24) - 1}
-        others = {"values": "*fp32", "ids": "*i32", "size": "i32", "stride": "i32", "first": "*i64", "packed": "*i64"}
-        chunk = {**one, "BLOCK": kernels.CHUNK}
-        print(compile_kernel(kernels._top_of_chunks, capability, "fp32", others, chunk))
-        row = {**one, "WIDTH": 5, "MARGIN_UNIT": 16, "MAX_MARGIN": 255, "BLOCK": 512}
-        print(compile_kernel(kernels._pack_top, capability, "fp32", others, row))
         print(compile_kernel(kernels._gate, capability, "bf16", {}, {"BLOCK": kernels.GATE_BLOCK}))
+        for size in (4096, 8192, triton_norm.MAX_NORM_SIZE):
+            block = {"BLOCK": size}
+            num_warps = triton_norm.num_norm_warps(size)
+            print(compile_kernel(triton_norm._add_and_norm, capability, "bf16", {}, block, num_warps=num_warps))
+        one = {"NUM": 8, "NO_TOKEN": (1 << 24) - 1}
+        for dtype, shift, draws in (("bf16", 16, True), ("bf16", 16, False), ("fp32", 0, True)):
+            chunk = {**one, "DRAWS": draws, "HAS_CUT": draws, "SHIFT": shift, "BLOCK": triton_sampling.CHUNK}
+            print(compile_kernel(triton_sampling._scan_chunks, capability, dtype, SAMPLING, chunk, **EXACT))
+        packing = {"WIDTH": 5, "MARGIN_UNIT": 16, "MAX_MARGIN": 255, "BLOCK": 512, "BLOCK_CHUNKS": 64}
+        row = {**one, **packing, "HAS_BEST": True}
+        print(compile_kernel(triton_sampling._pack_rows, capability, "fp32", SAMPLING, row))
+        for dtype, shift in (("bf16", 16), ("fp32", 0)):
+            cut = {"HAS_TOP_K": True, "HAS_TOP_P": True, "SHIFT": shift, "BLOCK": triton_cut.CUT_BLOCK}
+            num_warps = triton_cut.CUT_WARPS
+            print(compile_kernel(triton_cut._find_cut, capability, dtype, SAMPLING, cut, num_warps=num_warps, **EXACT))
 
 
 if __name__ == "__main__":

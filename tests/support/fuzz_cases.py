@@ -8,11 +8,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 KEY = "secret"  # the API key that the server asks for
-LIMITS = {"max_body_bytes": 100_000, "max_new_tokens": 64, "api_key": KEY}  # the server's settings
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+LIMITS = {
+    "max_body_bytes": 100_000,
+    "max_new_tokens": 64,
+    "api_keys": {"tests": KEY},
+    "strict_fields": True,
+}  # the server's settings
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 GOOD = {
     COMPLETIONS: {"prompt": "def f(", "max_tokens": 2, "temperature": 1, "seed": 7},
     CHAT: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "temperature": 1, "seed": 7},
+    RESPONSES: {"input": "x", "max_output_tokens": 2, "temperature": 1, "seed": 7},
 }
 HUGE, NAN, INFINITY = 2**70, float("nan"), float("inf")
 SURROGATE = "\ud800"
@@ -51,17 +57,20 @@ COMMON = {
     "stream": NO_BOOL,
     "stream_options": (*NO_STRING, "x", {"include_usage": True}, {"include_usage": 1}, {"x": 1}),
     "stop": (1, True, {}, "", [""], [1], [None], [[]], ["x"] * 17, SURROGATE, [SURROGATE]),
-    "seed": (*NO_INT, -1, 2**64, HUGE),
+    "seed": (*NO_INT, -2, 2**64, HUGE),
     "logit_bias": (
         *NO_STRING[:-1],
         *("x", {"x": 1}, {"1": "x"}, {"1": NAN}, {"1": None}, {"999999": 1}, {"-1": 1}),
         *({"\uff11": 1}, {"1" * 50: 1}, {"": 1}, {"1.5": 1}, {SURROGATE: 1}),
     ),
-    "presence_penalty": (*NO_NUMBER, 1, -0.5),
-    "frequency_penalty": (*NO_NUMBER, 1, -0.5),
+    "presence_penalty": (*NO_NUMBER, 2.01, -3),
+    "frequency_penalty": (*NO_NUMBER, 2.01, -3),
     "user": NO_STRING,
     "metadata": (1, "x", True, []),
     "store": NO_BOOL,
+    "service_tier": NO_STRING,
+    "min_tokens": (*NO_INT, -1, 65, HUGE),
+    "split_special_tokens": NO_BOOL,
     "ignore_eos": NO_BOOL,
     "trace": (*NO_BOOL, True),
     "max_time": (*NO_NUMBER, 0, -1, 1e9),
@@ -90,8 +99,8 @@ OWN = {
             *([999999], [-1], [1.5], [True], [HUGE], [[HUGE]], [["x"]], [{}], SURROGATE, ["x", SURROGATE]),
             *("x " * 20_000, ["x"] * 129, [1] * 5000),
         ),
-        "logprobs": (*NO_INT, -1, 2, 5, HUGE),
-        "echo": (*NO_BOOL, True),
+        "logprobs": (*NO_INT, -1, 6, HUGE),
+        "echo": NO_BOOL,
         "suffix": (*NO_STRING, "x"),
         "best_of": (*NO_INT, 0, 2, HUGE),
     },
@@ -108,24 +117,38 @@ OWN = {
             [{"role": "user", "content": "x " * 20_000}],
         ),
         "logprobs": NO_BOOL,
-        "top_logprobs": (*NO_INT, -1, 1, 20),
+        "top_logprobs": (*NO_INT, -1, 1, 20, 21),
         "max_completion_tokens": (*NO_INT, 0, -1, 65, HUGE),
     },
+    RESPONSES: {
+        "input": (ABSENT, None, 1, True, {}, [], [1], [{}], [{"role": "user", "content": 1}], SURROGATE, "x " * 20_000),
+        "instructions": (*NO_STRING, SURROGATE),
+        "max_output_tokens": (*NO_INT, 0, -1, 65, HUGE),
+        "previous_response_id": (*NO_STRING, "x"),
+        "background": (*NO_BOOL, True),
+        "text": (*NO_STRING[:-1], {"format": {"type": "json_object"}}, {"format": 1}),
+        "include": (1, {}, ["x"], [1]),
+        "truncation": (*NO_STRING, "auto"),
+    },
+}
+OTHERS = {COMPLETIONS: CHAT, CHAT: COMPLETIONS, RESPONSES: COMPLETIONS}  # whose own fields are not known to a route
+# Of the routes that decode nothing, values that are wrong.
+TOKENS = {
+    "/tokenize": [{}, {"prompt": 1}, {"prompt": []}, {"messages": []}, {"messages": "x"}, {"prompt": SURROGATE}, []],
+    "/detokenize": [{}, {"tokens": "x"}, {"tokens": ["x"]}, {"tokens": [-1]}, {"tokens": [HUGE]}, {"tokens": [1.5]}],
 }
 # What OpenAI's clients can send, and what is not done here; and names that nobody knows.
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 UNKNOWN = {
-    "tools": [[TOOL], [], [1]],
-    "tool_choice": ["auto", {"type": "function", "function": {"name": "f"}}],
+    "tools": [[TOOL], [1]],
+    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
     "functions": [[{"name": "f", "parameters": {}}]],
-    "function_call": ["auto", {"name": "f"}],
-    "parallel_tool_calls": [True],
+    "function_call": [{"name": "f"}],
+    "parallel_tool_calls": ["x"],
     "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}],
-    "modalities": [["text"]],
+    "modalities": [["text", "audio"]],
     "audio": [{"voice": "alloy", "format": "mp3"}],
-    "prediction": [{"type": "content", "content": "x"}],
     "reasoning_effort": ["low"],
-    "service_tier": ["auto"],
     "verbosity": ["low"],
     "web_search_options": [{}],
     "guided_json": [{}],
@@ -146,12 +169,23 @@ EXTREME = {
     "top_p": (1e-300, 5e-324),
     "min_p": (1, 1e-300),
     "repetition_penalty": (1e308, 1e-300, 5e-324, HUGE),
-    "seed": (0, 2**63, 2**64 - 1),
+    "seed": (-1, 0, 2**63, 2**64 - 1),
     "logit_bias": ({"1": 1e308}, {"1": -1e308}, {"1": HUGE}, {"5": -1e308, "6": 1e308}),
     "stop": (["x"] * 16, ["x" * 20_000], "\x00", "\ufffd", "\u0301", []),
     "user": ("x" * 50_000, SURROGATE, "\x00"),
     "metadata": ({SURROGATE: SURROGATE}, {"x": [[[[]]]]}),
     "max_time": (1e-300, 1e6),
+    "presence_penalty": (2, -2, 0.5),
+    "frequency_penalty": (2, -2),
+    "split_special_tokens": (True,),
+    "n": (2,),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (False,),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "prediction": ({"type": "content", "content": "x"},),
+    "service_tier": ("auto",),
     "gpus": (1,),
     "lookahead": (
         *({}, {"W": 256, "N": 32, "G": 256}, {"W": 0, "N": 2, "G": 0}, {"budget": 1}, {"budget": 4096}),
@@ -184,16 +218,18 @@ def _bodies() -> Iterator[HttpCase]:
     """Every wrong value of every field, unknown fields, and extreme values."""
     for path, good in GOOD.items():
         own = COMMON | OWN[path]
-        foreign = {name: [values[-1]] for name, values in OWN[CHAT if path == COMPLETIONS else COMPLETIONS].items()}
+        foreign = {name: [values[-1]] for name, values in OWN[OTHERS[path]].items()}
         foreign = {name: values for name, values in foreign.items() if name not in own}
         for kind, table in (("field", own), ("unknown field", UNKNOWN | foreign), ("extreme value", EXTREME)):
             for name, values in table.items():
                 for value in values:
                     body = {key: each for key, each in (good | {name: value}).items() if each is not ABSENT}
                     yield HttpCase(kind, request(path, _json(body)), kind == "extreme value")
-        yield HttpCase("field", request(path, _json(good | {"n": 2, "temperature": 0})))
-        for name, value in (("top_p", 2), ("top_k", -1), ("min_p", 7), ("seed", -1)):
+        for name, value in (("top_p", 2), ("top_k", -1), ("min_p", 7), ("seed", -2)):
             yield HttpCase("field", request(path, _json(good | {name: value, "temperature": 0})))
+
+    for path, bodies in TOKENS.items():
+        yield from (HttpCase("field", request(path, _json(body))) for body in bodies)
 
 
 def _documents(rng: random.Random) -> Iterator[HttpCase]:

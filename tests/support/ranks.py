@@ -5,6 +5,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import psutil
 import torch
@@ -29,14 +30,22 @@ def interfaces() -> list[str]:
     return found
 
 
+def _joined(context: ReplicaContext, options: GroupOptions):
+    """The group of a rank; of "two machines" the second has the last rank only."""
+    if options.backend != "two machines":
+        return process_group(context, CPU, options)
+    machine = f"machine {context.rank == context.num_replicas - 1}"
+    return process_group(context, CPU, replace(options, backend="auto", machine=machine))
+
+
 def _enter(
     task: Callable, arguments: tuple, rank: int, num_replicas: int, port: int, options: GroupOptions, results
 ) -> None:
     """Run in a rank's process: join the group, run the task, report its result or its error."""
     torch.set_num_threads(1)
-    context = ReplicaContext(rank, num_replicas, host="127.0.0.1", port=port, is_one_machine=True)
+    context = ReplicaContext(rank, num_replicas, host="127.0.0.1", port=port)
     try:
-        with process_group(context, CPU, options) as group:
+        with _joined(context, options) as group:
             results.put((rank, task(group, *arguments)))
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
@@ -48,6 +57,8 @@ def running_ranks(
     task: Callable, num_replicas: int, *arguments, backend: str = "auto", step_timeout: float = TIMEOUT
 ) -> Iterator[tuple[list, object]]:
     """Start `task(group, *arguments)` in a process for each rank of a group.
+
+    The backend is one of launcher.backend, or "two machines", which are this one under two names.
 
     Yields:
         The processes, by rank, and the queue of (rank, what the task returned or raised).

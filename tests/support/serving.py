@@ -8,14 +8,18 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from lp_runtime import LookaheadRuntime, Scheduler
 from lp_runtime.config.settings import DEMO_MODEL
 from lp_runtime.model.loader import load_tokenizer
-from lp_runtime.server.app import Server, ServerSettings
+from lp_runtime.server.app import Server
+from lp_runtime.server.connections import HttpLimits
+from lp_runtime.server.gate import GateRules
 from lp_runtime.server.serve import http_server
+from lp_runtime.server.submission import ServerSettings
 
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"
 
@@ -30,16 +34,17 @@ def served(
         runtime: what decodes.
         max_waiting: see Scheduler.
         policy: see Scheduler.
-        settings: further settings of ServerSettings.
+        settings: further settings of ServerSettings, GateRules and HttpLimits.
 
     Yields:
         base URL and scheduler of the server.
     """
     with Scheduler(runtime, max_waiting, policy) as scheduler:
-        server_settings = ServerSettings("demo", **settings)
-        app = Server(runtime, scheduler, server_settings, load_tokenizer(runtime.config.model)).app()
+        gate = GateRules(**_fields_of(GateRules, settings))
+        server_settings = ServerSettings("demo", gate, **_fields_of(ServerSettings, settings))
+        routes = Server(runtime, scheduler, server_settings, load_tokenizer(runtime.config.model))
         listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-        server = http_server(app)
+        server = http_server(routes, HttpLimits(**_fields_of(HttpLimits, settings)))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         while not server.started and thread.is_alive():
@@ -49,6 +54,11 @@ def served(
         finally:
             server.should_exit = True
             thread.join()
+
+
+def _fields_of(kind: type, settings: dict[str, Any]) -> dict[str, Any]:
+    """Those of some settings that are fields of a dataclass."""
+    return {each.name: settings[each.name] for each in fields(kind) if each.name in settings}
 
 
 def demo_model_that_chats(folder: Path) -> Path:

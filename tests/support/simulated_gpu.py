@@ -29,6 +29,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,12 +40,15 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lp_runtime.kernels import dispatch
+from lp_runtime.kernels.triton_cut import Cut, can_cut, cut_scores
 from lp_runtime.model.attention.tree_attention import attend_committed, attend_masked, merge
 from lp_runtime.model.optimize import fused_blocks, fusing
 from lp_runtime.sampling import sampler
+from lp_runtime.sampling.gumbel import uniforms
 
 aten = torch.ops.aten
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -95,6 +99,7 @@ class Gpu(TorchDispatchMode):
     Attributes:
         waits: where the host waited for what was not known to be done, a line of the package for each.
         seconds_slept: that it was told to be busy for; no host waits for these.
+        launches: what was launched one by one, not by a graph, and how often: all but views and empty tensors.
     """
 
     now: Gpu
@@ -107,6 +112,8 @@ class Gpu(TorchDispatchMode):
         self._under_way: list[tuple[int, Callable[[], None]]] = []  # what happens when the host knows of something
         self._pinned: dict[int, torch.Tensor] = {}  # by address
         self._graph: Graph | None = None  # being captured
+        self.launches: Counter[str] = Counter()
+        self._is_in_kernel = False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return self.call(function, args, kwargs or {})
@@ -115,6 +122,17 @@ class Gpu(TorchDispatchMode):
         """What was queued last has this number."""
         self._queued += 1
         return self._queued
+
+    @contextlib.contextmanager
+    def one_launch(self, name: str) -> Iterator[None]:
+        """All that is asked for inside is one launch."""
+        if self._graph is None:
+            self.launches[name] += 1
+        self._is_in_kernel = True
+        try:
+            yield
+        finally:
+            self._is_in_kernel = False
 
     def sleep(self, cycles: int) -> None:
         """Be busy for so many, of a nanosecond each."""
@@ -208,6 +226,9 @@ class Gpu(TorchDispatchMode):
             self._graph.about_to_write(written)
         made = compute(*args, **kwargs)
         self.queue()
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in function._schema.returns)
+        if self._graph is None and not self._is_in_kernel and not is_view and name not in MAKE_EMPTY:
+            self.launches[name] += 1
         if name in MAKE_EMPTY:
             _spoil(made)
 
@@ -342,6 +363,7 @@ class Graph:
 
     def replay(self) -> None:
         """Queue it again."""
+        Gpu.now.launches["graph"] += 1
         with _disable_current_modes():
             for other in Graph.by_pool[self.pool]:
                 other._spoil()
@@ -512,14 +534,63 @@ def gate(gate_up):
     return (torch.nn.functional.silu(first) * second).to(gate_up.dtype)
 
 
-def pack_top_k(scores, first, num, no_token, margin_unit, max_margin):
-    assert scores.stride(1) == 1 and scores.dtype == torch.float32
-    ids, gaps = sampler.top_k(scores, num)
-    words = torch.nn.functional.pad((ids << 8) | gaps, (0, num % 2), value=no_token << 8)
-    return torch.cat([first[:, None], words[:, 0::2] | (words[:, 1::2] << 32)], dim=1)
+def can_add_and_norm(states, added, weight):
+    return states.is_contiguous() and added.is_contiguous() and states.dtype == added.dtype == weight.dtype
 
 
-KERNELS = SimpleNamespace(rotate_and_write=rotate_and_write, attend=attend, gate=gate, pack_top_k=pack_top_k)
+def add_and_norm(states, added, weight, epsilon):
+    total = states + added
+    return total, torch.nn.functional.rms_norm(total, weight.shape, weight, epsilon)
+
+
+def find_cut(logits, inverse_temperature, top_k, top_p):
+    assert logits.stride(1) == 1 and can_cut(logits.dtype, top_p)
+    scores = logits.memory.float() * inverse_temperature
+    if top_k is not None:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p is not None:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    threshold = scores.masked_fill(scores == -torch.inf, torch.inf).min(-1, keepdim=True).values
+    first_ids = (scores == threshold).int().argmax(-1).int()
+    return Cut(Tensor(threshold[:, 0]), Tensor(first_ids))
+
+
+def sample_and_pack(logits, packing, noise=None, inverse_temperature=1.0, cut=None):
+    assert logits.stride(1) == 1
+    scores = logits.float() * inverse_temperature if cut is None else cut_scores(logits, inverse_temperature, cut)
+    noisy = scores
+    if noise is not None:
+        positions = noise.positions.memory.tolist()
+        rows = uniforms(noise.seed, noise.sample, positions, scores.shape[1], CPU)
+        noisy = scores + Tensor((-(-rows.log()).log()).float())
+    num = packing.num
+    ids, gaps = sampler.top_k(scores, num or 1)
+    words = torch.nn.functional.pad((ids << 8) | gaps, (0, num % 2), value=packing.no_token << 8)
+    packed = torch.zeros((len(logits), packing.width), dtype=torch.int64, device=logits.device)
+    packed[:, 0] = noisy.argmax(-1)
+    if num:
+        packed[:, 1 : 1 + words.shape[1] // 2] = words[:, 0::2] | (words[:, 1::2] << 32)
+    return packed
+
+
+def launched(kernel):
+    """The stand-in of a kernel, which is one launch whatever it does here."""
+
+    @functools.wraps(kernel)
+    def launch(*args, **options):
+        with Gpu.now.one_launch(kernel.__name__):
+            return kernel(*args, **options)
+
+    return launch
+
+
+STAND_IN_KERNELS = (rotate_and_write, attend, gate, add_and_norm, find_cut, sample_and_pack)
+KERNELS = SimpleNamespace(
+    can_add_and_norm=can_add_and_norm,
+    can_cut=can_cut,
+    cut_scores=cut_scores,
+    **{kernel.__name__: launched(kernel) for kernel in STAND_IN_KERNELS},
+)
 CUDA = {
     "_lazy_init": lambda: None,
     "is_available": lambda: True,

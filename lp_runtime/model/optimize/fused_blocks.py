@@ -40,9 +40,15 @@ class FusedNorm(nn.Module):
         self._scaled = norm.weight.detach().float() * scale
         self._on_host = norm.weight.detach().float().numpy() if norm.weight.is_cpu else None
         self._least = (scale * self.variance_epsilon**0.5).to(norm.weight.device)
+        self._has_kernel = kernels_for(norm.weight.device) is not None
+        self._ahead: tuple[torch.Tensor, torch.Tensor] | None = None  # a sum, and the sum normalized
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return [..., E] normalized, in the dtype of the input."""
+        if self._ahead is not None:
+            (total, normed), self._ahead = self._ahead, None
+            if total is hidden_states:
+                return normed
         if hidden_states.is_cuda:  # where this is one kernel
             return nn.functional.rms_norm(hidden_states, self._shape, self.weight, self.variance_epsilon)
         if self._on_host is not None and numba_cpu.takes(hidden_states):
@@ -53,10 +59,22 @@ class FusedNorm(nn.Module):
 
     def after_adding(self, states: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (states + added, the normalized sum), [..., E] each."""
+        if self._has_kernel and triton_gpu.can_add_and_norm(states, added, self.weight):
+            return triton_gpu.add_and_norm(states, added, self.weight, self.variance_epsilon)
         if self._on_host is not None and numba_cpu.takes(states) and numba_cpu.takes(added):
             return numba_cpu.add_and_norm(states, added, self._on_host, self.variance_epsilon)
         total = states + added
         return total, self(total)
+
+    def add_ahead(self, states: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        """Return states + added, [..., E], and keep the normalized sum for the next call, if that is with this sum.
+
+        So the layer before a norm adds and normalizes at once, though the model passes nothing but the sum on.
+        """
+        if torch.compiler.is_compiling():  # which fuses the two itself
+            return states + added
+        self._ahead = self.after_adding(states, added)
+        return self._ahead[0]
 
 
 class FusedMLP(nn.Module):
@@ -199,6 +217,8 @@ class FusedAttention(nn.Module):
 class FusedLayer(nn.Module):
     """A decoder layer, [1, T, E] to [1, T, E], made of FusedNorm, FusedAttention and FusedMLP.
 
+    Where `precede` has named the norm that follows the layer, that norm is computed with the layer's last addition.
+
     Args:
         layer: runs LlamaDecoderLayer's code; its blocks, which have been replaced before, are shared.
     """
@@ -211,6 +231,11 @@ class FusedLayer(nn.Module):
         self.mlp = cast(FusedMLP, layer.mlp)
         if hasattr(layer, "attention_type"):  # some models read it from their layers
             self.attention_type = layer.attention_type
+        self._next_norm: tuple[FusedNorm, ...] = ()  # in a tuple: the norm is another module's, not this one's
+
+    def precede(self, norm: FusedNorm) -> None:
+        """Have the layer's last addition compute `norm`, too, whose input the layer's output is."""
+        self._next_norm = (norm,)
 
     def forward(
         self,
@@ -226,7 +251,8 @@ class FusedLayer(nn.Module):
         normed = self.input_layernorm.forward(hidden_states)
         output, _ = self.self_attn.forward(normed, position_embeddings, attention_mask, past_key_values, **kwargs)
         hidden_states, normed = self.post_attention_layernorm.after_adding(hidden_states, output)
-        return hidden_states + self.mlp.forward(normed)
+        output = self.mlp.forward(normed)
+        return self._next_norm[0].add_ahead(hidden_states, output) if self._next_norm else hidden_states + output
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from lp_runtime.errors import first_line
-from lp_runtime.kernels.dispatch import on
+from lp_runtime.kernels.dispatch import kernels_for, on
 from lp_runtime.model.hf_config import attention_of
 from lp_runtime.model.optimize.fused_blocks import FusedAttention, FusedLayer, FusedMLP, FusedNorm
 from lp_runtime.model.optimize.packing import is_hooked, is_plain, places_of
@@ -73,7 +73,24 @@ def fuse_blocks(model: nn.Module) -> int:
                 continue
             setattr(parent, name, replacement)
             count += 1
+    _chain_layers(model)
     return count
+
+
+def _chain_layers(model: nn.Module) -> None:
+    """Tell layers which norm follows them: the next layer's first one, or the last one, behind all layers.
+
+    What a model passes to that norm may be another tensor than the layer's output; the norm is computed anew then.
+    """
+    for parent in model.modules():
+        layers = getattr(parent, "layers", None)
+        if not isinstance(layers, nn.ModuleList) or not all(type(layer) is FusedLayer for layer in layers):
+            continue
+        fused: list[FusedLayer] = list(layers)  # type: ignore[arg-type]  # as was just checked
+        norms = [*(layer.input_layernorm for layer in fused[1:]), getattr(parent, "norm", None)]
+        for layer, norm in zip(fused, norms, strict=True):
+            if type(norm) is FusedNorm:
+                layer.precede(norm)
 
 
 def _is_attention(module: Block) -> bool:
@@ -95,13 +112,16 @@ def _is_mlp(module: Block) -> bool:
 
 
 def _is_layer(module: Block) -> bool:
-    """Whether a module is a decoder layer on a CPU, of replaced blocks, that FusedLayer can replace."""
+    """Whether a module is a decoder layer, of replaced blocks, that FusedLayer can replace.
+
+    On a GPU only where the kernels run: its passes are captured, and FusedLayer alone would gain nothing.
+    """
     blocks = {name: type(child) for name, child in module.named_children()}
     return (
         _runs_code_of(module, llama.LlamaDecoderLayer)
         and blocks == FUSED_BLOCKS
         and not any(map(is_hooked, module.children()))
-        and module.input_layernorm.weight.is_cpu  # a GPU's passes are captured: there FusedLayer would gain nothing
+        and (module.input_layernorm.weight.is_cpu or kernels_for(module.input_layernorm.weight.device) is not None)
     )
 
 

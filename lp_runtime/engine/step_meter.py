@@ -1,0 +1,134 @@
+"""Measures how long a replica's steps take, by their number of tokens."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.kv_cache.slots import CacheSlot
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.step_inputs import StepInputs
+from lp_runtime.sampling.processors import TreeProcessors
+from lp_runtime.sampling.sampler import Sampler
+
+GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens of measured steps
+CONTEXT_TOKENS = 256  # cached while steps are measured
+MEASURE_SECONDS = 2.0  # that measuring may take, about
+MIN_MEASURED_TOKENS = 16  # steps of so many tokens are measured whatever it takes
+MAX_ROUNDS = 5
+MAX_COST_MULTIPLE = 12  # no step is measured that costs this multiple of one token's: none so large ever pays
+BRANCH_TOKENS = 8  # of a measured tree's branches, as drafted trees have about
+MAX_POINTS = 64  # measured steps of a replica
+
+
+class StepMeasurement(NamedTuple):
+    """Measured steps of one replica.
+
+    Attributes:
+        tokens: [points] tokens of each measured step, ascending.
+        nanoseconds: [points] the median duration of each.
+        num_padded: [] up to so many tokens a pass is padded to the next of `tokens`; 0 for none.
+    """
+
+    tokens: np.ndarray
+    nanoseconds: np.ndarray
+    num_padded: np.ndarray
+
+
+def row_of(steps: StepMeasurement) -> np.ndarray:
+    """Return measured steps as [1 + 2 MAX_POINTS] int64, for a gather."""
+    row = np.zeros(1 + 2 * MAX_POINTS, dtype=np.int64)
+    num_points = len(steps.tokens)
+    row[0], row[1 : 1 + num_points] = steps.num_padded, steps.tokens
+    row[1 + MAX_POINTS :][:num_points] = steps.nanoseconds
+    return row
+
+
+def measurement_of(row: np.ndarray) -> StepMeasurement:
+    """Return measured steps from what `row_of` returned."""
+    tokens, nanoseconds = row[1:].reshape(2, MAX_POINTS)
+    num_points = int((tokens > 0).sum())
+    return StepMeasurement(tokens[:num_points], nanoseconds[:num_points], row[0])
+
+
+def make_greedy_sampler(model: ModelRunner) -> Sampler:
+    """Return a sampler of a model's likeliest tokens, with K top-k candidates."""
+    return Sampler(TreeProcessors([], model.device), None, num_top_k=K)
+
+
+def measure_steps(model: ModelRunner) -> StepMeasurement:
+    """Measure how long this replica takes to feed a tree, sample the successors and read them back."""
+    with model.slots.borrowed() as slot:
+        return _StepMeter(model, slot).measure()
+
+
+class _StepMeter:
+    """Times steps of various sizes behind a short context.
+
+    Args:
+        model: this replica's.
+        slot: is fed; its content is lost.
+    """
+
+    def __init__(self, model: ModelRunner, slot: CacheSlot):
+        self._model, self._slot, self._sampler = model, slot, make_greedy_sampler(model)
+        num_context = max(1, min(CONTEXT_TOKENS, (model.context_length or CONTEXT_TOKENS) // 4))
+        self._context = [i % model.vocabulary_size for i in range(num_context)]
+        # A step commits a token, and there are three of each size: positions stay within a short context, too.
+        length = model.context_length
+        max_tokens = GRID[-1] if length is None else length - num_context - 3 * len(GRID) - 8
+        # A pass of a fixed size costs what it is padded to: those sizes are measured, and no others among them.
+        padded = model.pass_sizes
+        self._num_padded = padded[-1] if padded else 0
+        grid = [*padded, *(size for size in GRID if size > self._num_padded)]
+        self._sizes = [size for size in grid if size <= max(1, min(GRID[-1], max_tokens))]
+
+    def measure(self) -> StepMeasurement:
+        """Return the median durations of steps, as many as there is time for."""
+        started = time.perf_counter()
+        self._begin()
+        once: list[int] = []
+        for size in self._sizes:
+            try:
+                warming_up = time.perf_counter()
+                self._step(size)  # the first of each size compiles and captures, whatever that takes
+                started += time.perf_counter() - warming_up
+                once.append(min(self._step(size), self._step(size)))  # one may be disturbed
+            except torch.OutOfMemoryError:
+                break
+            is_late = time.perf_counter() - started > MEASURE_SECONDS and size >= MIN_MEASURED_TOKENS
+            if is_late or once[-1] > MAX_COST_MULTIPLE * once[0]:
+                break
+        sizes = self._sizes[: len(once)]
+        durations: list[list[int]] = [[] for _ in sizes]
+        for _ in range(MAX_ROUNDS):
+            if durations[0] and time.perf_counter() - started > MEASURE_SECONDS:
+                break
+            self._begin()
+            for size, times in zip(sizes, durations, strict=True):
+                times.append(self._step(size))
+        medians = np.array([int(statistics.median(times)) for times in durations])
+        return StepMeasurement(np.array(sizes), medians, np.array(self._num_padded))
+
+    def _begin(self) -> None:
+        self._model.begin(self._slot, len(self._context) + 3 * len(self._sizes) + self._sizes[-1])
+        self._model.prefill(self._slot, self._context)
+
+    def _step(self, size: int) -> int:
+        """Run a step of so many tokens; return its nanoseconds."""
+        model = self._model
+        nodes = np.arange(size)
+        parents = np.where(nodes % BRANCH_TOKENS == 1, 0, nodes - 1)
+        depths = np.where(nodes > 0, (nodes - 1) % BRANCH_TOKENS + 1, 0)
+        tree = TokenTree.from_arrays(nodes % model.vocabulary_size, parents, depths, nodes, 0, max_depth=BRANCH_TOKENS)
+        inputs = StepInputs(self._slot, tree, nodes.tolist(), nodes.tolist())
+        start = time.perf_counter_ns()
+        found = model.forward(inputs)
+        self._sampler.sample(found, tree, inputs.nodes, self._context)[0].cpu()
+        return time.perf_counter_ns() - start

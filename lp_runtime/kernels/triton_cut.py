@@ -1,0 +1,181 @@
+"""A Triton kernel that finds which tokens top_k and top_p keep, without sorting.
+
+It keeps what transformers' TopKLogitsWarper and TopPLogitsWarper keep: of ties at the boundary those with the largest
+ids, as after a stable sort. The smallest score that is kept is searched by bisection over the bits of scores.
+Probabilities are summed as integers, so that the sum does not depend on its order.
+
+Letters: n nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+CUT_BLOCK = 2048  # tokens that a program of the cut looks at at once
+CUT_WARPS = 8
+MASS_BITS = 61  # of the sum of a row's probabilities in fixed point
+MARGIN_NATS = 0.1  # for the rounding of exponentials
+MIN_CUT_MASS = 1e-4  # of 1 - top_p: a smaller one is near the rounding of the probabilities
+NO_CUT_MASS = 1.0  # stands for "no top_p"; never read
+KEY_SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # low bits that a score's dtype leaves zero
+LEAST_KEY = tl.constexpr(-2139095041)  # `_key` of -inf
+
+
+class Cut(NamedTuple):
+    """Which tokens of each row may be sampled: those above a threshold, and the last of those at the threshold.
+
+    Attributes:
+        thresholds: [n] float32, in the units of `threshold_scale`.
+        first_ids: [n] int32; of the tokens at the threshold, those from this id on may be sampled.
+    """
+
+    thresholds: torch.Tensor
+    first_ids: torch.Tensor
+
+
+@triton.jit
+def _key(score):
+    """Return int32 that order as scores, float32, do."""
+    bits = score.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _cut_scores(logits, start, tokens, inside, inverse_temperature, SHIFT: tl.constexpr):
+    """Return (scores that the cut orders tokens by, scaled scores), float32; -inf outside.
+
+    Both are scaled in float32. In half precision tokens are ordered by their logits, which scaling keeps apart.
+    """
+    raw = tl.load(logits + start + tokens, mask=inside, other=float("-inf")).to(tl.float32)
+    raw = tl.where(raw == 0.0, 0.0, raw)  # there is a negative zero
+    scaled = raw * inverse_temperature
+    return (scaled if SHIFT == 0 else raw), scaled
+
+
+@triton.jit
+def _find_cut(
+    logits, thresholds, first_ids, inverse_temperature, cut_mass, reach, mass_unit, top_k, size, stride,
+    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Find the smallest score of a row that may be sampled; a program for each row.
+
+    Compiled without fused multiply-add: every pass over the row must compute the same numbers.
+    """
+    row = tl.program_id(0)
+    start = row.to(tl.int64) * stride
+    places = tl.arange(0, BLOCK)
+    tops = tl.full([BLOCK], float("-inf"), tl.float32)
+    for first in range(0, size, BLOCK):
+        score, _ = _cut_scores(logits, start, first + places, first + places < size, inverse_temperature, SHIFT)
+        tops = tl.maximum(tops, score)
+    top = tl.max(tops, 0)
+    top_scaled = top if SHIFT == 0 else top * inverse_temperature
+    top_key = (_key(top) >> SHIFT).to(tl.int64)
+    least_key = tl.full([], LEAST_KEY >> SHIFT, tl.int64)
+    if HAS_TOP_K:  # the largest score that at least k tokens reach
+        low, high = least_key, top_key
+        while low < high:
+            middle = (low + high + 1) >> 1
+            counts = tl.zeros([BLOCK], tl.int32)
+            for first in range(0, size, BLOCK):
+                inside = first + places < size
+                score, _ = _cut_scores(logits, start, first + places, inside, inverse_temperature, SHIFT)
+                counts += (inside & ((_key(score) >> SHIFT) >= middle)).to(tl.int32)
+            enough = tl.sum(counts, 0) >= top_k
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle - 1)
+        least_key = low
+    low = least_key
+    num_removed = tl.zeros([], tl.int64)
+    if HAS_TOP_P:  # the smallest score up to which there is more than the mass that is cut
+        mass = tl.zeros([BLOCK], tl.int64)
+        for first in range(0, size, BLOCK):
+            inside = first + places < size
+            score, scaled = _cut_scores(logits, start, first + places, inside, inverse_temperature, SHIFT)
+            each = (tl.exp(scaled - top_scaled) * mass_unit).to(tl.int64)
+            mass += tl.where(inside & ((_key(score) >> SHIFT) >= least_key), each, 0)
+        whole = tl.sum(mass, 0)
+        removed = tl.minimum((whole.to(tl.float64) * cut_mass).to(tl.int64), whole - 1)
+        low = tl.maximum(low, (_key(top - reach) >> SHIFT).to(tl.int64))
+        high = top_key
+        while low < high:
+            middle = (low + high) >> 1
+            mass = tl.zeros([BLOCK], tl.int64)
+            for first in range(0, size, BLOCK):
+                inside = first + places < size
+                score, scaled = _cut_scores(logits, start, first + places, inside, inverse_temperature, SHIFT)
+                key = _key(score) >> SHIFT
+                each = (tl.exp(scaled - top_scaled) * mass_unit).to(tl.int64)
+                mass += tl.where(inside & (key >= least_key) & (key <= middle), each, 0)
+            enough = tl.sum(mass, 0) > removed
+            high = tl.where(enough, middle, high)
+            low = tl.where(enough, low, middle + 1)
+        below = tl.zeros([BLOCK], tl.int64)
+        each_tie = tl.zeros([BLOCK], tl.int64)
+        for first in range(0, size, BLOCK):
+            inside = first + places < size
+            score, scaled = _cut_scores(logits, start, first + places, inside, inverse_temperature, SHIFT)
+            key = _key(score) >> SHIFT
+            each = (tl.exp(scaled - top_scaled) * mass_unit).to(tl.int64)
+            below += tl.where(inside & (key >= least_key) & (key < low), each, 0)
+            each_tie = tl.maximum(each_tie, tl.where(inside & (key == low), each, 0))
+        num_removed = (removed - tl.sum(below, 0)) // tl.maximum(tl.max(each_tie, 0), 1)
+    values = tl.full([BLOCK], float("-inf"), tl.float32)
+    ids = tl.zeros([BLOCK], tl.int32)
+    num_seen = tl.zeros([], tl.int32)
+    for first in range(0, size, BLOCK):
+        inside = first + places < size
+        score, _ = _cut_scores(logits, start, first + places, inside, inverse_temperature, SHIFT)
+        is_tie = inside & ((_key(score) >> SHIFT) == low)
+        values = tl.maximum(values, tl.where(is_tie, score, float("-inf")))
+        rank = num_seen + tl.cumsum(is_tie.to(tl.int32), 0)
+        ids += tl.where(is_tie & (rank == num_removed + 1), first + places, 0)
+        num_seen += tl.sum(is_tie.to(tl.int32), 0)
+    tl.store(thresholds + row, tl.max(values, 0))
+    tl.store(first_ids + row, tl.sum(ids, 0))
+
+
+def can_cut(dtype: torch.dtype, top_p: float | None) -> bool:
+    """Whether `find_cut` takes logits of a dtype, and keeps exactly what transformers keeps with a top_p."""
+    return dtype in KEY_SHIFTS and (top_p is None or 1 - top_p >= MIN_CUT_MASS)
+
+
+def find_cut(logits: torch.Tensor, inverse_temperature: float, top_k: int | None, top_p: float | None) -> Cut:
+    """Return which tokens TopKLogitsWarper, then TopPLogitsWarper keep of logits that are scaled before.
+
+    Args:
+        logits: [n, V] float32, bfloat16 or float16; the last dimension contiguous.
+        inverse_temperature: factor of the logits, in float32.
+        top_k: tokens to keep; None for all.
+        top_p: probability to keep, 1 - MIN_CUT_MASS at most; None for all.
+    """
+    num_rows, size = logits.shape
+    assert logits.stride(1) == 1 and can_cut(logits.dtype, top_p)
+    thresholds = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    first_ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    cut_mass = NO_CUT_MASS if top_p is None else 1 - top_p
+    reach = MARGIN_NATS + math.log(size / cut_mass)  # all tokens so far below the first have less than the cut mass
+    if KEY_SHIFTS[logits.dtype]:
+        reach /= inverse_temperature
+    mass_unit = 2.0 ** (MASS_BITS - math.ceil(math.log2(max(2, size))))
+    _find_cut[(num_rows,)](
+        logits, thresholds, first_ids, inverse_temperature, cut_mass, reach, mass_unit, top_k or 0,
+        size, logits.stride(0),
+        HAS_TOP_K=top_k is not None, HAS_TOP_P=top_p is not None, SHIFT=KEY_SHIFTS[logits.dtype], BLOCK=CUT_BLOCK,
+        num_warps=CUT_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return Cut(thresholds, first_ids)
+
+
+def cut_scores(logits: torch.Tensor, inverse_temperature: float, cut: Cut) -> torch.Tensor:
+    """Return [n, V] float32 scaled scores of logits, [n, V], with -inf for what a cut of them removes."""
+    scaled = logits.float() * inverse_temperature
+    score = scaled if KEY_SHIFTS[logits.dtype] == 0 else logits.float()
+    threshold, ids = cut.thresholds[:, None], torch.arange(logits.shape[1], device=logits.device)
+    is_removed = (score < threshold) | ((score == threshold) & (ids < cut.first_ids[:, None]))
+    return scaled.masked_fill(is_removed, -torch.inf)

@@ -1,0 +1,196 @@
+"""Triton kernels that sample from logits: Gumbel noise, the arg max and the top-k candidates.
+
+Logits are read where the model's head has written them, in its dtype; nothing of the size of the vocabulary is written.
+The noise is that of lp_runtime/sampling/gumbel.py, bit for bit: Philox4x32-10 and two logarithms in float64.
+
+Letters: n nodes, V vocabulary, K top-k candidates of a node, C chunks of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from lp_runtime.kernels.triton_cut import KEY_SHIFTS, Cut
+from lp_runtime.kernels.types import Noise, Packing
+from lp_runtime.lookahead import philox
+
+CHUNK = 2048  # tokens of the vocabulary that a program looks at
+
+MULTIPLIER_A, MULTIPLIER_B = map(tl.constexpr, philox.MULTIPLIERS)
+INCREMENT_A, INCREMENT_B = map(tl.constexpr, philox.KEY_INCREMENTS)
+NUM_ROUNDS = tl.constexpr(philox.NUM_ROUNDS)
+HALF_BITS, UNUSED_BITS = tl.constexpr(philox.HALF_BITS), tl.constexpr(philox.WORD_BITS - philox.HALF_BITS)
+UNIFORM_UNIT = tl.constexpr(philox.UNIFORM_UNIT)
+
+
+@triton.jit
+def _gumbel(pairs, position, sample, key_low, key_high):
+    """Return Gumbel noise of token ids 2 i and 2 i + 1 for i in pairs, float32 each."""
+    first, second = pairs.to(tl.uint32), tl.zeros_like(pairs).to(tl.uint32) + position
+    third, fourth = tl.zeros_like(first) + sample, tl.zeros_like(first)
+    for _ in tl.static_range(NUM_ROUNDS):
+        high_a, low_a = tl.umulhi(first, MULTIPLIER_A), first * MULTIPLIER_A
+        high_b, low_b = tl.umulhi(third, MULTIPLIER_B), third * MULTIPLIER_B
+        first, second, third, fourth = high_b ^ second ^ key_low, low_b, high_a ^ fourth ^ key_high, low_a
+        key_low += INCREMENT_A
+        key_high += INCREMENT_B
+    return _gumbel_of(first, second), _gumbel_of(third, fourth)
+
+
+@triton.jit
+def _gumbel_of(upper, lower):
+    """Return Gumbel noise, float32, of two words of 32 random bits."""
+    bits = ((upper >> UNUSED_BITS).to(tl.int64) << HALF_BITS) | (lower >> UNUSED_BITS).to(tl.int64)
+    uniform = (bits.to(tl.float64) + 0.5) * UNIFORM_UNIT
+    return (-tl.log(-tl.log(uniform))).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["key_low", "key_high", "sample"])
+def _scan_chunks(
+    logits, thresholds, first_ids, positions, values, ids, best_values, best_ids,
+    inverse_temperature, key_low, key_high, sample, size, stride,
+    NUM: tl.constexpr, NO_TOKEN: tl.constexpr, DRAWS: tl.constexpr, HAS_CUT: tl.constexpr, SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Find, in a chunk, the NUM largest scores and the largest sum of score and noise; of equals the lowest id first.
+
+    A program for each row and each chunk. Compiled without fused multiply-add: a score is rounded before its noise is
+    added.
+    """
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    num_chunks = tl.num_programs(1)
+    tokens = chunk * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < size
+    raw = tl.load(logits + row.to(tl.int64) * stride + tokens, mask=inside, other=float("-inf")).to(tl.float32)
+    left = raw * inverse_temperature
+    if HAS_CUT:
+        score = left if SHIFT == 0 else raw
+        threshold, first_id = tl.load(thresholds + row), tl.load(first_ids + row)
+        left = tl.where((score > threshold) | ((score == threshold) & (tokens >= first_id)), left, float("-inf"))
+    best_place = row.to(tl.int64) * num_chunks + chunk
+    if DRAWS:
+        if tl.max(left, 0) > float("-inf"):
+            pairs = chunk * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+            position = tl.load(positions + row).to(tl.uint32)
+            even, odd = _gumbel(pairs, position, sample.to(tl.uint32), key_low.to(tl.uint32), key_high.to(tl.uint32))
+            noisy = left + tl.interleave(even, odd)
+            best = tl.max(noisy, 0)
+            tl.store(best_values + best_place, best)
+            tl.store(best_ids + best_place, tl.min(tl.where(noisy == best, tokens, NO_TOKEN), 0))
+        else:  # nothing of the chunk may be sampled
+            tl.store(best_values + best_place, float("-inf"))
+            tl.store(best_ids + best_place, chunk * BLOCK)
+    elif NUM == 0:
+        best = tl.max(left, 0)
+        tl.store(best_values + best_place, best)
+        tl.store(best_ids + best_place, tl.min(tl.where(left == best, tokens, NO_TOKEN), 0))
+    places = best_place * NUM
+    for rank in tl.static_range(NUM):
+        best = tl.max(left, 0)
+        token = tl.min(tl.where(left == best, tokens, NO_TOKEN), 0)
+        tl.store(values + places + rank, best)
+        tl.store(ids + places + rank, token)
+        left = tl.where(tokens == token, float("-inf"), left)
+
+
+@triton.jit
+def _pack_rows(
+    values, ids, best_values, best_ids, packed, num_chunks, size,
+    NUM: tl.constexpr, WIDTH: tl.constexpr, NO_TOKEN: tl.constexpr, MARGIN_UNIT: tl.constexpr, MAX_MARGIN: tl.constexpr,
+    HAS_BEST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Pack the successor and the NUM largest of all chunks' scores, with their margins; a program for each row."""
+    row = tl.program_id(0).to(tl.int64)
+    if HAS_BEST:
+        chunks = tl.arange(0, BLOCK_CHUNKS)
+        best_places = row * num_chunks + chunks
+        bests = tl.load(best_values + best_places, mask=chunks < num_chunks, other=float("-inf"))
+        chunk = tl.min(tl.where(bests == tl.max(bests, 0), chunks, BLOCK_CHUNKS), 0)
+        successor = tl.load(best_ids + row * num_chunks + tl.minimum(chunk, num_chunks - 1))
+    if NUM > 0:
+        num_found = num_chunks * NUM
+        places = tl.arange(0, BLOCK)
+        is_found = places < num_found
+        left = tl.load(values + row * num_found + places, mask=is_found, other=float("-inf"))
+        tokens = tl.load(ids + row * num_found + places, mask=is_found, other=NO_TOKEN)
+        top = tl.max(left, 0)
+        if not HAS_BEST:
+            top_place = tl.min(tl.where(left == top, places, BLOCK), 0)
+            successor = tl.min(tl.where(places == top_place, tokens, NO_TOKEN), 0)
+    successor = tl.where(successor < size, successor, 0)  # where no score is a number
+    tl.store(packed + row * WIDTH, successor.to(tl.int64))
+    for pair in tl.static_range(WIDTH - 1):
+        word = tl.zeros([], tl.int64)
+        if NUM > 0:
+            for half in tl.static_range(2):
+                token, margin = tl.full([], NO_TOKEN, tl.int64), tl.full([], MAX_MARGIN, tl.int64)
+                if 2 * pair + half < NUM:
+                    best = tl.max(left, 0)
+                    place = tl.min(tl.where(left == best, places, BLOCK), 0)
+                    is_there = best > float("-inf")
+                    found = tl.min(tl.where(places == place, tokens, NO_TOKEN), 0).to(tl.int64)
+                    token = tl.where(is_there, found, token)
+                    below = tl.minimum(tl.floor((top - best) * MARGIN_UNIT + 0.5), MAX_MARGIN)
+                    below = tl.where(best == top, 0.0, below)  # both may be infinite
+                    margin = tl.where(is_there, below, MAX_MARGIN).to(tl.int64)
+                    left = tl.where(places == place, float("-inf"), left)
+                word |= ((token << 8) | margin) << (32 * half)
+        tl.store(packed + row * WIDTH + 1 + pair, word)
+
+
+def sample_and_pack(
+    logits: torch.Tensor,
+    packing: Packing,
+    noise: Noise | None = None,
+    inverse_temperature: float = 1.0,
+    cut: Cut | None = None,
+) -> torch.Tensor:
+    """Sample each row's successor, find the row's likeliest tokens, and pack them and their margins behind it.
+
+    A token whose score is -inf is not among the likeliest.
+
+    Args:
+        logits: [n, V] float32, bfloat16 or float16; the last dimension contiguous.
+        packing: how results are packed.
+        noise: added to the scaled logits before the successor is chosen; None for the largest of them.
+        inverse_temperature: factor of the logits, in float32.
+        cut: which tokens may be sampled; None for all.
+
+    Returns:
+        [n, width] int64.
+    """
+    num_rows, size = logits.shape
+    assert logits.stride(1) == 1 and packing.width >= 1 + triton.cdiv(packing.num, 2)
+    num, device = packing.num, logits.device
+    packed = torch.empty((num_rows, packing.width), dtype=torch.int64, device=device)
+    if not num_rows:
+        return packed
+    num_chunks = triton.cdiv(size, CHUNK)
+    values = torch.empty((num_rows, num_chunks * max(1, num)), dtype=torch.float32, device=device)
+    ids = torch.empty(values.shape, dtype=torch.int32, device=device)
+    best_values = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
+    best_ids = torch.empty(best_values.shape, dtype=torch.int32, device=device)
+    positions = best_ids if noise is None else noise.positions  # read where there is noise alone
+    thresholds, first_ids = (best_values, best_ids) if cut is None else cut  # likewise
+    seed, sample = (0, 0) if noise is None else (noise.seed, noise.sample)
+    _scan_chunks[(num_rows, num_chunks)](
+        logits, thresholds, first_ids, positions, values, ids, best_values, best_ids,
+        inverse_temperature, _word(seed), _word(seed >> 32), _word(sample), size, logits.stride(0),
+        NUM=num, NO_TOKEN=packing.no_token, DRAWS=noise is not None, HAS_CUT=cut is not None,
+        SHIFT=KEY_SHIFTS[logits.dtype], BLOCK=CHUNK, enable_fp_fusion=False,
+    )  # fmt: skip
+    _pack_rows[(num_rows,)](
+        values, ids, best_values, best_ids, packed, num_chunks, size,
+        NUM=num, WIDTH=packing.width, NO_TOKEN=packing.no_token, MARGIN_UNIT=packing.margin_unit,
+        MAX_MARGIN=packing.max_margin, HAS_BEST=noise is not None or num == 0,
+        BLOCK=triton.next_power_of_2(num_chunks * max(1, num)), BLOCK_CHUNKS=triton.next_power_of_2(num_chunks),
+    )  # fmt: skip
+    return packed
+
+
+def _word(value: int) -> int:
+    """Return the lower 32 bits of an integer as a signed integer, so that all seeds are of one type to Triton."""
+    low = value & 0xFFFFFFFF
+    return low - (1 << 32) if low >> 31 else low

@@ -1,0 +1,44 @@
+"""What a forward pass found, read only as far as somebody asks for it.
+
+Letters: n nodes whose successors are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+
+
+class StepLogits:
+    """Logits of the wanted nodes, where the forward pass has written them.
+
+    Args:
+        rows: [n, V] logits in the model's dtype.
+        presampled: [n, width] int64, what greedy sampling picks from the logits with K top-k candidates, packed as
+            sampling/sampler.py says, where a captured pass has computed it; valid until the next pass. None otherwise.
+        is_reused: whether the next pass overwrites `rows`, so that `logits` must be a copy.
+
+    Attributes:
+        rows, presampled: as given.
+    """
+
+    def __init__(self, rows: torch.Tensor, presampled: torch.Tensor | None = None, is_reused: bool = False):
+        self.rows, self.presampled = rows, presampled
+        self._is_reused = is_reused
+
+    def __len__(self) -> int:
+        """n."""
+        return len(self.rows)
+
+    @cached_property
+    def logits(self) -> torch.Tensor:
+        """[n, V] float32 logits, computed at the first use: before the next pass."""
+        return self.rows.to(torch.float32, copy=self._is_reused)
+
+    def first(self, num: int) -> StepLogits:
+        """Return what was found of the first `num` nodes."""
+        if num == len(self):
+            return self
+        presampled = None if self.presampled is None else self.presampled[:num]
+        return StepLogits(self.rows[:num], presampled, self._is_reused)

@@ -1,0 +1,183 @@
+"""The gate before the routes: who may ask, from where, how much and how slowly; request ids and the access log."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lp_runtime.server.errors import ApiError
+
+access_log = logging.getLogger("lp_runtime.access")
+
+OPEN_PATHS = ("/", "/health", "/live", "/ready", "/metrics")  # asked for by probes and browsers, without a key
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # of a client, taken over
+# Nothing may frame the page, guess types, or learn its address; the page loads nothing from elsewhere.
+SECURITY_HEADERS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (
+        b"content-security-policy",
+        b"default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
+        b" frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class GateRules:
+    """Who may ask.
+
+    Attributes:
+        api_keys: keys that clients may send, by the client's name; empty if none is required.
+        allowed_hosts: values of the Host header, without port, that are served; "*.NAME" allows subdomains; empty for
+            any.
+        cors_origins: origins of web pages, beside this server's own, whose scripts may ask; "*" for any.
+        max_body_bytes: largest size of a request's body, in bytes.
+        body_timeout: seconds within which a request's body must have come.
+        logs_access: whether each request is logged, as one line of JSON.
+    """
+
+    api_keys: Mapping[str, str] = field(default_factory=dict)
+    allowed_hosts: Sequence[str] = ()
+    cors_origins: Sequence[str] = ()
+    max_body_bytes: int = 1 << 20
+    body_timeout: float = 30.0
+    logs_access: bool = False
+
+
+class Gate:
+    """ASGI middleware that checks a request before it is read, and names it.
+
+    Args:
+        app: the application behind the gate.
+        rules: who may ask.
+    """
+
+    def __init__(self, app: ASGIApp, rules: GateRules):
+        self._app, self._rules = app, rules
+        self._keys = {name: key.encode() for name, key in rules.api_keys.items()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, or refuse it with status 400, 401, 403 or 413."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        client = self._client(headers)
+        started, status = time.perf_counter(), 0
+
+        async def named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                more = [(b"x-request-id", request_id.encode()), *SECURITY_HEADERS]
+                message = {**message, "headers": [*message.get("headers", ()), *more]}
+            await send(message)
+
+        try:
+            refusal = self._refusal(scope, headers, client)
+            if refusal is not None:
+                await refusal.response()(scope, receive, named)
+            else:
+                await self._app(scope, self._bounded(receive), named)
+        finally:
+            if self._rules.logs_access:
+                _log(scope, request_id, client, status, time.perf_counter() - started)
+
+    def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes], client: str | None) -> ApiError | None:
+        """Return why a request is refused before its body is read; None if it is not."""
+        host = headers.get(b"host", b"").decode("latin-1")
+        if not self._is_host_allowed(host):
+            return ApiError(400, f"host {host!r}: is not served here (see allowed_hosts)", code="host_not_allowed")
+        if scope["method"] == "POST" and not self._is_origin_allowed(headers, host):
+            origin = headers[b"origin"].decode("latin-1")
+            return ApiError(403, f"origin {origin!r}: pages of it may not ask (see cors_origins)", "permission_error")
+        if client is None and scope["path"] not in OPEN_PATHS:
+            error = ApiError(401, "the API key is missing or wrong", "authentication_error", "invalid_api_key")
+            error.headers["WWW-Authenticate"] = "Bearer"
+            return error
+        declared = headers.get(b"content-length", b"0")
+        if not declared.isdigit() or int(declared[:20]) > self._rules.max_body_bytes:
+            return ApiError(413, self._too_large())
+        return None
+
+    def _is_host_allowed(self, host: str) -> bool:
+        allowed = self._rules.allowed_hosts
+        if not allowed:
+            return True
+        name = re.sub(r":\d*$", "", host).lower()
+        return any(
+            name == each or (each.startswith("*.") and name.endswith(each[1:])) for each in map(str.lower, allowed)
+        )
+
+    def _is_origin_allowed(self, headers: Mapping[bytes, bytes], host: str) -> bool:
+        """Whether a request comes from no web page, from this server's own, or from one that is allowed."""
+        if b"origin" not in headers or headers.get(b"sec-fetch-site") in (b"same-origin", b"none"):
+            return True
+        origin = headers[b"origin"].decode("latin-1")
+        own = origin.partition("://")[2] == host and bool(host)
+        return own or "*" in self._rules.cors_origins or origin in self._rules.cors_origins
+
+    def _client(self, headers: Mapping[bytes, bytes]) -> str | None:
+        """Return the name of the client whose key a request has; "" where none is required, None for a wrong key."""
+        if not self._keys:
+            return ""
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        # Every key is compared, so that the time tells nothing.
+        matches = [name for name, each in self._keys.items() if hmac.compare_digest(key.strip(), each)]
+        return matches[0] if matches and scheme.lower() == b"bearer" else None
+
+    def _too_large(self) -> str:
+        return f"the request is too large: must be at most {self._rules.max_body_bytes} bytes"
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """Return a `receive` that raises HTTPException where the body is too large or comes too slowly."""
+        deadline = time.monotonic() + self._rules.body_timeout
+        size, is_whole = 0, False
+
+        async def bounded() -> Message:
+            nonlocal size, is_whole
+            if is_whole:
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                what = f"the request's body did not come within {self._rules.body_timeout:g} seconds"
+                raise HTTPException(408, what, {"Connection": "close"}) from None
+            size += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
+            if size > self._rules.max_body_bytes:
+                raise HTTPException(413, self._too_large())
+            return message
+
+        return bounded
+
+
+def _log(scope: Scope, request_id: str, client: str | None, status: int, seconds: float) -> None:
+    """Log a request as one line of JSON."""
+    line = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "request_id": request_id,
+        "client": client or None,
+        "address": scope["client"][0] if scope.get("client") else None,
+        "method": scope["method"],
+        "path": urlsplit(scope["path"]).path,
+        "status": status,
+        "seconds": round(seconds, 4),
+    }
+    access_log.info(json.dumps(line))

@@ -1,0 +1,96 @@
+"""The routes that say what the server is and how it does: the page, probes, metrics, the model."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse
+
+from lp_runtime.runtime import LookaheadRuntime
+from lp_runtime.scheduler.scheduler import Scheduler
+from lp_runtime.server.errors import ApiError
+from lp_runtime.server.metrics import Metrics
+
+PAGE = Path(__file__).with_name("page.html")
+
+
+class StatusRoutes:
+    """Answers what needs no decoding.
+
+    Args:
+        name: the model's name for clients.
+        runtime: describes the model.
+        scheduler: counts its requests.
+        metrics: what /metrics reports.
+
+    Attributes:
+        is_draining: whether the server ends, and takes no new request.
+    """
+
+    def __init__(self, name: str, runtime: LookaheadRuntime, scheduler: Scheduler, metrics: Metrics):
+        self.is_draining = False
+        self._name, self._runtime, self._scheduler, self._metrics = name, runtime, scheduler, metrics
+        self._started = int(time.time())
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes to an application."""
+        app.get("/")(self.page)
+        app.get("/health")(self.health)
+        app.get("/ready")(self.ready)
+        app.get("/live")(self.live)
+        app.get("/metrics")(self.show_metrics)
+        app.get("/v1/models")(self.models)
+        app.get("/v1/models/{name:path}")(self.model)
+
+    async def page(self) -> Response:
+        """Answer GET /: a page that shows a generation as it comes."""
+        return Response(PAGE.read_text(), media_type="text/html; charset=utf-8")
+
+    async def health(self) -> JSONResponse:
+        """Answer GET /health: status 200 if any replica is up, else 503."""
+        is_healthy = self._scheduler.is_healthy
+        status = {"status": "ok" if is_healthy else "no replica is up", "replicas": self._runtime.num_ready}
+        return JSONResponse(status, 200 if is_healthy else 503)
+
+    async def ready(self) -> JSONResponse:
+        """Answer GET /ready: status 200 if new requests are taken, 503 if no replica is up or the server ends."""
+        if self.is_draining:
+            return JSONResponse({"status": "the server is shutting down", "replicas": self._runtime.num_ready}, 503)
+        return await self.health()
+
+    async def live(self) -> JSONResponse:
+        """Answer GET /live: status 200 as long as this process answers."""
+        return JSONResponse({"status": "ok"})
+
+    async def show_metrics(self) -> Response:
+        """Answer GET /metrics, in Prometheus's format."""
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(self) -> dict[str, object]:
+        """Answer GET /v1/models: the one model."""
+        return {"object": "list", "data": [self._model()]}
+
+    async def model(self, name: str) -> dict[str, object]:
+        """Answer GET /v1/models/NAME; status 404 for other names."""
+        self.check_model(name)
+        return self._model()
+
+    def _model(self) -> dict[str, object]:
+        return {
+            "id": self._name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "lp_runtime",
+            "max_model_len": self._runtime.info.context_length,
+        }
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for another model; None is a request that names none.
+
+        Raises:
+            ApiError: status 404.
+        """
+        if name not in (None, self._name):
+            raise ApiError(404, f"model {name!r}: must be {self._name}", code="model_not_found")

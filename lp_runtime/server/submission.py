@@ -1,0 +1,134 @@
+"""From the fields of an HTTP request to jobs in the scheduler's queue."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lp_runtime.engine.request import Request as DecodingRequest
+from lp_runtime.engine.request_builder import RequestBuilder, RequestOptions
+from lp_runtime.errors import RequestError
+from lp_runtime.model.tokenizer import encode, encode_chat
+from lp_runtime.model.types import Tokenizer
+from lp_runtime.runtime import LookaheadRuntime
+from lp_runtime.scheduler.scheduler import Scheduler
+from lp_runtime.server.gate import GateRules
+from lp_runtime.server.protocol import Common
+from lp_runtime.server.responses import Choice
+from lp_runtime.server.stop_trimmer import StopTrimmer
+
+log = logging.getLogger(__name__)
+
+MAX_NAMED_FIELDS = 100  # unknown fields that are named in the log, each once
+MAX_NAME_CHARS = 60
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Settings of the HTTP routes.
+
+    Attributes:
+        name: the model's name for clients.
+        gate: who may ask, from where, how much and how slowly.
+        max_new_tokens: tokens that a request may generate at most; None for what the model's context allows.
+        queue_timeout: seconds that a request may wait in the queue; None for no limit.
+        strict_fields: whether requests with unknown fields are refused.
+    """
+
+    name: str
+    gate: GateRules = field(default_factory=GateRules)
+    max_new_tokens: int | None = None
+    queue_timeout: float | None = None
+    strict_fields: bool = False
+
+
+class Submitter:
+    """Checks requests and puts them into the queue.
+
+    Args:
+        runtime: describes the model.
+        scheduler: decodes the requests.
+        settings: settings of the routes.
+        tokenizer: the model's, for the server alone.
+    """
+
+    def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler, settings: ServerSettings, tokenizer: Tokenizer):
+        self._scheduler, self._settings, self._tokenizer = scheduler, settings, tokenizer
+        self._builder = RequestBuilder(runtime.config, runtime.info, lambda: tokenizer)
+        self._special_tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._named_fields: set[str] = set()
+
+    def check_fields(self, body: Common) -> None:
+        """Refuse fields that are unknown, or name each of them in the log once.
+
+        Args:
+            body: what the client sent.
+
+        Raises:
+            RequestError: names a field that is not supported, or, with `strict_fields`, not known.
+        """
+        unknown = body.unknown_fields()
+        if unknown and self._settings.strict_fields:
+            raise RequestError(f"{unknown[0]}: is not a known field")
+        for name in unknown:
+            shown = ascii(name)[:MAX_NAME_CHARS]
+            if shown not in self._named_fields and len(self._named_fields) < MAX_NAMED_FIELDS:
+                self._named_fields.add(shown)
+                log.warning("a request has a field that is not known and has no effect: %s", shown)
+
+    def encode(self, prompt: str, split_special_tokens: bool) -> list[int]:
+        """Return the token ids of a prompt; with `split_special_tokens`, special tokens in it are plain text.
+
+        Raises:
+            RequestError: the text is not valid Unicode.
+        """
+        return encode(self._tokenizer, prompt, split_special_tokens=split_special_tokens)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], split_special_tokens: bool) -> list[int]:
+        """Return the token ids of a conversation, ready for the model's answer.
+
+        Raises:
+            RequestError: the model has no chat template, or it refuses the messages.
+        """
+        return encode_chat(self._tokenizer, messages, split_special_tokens)
+
+    def submit(
+        self, body: Common, prompts: Sequence[list[int]], max_new_tokens: int | None, options: RequestOptions
+    ) -> list[Choice]:
+        """Submit `body.n` samples of each prompt.
+
+        Args:
+            body: what the client sent.
+            prompts: token ids of each.
+            max_new_tokens: tokens that the client asks for at most; None for the default.
+            options: options of every request.
+
+        Raises:
+            LookaheadError: a request is refused, or there is no place for all of them.
+        """
+        limit = self._settings.max_new_tokens
+        if limit is not None and max_new_tokens is not None and max_new_tokens > limit:
+            raise RequestError(f"max_tokens={max_new_tokens}: must be at most {limit}")
+        num_choices, max_jobs = len(prompts) * body.n, self._scheduler.max_jobs
+        if num_choices > max_jobs:
+            asked = f"n={body.n}" if len(prompts) == 1 else f"{len(prompts)} prompts x n={body.n}"
+            raise RequestError(f"{asked}: must be at most {max_jobs} with max_waiting={self._scheduler.max_waiting}")
+        requests: list[DecodingRequest] = []
+        for prompt in prompts:
+            first = self._request(prompt, max_new_tokens, options)
+            # Greedy samples are all alike; clients ask for them all the same.
+            is_sampled = first.sampling.seed is not None
+            requests += [replace(first, sample=sample if is_sampled else 0) for sample in range(body.n)]
+        jobs = self._scheduler.submit_all(requests, self._settings.queue_timeout, body.gpus)
+        return [
+            Choice(index, job, StopTrimmer(job.request.stop, self._special_tokens)) for index, job in enumerate(jobs)
+        ]
+
+    def _request(self, prompt: list[int], max_new_tokens: int | None, options: RequestOptions) -> DecodingRequest:
+        """Return a checked request; the model's own default of max_new_tokens is capped by the server's limit."""
+        request, limit = self._builder.build(prompt, max_new_tokens, **options), self._settings.max_new_tokens
+        if limit is None or request.max_new_tokens <= limit:
+            return request
+        return self._builder.build(prompt, limit, **options)

@@ -1,0 +1,80 @@
+"""POST /tokenize and /detokenize: the model's tokenizer, in the form of vLLM's routes."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict
+
+from lp_runtime.errors import RequestError
+from lp_runtime.model.tokenizer import encode
+from lp_runtime.model.types import Tokenizer
+from lp_runtime.runtime import LookaheadRuntime
+from lp_runtime.server.protocol import Message
+from lp_runtime.server.status import StatusRoutes
+from lp_runtime.server.submission import Submitter
+
+
+class Tokenize(BaseModel):
+    """The body of POST /tokenize: a prompt or a conversation."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    split_special_tokens: bool = False
+    return_token_strs: bool = False
+
+
+class Detokenize(BaseModel):
+    """The body of POST /detokenize."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class TokenRoutes:
+    """Turns text into token ids and back.
+
+    Args:
+        runtime: describes the model.
+        status: knows the model's name.
+        submitter: encodes conversations as requests are encoded.
+        tokenizer: the model's, for the server alone.
+    """
+
+    def __init__(self, runtime: LookaheadRuntime, status: StatusRoutes, submitter: Submitter, tokenizer: Tokenizer):
+        self._info, self._status, self._submitter, self._tokenizer = runtime.info, status, submitter, tokenizer
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes to an application."""
+        app.post("/tokenize")(self.tokenize)
+        app.post("/detokenize")(self.detokenize)
+
+    async def tokenize(self, body: Tokenize) -> dict[str, object]:
+        """Answer POST /tokenize: the token ids of a prompt or a conversation."""
+        self._status.check_model(body.model)
+        if body.prompt is not None and body.messages is None:
+            ids = encode(self._tokenizer, body.prompt, body.add_special_tokens, body.split_special_tokens)
+        elif body.messages is not None and body.prompt is None:
+            messages = [message.plain() for message in body.messages]
+            ids = self._submitter.encode_chat(messages, body.split_special_tokens)
+        else:
+            raise RequestError("prompt and messages: give one of them")
+        strings = self._tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        answer = {"count": len(ids), "max_model_len": self._info.context_length, "tokens": ids}
+        return answer | {"token_strs": strings}
+
+    async def detokenize(self, body: Detokenize) -> dict[str, object]:
+        """Answer POST /detokenize: the text of token ids, special tokens included."""
+        self._status.check_model(body.model)
+        size = self._info.vocabulary_size
+        for token in body.tokens:
+            if not 0 <= token < size:
+                raise RequestError(f"token id {token}: must be 0 to {size - 1}")
+        return {"prompt": cast(str, self._tokenizer.decode(body.tokens))}

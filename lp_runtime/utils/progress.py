@@ -1,0 +1,39 @@
+"""Says on stderr what takes time while replicas start."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+START_STAGES = 4  # of a replica's start: loading, optimizing, checking, measuring
+
+
+class Progress:
+    """Numbers the stages of a start and says how long each has taken.
+
+    Args:
+        is_shown: whether anything is printed.
+        num_stages: stages in all.
+    """
+
+    def __init__(self, is_shown: bool, num_stages: int = START_STAGES):
+        self._is_shown, self._num_stages = is_shown, num_stages
+        self._num_begun = 0
+        self._started = time.monotonic()
+
+    def begin(self, what: str) -> None:
+        """Say that the next stage begins; what comes after the last stage is no part of the start.
+
+        Args:
+            what: the stage, in a few words.
+        """
+        if self._num_begun == self._num_stages:
+            return
+        self._num_begun += 1
+        if self._is_shown:
+            seconds = time.monotonic() - self._started
+            print(
+                f"starting, {self._num_begun} of {self._num_stages} ({seconds:.0f} s): {what}",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -1,0 +1,130 @@
+"""What the OpenAI API asks of the engine: presence and frequency penalties, top and prompt log-probabilities."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from support import reference
+
+from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
+from lp_runtime.config.lookahead import PLAIN
+from lp_runtime.engine.output import Logprob, StepOutput
+from lp_runtime.errors import ConfigError
+from lp_runtime.launchers.messages import Progress
+from lp_runtime.model.loader import load_model, load_tokenizer
+
+NUM_TOKENS = 40
+SETTINGS = [
+    LookaheadConfig(7, 5, 7, prior="none"),
+    LookaheadConfig(5, 4, 5, drafter="paper"),
+    LookaheadConfig(drafter="prompt_lookup"),
+]
+PENALTIES = [(0.0, 1.9), (2.0, 0.5), (-0.5, 2.0)]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def runtime(demo_model_dir, request):
+    with LookaheadRuntime(demo_model_dir, gpus=request.param, device="cpu", dtype="float32") as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def hf(demo_model_dir):
+    """(model, prompt ids) of transformers."""
+    from lp_runtime.config.settings import ModelConfig
+
+    config = ModelConfig(path=str(demo_model_dir))
+    ids = load_tokenizer(config)(reference.PROMPTS[1]).input_ids
+    return load_model(config, torch.device("cpu"), "float32"), ids
+
+
+def logits_after(model, ids: list[int]) -> torch.Tensor:
+    """[len(ids), V] of one forward pass without a cache."""
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0].float()
+
+
+def penalised_greedy(model, prompt: list[int], presence: float, frequency: float) -> list[int]:
+    """Greedy, token by token: logit - frequency * count - presence * (count > 0), as the OpenAI API defines it."""
+    new: list[int] = []
+    for _ in range(NUM_TOKENS):
+        logits = logits_after(model, prompt + new)[-1].clone()
+        for token in set(new):
+            logits[token] -= frequency * new.count(token) + presence
+        new.append(int(logits.argmax()))
+    return new
+
+
+@pytest.mark.parametrize(("presence", "frequency"), PENALTIES)
+def test_penalties_are_those_of_the_new_text_at_any_parallelism(runtime, hf, presence, frequency):
+    model, prompt = hf
+    expected = penalised_greedy(model, prompt, presence, frequency)
+    plain = runtime.generate(prompt, NUM_TOKENS, eos=False, lookahead=PLAIN)
+    assert expected != plain.token_ids, "the penalty matters"
+    sampling = SamplingConfig(presence_penalty=presence, frequency_penalty=frequency)
+    for lookahead in SETTINGS:
+        done = runtime.generate(prompt, NUM_TOKENS, eos=False, sampling=sampling, lookahead=lookahead)
+        assert done.token_ids == expected
+    sampled = SamplingConfig(temperature=0.9, seed=3, presence_penalty=presence, frequency_penalty=frequency)
+    one_by_one = runtime.generate(prompt, NUM_TOKENS, eos=False, sampling=sampled, lookahead=PLAIN)
+    several = runtime.generate(prompt, NUM_TOKENS, eos=False, sampling=sampled, lookahead=SETTINGS[0])
+    assert several.token_ids == one_by_one.token_ids
+
+
+def test_top_and_prompt_logprobs_are_the_models_own(runtime, hf):
+    """Several chunks of prompt, sampled tokens that are not always the likeliest, a penalty that must not show."""
+    model, ids = hf
+    prompt = (ids * 20)[:150]
+    sampling = SamplingConfig(temperature=1.0, seed=5, presence_penalty=1.0)
+    options = {"eos": False, "logprobs": True, "sampling": sampling}
+    plain = runtime.generate(prompt, NUM_TOKENS, lookahead=PLAIN, **options)
+    done = runtime.generate(prompt, NUM_TOKENS, lookahead=SETTINGS[0], top_logprobs=20, prompt_logprobs=True, **options)
+    assert done.token_ids == plain.token_ids and done.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
+    whole = prompt + done.token_ids
+    expected = logits_after(model, whole).log_softmax(-1)
+    first = done.logprobs[0]
+    assert len(first.prompt) == len(prompt) - 1 and not any(each.prompt for each in done.logprobs[1:])
+    num_unlikely = 0
+    for place, value in enumerate([*first.prompt, *done.logprobs]):
+        row = expected[place]
+        assert float(value) == pytest.approx(float(row[whole[place + 1]]), abs=1e-3)
+        assert [each for _, each in value.top] == pytest.approx(row.topk(20).values.tolist(), abs=1e-3)
+        assert [float(row[token]) for token, _ in value.top] == pytest.approx([v for _, v in value.top], abs=1e-3)
+        num_unlikely += value.top[0][0] != whole[place + 1]
+    assert num_unlikely > 5
+
+
+def test_a_prompt_of_one_token(runtime):
+    done = runtime.generate([7], 3, eos=False, logprobs=True, prompt_logprobs=True, top_logprobs=1)
+    assert done.logprobs[0].prompt == () and len(done.logprobs) == 3
+    assert done.token_ids == runtime.generate([7], 3, eos=False).token_ids
+
+
+def test_a_logprob_travels_between_processes():
+    value = Logprob(-0.5, ((1, -0.5), (2, -3.0)), (Logprob(-2.0),))
+    back = pickle.loads(pickle.dumps(value))
+    assert back == -0.5 and back.top == value.top and back.prompt == (-2.0,)
+    # What survivors of a lost replica tell of the tokens that nobody has heard of has all of it, too.
+    kept = pickle.loads(pickle.dumps(Progress().after(StepOutput([7], [value])))).logprobs
+    assert kept[0].top == value.top and kept[0].prompt == value.prompt
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs=21: must be at most 20"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs=-1"),
+        ({"top_logprobs": 2}, "top_logprobs: only with logprobs"),
+        ({"prompt_logprobs": True}, "prompt_logprobs: only with logprobs"),
+    ],
+)
+def test_what_is_not_there_is_refused(runtime, options, message):
+    with pytest.raises(ConfigError, match=message):
+        runtime.generate([7], 3, **options)
+
+
+def test_penalties_out_of_range():
+    with pytest.raises(ConfigError, match=r"sampling.presence_penalty=2.5: must be in \[-2, 2\]"):
+        SamplingConfig(presence_penalty=2.5)

@@ -1,0 +1,77 @@
+"""Norm with residual addition: the kernel beside float64, and layers that use it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.small_models import random_model
+
+from lp_runtime.kernels import numba_cpu
+from lp_runtime.model.optimize.fused_blocks import FusedNorm
+from lp_runtime.model.optimize.fusing import fuse_blocks
+
+kernels = pytest.importorskip("lp_runtime.kernels.triton_norm", reason="needs Triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3}  # the interpreter does not round to bfloat16
+if DEVICE == "cuda":
+    TOLERANCES[torch.bfloat16] = 1e-2
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 8), (3, 1500), (2, 4096)])
+def test_adding_and_normalizing(num_tokens, size, dtype):
+    states, added = (torch.randn(1, num_tokens, size, device=DEVICE).to(dtype) for _ in range(2))
+    weight = torch.rand(size, device=DEVICE).to(dtype)
+    assert kernels.can_add_and_norm(states, added, weight)
+    total, normed = kernels.add_and_norm(states, added, weight, 1e-5)
+    assert torch.equal(total, states + added) and normed.dtype == dtype
+    exact = total.double()
+    expected = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    torch.testing.assert_close(normed.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("kind", ["dtype", "shape", "strides", "size"])
+def test_what_the_kernel_does_not_take(kind):
+    size = kernels.MAX_NORM_SIZE + 1 if kind == "size" else 8
+    states = added = torch.zeros(2, size)
+    weight = torch.zeros(size, dtype=torch.float16 if kind == "dtype" else torch.float32)
+    if kind == "shape":
+        added = torch.zeros(1, size)
+    elif kind == "strides":
+        added = torch.zeros(size, 2).T
+    assert not kernels.can_add_and_norm(states, added, weight)
+
+
+def test_a_layers_last_addition_computes_the_next_norm(monkeypatch):
+    """Every norm but the first is computed with an addition, and none twice; a sum that has changed is normed anew."""
+    monkeypatch.setattr(numba_cpu, "takes", lambda states: False)
+    model = random_model("Llama", num_hidden_layers=3)
+    ids = torch.arange(5)[None]
+    expected = model(ids).logits
+    fuse_blocks(model)
+    calls: list[str] = []
+    for name in ("forward", "after_adding"):
+        own = getattr(FusedNorm, name)
+
+        def watched(norm, *args, own=own, name=name):
+            calls.append(name)
+            return own(norm, *args)
+
+        monkeypatch.setattr(FusedNorm, name, watched)
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", None)
+    computed = []
+    vector_norm = torch.linalg.vector_norm
+
+    def watched_norm(*args, **options):
+        computed.append(args)
+        return vector_norm(*args, **options)
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", watched_norm)
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    assert calls.count("after_adding") == 6 and len(computed) == 7
+
+    layers = model.model.layers
+    doubled = layers[1].register_forward_pre_hook(lambda module, args: (2 * args[0], *args[1:]))
+    assert not torch.allclose(model(ids).logits, expected, atol=1e-3)
+    doubled.remove()
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)

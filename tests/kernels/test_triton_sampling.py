@@ -1,0 +1,153 @@
+"""Sampling kernels, interpreted where there is no GPU, beside what is sampled on a CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers.generation import logits_process as library
+
+from lp_runtime.kernels.types import Noise, Packing
+from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.sampling import packing, sampler
+from lp_runtime.sampling.gumbel import GumbelNoise
+from lp_runtime.sampling.processors import TreeProcessors
+from lp_runtime.sampling.step_logits import StepLogits
+
+kernels = pytest.importorskip("lp_runtime.kernels.triton_gpu", reason="needs Triton")
+CHUNK = pytest.importorskip("lp_runtime.kernels.triton_sampling").CHUNK
+CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SEEDS = ((5, 0), ((1 << 63) + 12345, 3), (1, 1))
+
+
+def packing_of(num: int, width: int) -> Packing:
+    return Packing(num, width, packing.NO_TOKEN, packing.UNITS_PER_NAT, packing.MAX_MARGIN)
+
+
+@pytest.mark.parametrize("num", [1, 3, K])
+@pytest.mark.parametrize("kind", ["random", "equal", "few", "none", "infinite"])
+@pytest.mark.parametrize("size", [5, CHUNK, 2 * CHUNK + 100])
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter: inf - inf
+def test_greedy_successors_and_candidates(num, kind, size):
+    """Beside those that are found on a CPU."""
+    scores = {
+        "random": torch.randn(3, size, generator=torch.Generator().manual_seed(size)),
+        "equal": torch.zeros(3, size),
+        "few": torch.full((3, size), -torch.inf).index_fill_(1, torch.tensor([1, size - 1]), 1.0),
+        "none": torch.full((3, size), -torch.inf),
+        "infinite": torch.randn(3, size).index_fill_(1, torch.tensor([0, size - 2]), torch.inf),
+    }[kind]
+    width = 1 + (num + 1) // 2
+    expected = np.zeros((3, width), dtype=np.int64)
+    packing.pack_top_k(scores.numpy(), num, expected)
+    expected[:, 0] = scores.argmax(-1)
+    packed = kernels.sample_and_pack(scores.to(DEVICE), packing_of(num, width))
+    assert packed.tolist() == expected.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_what_is_no_number_gives_a_token():
+    scores = torch.full((1, 7), torch.nan, device=DEVICE)
+    for num, noise in ((K, None), (0, None), (K, Noise(1, 0, torch.tensor([3], device=DEVICE)))):
+        assert 0 <= kernels.sample_and_pack(scores, packing_of(num, 5), noise)[0, 0] < 7
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("size", [7, CHUNK + 33])
+def test_the_noise_is_that_of_a_cpu_bit_for_bit(seed, size):
+    """With equal scores noise alone decides; and one token's score is set so that its last bits decide."""
+    positions = [0, 9, 4_000_000_000]
+    expected = GumbelNoise(*seed, size, CPU).at(positions)
+    noise = Noise(*seed, torch.tensor(positions, device=DEVICE))
+    zeros = torch.zeros(3, size, device=DEVICE)
+    assert kernels.sample_and_pack(zeros, packing_of(0, 1), noise)[:, 0].tolist() == expected.argmax(-1).tolist()
+    row, token = 1, size - 2
+    rival = int(expected[row].argmax())
+    scores = torch.zeros(3, size)
+    gap = expected[row, rival] - expected[row, token]
+    scores[row, token] = gap
+    for _ in range(4):
+        scores[row, token] = torch.nextafter(scores[row, token], torch.tensor(torch.inf))
+        assert_alike(scores, noise, expected)
+    scores[row, token] = gap
+    for _ in range(4):
+        scores[row, token] = torch.nextafter(scores[row, token], torch.tensor(-torch.inf))
+        assert_alike(scores, noise, expected)
+
+
+def assert_alike(scores: torch.Tensor, noise: Noise, expected: torch.Tensor) -> None:
+    """The kernel samples what scores and noise on a CPU say."""
+    found = kernels.sample_and_pack(scores.to(DEVICE), packing_of(0, 1), noise)[:, 0]
+    assert found.tolist() == (scores + expected).argmax(-1).tolist()
+
+
+CUTS = [(None, 0.9), (50, None), (20, 0.8), (None, 0.0), (1, 0.5), (5000, 0.999)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("top_k", "top_p"), CUTS)
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_the_cut_is_that_of_transformers(dtype, top_k, top_p, temperature):
+    """Of equal scores at the boundary as many are kept, and those that a stable sort leaves last."""
+    logits = 2 * torch.randn(2, 2500, generator=torch.Generator().manual_seed(1))
+    logits = logits.to(dtype)
+    logits[:, 7], logits[1, 100:200] = -torch.inf, 0.0
+    logits[1, 150] = -0.0
+    scores = logits.float() / temperature
+    if top_k is not None:
+        scores = library.TopKLogitsWarper(top_k)(None, scores)
+    num_kept = (scores > -torch.inf).sum(-1)
+    if top_p is not None:
+        num_kept = (library.TopPLogitsWarper(top_p)(None, scores) > -torch.inf).sum(-1)
+        order = scores.sort(stable=True).indices
+        ranks = torch.empty_like(order).scatter_(1, order, torch.arange(2500).expand(2, -1))
+        scores = scores.masked_fill(ranks < 2500 - num_kept[:, None], -torch.inf)
+    cut = kernels.find_cut(logits.to(DEVICE), 1 / temperature, top_k, top_p)
+    found = kernels.cut_scores(logits.to(DEVICE), 1 / temperature, cut).cpu()
+    assert (found > -torch.inf).sum(-1).tolist() == num_kept.tolist()
+    assert torch.equal(found, scores)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_scores_that_scaling_makes_equal_are_equal(temperature):
+    """In float32 neighbours may become one number: top_k keeps all of these."""
+    inverse = float(np.float32(1) / np.float32(temperature))
+    base = torch.tensor(1.0)
+    values = [base]
+    while len(values) < 64:
+        values.append(torch.nextafter(values[-1], torch.tensor(2.0)))
+    logits = torch.stack(values)[None]
+    expected = library.TopKLogitsWarper(10)(None, logits * inverse)
+    found = kernels.cut_scores(logits, inverse, kernels.find_cut(logits.to(DEVICE), inverse, 10, None))
+    assert torch.equal(found.cpu(), expected)
+
+
+def test_a_cut_that_is_near_the_rounding_is_left_to_transformers():
+    assert kernels.can_cut(torch.bfloat16, None) and kernels.can_cut(torch.float32, 0.999)
+    assert not kernels.can_cut(torch.float32, 0.99999) and not kernels.can_cut(torch.float64, 0.5)
+
+
+WARPERS = [library.TemperatureLogitsWarper(0.5), library.TopKLogitsWarper(40), library.TopPLogitsWarper(0.9)]
+
+
+@pytest.mark.parametrize("with_logprobs", [False, True])
+@pytest.mark.parametrize("with_top_k", [False, True])
+@pytest.mark.parametrize("num_top_k", [0, K])
+@pytest.mark.parametrize("processors", [WARPERS, [], [*WARPERS, library.MinPLogitsWarper(0.05)], WARPERS[::-1]])
+def test_a_sampler_with_kernels_samples_what_it_does_without(
+    processors, num_top_k, with_top_k, with_logprobs, monkeypatch
+):
+    tree = TokenTree([3], max_depth=4)
+    tree.add_branch([1, 2])
+    logits = 2 * torch.randn(3, 300, generator=torch.Generator().manual_seed(3))
+    results = []
+    for has_kernels in (False, True):
+        monkeypatch.setattr(sampler, "kernels_for", lambda device, has=has_kernels: kernels if has else None)
+        noise = GumbelNoise(7, 0, 300, CPU)
+        one = sampler.Sampler(TreeProcessors(processors, CPU), noise, with_logprobs, num_top_k)
+        packed, scores = one.sample(StepLogits(logits), tree, [0, 1, 2], [5, 3], with_top_k)
+        results.append((packed.tolist(), scores()))
+    assert results[0][0] == results[1][0]
+    assert torch.equal(results[0][1], results[1][1])

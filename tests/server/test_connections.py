@@ -1,0 +1,141 @@
+"""Slow, idle and too many connections; what clients read when the server ends."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+from support import reference
+from support.processes import PATIENCE, wait_until
+from support.serving import served
+
+from lp_runtime import LookaheadConfig, LookaheadRuntime
+
+PROMPT = reference.PROMPTS[1]
+SLOW = {"ignore_eos": True, "lookahead": {"W": 0, "N": 2, "G": 0}}
+NEVER = 10 * PATIENCE
+LONG = 3000  # tokens of a request that does not end while a test looks at it
+
+
+@pytest.fixture(scope="module")
+def runtime(demo_model_dir):
+    lookahead = LookaheadConfig(7, 5, 7, prior="none")
+    with LookaheadRuntime(demo_model_dir, device="cpu", dtype="float32", lookahead=lookahead) as runtime:
+        yield runtime
+
+
+def connect(url: str) -> socket.socket:
+    place = urlsplit(url)
+    connection = socket.create_connection((place.hostname, place.port), PATIENCE)
+    connection.settimeout(PATIENCE)
+    return connection
+
+
+def is_healthy(url: str) -> bool:
+    with urllib.request.urlopen(f"{url}/health", timeout=PATIENCE) as answer:
+        return answer.status == 200
+
+
+def test_slow_heads_and_idle_connections_are_closed(runtime):
+    with served(runtime, header_timeout=0.2, keep_alive_timeout=0.2) as (url, _):
+        silent, slow, idle, second = (connect(url) for _ in range(4))
+        slow.sendall(b"GET /health HTTP/1.1\r\nHost:")
+        idle.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert idle.recv(100).startswith(b"HTTP/1.1 200")
+        second.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert second.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        second.sendall(b"GET /live HTTP")  # the head of the next request never ends
+        for connection in (silent, slow, idle, second):
+            while connection.recv(1 << 16):  # b"" where the server has closed; a timeout fails the test
+                pass
+            connection.close()
+        assert is_healthy(url)
+
+
+def test_a_slow_body_is_told_so(runtime):
+    with served(runtime, body_timeout=0.2) as (url, _), connect(url) as connection:
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n"
+        )
+        connection.sendall(head + b"{")
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 408 and "did not come within 0.2 seconds" in json.load(answer)["error"]["message"]
+        assert connection.recv(100) == b"", "and closed"
+
+
+def test_idle_connections_make_way_for_a_good_client(runtime):
+    with served(runtime, max_connections=4, header_timeout=NEVER, keep_alive_timeout=NEVER) as (url, _):
+        idle = [connect(url) for _ in range(12)]
+        for _ in range(3):
+            assert is_healthy(url)
+        for connection in idle[:8]:
+            connection.settimeout(5)
+        closed = [connection for connection in idle[:8] if connection.recv(1) == b""]
+        assert len(closed) == 8, "those that have waited longest"
+
+
+def test_more_clients_than_connections_are_refused_at_once(runtime):
+    with served(runtime, max_connections=2) as (url, scheduler):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        asked = {"model": "demo", "prompt": PROMPT, "max_tokens": LONG, "stream": True, "extra_body": SLOW}
+        streams = [client.completions.create(**asked) for _ in range(2)]  # one is decoded, one waits
+        next(iter(streams[0]))
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            is_healthy(url)
+        assert caught.value.code == 503 and caught.value.headers["Retry-After"] == "1"
+        assert "too many connections: 2" in json.load(caught.value)["error"]["message"]
+        for stream in streams:
+            stream.close()
+        wait_until(lambda: not scheduler.num_running)
+        assert is_healthy(url)
+
+
+def test_clients_of_a_server_that_ends_have_an_error_to_read(runtime):
+    """One streams, one waits for a whole answer, one waits in the queue; a short one may end in time."""
+    body = {"model": "demo", "prompt": PROMPT, "max_tokens": LONG, "extra_body": SLOW}
+    events: list[str] = []
+    started = threading.Event()
+
+    def stream(url: str) -> None:
+        asked = {"prompt": PROMPT, "max_tokens": LONG, "stream": True, **SLOW}
+        data = json.dumps(asked).encode()
+        question = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(question, timeout=PATIENCE) as answer:
+            for line in answer:
+                events.append(line.decode())
+                started.set()
+
+    with ThreadPoolExecutor(3) as pool:
+        with served(runtime, shutdown_timeout=0.1) as (url, scheduler):
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+            streamed = pool.submit(stream, url)
+            started.wait(PATIENCE)
+            whole = [pool.submit(client.completions.create, **body) for _ in range(2)]
+            wait_until(lambda: scheduler.num_waiting + scheduler.num_running == 3)
+        streamed.result(PATIENCE)
+        for each in whole:
+            with pytest.raises(openai.InternalServerError, match="the server is shutting down"):
+                each.result(PATIENCE)
+    data = [line[6:] for line in events if line.startswith("data: ")]
+    assert data[-1].strip() == "[DONE]"
+    assert json.loads(data[-2])["error"]["message"] == "the server is shutting down"
+    assert "choices" in json.loads(data[0])
+
+
+def test_a_running_answer_is_waited_for(runtime):
+    asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 64, "extra_body": {"ignore_eos": True}}
+    with ThreadPoolExecutor(1) as pool:
+        with served(runtime, shutdown_timeout=PATIENCE) as (url, scheduler):
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+            answer = pool.submit(client.completions.create, **asked)
+            wait_until(lambda: scheduler.num_running or answer.done())
+        assert answer.result(PATIENCE).usage.completion_tokens == 64

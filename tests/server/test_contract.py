@@ -1,0 +1,296 @@
+"""The rest of the OpenAI API's contract: log-probabilities, echo, penalties, responses, tokens, harmless fields."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+import torch
+from support import reference
+from support.serving import demo_model_that_chats, served
+
+from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
+from lp_runtime.config.settings import ModelConfig
+from lp_runtime.model.loader import load_model, load_tokenizer
+
+PROMPT = reference.PROMPTS[1]
+MESSAGES = [{"role": "user", "content": "Write a loop."}]
+SPECIAL = "<|endoftext|>"
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory):
+    folder = demo_model_that_chats(tmp_path_factory.mktemp("chat") / "model")
+    lookahead = LookaheadConfig(7, 5, 7, prior="none")
+    with LookaheadRuntime(folder, device="cpu", dtype="float32", lookahead=lookahead) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def url(runtime):
+    with served(runtime) as (url, _):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(ModelConfig())
+
+
+@pytest.fixture(scope="module")
+def log_softmax():
+    """Returns [l, V] log-probabilities by transformers of token ids."""
+    model = load_model(ModelConfig(), torch.device("cpu"), "float32")
+
+    def of(ids: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+
+    return of
+
+
+@pytest.fixture
+def client(url):
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def body(**more) -> dict:
+    return {"model": "demo", "prompt": PROMPT, "max_tokens": 16, "temperature": 0} | more
+
+
+def post(url: str, **fields: object) -> dict:
+    question = urllib.request.Request(url, json.dumps(fields).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(question) as answer:
+        return json.load(answer)
+
+
+def streamed(client, **more):
+    """(text, tokens, log-probabilities, top log-probabilities, offsets) that a stream's chunks add up to."""
+    chunks = [chunk.choices[0] for chunk in client.completions.create(**body(stream=True, **more))]
+    parts = [chunk.logprobs for chunk in chunks if chunk.logprobs]
+    lists = ([each for part in parts for each in getattr(part, name)] for name in LOGPROB_FIELDS)
+    return ("".join(chunk.text for chunk in chunks), *lists)
+
+
+LOGPROB_FIELDS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+def test_echo_and_prompt_logprobs_as_lm_evaluation_harness_asks(client, tokenizer, log_softmax):
+    """Loglikelihoods of several prompts of token ids: what local-completions sends and reads."""
+    prompts = [tokenizer(text).input_ids for text in reference.PROMPTS]
+    done = client.completions.create(**body(prompt=prompts, max_tokens=1, logprobs=1, echo=True, seed=1234))
+    assert len(done.choices) == len(prompts)
+    for ids, choice in zip(prompts, done.choices, strict=True):
+        expected = log_softmax(ids)
+        got = choice.logprobs
+        assert got.token_logprobs[0] is None and got.top_logprobs[0] is None
+        assert len(got.token_logprobs) == len(ids) + 1
+        for place, token in enumerate(ids[1:]):
+            value = float(expected[place, token])
+            assert got.token_logprobs[place + 1] == pytest.approx(value, abs=1e-3)
+            is_greedy = got.token_logprobs[place + 1] == max(got.top_logprobs[place + 1].values())
+            assert is_greedy == (int(expected[place].argmax()) == token)
+        assert choice.text == "".join(got.tokens) == tokenizer.decode(ids) + got.tokens[-1]
+
+
+def test_echo(client):
+    plain = client.completions.create(**body()).choices[0].text
+    assert client.completions.create(**body(echo=True)).choices[0].text == PROMPT + plain
+    whole = client.completions.create(**body(echo=True, logprobs=3)).choices[0]
+    assert streamed(client, echo=True, logprobs=3) == (
+        whole.text,
+        *(getattr(whole.logprobs, name) for name in LOGPROB_FIELDS),
+    )
+    alone = client.completions.create(**body(echo=True, max_tokens=0, logprobs=2)).choices[0]
+    assert alone.text == PROMPT == "".join(alone.logprobs.tokens)
+    assert alone.logprobs.token_logprobs[1:] == pytest.approx(
+        whole.logprobs.token_logprobs[1 : len(alone.logprobs.tokens)], abs=1e-4
+    )
+    with pytest.raises(openai.BadRequestError, match="max_new_tokens=0"):
+        client.completions.create(**body(max_tokens=0))
+
+
+def test_logprobs_of_completions(client):
+    choice = client.completions.create(**body(logprobs=5)).choices[0]
+    got = choice.logprobs
+    assert [len(top) for top in got.top_logprobs] == [5] * 16
+    for text, value, top, offset in zip(got.tokens, got.token_logprobs, got.top_logprobs, got.text_offset, strict=True):
+        assert top[text] == value == max(top.values()), "greedy"
+        assert choice.text[offset : offset + len(text)] == text
+    sampled = client.completions.create(**body(logprobs=1, temperature=1.0, seed=3)).choices[0].logprobs
+    assert {len(top) for top in sampled.top_logprobs} == {1, 2}, "the sampled token is there beside the likeliest"
+    found = zip(sampled.tokens, sampled.token_logprobs, sampled.top_logprobs, strict=True)
+    assert all(top[text] == value for text, value, top in found)
+    none = client.completions.create(**body(logprobs=0)).choices[0].logprobs
+    assert [list(top) for top in none.top_logprobs] == [[text] for text in none.tokens]
+
+
+def test_top_logprobs_of_chats(client):
+    options = {"model": "demo", "messages": MESSAGES, "temperature": 0, "max_tokens": 12, "logprobs": True}
+    content = client.chat.completions.create(top_logprobs=20, **options).choices[0].logprobs.content
+    assert len(content) == 12
+    for entry in content:
+        assert len(entry.top_logprobs) == 20 and entry.top_logprobs[0].token == entry.token
+        values = [each.logprob for each in entry.top_logprobs]
+        assert values == sorted(values, reverse=True) and values[0] == entry.logprob
+    chunks = client.chat.completions.create(top_logprobs=20, stream=True, **options)
+    assert [each for chunk in chunks if (part := chunk.choices[0].logprobs) for each in part.content] == content
+    with pytest.raises(openai.BadRequestError, match="top_logprobs=2: only with logprobs=true"):
+        client.chat.completions.create(top_logprobs=2, **options | {"logprobs": False})
+    with pytest.raises(openai.BadRequestError, match="top_logprobs=21: must be at most 20"):
+        client.chat.completions.create(top_logprobs=21, **options)
+
+
+def test_penalties_and_min_tokens(client, runtime):
+    sampling = SamplingConfig(temperature=0, presence_penalty=1.5, frequency_penalty=2.0)
+    expected = runtime.generate(PROMPT, 32, sampling=sampling)
+    asked = body(max_tokens=32, presence_penalty=1.5, frequency_penalty=2.0)
+    assert client.completions.create(**asked).choices[0].text == expected.text
+    assert expected.text != client.completions.create(**body(max_tokens=32)).choices[0].text
+    done = client.completions.create(**body(max_tokens=64, extra_body={"min_tokens": 64}))
+    assert done.usage.completion_tokens == 64
+
+
+HARMLESS = {
+    "tools": [],
+    "tool_choice": "none",
+    "functions": [],
+    "parallel_tool_calls": False,
+    "response_format": {"type": "text"},
+    "skip_special_tokens": True,
+    "seed": -1,
+    "service_tier": "auto",
+    "prediction": {"type": "content", "content": "x"},
+    "safety_identifier": "x",
+    "user": "x",
+    "store": False,
+    "modalities": ["text"],
+    "use_beam_search": False,
+}
+
+
+def test_fields_without_effect(client, url, runtime, caplog):
+    plain = client.completions.create(**body()).choices[0].text
+    assert client.completions.create(**body(extra_body=HARMLESS)).choices[0].text == plain
+    for _ in range(2):
+        done = client.completions.create(**body(extra_body={"brand_new": 1}))
+        assert done.choices[0].text == plain
+    assert caplog.text.count("brand_new") == 1, "named once"
+    two = client.completions.create(**body(n=2)).choices
+    assert [choice.text for choice in two] == [plain, plain], "greedy"
+    content = [{"type": "text", "text": "Write a loop.", "cache_control": {"type": "ephemeral"}}]
+    chats = [
+        client.chat.completions.create(model="demo", messages=[{"role": "user", "content": each}], temperature=0)
+        for each in (content, "Write a loop.")
+    ]
+    assert chats[0].choices[0].message.content == chats[1].choices[0].message.content
+    with served(runtime, strict_fields=True) as (strict, _):
+        other = openai.OpenAI(base_url=f"{strict}/v1", api_key="none", max_retries=0)
+        assert other.completions.create(**body(extra_body=HARMLESS)).choices[0].text == plain
+        with pytest.raises(openai.BadRequestError, match="brand_new: is not a known field"):
+            other.completions.create(**body(extra_body={"brand_new": 1}))
+
+
+def test_acceptance_is_reported(client, url):
+    answer = post(f"{url}/v1/completions", prompt=PROMPT, max_tokens=48, temperature=0, ignore_eos=True)
+    figures, details = answer["metrics"]["speculative_decoding"], answer["usage"]["completion_tokens_details"]
+    assert figures["num_accepted_draft_tokens"] == details["accepted_prediction_tokens"] > 0
+    fed = figures["num_draft_tokens"]
+    assert details["rejected_prediction_tokens"] == fed - figures["num_accepted_draft_tokens"] > 0
+    assert figures["mean_acceptance_length"] == pytest.approx(48 / figures["num_spec_steps"])
+    assert figures["draft_acceptance_rate"] == pytest.approx(figures["num_accepted_draft_tokens"] / fed)
+    options = {"include_usage": True}
+    *_, last = client.completions.create(**body(max_tokens=48, stream=True, stream_options=options))
+    assert last.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+
+
+def test_responses(client):
+    asked = {"model": "demo", "temperature": 0, "max_output_tokens": 12}
+    chat = client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "system", "content": "Be brief."}, *MESSAGES],
+        temperature=0,
+        max_completion_tokens=12,
+    )
+    text = chat.choices[0].message.content
+    done = client.responses.create(input="Write a loop.", instructions="Be brief.", **asked)
+    assert done.output_text == text and done.status == "incomplete"
+    assert done.incomplete_details.reason == "max_output_tokens"
+    assert done.usage.output_tokens == 12 and done.usage.input_tokens == chat.usage.prompt_tokens
+    parts = [{"type": "input_text", "text": "Write a "}, {"type": "input_text", "text": "loop."}]
+    items = [{"role": "developer", "content": "Be brief."}, {"type": "message", "role": "user", "content": parts}]
+    assert client.responses.create(input=items, **asked).output_text == text
+    events = list(client.responses.create(input=items, stream=True, **asked))
+    assert "".join(each.delta for each in events if each.type == "response.output_text.delta") == text
+    assert [each.sequence_number for each in events] == list(range(len(events)))
+    assert [each.type for each in events[:4]] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert events[-1].type == "response.incomplete" and events[-1].response.output_text == text
+    stop = text[4:7]
+    with client.responses.stream(input=items, extra_body={"stop": stop}, **asked) as stream:
+        final = stream.get_final_response()
+    assert (final.output_text, final.status) == (text[: text.index(stop)], "completed")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"input": []}, "input: is empty"),
+        ({"previous_response_id": "x"}, "previous_response_id: is not supported"),
+        ({"background": True}, "background=true: is not supported"),
+        ({"tools": [{"type": "web_search"}]}, "tools: is not supported"),
+        ({"text": {"format": {"type": "json_object"}}}, "text: must be"),
+        ({"input": [{"type": "function_call_output", "role": "user", "content": "x"}]}, "are not supported"),
+        ({"input": 5}, "input=5: must be a string or a list"),
+    ],
+)
+def test_responses_that_are_refused(client, fields, message):
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.responses.create(**{"model": "demo", "input": "x"} | fields)
+
+
+def test_tokenize_and_detokenize(url, tokenizer):
+    ids = tokenizer(PROMPT).input_ids
+    answer = post(f"{url}/tokenize", prompt=PROMPT)
+    assert answer["tokens"] == ids and answer["count"] == len(ids) and answer["max_model_len"] > 100
+    assert post(f"{url}/detokenize", tokens=ids)["prompt"] == PROMPT
+    rendered = "# user: Write a loop.\n# assistant:"
+    assert post(f"{url}/tokenize", messages=MESSAGES)["tokens"] == tokenizer(rendered).input_ids
+    assert post(f"{url}/tokenize", prompt="a", return_token_strs=True)["token_strs"] == ["a"]
+    for fields in ({}, {"prompt": "a", "messages": MESSAGES}, {"prompt": 5}):
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            post(f"{url}/tokenize", **fields)
+        assert caught.value.code == 400
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        post(f"{url}/detokenize", tokens=[10**9])
+
+
+def test_a_lone_surrogate_that_an_answer_repeats(url):
+    answer = post(f"{url}/v1/responses", input="x", max_output_tokens=2, metadata={"\ud800": "\ud800"})
+    assert answer["metadata"] == {"\ud800": "\ud800"}
+
+
+def test_special_tokens_in_a_users_text(url, client, tokenizer):
+    """They are special unless the client says otherwise; the template's own stay special."""
+    text = f"x{SPECIAL}y"
+    (special,) = tokenizer.convert_tokens_to_ids([SPECIAL])
+    messages = [{"role": "user", "content": text}]
+    assert special in post(f"{url}/tokenize", prompt=text)["tokens"]
+    assert special in post(f"{url}/tokenize", messages=messages)["tokens"]
+    for fields, expected in (({"prompt": text}, text), ({"messages": messages}, f"# user: {text}\n# assistant:")):
+        ids = post(f"{url}/tokenize", split_special_tokens=True, **fields)["tokens"]
+        assert special not in ids and tokenizer.decode(ids) == expected
+    counts = [
+        client.chat.completions.create(
+            model="demo", messages=messages, max_tokens=1, extra_body={"split_special_tokens": split}
+        ).usage.prompt_tokens
+        for split in (False, True)
+    ]
+    assert counts[1] > counts[0]

@@ -1,0 +1,161 @@
+"""Who may ask: hosts, origins, keys; request ids and the access log; what a slow body is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+
+import pytest
+
+from lp_runtime.server.gate import Gate, GateRules
+
+SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions", "client": ("127.0.0.1", 1)}
+
+
+class Recorder:
+    """A client of the gate, and the application behind it, which reads the body and answers 200."""
+
+    def __init__(self, rules: GateRules):
+        self._gate = Gate(self._app, rules)
+        self.sent: list[dict] = []
+        self.request_id = None
+
+    async def _app(self, scope, receive, send):
+        self.request_id = scope["state"]["request_id"]
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    def ask(self, receive=None, *, method="POST", path="/v1/completions", **headers: str) -> tuple[int, dict[str, str]]:
+        """(status, headers) of the answer."""
+        pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+
+        async def whole():
+            return {"type": "http.request", "body": b"{}", "more_body": False}
+
+        async def send(message):
+            self.sent.append(message)
+
+        self.sent = []
+        scope = SCOPE | {"method": method, "path": path, "headers": pairs}
+        asyncio.run(self._gate(scope, receive or whole, send))
+        start = self.sent[0]
+        return start["status"], {name.decode(): value.decode() for name, value in start["headers"]}
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:8000", 200),
+        ("LOCALHOST", 200),
+        ("127.0.0.1:8000", 200),
+        ("[::1]:8000", 200),
+        ("a.example.org", 200),
+        ("example.org", 400),
+        ("evil.com", 400),
+        ("localhost.evil.com:8000", 400),
+        ("evilexample.org", 400),
+        ("", 400),
+    ],
+)
+def test_hosts(host, status):
+    rules = GateRules(allowed_hosts=("localhost", "127.0.0.1", "[::1]", "*.example.org"))
+    assert Recorder(rules).ask(host=host)[0] == status
+    assert Recorder(GateRules()).ask(host=host)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("origin", "more", "status"),
+    [
+        (None, {}, 200),
+        ("http://localhost:8000", {}, 200),
+        ("http://localhost:9", {}, 403),
+        ("https://evil.com", {}, 403),
+        ("null", {}, 403),
+        ("https://evil.com", {"sec_fetch_site": "cross-site"}, 403),
+        ("https://public.name", {"sec_fetch_site": "same-origin"}, 200),  # behind a proxy that changes Host
+        ("https://friend.org", {}, 200),
+    ],
+)
+def test_pages_of_elsewhere_may_not_ask(origin, more, status):
+    headers = more if origin is None else more | {"origin": origin}
+    recorder = Recorder(GateRules(cors_origins=["https://friend.org"]))
+    assert recorder.ask(host="localhost:8000", **headers)[0] == status
+
+
+@pytest.mark.parametrize(
+    ("authorization", "status"),
+    [
+        ("Bearer alpha", 200),
+        ("bearer alpha", 200),
+        ("BEARER  beta", 200),
+        ("Basic alpha", 401),
+        ("Bearer", 401),
+        ("Bearer alphabeta", 401),
+        ("alpha", 401),
+        ("", 401),
+    ],
+)
+def test_keys(authorization, status):
+    recorder = Recorder(GateRules(api_keys={"first": "alpha", "second": "beta"}))
+    answer, headers = recorder.ask(authorization=authorization)
+    assert answer == status
+    assert (headers.get("www-authenticate") == "Bearer") == (status == 401)
+    for path, expected in (("/health", 200), ("/ready", 200), ("/live", 200), ("/metrics", 200), ("/tokenize", status)):
+        assert recorder.ask(path=path, authorization=authorization)[0] == expected
+
+
+def test_request_ids_and_the_access_log(caplog):
+    recorder = Recorder(GateRules(api_keys={"first": "alpha"}, logs_access=True))
+    with caplog.at_level(logging.INFO, "lp_runtime.access"):
+        _, headers = recorder.ask(authorization="Bearer alpha", x_request_id="my-id.7")
+        assert headers["x-request-id"] == recorder.request_id == "my-id.7"
+        _, headers = recorder.ask(authorization="Bearer wrong", x_request_id="two words")
+    assert len(headers["x-request-id"]) == 32
+    first, second = (json.loads(record.message) for record in caplog.records)
+    assert (first["request_id"], first["client"], first["status"]) == ("my-id.7", "first", 200)
+    assert (first["method"], first["path"], first["address"]) == ("POST", "/v1/completions", "127.0.0.1")
+    assert (second["client"], second["status"]) == (None, 401) and "alpha" not in caplog.text
+
+
+def test_no_page_may_frame_an_answer():
+    _, headers = Recorder(GateRules()).ask(method="GET", path="/")
+    assert headers["x-frame-options"] == "DENY" and headers["x-content-type-options"] == "nosniff"
+    assert "frame-ancestors 'none'" in headers["content-security-policy"]
+
+
+def test_a_body_that_does_not_come():
+    async def nothing():
+        await asyncio.Event().wait()
+
+    recorder = Recorder(GateRules(body_timeout=0.01))
+    with pytest.raises(Exception, match="did not come within 0.01 seconds") as caught:
+        recorder.ask(nothing)
+    assert caught.value.status_code == 408
+
+
+def test_a_body_that_comes_in_time_is_waited_for_only_once():
+    """After the body, `receive` waits for the client to go, for as long as an answer takes."""
+    messages = iter([{"type": "http.request", "body": b"x", "more_body": False}])
+
+    async def receive():
+        message = next(messages, None)
+        if message is None:
+            await asyncio.sleep(0.05)  # longer than the body's time
+            return {"type": "http.disconnect"}
+        return message
+
+    async def app(scope, receive, send):
+        await receive()
+        assert (await receive())["type"] == "http.disconnect"
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(Gate(app, GateRules(body_timeout=0.01))(SCOPE | {"headers": []}, receive, send))
+    assert sent[0]["status"] == 200

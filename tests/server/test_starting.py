@@ -1,0 +1,114 @@
+"""The port is open while the model is loaded, and passes to the server without a client being refused."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+from support import reference
+from support.processes import PATIENCE, wait_until
+
+from lp_runtime import LookaheadConfig, LookaheadRuntime, Scheduler
+from lp_runtime.config.commands import ServeConfig
+from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.errors import ConfigError
+from lp_runtime.server.connections import HttpLimits
+from lp_runtime.server.serve import allowed_hosts, http_limits, http_server, make_server, open_port, read_api_keys
+from lp_runtime.server.starting import StartingServer
+
+
+def status_and_body(url: str, data: bytes | None = None, **options) -> tuple[int, dict]:
+    question = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(question, timeout=PATIENCE, **options) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error) | {"retry_after": error.headers["Retry-After"]}
+
+
+def test_a_server_that_is_starting_says_so_and_hands_over():
+    config = ServeConfig(port=0)
+    starting = open_port(config)
+    port = starting.port
+    url = f"http://127.0.0.1:{port}"
+    assert status_and_body(f"{url}/live") == (200, {"status": "ok"})
+    for path, data in (("/ready", None), ("/health", None), ("/v1/completions", b"{}")):
+        status, body = status_and_body(url + path, data)
+        assert (status, body["retry_after"]) == (503, "1") and "is starting" in body["error"]["message"]
+    listener = starting.hand_over()
+    waiting = socket.create_connection(("127.0.0.1", port))  # while nobody answers
+    waiting.sendall(b"GET /live HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+    runtime_config = RuntimeConfig(device="cpu", dtype="float32", lookahead=LookaheadConfig(7, 5, 7, prior="none"))
+    with LookaheadRuntime.from_config(runtime_config) as runtime, Scheduler(runtime) as scheduler:
+        server = http_server(make_server(runtime, scheduler, config), http_limits(config))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        waiting.settimeout(PATIENCE)
+        assert waiting.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        asked = json.dumps({"prompt": reference.PROMPTS[1], "max_tokens": 4}).encode()
+        assert status_and_body(f"{url}/v1/completions", asked)[0] == 200
+        server.should_exit = True
+        thread.join()
+    waiting.close()
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"host=127.0.0.1 port={port}: Address already in use"):
+            open_port(ServeConfig(port=port))
+
+
+def test_https(tmp_path):
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
+    subprocess.run([*command, "-addext", "subjectAltName=DNS:localhost", *files], check=True, capture_output=True)
+    config = ServeConfig(port=0, ssl_certfile=str(tmp_path / "cert.pem"), ssl_keyfile=str(tmp_path / "key.pem"))
+    starting = StartingServer(socket.create_server(("127.0.0.1", 0)), http_limits(config))
+    trust = ssl.create_default_context(cafile=config.ssl_certfile)
+    url = f"https://localhost:{starting.port}/live"
+    assert status_and_body(url, context=trust) == (200, {"status": "ok"})
+    starting.hand_over().close()
+
+
+def test_a_silent_connection_does_not_keep_the_port():
+    """The real server takes over though a client of the first has sent nothing."""
+    starting = StartingServer(socket.create_server(("127.0.0.1", 0)), HttpLimits(header_timeout=10 * PATIENCE))
+    with socket.create_connection(("127.0.0.1", starting.port)) as silent:
+        silent.settimeout(PATIENCE)
+        wait_until(lambda: status_and_body(f"http://127.0.0.1:{starting.port}/live")[0] == 200)
+        starting.hand_over().close()
+        assert silent.recv(1) == b""
+
+
+def test_keys_of_a_file(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# clients\nfirst alpha\n\nsecond beta\n")
+    keys = {"default": "gamma", "first": "alpha", "second": "beta"}
+    assert read_api_keys(ServeConfig(api_key="gamma", api_keys=str(path))) == keys
+    for text, message in (("one\n", "line 1"), ("a x\na y\n", "line 2"), ("# none\n", "has no key")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_api_keys(ServeConfig(api_keys=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "hosts"),
+    [
+        ({}, ["localhost", "127.0.0.1", "[::1]"]),
+        ({"host": "127.0.0.2"}, ["localhost", "127.0.0.1", "[::1]", "127.0.0.2"]),
+        ({"host": "localhost"}, ["localhost", "127.0.0.1", "[::1]"]),
+        ({"host": "0.0.0.0"}, []),
+        ({"host": "my.name"}, []),
+        ({"allowed_hosts": ["my.name"]}, ["my.name"]),
+        ({"server": "ray_serve"}, []),
+    ],
+)
+def test_hosts_that_are_served(settings, hosts):
+    assert allowed_hosts(ServeConfig(**settings)) == hosts
