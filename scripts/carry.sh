@@ -1,21 +1,32 @@
 #!/usr/bin/env bash
 # For a machine that has torch and transformers and reaches no package registry: what else is needed, as one archive.
 #
-#   scripts/carry.sh OUT.tar.xz [3.12]       here, where a registry is reached; for Linux, x86-64, and a version of Python
-#   mkdir site && tar xf OUT.tar.xz -C site && export PYTHONPATH=$PWD/site        there, in a copy of this repository
+#   scripts/carry.sh OUT.tar.xz               here, where a registry is reached: Hydra and what it needs, about 0.3 MiB
+#   scripts/carry.sh OUT.tar.xz gguf numba    and these packages, with the versions of .venv where it has them
+#   SITE=OUT.tar.xz scripts/gpu.sh OUT A      there, in a copy of this repository
 #
-# The versions are those of .venv; pytest is there for tests/gpu. A benchmark's prompts must be brought along, too.
+# For Linux, x86-64, and the Python that VERSION names, 3.12 by default. A benchmark's prompts must be brought along, too.
 set -euo pipefail
 out="$(realpath -m "$1")"
-version="${2:-3.12}"
+shift
+version="${VERSION:-3.12}"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-"$root/scripts/setup.sh" ray,test
 python="$root/.venv/bin/python"
-read -ra wanted < <("$python" - hydra-core omegaconf numba llvmlite psutil tqdm pyyaml pytest pluggy iniconfig pygments packaging <<'END'
+[ -x "$python" ] || "$root/scripts/setup.sh"
+read -ra wanted < <("$python" - hydra-core omegaconf "$@" <<'END'
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
-print(*(f"{name}=={version(name)}" for name in sys.argv[1:]))
+
+def pinned(name: str) -> str:
+    """Return NAME==VERSION of what is installed here; the name alone of what is not."""
+    try:
+        return f"{name}=={version(name)}"
+    except PackageNotFoundError:
+        return name
+
+
+print(*map(pinned, sys.argv[1:]))
 END
 )
 parser="antlr4-python3-runtime==4.9.*" # hydra's; registries have no wheel of it
@@ -30,5 +41,5 @@ for glibc in 12 17 24 27 28 31 34; do platforms+=(--platform "manylinux_2_${glib
     --find-links "$folder/wheels" "$parser" "${wanted[@]}"
 find "$folder/site" -type d \( -name tests -o -name __pycache__ \) -prune -exec rm -rf {} +
 mkdir -p "$(dirname "$out")"
-tar -C "$folder/site" -c . | xz -${XZ_LEVEL:-9} -T0 >"$out"
-echo "$out: $(du -m "$out" | cut -f1) MiB, for Python $version"
+tar -C "$folder/site" -c . | xz -"${XZ_LEVEL:-9}" -T0 >"$out"
+echo "$out: $(du -k "$out" | cut -f1) KiB, for Python $version"

@@ -1,69 +1,188 @@
 #!/usr/bin/env bash
-# Everything that a machine with one GPU can tell, stage by stage; each prints a table, and writes results under OUT.
+# What a machine with a GPU can tell, in three calls of at most nine minutes each, and all of it for who owns GPUs.
 #
-#   scripts/gpu.sh OUT check   the tests of what only a GPU has, and Triton's kernels on it
-#   scripts/gpu.sh OUT floor   step times over the time to read the weights, SHAPE, kernels launched, captured, compiled
-#   scripts/gpu.sh OUT bench   lp-bench at SHAPE's cost: transformers, plain, default, critical paths of 1 to 8 replicas
-#   scripts/gpu.sh OUT shared  several ranks share the GPU over gloo: the outputs must be those of one
-#   scripts/gpu.sh OUT large   floor, 13B and 34B shapes
+#   scripts/gpu.sh OUT A     versions and bandwidth; the floor at SHAPE; the kernels of a step; every kernel; tests/gpu
+#   scripts/gpu.sh OUT B     lp-bench at SHAPE; nucleus sampling, prefixes, batches; the exchange; NCCL of one rank
+#   scripts/gpu.sh OUT C     the floor at LARGE; compile=full; transformers compiled; replicas that share a GPU; experts;
+#                            a real model, if there is one
+#   scripts/gpu.sh OUT all   A, B and C without their limits; with several GPUs also NCCL, shared memory, kills and LP
+#   scripts/gpu.sh OUT B exchange nccl      these parts of a call only
 #
-# SHAPE is 7b by default. Models are the demo model inflated, in memory, but for bench's, which is in MODELS (default
-# /tmp/lp_models); DATA has humaneval.jsonl and gsm8k.jsonl. PYTHON must have the package's dependencies: see carry.sh.
-# Every stage should fit into 10 minutes on an H200; one that fails does not keep the others from running.
+# Each part runs under `timeout` and does not keep the next from running. Rows are shown as they come. OUT gets two files
+# a call: CALL.txt, all that was printed, and CALL.jsonl, a line of results for each part.
+#
+# Models are the demo model inflated, in the GPU's memory, but for lp-bench's, which is written to MODELS. Environment:
+#   SHAPE=7b LARGE=34b EXPERTS=experts   what is measured
+#   MODELS=/tmp/lp_models                where the inflated model goes; MODELS/real is the real model, if it is there
+#   PROMPTS=FILE:FIELD[,FILE:FIELD]      prompts of lp-bench; built-in ones by default
+#   PYTHON=python3                       has torch, triton, transformers, numba, psutil and pytest
+#   SITE=FILE.tar.xz                     what else is needed: scripts/carry.sh makes it
+#   SIZE=tiny                            a rehearsal, with the demo model and few tokens
 set -euo pipefail
-out=$1
-shift
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+if [ $# -lt 2 ]; then
+    sed -n '2,/^set/p' "${BASH_SOURCE[0]}" | grep '^#' >&2
+    exit 2
+fi
+out="$(realpath -m "$1")"
+call=$2
+shift 2
+wanted=("$@")
 python=${PYTHON:-python3}
-shape=${SHAPE:-7b}
 models=${MODELS:-/tmp/lp_models}
-data=${DATA:-data}
-export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-prompts=("$data/humaneval.jsonl:prompt" "$data/gsm8k.jsonl:question")
+work="$(mktemp -d)"
+trap 'rm -rf "$work"' EXIT
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+if [ -n "${SITE:-}" ] && [ "$call" != part ]; then # a part has it in its PYTHONPATH
+    mkdir "$work/site"
+    tar xf "$SITE" -C "$work/site"
+    PYTHONPATH="$PYTHONPATH:$work/site"
+fi
+mkdir -p "$out" "$models"
 
-run() {
+if [ "${SIZE:-}" = tiny ]; then
+    shape=${SHAPE:-demo} large=${LARGE:-demo} experts=${EXPERTS:-small_experts} vocabulary=5000 wide=6000
+    machine=(--copy-mib 16 --product 128) floor=(--rounds 2 --context 40) copy=(--copy-mib 16) few=(1 8) many=(1 8 16) new=8
+    kernels=(--tokens 1 8 --prefixes 40 --heads 4 2 --head-size 64 --intermediate 256 --vocabulary 512)
+    requests=(--limit 1 --prefixes 64 --batch 2) exchange=(--gpus 2 --nodes 16 --rounds 20) degrees='[1,2]'
+    gpu_tests=(tests/gpu -k "slow_reader") share=(--gpus 1 2 --settings 5,3,5 --limit 1 --max-new-tokens 8)
+else
+    shape=${SHAPE:-7b} large=${LARGE:-34b} experts=${EXPERTS:-experts} vocabulary=32000 wide=131072
+    machine=() floor=(--rounds 20) copy=() few=(1 64 128) many=(1 8 16 32 64 128 256) new=128
+    kernels=(--profile) requests=(--limit 2 --prefixes 4096 32768 --batch 8)
+    exchange=(--gpus 2 4 --nodes 16 64 256) degrees='[1,2,4,8]'
+    gpu_tests=(tests/gpu tests/kernels) share=(--gpus 1 2 4 --limit 3 --max-new-tokens 128)
+fi
+half=(--dtype bfloat16)
+device=cuda nccl=nccl kills=20
+if [ "${SIZE:-}" = tiny ]; then
+    device=cpu gpus=2 nccl=gloo kills=2
+else
+    gpus=${LP_GPUS:-$("$python" -c 'import torch; print(torch.cuda.device_count())')}
+fi
+export LP_GPUS=$gpus # for the parts: torch takes seconds to say it
+floor_shape=() floor_large=() # no shape is the demo model itself
+[ "$shape" = demo ] || floor_shape=(--shapes "$shape")
+[ "$large" = demo ] || floor_large=(--shapes "$large")
+
+# Which parts a call has, in order, and the seconds that each may take: 540 together.
+parts_of() {
     case $1 in
-    check)
-        "$python" -m pytest -q -p no:cacheprovider tests/gpu tests/kernels/test_triton_gpu.py
-        ;;
-    floor)
-        "$python" benchmarks/micro.py floor --output "$out/floor" --shapes "$shape" --tokens 1 8 64 128 256 --compile off auto full --dtype bfloat16
-        ;;
-    large)
-        "$python" benchmarks/micro.py floor --output "$out/large" --shapes 13b 34b --tokens 1 64 128 --dtype bfloat16
-        ;;
-    bench)
-        [ -f "$models/$shape/config.json" ] ||
-            "$python" scripts/inflate_model.py --shape "$shape" --dtype bfloat16 --out "$models/$shape" || return
-        "$python" -c "from lp_runtime.entrypoints.cli import bench_main; bench_main()" model.path="$models/$shape" dtype=bfloat16 limit=2 \
-            degrees='[1,2,4,8]' prompts="${prompts[0]},${prompts[1]}" output="$out"
-        ;;
-    shared)
-        "$python" benchmarks/correctness.py equality --output "$out" --gpus 1 2 4 --device cuda --backend gloo --limit 4 --prompts "${prompts[@]}"
-        ;;
+    A) echo machine:40 floor:110 profile:70 kernels:120 off:70 tests:130 ;;
+    B) echo inflate:80 bench:160 requests:110 wide:70 exchange:60 nccl:60 ;;
+    C) echo large:90 full:130 inflate:70 compiled:80 share:80 experts:50 real:40 ;;
+    many) echo equality:1800 ranks:1800 kills:1800 parallel:3600 tensor_parallel:3600 ;;
     esac
 }
 
-for stage in "$@"; do
-    case $stage in
-    check | floor | large) ;;
-    bench | shared)
-        for file in "${prompts[@]%:*}"; do
-            [ -r "$file" ] || { echo "DATA=$data: $file cannot be read; stage $stage needs it" >&2; exit 2; }
-        done
+lp_bench() { "$python" -c "from lp_runtime.entrypoints.cli import bench_main; bench_main()" output="$results" max_new_tokens="$new" "$@"; }
+
+model_path() { if [ "$shape" = demo ]; then echo "$PWD/lp_runtime/demo_model"; else echo "$models/$shape"; fi; }
+
+# FILE:FIELD of the built-in prompts.
+own_prompts() {
+    "$python" -c "
+import json, sys
+from lp_runtime.bench.command import OWN_PROMPTS
+print('\n'.join(json.dumps({'text': prompt}) for prompt in OWN_PROMPTS), file=open(sys.argv[1], 'w'))" "$work/prompts.jsonl"
+    echo "$work/prompts.jsonl:text"
+}
+
+run() {
+    local micro=("$python" benchmarks/micro.py)
+    case $1 in
+    machine) "${micro[@]}" machine --output "$results" "${machine[@]}" ;;
+    floor) "${micro[@]}" floor --output "$results" "${floor_shape[@]}" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${many[@]}" --compile auto ;;
+    profile) "${micro[@]}" profile --output "$results" --model "$shape" "${half[@]}" --tokens 1 "${few[-1]}" ;;
+    kernels) "${micro[@]}" kernels --output "$results" "${kernels[@]}" ;;
+    off) "${micro[@]}" floor --output "$results" "${floor_shape[@]}" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${few[@]}" --compile off ;;
+    tests) "$python" -m pytest -q -x -p no:cacheprovider "${gpu_tests[@]}" ;;
+    inflate)
+        [ "$shape" = demo ] || [ -f "$models/$shape/config.json" ] ||
+            "$python" scripts/inflate_model.py --shape "$shape" --dtype bfloat16 --out "$models/$shape"
         ;;
-    *)
-        echo "stage=$stage: must be check, floor, bench, shared or large" >&2
-        exit 2
+    bench)
+        lp_bench model.path="$(model_path)" dtype=bfloat16 limit=2 degrees="$degrees" \
+            "methods=[hf,hf_prompt_lookup,plain,paper,default]" ${PROMPTS:+prompts="$PROMPTS"}
         ;;
+    requests) "$python" benchmarks/speed.py requests --output "$results" --model "$shape" "${half[@]}" --vocabulary "$vocabulary" \
+        --max-new-tokens "$new" "${requests[@]}" ;;
+    wide) "$python" benchmarks/speed.py requests --output "$results" --model "$shape" "${half[@]}" --vocabulary "$wide" \
+        --max-new-tokens "$new" "${requests[@]}" --conditions greedy nucleus ;;
+    exchange) "${micro[@]}" exchange --output "$results" "${exchange[@]}" --backends shared gloo ;;
+    nccl) "$python" benchmarks/resilience.py nccl --output "$results" --backend "${NCCL:-nccl}" ;;
+    large) "${micro[@]}" floor --output "$results" "${floor_large[@]}" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${few[@]}" ;;
+    full) "${micro[@]}" floor --output "$results" "${floor_shape[@]}" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens 1 "${few[1]}" --compile full ;;
+    compiled) lp_bench model.path="$(model_path)" dtype=bfloat16 limit=1 "methods=[hf,hf_compiled]" ;;
+    share) "$python" benchmarks/correctness.py equality --output "$results" --device cuda --backend gloo "${share[@]}" --prompts "$(own_prompts)" ;;
+    experts) "${micro[@]}" experts --output "$results" --model "$experts" "${half[@]}" "${floor[@]}" --tokens "${few[@]}" ;;
+    real)
+        if [ ! -f "$models/real/config.json" ]; then
+            echo "no model in $models/real: docs/decisions/gpu.md says how to make one"
+        else
+            lp_bench model.path="$models/real" limit=2 "methods=[hf,hf_prompt_lookup,plain,default]" ${PROMPTS:+prompts="$PROMPTS"}
+        fi
+        ;;
+    equality) "$python" benchmarks/correctness.py equality --output "$results" --device "$device" --backend "$nccl" --gpus 1 2 "$gpus" \
+        --limit 3 --max-new-tokens "$new" --prompts "$(own_prompts)" ;;
+    ranks) "${micro[@]}" step --output "$results" --device "$device" --gpus 1 2 "$gpus" --max-new-tokens "$new" --limit 3 --prompts "$(own_prompts)" ;;
+    kills) "$python" benchmarks/resilience.py kills --output "$results" --device "$device" --kills "$kills" --gpus 2 "$gpus" --backends shared "$nccl" \
+        --limit 3 --max-new-tokens "$new" --prompts "$(own_prompts)" ;;
+    parallel) lp_bench model.path="$(model_path)" dtype=bfloat16 device="$device" gpus="$gpus" limit=2 "methods=[hf,plain,default]" ${PROMPTS:+prompts="$PROMPTS"} ;;
+    tensor_parallel) "$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" benchmarks/speed.py tensor_parallel \
+        --output "$results" --model "$(model_path)" --dtype bfloat16 --limit 2 --max-new-tokens "$new" --prompts "$(own_prompts)" ;;
     esac
+}
+
+if [ "$call" = part ]; then # of a call, in a process of its own, which `timeout` ends with all that it has started
+    results=$out
+    run "${wanted[0]}"
+    exit
+fi
+calls=("$call")
+budget=540 # seconds of a call
+factor=1   # of the parts' own limits
+if [ "${SIZE:-}" = tiny ]; then budget=2160 factor=4; fi # simulated GPUs are slow
+if [ "$call" = all ]; then
+    calls=(A B C)
+    budget=36000 factor=4
+    if [ "$gpus" -gt 1 ] || [ "${SIZE:-}" = tiny ]; then calls+=(many); fi
+fi
+for name in "${calls[@]}"; do
+    parts="$(parts_of "$name")"
+    [ -n "$parts" ] || { echo "call=$name: must be A, B, C or all" >&2; exit 2; }
+    for part in "${wanted[@]}"; do
+        [[ "$call" = all || " $parts" == *" $part:"* ]] || { echo "part=$part: must be one of $parts" >&2; exit 2; }
+    done
 done
-mkdir -p "$out" "$models"
+
 failed=()
-for stage in "$@"; do
-    echo "== $stage"
+for name in "${calls[@]}"; do
     SECONDS=0
-    run "$stage" 2>&1 | tee "$out/$stage.txt" || failed+=("$stage")
-    echo "== $stage took $SECONDS s"
+    for each in $(parts_of "$name"); do
+        part=${each%:*}
+        if [ ${#wanted[@]} -gt 0 ] && [[ " ${wanted[*]} " != *" $part "* ]]; then continue; fi
+        limit=$((${each#*:} * factor))
+        if [ $limit -gt $((budget - SECONDS)) ]; then limit=$((budget - SECONDS)); fi
+        if [ $limit -lt 1 ]; then
+            echo "== $name $part: no time is left" | tee -a "$out/$name.txt"
+            failed+=("$part")
+            continue
+        fi
+        echo "== $name $part, at $SECONDS s, for at most $limit s" | tee -a "$out/$name.txt"
+        mkdir "$work/$name-$part"
+        status=0
+        timeout --kill-after=5 "$limit" scripts/gpu.sh "$work/$name-$part" part "$part" 2>&1 |
+            tee -a "$out/$name.txt" || status=${PIPESTATUS[0]}
+        for file in "$work/$name-$part"/*.json; do
+            if [ -f "$file" ]; then tr -d '\n' <"$file" >>"$out/$name.jsonl" && echo >>"$out/$name.jsonl"; fi
+        done
+        if [ "$status" -ne 0 ]; then
+            failed+=("$part")
+            echo "== $name $part failed with status $status" | tee -a "$out/$name.txt"
+        fi
+    done
+    echo "== $name took $SECONDS s" | tee -a "$out/$name.txt"
 done
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed: ${failed[*]}" >&2

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_settings_argument(parser)
     parser.add_argument("--gpus", nargs="+", type=int, default=[1, 2, 3, 4])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--backend", default="auto", choices=["auto", "nccl", "gloo"])
+    parser.add_argument("--backend", default="auto", choices=["auto", "shared", "nccl", "gloo"])
 
 
 def greedy_reference(

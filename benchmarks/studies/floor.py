@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--context", type=int, default=512, help="committed tokens")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--copy-mib", type=int, default=None, help="bytes of the copy; beyond any cache by default")
 
 
 def synchronize(device: torch.device) -> None:
@@ -60,9 +61,14 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def copy_bandwidth(device: torch.device) -> float:
-    """Return the bytes a second, read and written, of a large copy: the best of several."""
-    source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+def copy_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:
+    """Return the bytes a second, read and written, of a large copy: the best of several.
+
+    Args:
+        device: where the copy is made.
+        num_bytes: that are copied; None for more than any cache holds.
+    """
+    source = torch.ones(num_bytes or COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     best = 0.0
     for _ in range(NUM_COPIES):
@@ -176,7 +182,7 @@ def free_memory(device: torch.device) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure every model in every mode; 1 if one could not be measured."""
     device = choose_device("auto", 0)
-    bandwidth = copy_bandwidth(device)
+    bandwidth = copy_bandwidth(device, None if args.copy_mib is None else args.copy_mib << 20)
     results = Results("floor", args.output)
     failed = []
     wanted = [(shape, None) for shape in args.shapes] + [(None, path) for path in args.models]

@@ -5,8 +5,8 @@
 
 Every request loses one replica, chosen at random, at a random step; greedy and sampled requests take turns. A replica
 is lost by SIGKILL (kill), by SIGSTOP, after which it hangs (stop), or by memory that it cannot allocate (memory).
-The next request begins when the lost replica is back. The exit status is 1 if any output differs. Spawned replicas on
-CPUs, float32; sizes of steps are given, so that nothing is measured at a start.
+The next request begins when the lost replica is back. The exit status is 1 if any output differs. Spawned replicas,
+float32; sizes of steps are given, so that nothing is measured at a start.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
     add_prompt_arguments(parser)
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--gpus", nargs="+", type=int, default=[2, 3, 4])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--how", nargs="+", choices=WAYS, default=["kill"], help="ways to lose a replica")
@@ -90,7 +91,8 @@ def wait_for_all(runtime: LookaheadRuntime) -> None:
 def run(args: argparse.Namespace) -> int:
     """Decode and kill; 1 if any output differs."""
     prompts = [prompt.value for prompt in load_prompts(args)]
-    config = RuntimeConfig(model=ModelConfig(path=args.model), gpus=1, device="cpu", dtype="float32", lookahead=FIXED)
+    model = ModelConfig(path=args.model)
+    config = RuntimeConfig(model=model, gpus=1, device=args.device, dtype="float32", lookahead=FIXED)
     with LookaheadRuntime.from_config(config) as runtime:
         expected = [
             decode(runtime, prompts[number % len(prompts)], args.max_new_tokens, number) for number in range(args.kills)

@@ -126,11 +126,21 @@ def _run(
             del methods[name], results[name]
     order = list(methods)
     total = config.rounds * len(prompts) * len(order)
-    with contextlib.closing(tqdm(total=total, unit="run", disable=not sys.stderr.isatty(), leave=False)) as bar:
+    is_watched = sys.stderr.isatty()
+    with contextlib.closing(tqdm(total=total, unit="run", disable=not is_watched, leave=False)) as bar:
         for _ in range(config.rounds):
-            for prompt in prompts:
+            for number, prompt in enumerate(prompts):
                 order.append(order.pop(0))
                 for name in order:
-                    results[name].append(methods[name](prompt))
+                    result = methods[name](prompt)
+                    results[name].append(result)
                     bar.update()
+                    if not is_watched:  # a run that is cut short has told what it had
+                        print(f"prompt {number}, {name}: {_in_short(result)}", file=sys.stderr, flush=True)
     return results
+
+
+def _in_short(result: Result) -> str:
+    """Return a result in a few words, with the shortest of the exchanges that are assumed."""
+    seconds, num_tokens = min(result.seconds.values()), len(result.token_ids)
+    return f"{num_tokens / seconds:.1f} tokens/s, S {num_tokens / result.num_steps:.2f}, {seconds:.2f} s"

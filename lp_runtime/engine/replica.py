@@ -34,7 +34,7 @@ from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import make_sampler_spec
 from lp_runtime.engine.step_meter import measure_steps
 from lp_runtime.errors import LookaheadError
-from lp_runtime.model.kv_cache.capacity import capacity_in_tokens
+from lp_runtime.model.kv_cache.capacity import capacity_in_tokens, num_sharing
 from lp_runtime.model.loader import eos_token_ids, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.tokenizer import StopStrings
@@ -217,26 +217,13 @@ def load_replica(
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         self_check=self_check,
-        capacity=capacity_in_tokens(model, _num_sharing(device, num_local, owns_device)),
+        capacity=capacity_in_tokens(model, num_sharing(device, num_local, owns_device)),
         supports_batching=model.supports_batching and not config.profile,
     )
     # Compiling takes minutes, on one replica longer than on another. It must end before the replicas meet: afterwards
     # nobody waits longer than failure.timeout for a peer.
     is_compiled = model.graphs is not None and model.graphs.compiled
     return LoadedModel(model, info, Measured(steps=measure_steps(model) if is_compiled else None), progress)
-
-
-def _num_sharing(device: torch.device, num_local: int, owns_device: bool) -> int:
-    """Return how many replicas share a device's memory.
-
-    Args:
-        device: of one of them.
-        num_local: replicas on this machine, which divide its GPUs, or its main memory, among them.
-        owns_device: whether a GPU is booked for the one alone. It may see no other GPU of the machine then.
-    """
-    if device.type == "cpu":
-        return num_local
-    return 1 if owns_device else -(-num_local // torch.cuda.device_count())
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,12 +11,9 @@ import pytest
 import torch
 
 from lp_runtime import LookaheadConfig
-from lp_runtime.bench.command import read_sources
 from lp_runtime.bench.critical_path import CriticalPath, CriticalPathRunner
 from lp_runtime.bench.methods import HuggingFace
 from lp_runtime.bench.report import commit, quartiles
-from lp_runtime.config.commands import BenchConfig
-from lp_runtime.config.overrides import load_config
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.group import Group
 from lp_runtime.engine.calibration import Calibration
@@ -92,25 +88,6 @@ def test_a_critical_path_is_that_of_the_same_decoding(lookahead, num_replicas, d
     if not lookahead.is_auto:
         assert path.num_steps == report.num_steps  # the tree is the same, however it is cut
         assert (path.step_tokens < report.step_tokens) == (num_replicas > 1)
-
-
-def test_the_script_for_gpus_asks_for_what_there_is(tmp_path):
-    """`scripts/gpu.sh OUT bench`, with a python that notes what it is asked for."""
-    python, noted = tmp_path / "python", tmp_path / "noted"
-    python.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {noted}\n')
-    python.chmod(0o755)
-    for name, field in (("humaneval", "prompt"), ("gsm8k", "question")):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({field: name}) + "\n")
-    (tmp_path / "7b").mkdir()
-    (tmp_path / "7b" / "config.json").write_text("{}")
-    environment = os.environ | {"PYTHON": str(python), "MODELS": str(tmp_path), "DATA": str(tmp_path)}
-    script = Path(__file__).parents[2] / "scripts" / "gpu.sh"
-    subprocess.run([script, tmp_path / "out", "bench"], env=environment, check=True, capture_output=True)
-    code, *overrides = noted.read_text().splitlines()[1:]
-    assert "bench_main()" in code
-    config = load_config(BenchConfig, overrides)
-    assert read_sources(config) == ["humaneval", "gsm8k"]
-    assert config.degrees == [1, 2, 4, 8] and config.dtype == "bfloat16" and config.model.path == str(tmp_path / "7b")
 
 
 def test_seconds_add_up():

@@ -1,5 +1,5 @@
 """What only a GPU has: captured passes, flash attention. Skipped elsewhere. (Triton's kernels:
-tests/model/test_triton_kernels.py, which runs on either.)"""
+tests/kernels/test_triton_gpu.py, which runs on either.)"""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import time
 import numpy as np
 import pytest
 import torch
+from support.one_slot import OneSlot
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, lookahead_generate
 from lp_runtime.config.settings import LauncherConfig, ModelConfig
 from lp_runtime.distributed.exchange import Exchange
+from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.partition import Shares
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.attention.tree_attention import attend, attend_masked
@@ -27,8 +29,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 TEXT = "def fibonacci(n):\n"
 
 
-def demo(dtype: str) -> ModelRunner:
-    return ModelRunner(load_model(ModelConfig(), torch.device("cuda"), dtype), 512, own_attention=True)
+def demo(dtype: str) -> OneSlot:
+    return OneSlot(ModelRunner(load_model(ModelConfig(), torch.device("cuda"), dtype), 512, own_attention=True))
 
 
 def random_tree(rng: random.Random, size: int) -> TokenTree:
@@ -65,7 +67,7 @@ def test_captured_passes_equal_the_others(dtype, compiled, tolerance):
     assert can_capture(captured.model)
     assert fuse_blocks(captured.model) == 25  # of six layers
     captured.enable_graphs(capture=True, compiled=compiled)
-    assert check_model(captured) < 2 * tolerance
+    assert check_model(captured.runner) < 2 * tolerance
     rng = random.Random(0)
     prompt = [rng.randrange(500) for _ in range(200)]
     for model in (free, captured):
@@ -135,7 +137,8 @@ def test_replicas_that_share_a_gpu(gpus):
 def test_an_exchange_waits_once():
     """It is begun while what it is to bring is still being made; the timer knows how long that took."""
     timer = PassTimer(torch.device("cuda"))
-    exchange = Exchange(0, 1, 64, torch.device("cuda"), 5)
+    exchange = Exchange(Group.alone(torch.device("cuda")), 64, 5)
+    started = torch.cuda.Event()
     nodes = np.arange(40)
     shares = Shares(np.zeros(40, np.int64), nodes, nodes, [40], [40])
     for number in range(4):  # the first loads kernels and pins memory, which may wait
@@ -144,7 +147,8 @@ def test_an_exchange_waits_once():
         values = torch.arange(200, device="cuda").view(40, 5) + number
         timer.stop()
         exchange.start(shares, values, digest=1, control=0)
-        assert number == 0 or not exchange._copied.query()  # nothing has waited
+        started.record()
+        assert number == 0 or not started.query()  # nothing has waited
         outcome = exchange.finish()
         assert (outcome.values == np.arange(200).reshape(40, 5) + number).all()
         assert number == 0 or timer.seconds() > 0.005

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 
 import pytest
@@ -40,7 +40,7 @@ class SlowlyEndingHost(ProcessHost):
     def kill(self, index: int) -> Callable[[], None]:
         return lambda: assert_true(self.may_end.wait(60))
 
-    def rendezvous_address(self, leader: int) -> None:
+    def rendezvous(self, members: Sequence[int]) -> None:
         return None
 
     def placement(self, index: int) -> Placement:

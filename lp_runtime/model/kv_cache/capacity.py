@@ -44,12 +44,25 @@ def _free_of_container() -> int | None:
         return None
 
 
-def capacity_in_tokens(model: ModelRunner, num_sharing: int) -> int | None:
+def num_sharing(device: torch.device, num_local: int, owns_device: bool) -> int:
+    """Return how many replicas share a device's memory.
+
+    Args:
+        device: of one of them.
+        num_local: replicas on this machine, which divide its GPUs, or its main memory, among them.
+        owns_device: whether a GPU is booked for the one alone. It may see no other GPU of the machine then.
+    """
+    if device.type == "cpu":
+        return num_local
+    return 1 if owns_device else -(-num_local // torch.cuda.device_count())
+
+
+def capacity_in_tokens(model: ModelRunner, num_replicas: int) -> int | None:
     """Return how many tokens of prompt and output together fit into a replica's free memory.
 
     Args:
         model: has fed something, so that the size of its cache's layers is known.
-        num_sharing: replicas that share the device's memory.
+        num_replicas: replicas that share the device's memory.
 
     Returns:
         Tokens, >= 0; None if the capacity is unknown, as where a model lies on several devices.
@@ -59,4 +72,4 @@ def capacity_in_tokens(model: ModelRunner, num_sharing: int) -> int | None:
     free, token_bytes = free_bytes(model.device), model.cache_bytes_per_token
     if free is None or not token_bytes:
         return None
-    return max(0, int(free // num_sharing * USABLE_FRACTION) // token_bytes - STEP_TOKENS)
+    return max(0, int(free // num_replicas * USABLE_FRACTION) // token_bytes - STEP_TOKENS)

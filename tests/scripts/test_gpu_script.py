@@ -1,0 +1,143 @@
+"""scripts/gpu.sh: what it asks for, what it leaves behind, and what it does of a part that fails or takes too long."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+
+from lp_runtime.config.commands import BenchConfig
+from lp_runtime.config.overrides import load_config
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "gpu.sh"
+CALL_SECONDS = 540
+# A python that notes what it is asked for; what counts GPUs is answered.
+NOTING = """#!/bin/sh
+case "$*" in
+*device_count*) echo 1; exit ;;
+*OWN_PROMPTS*) exit ;;
+esac
+for each in "$@"; do printf '%s\\0' "$each"; done >> {noted}
+echo >> {noted}
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Call the script with a python that only notes; returns what was noted of each part, and the process."""
+    python, noted = tmp_path / "python", tmp_path / "noted"
+    python.write_text(NOTING.format(noted=noted))
+    python.chmod(0o755)
+    (tmp_path / "models" / "7b").mkdir(parents=True)
+    for name in ("7b", "real"):
+        (tmp_path / "models" / name).mkdir(exist_ok=True)
+        (tmp_path / "models" / name / "config.json").write_text("{}")
+
+    def call(*arguments: str, **environment: str) -> tuple[list[list[str]], subprocess.CompletedProcess]:
+        whole = {
+            name: value for name, value in os.environ.items() if name not in ("SIZE", "PROMPTS", "SITE", "LP_GPUS")
+        }
+        whole |= {"PYTHON": str(python), "MODELS": str(tmp_path / "models"), **environment}
+        done = subprocess.run([SCRIPT, tmp_path / "out", *arguments], env=whole, capture_output=True, text=True)
+        lines = noted.read_text().splitlines() if noted.exists() else []
+        return [line.split("\0")[:-1] for line in lines], done
+
+    return call
+
+
+def check_study(arguments: list[str]) -> None:
+    """A command line of benchmarks/ must name a study that there is, with arguments that it takes."""
+    command, study, *rest = arguments
+    assert re.search(rf"\b{study}\b", (ROOT / command).read_text())
+    module = importlib.import_module(f"studies.{'step_time' if study == 'step' else study}")
+    parser = ArgumentParser(exit_on_error=False)
+    module.add_arguments(parser)
+    parser.add_argument("--output")
+    parser.parse_args(rest)
+
+
+@pytest.mark.parametrize("size", ["", "tiny"])
+@pytest.mark.parametrize("call", ["A", "B", "C", "all"])
+def test_every_part_asks_for_what_there_is(script, call, size, monkeypatch):
+    for folder in ("benchmarks", "scripts"):
+        monkeypatch.syspath_prepend(ROOT / folder)
+    noted, done = script(call, **({"SIZE": size} if size else {}))
+    assert done.returncode == 0, done.stderr
+    assert len(noted) >= (5 if call != "all" else 15)
+    for arguments in noted:
+        if arguments[0].startswith("benchmarks/"):
+            check_study(arguments)
+        elif arguments[:2] == ["-m", "torch.distributed.run"]:
+            check_study(arguments[arguments.index("benchmarks/speed.py") :])
+        elif arguments[0] == "-c":
+            assert "bench_main()" in arguments[1]
+            load_config(BenchConfig, arguments[2:])
+        else:
+            assert arguments[:2] == ["-m", "pytest"] and all(
+                (ROOT / each).exists() for each in arguments if each.startswith("tests/")
+            )
+
+
+def test_a_call_fits_into_nine_minutes():
+    """Each part has a limit, and those of a call together are the call's."""
+    for call in "ABC":
+        (parts,) = re.findall(rf"^    {call}\) echo (.*) ;;", SCRIPT.read_text(), re.M)
+        assert sum(int(part.split(":")[1]) for part in parts.split()) <= CALL_SECONDS
+
+
+def test_a_part_that_fails_does_not_keep_the_next_from_running(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(
+        """#!/bin/sh
+case "$*" in
+*device_count*) echo 1 ;;
+*machine*) echo a row; exit 7 ;;
+*floor*) mkdir -p "$4"; echo '{
+ "rows": [1]}' > "$4/floor.json"; echo another row ;;
+esac
+"""
+    )
+    python.chmod(0o755)
+    environment = os.environ | {"PYTHON": str(python), "MODELS": str(tmp_path / "models")}
+    command = [SCRIPT, tmp_path / "out", "A", "machine", "floor"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.strip() == "failed: machine"
+    printed = (tmp_path / "out" / "A.txt").read_text()
+    assert "a row\n" in printed and "machine failed with status 7" in printed and "another row\n" in printed
+    assert json.loads((tmp_path / "out" / "A.jsonl").read_text()) == {"rows": [1]}
+    assert len(list((tmp_path / "out").iterdir())) == 2  # a machine gives back eight files at most
+
+
+def test_a_part_that_takes_too_long_is_ended(tmp_path):
+    """With all that it has started: a copy of the script that gives the part a second."""
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    copy = folder / "gpu.sh"
+    copy.write_text(SCRIPT.read_text().replace("machine:40", "machine:1"))
+    copy.chmod(0o755)
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *device_count*) echo 1 ;; *) sleep 1000 ;; esac\n')
+    python.chmod(0o755)
+    environment = os.environ | {"PYTHON": str(python), "MODELS": str(tmp_path / "models")}
+    done = subprocess.run([copy, tmp_path / "out", "A", "machine"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "machine failed with status 124" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("D",), "call=D: must be A, B, C or all"),
+        (("A", "exchange"), "part=exchange: must be one of machine:40"),
+        ((), "scripts/gpu.sh OUT A"),
+    ],
+)
+def test_calls_that_there_are_not(script, arguments, says):
+    _, done = script(*arguments)
+    assert done.returncode == 2 and says in done.stderr
