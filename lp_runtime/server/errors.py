@@ -96,8 +96,8 @@ def in_words(errors: Sequence[Mapping]) -> str:
     found = [each for each in errors if _place(each) == where]
     if errors[0]["type"] in ("missing", "extra_forbidden"):
         found = found[:1]
-    whats = dict.fromkeys(WORDS.get(each["type"], each["msg"]).format(**each.get("ctx", {})) for each in found)
-    what = " or ".join(whats).replace(" or must be ", " or ")
+    meanings = dict.fromkeys(WORDS.get(each["type"], each["msg"]).format(**each.get("ctx", {})) for each in found)
+    what = " or ".join(meanings).replace(" or must be ", " or ")
     value = errors[0].get("input")
     is_shown = isinstance(value, str | int | float) and errors[0]["type"] not in ("missing", "extra_forbidden")
     shown = f"={value!r}" if is_shown and len(repr(value)) <= MAX_SHOWN_CHARS and where != "body" else ""

@@ -1,0 +1,148 @@
+"""Other people's clients against a running lp-serve, unmodified: openai, litellm, langchain-openai and
+lm-evaluation-harness, whose results are compared with those of its own Hugging Face backend.
+
+    pip install openai litellm langchain-openai 'lm-eval[api,hf]'        # in an environment of their own
+    lp-serve model.path=DIR dtype=float32 port=8000 &
+    python scripts/try_clients.py http://127.0.0.1:8000 DIR
+
+Prints a line for each client; the exit status is 1 if any fails. The model needs a chat template for the chats.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+QUESTIONS = [
+    {"question": "def add(a, b):\n    return a +", "choices": [" b", " a", " c", " self"], "answer": 0},
+    {"question": "import", "choices": [" os", " while", " def", " 7"], "answer": 0},
+    {"question": "for i in", "choices": [" range", " return", " import", " class"], "answer": 0},
+    {
+        "question": "class Stack:\n    def __init__(self):\n        self.items =",
+        "choices": [" []", " for", " if"],
+        "answer": 0,
+    },
+    {"question": "if x is not", "choices": [" None", " def", " import"], "answer": 0},
+]
+TASKS = {
+    "lp_choice": {
+        "output_type": "multiple_choice",
+        "doc_to_target": "answer",
+        "doc_to_choice": "choices",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}],
+    },
+    "lp_generate": {
+        "output_type": "generate_until",
+        "doc_to_target": "{{choices[answer]}}",
+        "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 24, "do_sample": False, "temperature": 0},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+def try_litellm(url: str, model: str) -> str:
+    """Return what litellm was answered; a chat whole and streamed must be equal."""
+    import litellm
+
+    options: dict[str, Any] = {"model": f"openai/{model}", "api_base": f"{url}/v1", "api_key": "none", "temperature": 0}
+    messages = [{"role": "user", "content": "Write a loop."}]
+    whole = litellm.completion(messages=messages, max_tokens=24, **options).choices[0].message.content
+    chunks = litellm.completion(messages=messages, max_tokens=24, stream=True, **options)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+    return repr(whole[:40])
+
+
+def try_langchain(url: str, model: str) -> str:
+    """Return what langchain-openai was answered; invoke and stream must be equal."""
+    from langchain_openai import ChatOpenAI
+
+    chat = ChatOpenAI(model=model, base_url=f"{url}/v1", api_key="none", temperature=0, max_completion_tokens=24)
+    whole = chat.invoke("Write a loop.").content
+    assert "".join(chunk.content for chunk in chat.stream("Write a loop.")) == whole
+    return repr(whole[:40])
+
+
+def try_openai(url: str, model: str) -> str:
+    """Return what the openai client was answered; chats and responses must be equal."""
+    import openai
+
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    messages = [{"role": "user", "content": "Write a loop."}]
+    options: dict[str, Any] = {"model": model, "temperature": 0}
+    chat = client.chat.completions.create(
+        messages=messages, max_tokens=24, logprobs=True, top_logprobs=5, **options
+    ).choices[0]
+    assert all(len(each.top_logprobs) == 5 for each in chat.logprobs.content)
+    assert client.responses.create(input="Write a loop.", max_output_tokens=24, **options).output_text == (
+        chat.message.content
+    )
+    return repr(chat.message.content[:40])
+
+
+def try_lm_eval(url: str, model: str, folder: str) -> str:
+    """Return how many results of lm-evaluation-harness are those of its own hf backend; all must be.
+
+    Args:
+        url: of the server.
+        model: the model's name there.
+        folder: the model's directory, for the hf backend and the tokenizer.
+    """
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    with tempfile.TemporaryDirectory() as place:
+        data = Path(place) / "questions.jsonl"
+        data.write_text("".join(json.dumps(each) + "\n" for each in QUESTIONS))
+        common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
+        for name, task in TASKS.items():  # JSON is YAML
+            whole = {"task": name, **common, "doc_to_text": "question", **task}
+            (Path(place) / f"{name}.yaml").write_text(json.dumps(whole))
+        manager = TaskManager(include_path=place, include_defaults=False)
+        results = []
+        for kind, arguments in (
+            ("local-completions", f"base_url={url}/v1/completions,model={model},tokenizer={folder},num_concurrent=4"),
+            ("hf", f"pretrained={folder},dtype=float32,device=cpu"),
+        ):
+            done = lm_eval.simple_evaluate(
+                kind, model_args=arguments, tasks=list(TASKS), task_manager=manager, log_samples=True, bootstrap_iters=0
+            )
+            results.append([each["filtered_resps"] for name in TASKS for each in done["samples"][name]])
+    served, local = results
+    for one, other in zip(served, local, strict=True):
+        if isinstance(one[0], str):
+            assert one == other, f"{one} and {other}"
+        else:
+            for (value, is_greedy), (expected, expected_greedy) in zip(one, other, strict=True):
+                assert abs(float(value) - float(expected)) < 1e-2 and str(is_greedy) == str(expected_greedy)
+    return f"{len(served)} of {len(local)} samples are those of the hf backend"
+
+
+def main() -> int:
+    """Try every client; return the exit status."""
+    url, folder = sys.argv[1].rstrip("/"), sys.argv[2]
+    with urllib.request.urlopen(f"{url}/v1/models") as answer:
+        model = json.load(answer)["data"][0]["id"]
+    clients: dict[str, Callable[[], str]] = {
+        "openai": lambda: try_openai(url, model),
+        "litellm": lambda: try_litellm(url, model),
+        "langchain-openai": lambda: try_langchain(url, model),
+        "lm-evaluation-harness": lambda: try_lm_eval(url, model, folder),
+    }
+    num_failed = 0
+    for name, attempt in clients.items():
+        try:
+            print(f"{name:24} {attempt()}", flush=True)
+        except Exception as error:
+            num_failed += 1
+            print(f"{name:24} FAILED: {type(error).__name__}: {error}", flush=True)
+    return int(num_failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
