@@ -1,43 +1,47 @@
-"""Forward passes of a few fixed sizes, whose tensors keep their addresses, so that CUDA graphs can replay them.
+"""Forward passes of a few fixed sizes, whose inputs keep their addresses, so that CUDA graphs can replay them.
 
 Launching a step's kernels one by one from Python takes longer than most of them run. A graph launches them all at once,
-but with the sizes and addresses that it was captured with. So a tree is padded to the next of a few sizes, inputs are
-copied to where the graph reads them, and the number of committed tokens is read on the device.
+but with the sizes and addresses that it was captured with. So trees are padded to the next of a few sizes, inputs are
+copied to where the graph reads them (pass_inputs.py), and all that changes from step to step is read on the device: the
+addresses of the KV caches, too. A captured pass serves any slot, however long its sequence is, and is captured once.
 
-Letters: T tokens fed, B the size that they are padded to, L committed tokens, n wanted rows, V vocabulary.
+Letters: B tokens of a pass, padding included, n wanted rows, V vocabulary.
 """
 
 from __future__ import annotations
 
 import bisect
-import functools
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from lp_runtime.errors import ModelError, first_line
 from lp_runtime.kernels.dispatch import kernels_for, on
-from lp_runtime.model.attention.tree_attention import NAME, Committed
+from lp_runtime.model.attention.mask import MaskBuilder
+from lp_runtime.model.attention.tree_attention import NAME
 from lp_runtime.model.hf_config import attention_of
-from lp_runtime.model.inputs import InputLayout
-from lp_runtime.model.kv_cache.cache import TreeCache
+from lp_runtime.model.kv_cache.device import DeviceCache
+from lp_runtime.model.pass_inputs import Part, PassInputs, compile_pass_inputs
+from lp_runtime.model.step_inputs import StepLogits
 from lp_runtime.sampling.sampler import sample_greedily
-from lp_runtime.utils.jit import bound, compiled, with_fresh_cache
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-WORD_BITS = 64  # of a mask word
-MAX_COMPILED = 16 * len(SIZES)  # torch.compile's recompile limit: every size of 16 slots
-NUM_WARM_UPS = 3  # passes before a capture: libraries initialize themselves in the first ones
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+MAX_SEQUENCES = 16  # of a pass; a larger batch takes several
+MAX_COMPILED = 4 * len(SIZES)  # torch.compile's recompile limit: every size, with one sequence and with several
+# Before a capture: libraries initialize themselves in the first pass, and the second must not wait for the device.
+NUM_WARM_UPS = 2
+WAITS = "a pass waits for the device, and cannot be captured"
 
 
 class GraphOptions(NamedTuple):
     """How trees are fed in passes of fixed sizes.
 
     Attributes:
-        capture: whether a CUDA graph of each size is captured at its first use and replayed afterwards.
+        capture: whether a CUDA graph of each size is captured and replayed.
         compiled: whether torch.compile compiles the model, once a size.
     """
 
@@ -57,179 +61,204 @@ def can_capture(model: PreTrainedModel) -> bool:
     return kernels_for(model.device) is not None and len({each.device for each in model.parameters()}) == 1
 
 
-class GraphPass:
-    """The input and output tensors of one size. All inputs are one int64 block, so that one copy moves everything.
-
-    The block: token ids [B], positions [B], wanted rows [B], L [1], and the mask, [B, ceil(B / 64)] words: bit i of
-    token t's words, the lowest first, says whether token t sees token i.
+class FixedPass:
+    """A pass of one size, of one sequence or of several.
 
     Attributes:
-        host: the block in pinned host memory.
-        inputs: the block on the device.
+        inputs: what the pass reads.
+        cache: stands for the sequences' caches.
         replay: launches the captured graph; None before the capture.
-        logits: [B, V]; None before the first run.
-        presampled: [B, width] what greedy sampling picks from the wanted rows, packed as sampling/sampler.py says; None
-            without Triton.
+        logits: [B, V] float32 of the wanted rows; None before the first run.
+        presampled: [B, width] what greedy sampling picks from `logits`, packed as sampling/sampler.py says; None before
+            the first run.
     """
 
-    def __init__(self, size: int, device: torch.device):
-        self.size = size
-        num_words = -(-size // WORD_BITS)
-        self._sizes = [size, size, size, 1, size * num_words]
-        self.host = torch.zeros(sum(self._sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.inputs = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
-        self._block = self.host.numpy()
-        self._words = self._block[-size * num_words :].reshape(size, num_words)
-        places = torch.arange(size, device=device)
-        self._word, self._shift = places // WORD_BITS, WORD_BITS - 1 - places % WORD_BITS
+    def __init__(self, inputs: PassInputs, cache: DeviceCache):
+        self.inputs, self.cache = inputs, cache
         self.replay: Callable[[], None] | None = None
         self.logits: torch.Tensor | None = None
         self.presampled: torch.Tensor | None = None
 
-    def fill(self, layout: InputLayout, num_committed: int) -> None:
-        """Write the host's block. Padding tokens see themselves only."""
-        arrays = (layout.tokens, layout.positions, layout.parents, layout.rows)
-        _fill()(*arrays, num_committed, self.size, self._block, self._words)
 
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return views of the block on the device: ids [B], positions [B], wanted rows [B], L [1]."""
-        return self.inputs.split(self._sizes)[:4]
-
-    def mask(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the additive mask, [B, B], made on the device from the mask words."""
-        words = self.inputs[-self._sizes[4] :].view(self.size, -1)
-        # Each bit is moved to the sign's place, so that a comparison reads it.
-        is_seen = words.index_select(1, self._word) << self._shift < 0
-        mask = torch.zeros(is_seen.shape, dtype=dtype, device=words.device)
-        return mask.masked_fill_(~is_seen, torch.finfo(dtype).min)
-
-
-@functools.cache
-def _fill() -> Callable:
-    """Return `_fill_block`, compiled for the types of its arguments."""
-    integers = np.zeros(1, np.int64)
-    return bound(_fill_block, *[integers] * 4, 0, 0, integers, np.zeros((1, 1), np.int64))
-
-
-@functools.cache
-def compile_cuda_graph_inputs() -> None:
-    """Compile this module's kernels, or load them from Numba's cache; once a process."""
-    with_fresh_cache(_fill)
-
-
-@compiled
-def _fill_block(tokens, positions, parents, wanted, num_committed, size, block, words):
-    """Write a `GraphPass` block.
-
-    Args:
-        tokens: [T] int64.
-        positions: [T] int64.
-        parents: [T] int64; parents stand before children, -1 for none.
-        wanted: [n] int64 rows.
-        num_committed: L.
-        size: B.
-        block: the whole block, written to.
-        words: [B, ceil(B / 64)] view of the block's end, written to.
-    """
-    for i in range(3 * size):
-        block[i] = 0
-    for i in range(len(tokens)):
-        block[i] = tokens[i]
-        block[size + i] = positions[i]
-    for i in range(len(wanted)):
-        block[2 * size + i] = wanted[i]
-    block[3 * size] = num_committed
-    for i in range(size):
-        parent = parents[i] if i < len(parents) else -1
-        for word in range(words.shape[1]):
-            words[i, word] = words[parent, word] if parent >= 0 else 0
-        words[i, i // WORD_BITS] |= np.int64(1) << (i % WORD_BITS)
-
-
-class CudaGraphRunner:
+class FixedPasses:
     """Feeds trees to a model in passes of fixed sizes; the model must attend as attention/tree_attention.py does.
 
     Args:
         model: a Hugging Face causal LM.
-        cache: a slot's cache, used before, so that its layers are allocated; SIZES[-1] tokens more must fit than the
-            sequence and a step need.
-        capture: whether a CUDA graph of each size is captured at its first use; else every pass runs eagerly.
-        compiled: whether torch.compile compiles the model, once a size.
+        masks: knows the model's kinds of layers.
+        options: whether passes are captured, and whether the model is compiled.
+        keeps_logits: whether the model takes `logits_to_keep`.
+
+    Attributes:
+        num_captures: graphs captured so far.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: TreeCache, capture: bool, compiled: bool = False):
-        compile_cuda_graph_inputs()
-        self._model = torch.compile(model, dynamic=False) if compiled else model
-        self._compiled = compiled
+    def __init__(self, model: PreTrainedModel, masks: MaskBuilder, options: GraphOptions, keeps_logits: bool):
+        compile_pass_inputs()
+        self._model = torch.compile(model, dynamic=False) if options.compiled else model
+        self._options, self._masks, self._keeps_logits = options, masks, keeps_logits
+        self._num_layers: int = model.config.get_text_config().num_hidden_layers
         self._device: torch.device = model.device
-        self._dtype: torch.dtype = model.dtype
-        self._cache = cache
-        self._capture = capture
-        self._pool = torch.cuda.graph_pool_handle() if capture else None
-        self._kernels = kernels_for(self._device)
+        self._kernels: Any = kernels_for(self._device)
         on_gpu = self._device.type == "cuda"
         self._num_processors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 1
-        self._copied = torch.cuda.Event() if on_gpu else None
-        self._passes: dict[int, GraphPass] = {}
+        self._pool = torch.cuda.graph_pool_handle() if options.capture else None
+        # One for all captures: cuBLAS keeps a workspace for each stream that it has worked on.
+        self._stream = torch.cuda.Stream(self._device) if options.capture else None
+        self._passes: dict[tuple[int, int], FixedPass] = {}
+        self.num_captures = 0
 
-    def forward(self, layout: InputLayout) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Feed a share of a tree, of SIZES[-1] tokens at most, behind the committed tokens.
+    def make(self, num_tokens: int, num_sequences: int) -> bool:
+        """Make and capture now the pass that feeds so many tokens of so many sequences.
+
+        Args:
+            num_tokens: 1 to SIZES[-1].
+            num_sequences: 1 to MAX_SEQUENCES.
 
         Returns:
-            (logits, presampled): [n, V], and [n, width], what greedy sampling picks from them, valid until the next
-            pass; None without Triton.
+            whether the pass had to be made.
+
+        Raises:
+            ModelError: if the model's passes cannot be captured.
         """
-        size = SIZES[bisect.bisect_left(SIZES, len(layout.tokens))]
-        one = self._passes.get(size)
-        if one is None:
-            one = self._passes[size] = GraphPass(size, self._device)
-        if self._copied is not None:
-            self._copied.synchronize()  # the last copy has read the host's block
-        one.fill(layout, self._cache.length)
-        one.inputs.copy_(one.host, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        key = _key(num_tokens, num_sequences)
+        if key in self._passes:
+            return False
+        masks = self._masks
+        inputs = PassInputs(*key, self._num_layers, masks.limits_by_kind, masks.by_kind, self._device)
+        cache = DeviceCache(self._num_layers, inputs.device_inputs, self._kernels, self._num_processors)
+        one = FixedPass(inputs, cache)
+        if self._options.capture:
+            with on(self._device):
+                self._capture(one)
+        self._passes[key] = one
+        return True
+
+    def prepare(self, parts: Sequence[Part]) -> bool:
+        """Make the passes that feed some parts; return whether any had to be made."""
+        return any([self.make(_num_tokens(chunk), len(chunk)) for chunk in _chunks(parts)])
+
+    def forward(self, parts: Sequence[Part]) -> list[StepLogits]:
+        """Feed a share of a tree of each of some sequences, behind their committed tokens.
+
+        Args:
+            parts: at least one, of at most SIZES[-1] tokens each.
+
+        Returns:
+            logits and what greedy sampling picks from them, valid until the next pass, for each part.
+        """
+        chunks = _chunks(parts)
+        if len(chunks) == 1:
+            return self._forward(parts)
+        return [found.copy() for chunk in chunks for found in self._forward(chunk)]
+
+    def _forward(self, parts: Sequence[Part]) -> list[StepLogits]:
+        """Feed parts that fit into one pass."""
+        num_tokens = _num_tokens(parts)
+        self.make(num_tokens, len(parts))
+        one = self._passes[_key(num_tokens, len(parts))]
         with on(self._device):
+            one.inputs.fill(parts)
             if one.replay is not None:
                 one.replay()
-            elif self._capture:
-                self._capture_pass(one)
             else:
                 self.run_pass(one)
-        assert one.logits is not None  # the pass has run
-        num_rows = len(layout.rows)
-        logits = one.logits.index_select(0, one.parts()[2][:num_rows])
-        return logits, None if one.presampled is None else one.presampled[:num_rows]
+        assert one.logits is not None and one.presampled is not None  # the pass has run
+        ends = np.cumsum([len(layout.rows) for _, layout in parts]).tolist()
+        rows = [slice(*each) for each in zip([0, *ends], ends, strict=False)]
+        return [StepLogits(one.logits[each], one.presampled[each]) for each in rows]
 
-    def run_pass(self, one: GraphPass) -> None:
+    def run_pass(self, one: FixedPass) -> None:
         """Run a pass; sets its `logits` and `presampled`."""
-        ids, positions, wanted, length = one.parts()
-        cache_positions = length + torch.arange(one.size, device=self._device)
-        # Every size of every slot is compiled by itself; beyond its limit torch runs eagerly, without saying so.
-        limit = torch._dynamo.config.patch(recompile_limit=MAX_COMPILED) if self._compiled else nullcontext()
-        with limit, self._cache.writing_at(cache_positions):
+        inputs = one.inputs
+        # Every size is compiled by itself; beyond its limit torch runs eagerly, without saying so.
+        limit = torch._dynamo.config.patch(recompile_limit=MAX_COMPILED) if self._options.compiled else nullcontext()
+        options = {"logits_to_keep": inputs.wanted} if self._keeps_logits else {}
+        with limit:
             output = self._model(
-                input_ids=ids[None],
-                position_ids=positions[None],
-                attention_mask=one.mask(self._dtype)[None, None],
-                past_key_values=self._cache,
+                input_ids=inputs.ids[None],
+                position_ids=inputs.positions[None],
+                attention_mask=inputs.masks,
+                past_key_values=one.cache,
                 use_cache=True,
-                committed=Committed(cache_positions, length, self._kernels, self._num_processors),
+                device_cache=one.cache,
+                **options,
             )
-        one.logits = output.logits[0]
-        if self._kernels is not None:
-            one.presampled = sample_greedily(one.logits.index_select(0, wanted).float(), self._kernels)
+        logits = output.logits[0] if self._keeps_logits else output.logits[0].index_select(0, inputs.wanted)
+        one.logits = logits.float()
+        one.presampled = sample_greedily(one.logits, self._kernels)
 
-    def _capture_pass(self, one: GraphPass) -> None:
-        """Run a pass, capture it, and replay it once, so that its outputs are written."""
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(NUM_WARM_UPS):
-                self.run_pass(one)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+    def _capture(self, one: FixedPass) -> None:
+        """Capture a pass, which consists of padding until it is filled."""
+        one.inputs.fill(())
+        device, stream = self._device, self._stream
+        current = torch.cuda.current_stream(device)
+        assert stream is not None
+        stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self.run_pass(one)
+        with torch.cuda.stream(stream):  # torch itself leaves its own stream current where a capture fails
+            for _ in range(NUM_WARM_UPS - 1):
+                self.run_pass(one)
+            with _refusing_waits(device):
+                self.run_pass(one)
+            # Other threads may use the device meanwhile.
+            with (
+                self._closing_pool(),
+                torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+            ):
+                self.run_pass(one)
+        current.wait_stream(stream)
         one.replay = graph.replay
-        graph.replay()
+        self.num_captures += 1
+
+    @contextmanager
+    def _closing_pool(self) -> Iterator[None]:
+        """Have a capture that fails leave no pool behind that takes what is allocated later; torch leaves it open.
+
+        Raises:
+            ModelError: if the capture fails.
+        """
+        try:
+            yield
+        except Exception as error:
+            with suppress(Exception):  # it may be closed already
+                torch.cuda.memory._cuda_endAllocateToPool(self._device.index, self._pool)  # type: ignore
+            raise ModelError(f"a pass cannot be captured: {first_line(error)}") from error
+
+
+def _num_tokens(parts: Sequence[Part]) -> int:
+    """Return the number of tokens that are fed of all parts together."""
+    return sum(len(layout.tokens) for _, layout in parts)
+
+
+def _chunks(parts: Sequence[Part]) -> list[list[Part]]:
+    """Return parts, each of at most SIZES[-1] tokens, in groups that fit into a pass each."""
+    chunks: list[list[Part]] = []
+    for part in parts:
+        if not chunks or len(chunks[-1]) == MAX_SEQUENCES or _num_tokens([*chunks[-1], part]) > SIZES[-1]:
+            chunks.append([])
+        chunks[-1].append(part)
+    return chunks
+
+
+def _key(num_tokens: int, num_sequences: int) -> tuple[int, int]:
+    """Return (size, sequences) of the pass that feeds so many tokens of so many sequences."""
+    return SIZES[bisect.bisect_left(SIZES, num_tokens)], 1 if num_sequences == 1 else MAX_SEQUENCES
+
+
+@contextmanager
+def _refusing_waits(device: torch.device) -> Iterator[None]:
+    """Refuse what waits for the device, for the duration of a `with` block.
+
+    Raises:
+        ModelError: if something has waited, or failed.
+    """
+    torch.cuda.current_stream(device).synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except Exception as error:
+        raise ModelError(f"{WAITS}: {first_line(error)}") from error
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -20,13 +20,14 @@ from lp_runtime.model.attention.mask import CHUNKED, LayerMasks, MaskBuilder
 from lp_runtime.model.attention.strict import NAME as STRICT
 from lp_runtime.model.attention.strict_passes import strict_passes
 from lp_runtime.model.attention.tree_attention import NAME as TREE
-from lp_runtime.model.cuda_graph import SIZES, CudaGraphRunner, GraphOptions
+from lp_runtime.model.cuda_graph import SIZES, FixedPasses, GraphOptions
 from lp_runtime.model.families import check_family
 from lp_runtime.model.hf_config import attention_of, context_length, of_text_model, takes_attention
 from lp_runtime.model.inputs import InputLayout, compile_layout, concatenated, lay_out, rounding_of
 from lp_runtime.model.kv_cache.batch import BatchedCache
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.slots import CacheSlot, SlotPool
+from lp_runtime.model.pass_inputs import Part
 from lp_runtime.model.pass_timer import PassTimer
 from lp_runtime.model.step_inputs import StepInputs, StepLogits
 from lp_runtime.model.view import view_of
@@ -34,7 +35,7 @@ from lp_runtime.utils.generators import result_of
 from lp_runtime.utils.tensors import tensor_on
 
 ATTENTIONS = ("sdpa", "eager")
-CAPACITY_UNIT = 1024  # tokens; with captured passes a slot's capacity is a multiple: a larger one is captured anew
+CAPACITY_UNIT = 1024  # tokens; with passes of fixed sizes a slot's capacity is a multiple, so that slots fit often
 
 
 class ModelRunner:
@@ -93,6 +94,7 @@ class ModelRunner:
         self.num_prefilled_tokens = 0
         self.slots = SlotPool(self.padded_capacity)
         self.graphs: GraphOptions | None = None
+        self._fixed: FixedPasses | None = None
         self.supports_batching = self.masks.is_own and strict_tokens is None
         self.timer = PassTimer(self.device) if self.device.type == "cuda" else None
 
@@ -102,7 +104,7 @@ class ModelRunner:
         """Capacity in tokens that a slot is allocated with so that `capacity` tokens fit."""
         capacity += self.strict_tokens or 0  # passes are filled up
         if self.graphs is not None:
-            capacity = -(-(capacity + SIZES[-1]) // CAPACITY_UNIT) * CAPACITY_UNIT
+            capacity = -(-capacity // CAPACITY_UNIT) * CAPACITY_UNIT
         return capacity
 
     @property
@@ -123,13 +125,22 @@ class ModelRunner:
             compiled: whether torch.compile compiles the model, once a size.
         """
         assert self.strict_tokens is None and self.masks.is_own
-        self.graphs = GraphOptions(capture, compiled)
-        self.slots.clear()
+        self.graphs, self._fixed = GraphOptions(capture, compiled), None
 
     def disable_graphs(self) -> None:
         """Feed trees in passes of any size from now on."""
-        self.graphs = None
-        self.slots.clear()
+        self.graphs = self._fixed = None
+
+    @property
+    def fixed_passes(self) -> FixedPasses | None:
+        """The passes of fixed sizes, made when first asked for; None if trees are fed in passes of any size."""
+        if self._fixed is None and self.graphs is not None:
+            self._fixed = self.make_passes(self.graphs)
+        return self._fixed
+
+    def make_passes(self, options: GraphOptions) -> FixedPasses:
+        """Return the passes of fixed sizes."""
+        return FixedPasses(self.model, self.masks, options, self.keeps_logits)
 
     # Prompts.
 
@@ -226,22 +237,20 @@ class ModelRunner:
         """
         slot, tree, nodes, wanted = inputs
         layout = lay_out(tree, nodes, wanted, slot.cache.length)
-        graphs = self._graphs_for(slot, len(nodes))
-        if graphs is None:
-            output = StepLogits(self._forward_layout(slot, layout))
-        else:
-            logits, presampled = graphs.forward(layout)
-            output = StepLogits(logits.float(), presampled)
+        found = self._forward_fixed([(slot.cache, layout)])
+        if found is None:
+            found = [StepLogits(self._forward_layout(slot, layout))]
         _commit(slot, tree, commit)
-        return output
+        return found[0]
 
-    def _graphs_for(self, slot: CacheSlot, num_tokens: int) -> CudaGraphRunner | None:
-        """Return a slot's passes of fixed sizes; None if a share of so many tokens is fed in a pass of any size."""
-        if self.graphs is None or num_tokens > SIZES[-1] or self.masks.hides(slot.cache.length + num_tokens):
+    def _forward_fixed(self, parts: Sequence[Part]) -> list[StepLogits] | None:
+        """Feed shares of several sequences in passes of fixed sizes; None if they must be fed in passes of any size."""
+        passes = self.fixed_passes
+        if passes is None or max(len(layout.tokens) for _, layout in parts) > SIZES[-1]:
             return None
-        if slot.graphs is None:
-            slot.graphs = CudaGraphRunner(self.model, slot.cache, *self.graphs)
-        return slot.graphs
+        if passes.prepare(parts) and self.timer is not None:
+            self.timer.start()  # again: the time of a capture is no pass's
+        return passes.forward(parts)
 
     def _forward_layout(self, slot: CacheSlot, layout: InputLayout) -> torch.Tensor:
         """Return [n, V] float32 logits of the wanted rows of a share, fed in passes of any size."""
@@ -261,19 +270,26 @@ class ModelRunner:
         if len(batch) == 1 or not self.supports_batching:
             return [self.forward(inputs) for inputs in batch]
         layouts = [lay_out(tree, nodes, wanted, slot.cache.length) for slot, tree, nodes, wanted in batch]
+        caches = [inputs.slot.cache for inputs in batch]
+        found = self._forward_fixed(list(zip(caches, layouts, strict=True)))
+        if found is None:
+            found = self._forward_together(caches, layouts)
+        for inputs in batch:
+            _commit(inputs.slot, inputs.tree, True)
+        return found
+
+    def _forward_together(self, caches: Sequence[TreeCache], layouts: Sequence[InputLayout]) -> list[StepLogits]:
+        """Feed shares of several sequences in one pass of any size."""
         sizes = [len(layout.tokens) for layout in layouts]
         num_padding = self._num_padding(sum(sizes))
         ids, positions, rows = (tensor_on(self.device, each) for each in concatenated(layouts, num_padding))
-        caches = [inputs.slot.cache for inputs in batch]
         masks = [
             self.masks.build(layout.parents, tensor_on(self.device, layout.positions), cache.length)
             for layout, cache in zip(layouts, caches, strict=True)
         ]
         batched = BatchedCache(caches, sizes, masks, num_padding)
         logits = self._forward(ids, positions, batched.mask, batched, rows)
-        for inputs in batch:
-            _commit(inputs.slot, inputs.tree, True)
-        return [StepLogits(each) for each in logits.split([len(inputs.wanted) for inputs in batch])]
+        return [StepLogits(each) for each in logits.split([len(layout.rows) for layout in layouts])]
 
     def _num_padding(self, num_tokens: int) -> int:
         """Return how many tokens are appended to a batch of so many; 0 where the device is no CPU."""

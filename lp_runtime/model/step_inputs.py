@@ -38,13 +38,17 @@ class StepInputs(NamedTuple):
 
 
 class StepLogits(NamedTuple):
-    """What a forward pass found.
+    """What a forward pass found; of a pass of a fixed size, valid until the next pass.
 
     Attributes:
         logits: [n, V] float32, of the wanted nodes.
         presampled: [n, width] int64, what greedy sampling picks from `logits`, packed as sampling/sampler.py says,
-            where a captured pass has computed it; valid until the next pass. None otherwise.
+            where a pass of a fixed size has computed it; else None.
     """
 
     logits: torch.Tensor
     presampled: torch.Tensor | None = None
+
+    def copy(self) -> StepLogits:
+        """Return what stays valid: a copy."""
+        return StepLogits(self.logits.clone(), None if self.presampled is None else self.presampled.clone())

@@ -42,9 +42,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lp_runtime.kernels import dispatch
-from lp_runtime.model.attention.tree_attention import attend_committed, attend_masked, merge
 from lp_runtime.model.optimize import fused_blocks, fusing
-from lp_runtime.sampling import sampler
+from support.stand_ins import KERNELS
 
 aten = torch.ops.aten
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -95,6 +94,7 @@ class Gpu(TorchDispatchMode):
     Attributes:
         waits: where the host waited for what was not known to be done, a line of the package for each.
         seconds_slept: that it was told to be busy for; no host waits for these.
+        sync_debug_mode: as torch.cuda.set_sync_debug_mode was told: with "error" no operation may wait for the device.
     """
 
     now: Gpu
@@ -103,6 +103,7 @@ class Gpu(TorchDispatchMode):
         super().__init__()
         self.waits: list[str] = []
         self.seconds_slept = 0.0
+        self.sync_debug_mode: int | str = 0
         self._queued = self._done = 0
         self._under_way: list[tuple[int, Callable[[], None]]] = []  # what happens when the host knows of something
         self._pinned: dict[int, torch.Tensor] = {}  # by address
@@ -135,9 +136,14 @@ class Gpu(TorchDispatchMode):
         if self._graph is not None:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
-    def wait(self, number: int | None = None) -> None:
-        """For what was queued, up to a number."""
+    def set_sync_debug_mode(self, mode: int | str) -> None:
+        self.sync_debug_mode = mode
+
+    def wait(self, number: int | None = None, is_asked_for: bool = False) -> None:
+        """For what was queued, up to a number; `is_asked_for` by the program, and not by an operation."""
         self.check_not_capturing()
+        if self.sync_debug_mode == "error" and not is_asked_for:
+            raise RuntimeError("called a synchronizing CUDA operation")
         number = self._queued if number is None else number
         if self.is_done(number):
             return
@@ -377,7 +383,7 @@ class Event:
         return Gpu.now.is_done(self._number)
 
     def synchronize(self) -> None:
-        Gpu.now.wait(self._number)
+        Gpu.now.wait(self._number, is_asked_for=True)
 
     def elapsed_time(self, other: Event) -> float:
         """Milliseconds."""
@@ -392,7 +398,7 @@ class Stream:
         pass
 
     def synchronize(self) -> None:
-        Gpu.now.wait()
+        Gpu.now.wait(is_asked_for=True)
 
     def wait_stream(self, other: Stream) -> None:
         pass
@@ -482,43 +488,6 @@ STAND_INS = {
 }
 
 
-def rotate_and_write(query, key, value, cos, sin, length, keys, values):
-    """Stand-in, as all that follow, of Triton's kernel of that name."""
-    size = query.shape[3]
-    assert all(each.stride()[2:] == (size, 1) for each in (query, key, value))
-    assert keys.is_contiguous() and values.is_contiguous()
-    slots = length + torch.arange(query.shape[1], device=query.device)
-    rotated, key = (fused_blocks.rotate(each, cos, sin) for each in (query, key))
-    keys.index_copy_(2, slots, key.transpose(1, 2))
-    values.index_copy_(2, slots, value.transpose(1, 2))
-    return rotated
-
-
-def attend(query, keys, values, mask, length, scale, num_processors):
-    assert query.stride(3) == 1 and keys.is_contiguous() and values.is_contiguous() and mask.is_contiguous()
-    num_tokens, num_heads = query.shape[2], keys.shape[1]
-    folded = query.reshape(1, num_heads, -1, query.shape[3])
-    slots = length + torch.arange(num_tokens, device=query.device)
-    tree = attend_masked(folded, keys.index_select(2, slots), values.index_select(2, slots), mask, scale)
-    committed = SimpleNamespace(length=length)
-    merged = merge(*attend_committed(folded, keys, values, committed, scale), *tree).to(query.dtype)
-    return merged.reshape(1, query.shape[1], num_tokens, -1).transpose(1, 2).contiguous()
-
-
-def gate(gate_up):
-    assert gate_up.is_contiguous()
-    first, second = gate_up.float().chunk(2, -1)
-    return (torch.nn.functional.silu(first) * second).to(gate_up.dtype)
-
-
-def pack_top_k(scores, first, num, no_token, margin_unit, max_margin):
-    assert scores.stride(1) == 1 and scores.dtype == torch.float32
-    ids, gaps = sampler.top_k(scores, num)
-    words = torch.nn.functional.pad((ids << 8) | gaps, (0, num % 2), value=no_token << 8)
-    return torch.cat([first[:, None], words[:, 0::2] | (words[:, 1::2] << 32)], dim=1)
-
-
-KERNELS = SimpleNamespace(rotate_and_write=rotate_and_write, attend=attend, gate=gate, pack_top_k=pack_top_k)
 CUDA = {
     "_lazy_init": lambda: None,
     "is_available": lambda: True,
@@ -535,12 +504,14 @@ CUDA = {
     "max_memory_allocated": lambda device=None: 0,
     "reset_peak_memory_stats": lambda device=None: None,
     "empty_cache": lambda: None,
-    "synchronize": lambda device=None: Gpu.now.wait(),
+    "synchronize": lambda device=None: Gpu.now.wait(is_asked_for=True),
     "current_stream": Stream,
     "stream": unchanged,
     "device": unchanged,
     "graph": capturing,
     "graph_pool_handle": object,
+    "get_sync_debug_mode": lambda: Gpu.now.sync_debug_mode,
+    "set_sync_debug_mode": lambda mode: Gpu.now.set_sync_debug_mode(mode),
     "CUDAGraph": Graph,
     "_sleep": lambda cycles: Gpu.now.sleep(cycles),
     "Event": Event,
