@@ -53,7 +53,7 @@ REQUESTS = {
     "a caller's processor": Request(PROMPT[7:], FIXED, 12, processors=(without_every_seventh,)),
 }
 POINTS = {"tokens": np.array([1, 16, 32]), "nanoseconds": np.array([1_000_000, 1_050_000, 1_200_000])}  # of steps
-ONCE = ("hf_settings.py: build_processors", "cuda_graph.py: _capture_pass")  # a request, or a size
+ONCE = ("hf_settings.py: build_processors", "cuda_graph.py: _capture", "cuda_graph.py: _refusing_waits")  # a request, or a size
 FEW = ("fixed", "sampled")
 
 
