@@ -53,7 +53,11 @@ REQUESTS = {
     "a caller's processor": Request(PROMPT[7:], FIXED, 12, processors=(without_every_seventh,)),
 }
 POINTS = {"tokens": np.array([1, 16, 32]), "nanoseconds": np.array([1_000_000, 1_050_000, 1_200_000])}  # of steps
-ONCE = ("hf_settings.py: build_processors", "cuda_graph.py: _capture", "cuda_graph.py: _refusing_waits")  # a request, or a size
+ONCE = (
+    "hf_settings.py: build_processors",
+    "cuda_graph.py: _capture",
+    "cuda_graph.py: _refusing_waits",
+)  # a request, or a size
 FEW = ("fixed", "sampled")
 
 
@@ -87,10 +91,12 @@ def steps_and_waits(gpu: Gpu, loop: Engine, name: str) -> tuple[list[int], int, 
     """A request's tokens, its steps, and how often the host waited, and where, but for what happens once a request or
     once for a size."""
     request = REQUESTS[name]
+    num_captures = len(Graph.captured)
     loop.prepare(request.lookahead)
     gpu.waits.clear()
     *runs, report = loop.run(request)
     waits = Counter(gpu.waits)
+    assert len(Graph.captured) == num_captures, "all was captured at start"
     for once in ONCE:
         del waits[once]
     return [token for run in runs for token in run.token_ids], report.num_steps, waits

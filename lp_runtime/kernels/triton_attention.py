@@ -38,7 +38,7 @@ PROGRAMS_PER_PROCESSOR = 2  # so many hide each other's latency on a multiproces
 NO_LIMIT = tl.constexpr((1 << 31) - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["column"])
 def _rotate_and_write(
     query, key, value, cos, sin, owners, table, rotated,
     query_stride, key_stride, value_stride, column,
@@ -128,7 +128,7 @@ def _rotate_and_write_shapes(query: torch.Tensor, *args: object) -> torch.Tensor
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["column"])
 def _write(
     states, owners, table, token_stride, head_stride, column,
     WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
@@ -165,12 +165,12 @@ def write(key: torch.Tensor, value: torch.Tensor, owners: torch.Tensor, table: t
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_words", "num_parts", "column"])  # few variants are compiled
 def _attend_part(
     query, lowest, positions, words, table, output, total,
-    scale, num_tokens, token_stride, head_stride, column,
-    WIDTH: tl.constexpr, NUM_ROWS: tl.constexpr, BLOCK_TABLE: tl.constexpr, NUM_WORDS: tl.constexpr,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, NUM_PARTS: tl.constexpr,
+    scale, num_tokens, num_words, num_parts, token_stride, head_stride, column,
+    WIDTH: tl.constexpr, NUM_ROWS: tl.constexpr, BLOCK_TABLE: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, HAS_PARTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Attend to one part of a sequence's keys; a program for each key/value head, each part and each tile.
@@ -197,7 +197,7 @@ def _attend_part(
         begin = tl.minimum(tl.min(low, 0), num_committed)
         num_keys = num_committed + num_own
         num_keys = tl.where(capacity > 0, num_keys, begin)  # padding sees nothing
-        part_size = tl.cdiv(tl.cdiv(num_keys - begin, NUM_PARTS), BLOCK_KEYS) * BLOCK_KEYS
+        part_size = tl.cdiv(tl.cdiv(num_keys - begin, num_parts), BLOCK_KEYS) * BLOCK_KEYS
         end = tl.minimum(begin + (part + 1) * part_size, num_keys)
 
         dims = tl.arange(0, BLOCK_SIZE)
@@ -224,7 +224,7 @@ def _attend_part(
                 is_tree = is_key & (place >= 0)
                 at = tl.load(positions + first + place, mask=is_tree, other=0).to(tl.int32)
                 at = tl.where(is_tree, at, slots)
-                word_places = token[:, None] * (2 * NUM_WORDS) + (place >> 5)[None, :]
+                word_places = token[:, None] * (2 * num_words) + (place >> 5)[None, :]
                 word = tl.load(half_words + word_places, mask=is_row[:, None] & is_tree[None, :], other=-1)
                 is_ancestor = ((word >> (place & 31)[None, :]) & 1) != 0
                 seen = is_key[None, :] & (at[None, :] >= low[:, None]) & is_ancestor
@@ -245,19 +245,19 @@ def _attend_part(
         places = (part * num_tokens + token).to(tl.int64) * num_heads * GROUPS + query_head
         sums = sums / weight_sum[:, None]
         tl.store(output + places[:, None] * SIZE + dims[None, :], sums, mask=is_row[:, None] & inside[None, :])
-        if NUM_PARTS > 1:
+        if HAS_PARTS:
             tl.store(total + places, tl.where(is_empty, float("-inf"), largest + tl.log(weight_sum)), mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def _merge_parts(
-    outputs, totals, merged, num_rows,
-    SIZE: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    outputs, totals, merged, num_rows, num_parts,
+    SIZE: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one row, a token's query with one head; a program for each row. Empty parts are not read."""
     row = tl.program_id(0).to(tl.int64)
     parts, dims = tl.arange(0, BLOCK_PARTS), tl.arange(0, BLOCK_SIZE)
-    total = tl.load(totals + parts * num_rows + row, mask=parts < NUM_PARTS, other=float("-inf"))
+    total = tl.load(totals + parts * num_rows + row, mask=parts < num_parts, other=float("-inf"))
     has_keys, inside = total > float("-inf"), dims < SIZE
     largest = tl.max(total, 0)
     weights = tl.exp(total - tl.where(largest == float("-inf"), 0.0, largest))
@@ -309,16 +309,16 @@ def attend(
     total = torch.empty(shape, dtype=torch.float32, device=query.device)
     _attend_part[(num_heads, num_parts, num_tiles + min(num_rows, num_tokens) - 1)](
         query, lowest, positions, words, table, output, total,
-        scale, num_tokens, query.stride(2), query.stride(1), HEADER + 2 * layer,
+        scale, num_tokens, words.shape[1], num_parts, query.stride(2), query.stride(1), HEADER + 2 * layer,
         WIDTH=table.shape[1], NUM_ROWS=num_rows, BLOCK_TABLE=triton.next_power_of_2(num_rows),
-        NUM_WORDS=words.shape[1], GROUPS=groups, SIZE=size, NUM_PARTS=num_parts,
+        GROUPS=groups, SIZE=size, HAS_PARTS=num_parts > 1,
         num_stages=2, num_warps=num_warps(block), **block,
     )  # fmt: skip
     if num_parts > 1:
         count, block_parts = num_tokens * num_queries, triton.next_power_of_2(num_parts)
         _merge_parts[(count,)](
-            output, total, result, count,
-            SIZE=size, NUM_PARTS=num_parts, BLOCK_PARTS=block_parts, BLOCK_SIZE=block["BLOCK_SIZE"],
+            output, total, result, count, num_parts,
+            SIZE=size, BLOCK_PARTS=block_parts, BLOCK_SIZE=block["BLOCK_SIZE"],
             num_warps=max(1, min(4, block_parts * block["BLOCK_SIZE"] // MERGED_BY_WARP)),
         )  # fmt: skip
     return result

@@ -11,30 +11,31 @@ Letters: B tokens of a pass, padding included, n wanted rows, V vocabulary.
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lp_runtime.errors import ModelError, first_line
 from lp_runtime.kernels.dispatch import kernels_for, on
 from lp_runtime.model.attention.mask import MaskBuilder
 from lp_runtime.model.attention.tree_attention import NAME
+from lp_runtime.model.graph_capture import GraphCapture
 from lp_runtime.model.hf_config import attention_of
 from lp_runtime.model.kv_cache.device import DeviceCache
 from lp_runtime.model.pass_inputs import Part, PassInputs, compile_pass_inputs
 from lp_runtime.model.step_inputs import StepLogits
 from lp_runtime.sampling.sampler import sample_greedily
 
+log = logging.getLogger(__name__)
+
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+MIN_LARGEST = 256  # tokens: passes of so many are captured, or none are
 MAX_SEQUENCES = 16  # of a pass; a larger batch takes several
 MAX_COMPILED = 4 * len(SIZES)  # torch.compile's recompile limit: every size, with one sequence and with several
-# Before a capture: libraries initialize themselves in the first pass, and the second must not wait for the device.
-NUM_WARM_UPS = 2
-WAITS = "a pass waits for the device, and cannot be captured"
 
 
 class GraphOptions(NamedTuple):
@@ -90,7 +91,7 @@ class FixedPasses:
         keeps_logits: whether the model takes `logits_to_keep`.
 
     Attributes:
-        num_captures: graphs captured so far.
+        max_tokens: a share of more tokens is fed in a pass of any size.
     """
 
     def __init__(self, model: PreTrainedModel, masks: MaskBuilder, options: GraphOptions, keeps_logits: bool):
@@ -102,17 +103,20 @@ class FixedPasses:
         self._kernels: Any = kernels_for(self._device)
         on_gpu = self._device.type == "cuda"
         self._num_processors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 1
-        self._pool = torch.cuda.graph_pool_handle() if options.capture else None
-        # One for all captures: cuBLAS keeps a workspace for each stream that it has worked on.
-        self._stream = torch.cuda.Stream(self._device) if options.capture else None
+        self._capture = GraphCapture(self._device) if options.capture else None
         self._passes: dict[tuple[int, int], FixedPass] = {}
-        self.num_captures = 0
+        self.max_tokens = SIZES[-1]
+
+    @property
+    def num_captures(self) -> int:
+        """Graphs captured so far."""
+        return 0 if self._capture is None else self._capture.count
 
     def make(self, num_tokens: int, num_sequences: int) -> bool:
         """Make and capture now the pass that feeds so many tokens of so many sequences.
 
         Args:
-            num_tokens: 1 to SIZES[-1].
+            num_tokens: 1 to `max_tokens`.
             num_sequences: 1 to MAX_SEQUENCES.
 
         Returns:
@@ -128,26 +132,50 @@ class FixedPasses:
         inputs = PassInputs(*key, self._num_layers, masks.limits_by_kind, masks.by_kind, self._device)
         cache = DeviceCache(self._num_layers, inputs.device_inputs, self._kernels, self._num_processors)
         one = FixedPass(inputs, cache)
-        if self._options.capture:
-            with on(self._device):
-                self._capture(one)
+        if self._capture is not None:
+            inputs.fill(())  # padding alone: no cache is touched
+            one.replay = self._capture.capture(lambda: self.run_pass(one))
         self._passes[key] = one
         return True
 
+    def make_all(self, with_batches: bool) -> Iterator[tuple[int, int]]:
+        """Make all passes, the largest first, so that the others find memory that it has used.
+
+        Sizes above MIN_LARGEST for which memory does not suffice are left out: `max_tokens` is lowered.
+
+        Args:
+            with_batches: whether several sequences are ever fed in one pass.
+
+        Yields:
+            (tokens, sequences) of each pass that was made: the most that it takes.
+        """
+        for size in reversed(SIZES):
+            for num_sequences in (1, MAX_SEQUENCES) if with_batches and size > 1 else (1,):
+                try:
+                    self.make(size, num_sequences)
+                except torch.OutOfMemoryError:
+                    if size <= MIN_LARGEST:
+                        raise
+                    self.max_tokens = SIZES[SIZES.index(size) - 1]
+                    torch.cuda.empty_cache()
+                    log.warning("memory does not suffice for passes of %d tokens; larger trees are slower", size)
+                    break
+                yield size, min(size, num_sequences)
+
     def prepare(self, parts: Sequence[Part]) -> bool:
         """Make the passes that feed some parts; return whether any had to be made."""
-        return any([self.make(_num_tokens(chunk), len(chunk)) for chunk in _chunks(parts)])
+        return any([self.make(_num_tokens(chunk), len(chunk)) for chunk in self._chunks(parts)])
 
     def forward(self, parts: Sequence[Part]) -> list[StepLogits]:
         """Feed a share of a tree of each of some sequences, behind their committed tokens.
 
         Args:
-            parts: at least one, of at most SIZES[-1] tokens each.
+            parts: at least one, of at most `max_tokens` tokens each.
 
         Returns:
             logits and what greedy sampling picks from them, valid until the next pass, for each part.
         """
-        chunks = _chunks(parts)
+        chunks = self._chunks(parts)
         if len(chunks) == 1:
             return self._forward(parts)
         return [found.copy() for chunk in chunks for found in self._forward(chunk)]
@@ -167,6 +195,15 @@ class FixedPasses:
         ends = np.cumsum([len(layout.rows) for _, layout in parts]).tolist()
         rows = [slice(*each) for each in zip([0, *ends], ends, strict=False)]
         return [StepLogits(one.logits[each], one.presampled[each]) for each in rows]
+
+    def _chunks(self, parts: Sequence[Part]) -> list[list[Part]]:
+        """Return parts in groups that fit into a pass each."""
+        chunks: list[list[Part]] = []
+        for part in parts:
+            if not chunks or len(chunks[-1]) == MAX_SEQUENCES or _num_tokens([*chunks[-1], part]) > self.max_tokens:
+                chunks.append([])
+            chunks[-1].append(part)
+        return chunks
 
     def run_pass(self, one: FixedPass) -> None:
         """Run a pass; sets its `logits` and `presampled`."""
@@ -188,77 +225,12 @@ class FixedPasses:
         one.logits = logits.float()
         one.presampled = sample_greedily(one.logits, self._kernels)
 
-    def _capture(self, one: FixedPass) -> None:
-        """Capture a pass, which consists of padding until it is filled."""
-        one.inputs.fill(())
-        device, stream = self._device, self._stream
-        current = torch.cuda.current_stream(device)
-        assert stream is not None
-        stream.wait_stream(current)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):  # torch itself leaves its own stream current where a capture fails
-            for _ in range(NUM_WARM_UPS - 1):
-                self.run_pass(one)
-            with _refusing_waits(device):
-                self.run_pass(one)
-            # Other threads may use the device meanwhile.
-            with (
-                self._closing_pool(),
-                torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
-            ):
-                self.run_pass(one)
-        current.wait_stream(stream)
-        one.replay = graph.replay
-        self.num_captures += 1
-
-    @contextmanager
-    def _closing_pool(self) -> Iterator[None]:
-        """Have a capture that fails leave no pool behind that takes what is allocated later; torch leaves it open.
-
-        Raises:
-            ModelError: if the capture fails.
-        """
-        try:
-            yield
-        except Exception as error:
-            with suppress(Exception):  # it may be closed already
-                torch.cuda.memory._cuda_endAllocateToPool(self._device.index, self._pool)  # type: ignore
-            raise ModelError(f"a pass cannot be captured: {first_line(error)}") from error
-
 
 def _num_tokens(parts: Sequence[Part]) -> int:
     """Return the number of tokens that are fed of all parts together."""
     return sum(len(layout.tokens) for _, layout in parts)
 
 
-def _chunks(parts: Sequence[Part]) -> list[list[Part]]:
-    """Return parts, each of at most SIZES[-1] tokens, in groups that fit into a pass each."""
-    chunks: list[list[Part]] = []
-    for part in parts:
-        if not chunks or len(chunks[-1]) == MAX_SEQUENCES or _num_tokens([*chunks[-1], part]) > SIZES[-1]:
-            chunks.append([])
-        chunks[-1].append(part)
-    return chunks
-
-
 def _key(num_tokens: int, num_sequences: int) -> tuple[int, int]:
     """Return (size, sequences) of the pass that feeds so many tokens of so many sequences."""
     return SIZES[bisect.bisect_left(SIZES, num_tokens)], 1 if num_sequences == 1 else MAX_SEQUENCES
-
-
-@contextmanager
-def _refusing_waits(device: torch.device) -> Iterator[None]:
-    """Refuse what waits for the device, for the duration of a `with` block.
-
-    Raises:
-        ModelError: if something has waited, or failed.
-    """
-    torch.cuda.current_stream(device).synchronize()
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    except Exception as error:
-        raise ModelError(f"{WAITS}: {first_line(error)}") from error
-    finally:
-        torch.cuda.set_sync_debug_mode(before)

@@ -20,10 +20,11 @@ from lp_runtime.model.attention.mask import CHUNKED, LayerMasks, MaskBuilder
 from lp_runtime.model.attention.strict import NAME as STRICT
 from lp_runtime.model.attention.strict_passes import strict_passes
 from lp_runtime.model.attention.tree_attention import NAME as TREE
-from lp_runtime.model.cuda_graph import SIZES, FixedPasses, GraphOptions
+from lp_runtime.model.batch_inputs import batch_inputs
+from lp_runtime.model.cuda_graph import FixedPasses, GraphOptions
 from lp_runtime.model.families import check_family
 from lp_runtime.model.hf_config import attention_of, context_length, of_text_model, takes_attention
-from lp_runtime.model.inputs import InputLayout, compile_layout, concatenated, lay_out, rounding_of
+from lp_runtime.model.inputs import InputLayout, compile_layout, lay_out
 from lp_runtime.model.kv_cache.batch import BatchedCache
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.slots import CacheSlot, SlotPool
@@ -228,25 +229,25 @@ class ModelRunner:
     # Trees.
 
     @torch.inference_mode()
-    def forward(self, inputs: StepInputs, commit: bool = True) -> StepLogits:
+    def forward(self, inputs: StepInputs, commit: bool = True, any_size: bool = False) -> StepLogits:
         """Feed a share of a tree.
 
         Args:
             inputs: the share.
+            any_size: whether it is fed in a pass of any size, even where it could be fed in one of a fixed size.
             commit: whether the tree's pending tokens are committed; False to feed another share of the tree next.
         """
         slot, tree, nodes, wanted = inputs
         layout = lay_out(tree, nodes, wanted, slot.cache.length)
-        found = self._forward_fixed([(slot.cache, layout)])
-        if found is None:
-            found = [StepLogits(self._forward_layout(slot, layout))]
+        found = None if any_size else self._forward_fixed([(slot.cache, layout)])
+        output = StepLogits(self._forward_layout(slot, layout)) if found is None else found[0]
         _commit(slot, tree, commit)
-        return found[0]
+        return output
 
     def _forward_fixed(self, parts: Sequence[Part]) -> list[StepLogits] | None:
         """Feed shares of several sequences in passes of fixed sizes; None if they must be fed in passes of any size."""
         passes = self.fixed_passes
-        if passes is None or max(len(layout.tokens) for _, layout in parts) > SIZES[-1]:
+        if passes is None or max(len(layout.tokens) for _, layout in parts) > passes.max_tokens:
             return None
         if passes.prepare(parts) and self.timer is not None:
             self.timer.start()  # again: the time of a capture is no pass's
@@ -264,36 +265,32 @@ class ModelRunner:
         return self._forward(ids, positions, mask, slot.cache, rows)
 
     @torch.inference_mode()
-    def forward_batch(self, batch: Sequence[StepInputs]) -> list[StepLogits]:
-        """Feed a tree of each of several sequences, in one pass where the model `supports_batching`, and commit their
-        pending tokens. One sequence is fed as by `forward`."""
-        if len(batch) == 1 or not self.supports_batching:
-            return [self.forward(inputs) for inputs in batch]
+    def forward_batch(self, batch: Sequence[StepInputs], commit: bool = True) -> list[StepLogits]:
+        """Feed a tree of each of several sequences, in one pass where the model `supports_batching`.
+
+        One sequence is fed as by `forward`.
+
+        Args:
+            batch: the shares.
+            commit: as in `forward`.
+        """
+        if len(batch) == 1:
+            return [self.forward(batch[0], commit)]
+        if not self.supports_batching:  # what a pass of a fixed size has found is gone after the next one
+            return [self.forward(inputs, commit).copy() for inputs in batch]
         layouts = [lay_out(tree, nodes, wanted, slot.cache.length) for slot, tree, nodes, wanted in batch]
         caches = [inputs.slot.cache for inputs in batch]
-        found = self._forward_fixed(list(zip(caches, layouts, strict=True)))
-        if found is None:
-            found = self._forward_together(caches, layouts)
+        fixed = self._forward_fixed(list(zip(caches, layouts, strict=True)))
+        found = self._forward_together(caches, layouts) if fixed is None else fixed
         for inputs in batch:
-            _commit(inputs.slot, inputs.tree, True)
+            _commit(inputs.slot, inputs.tree, commit)
         return found
 
     def _forward_together(self, caches: Sequence[TreeCache], layouts: Sequence[InputLayout]) -> list[StepLogits]:
         """Feed shares of several sequences in one pass of any size."""
-        sizes = [len(layout.tokens) for layout in layouts]
-        num_padding = self._num_padding(sum(sizes))
-        ids, positions, rows = (tensor_on(self.device, each) for each in concatenated(layouts, num_padding))
-        masks = [
-            self.masks.build(layout.parents, tensor_on(self.device, layout.positions), cache.length)
-            for layout, cache in zip(layouts, caches, strict=True)
-        ]
-        batched = BatchedCache(caches, sizes, masks, num_padding)
+        ids, positions, rows, batched = batch_inputs(caches, layouts, self.masks, self.device)
         logits = self._forward(ids, positions, batched.mask, batched, rows)
         return [StepLogits(each) for each in logits.split([len(layout.rows) for layout in layouts])]
-
-    def _num_padding(self, num_tokens: int) -> int:
-        """Return how many tokens are appended to a batch of so many; 0 where the device is no CPU."""
-        return -num_tokens % rounding_of(num_tokens) if self.device.type == "cpu" else 0
 
     def num_passes(self, num_tokens: int) -> int:
         """Return the number of forward passes that feed this many tokens of a tree."""

@@ -23,8 +23,9 @@ from lp_runtime.kernels import triton_gpu as kernels
 TYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 POINTERS = "query key value states output total outputs totals merged rotated cos sin gate_up scores"
 INTEGERS = "owners table lowest positions words"
-WHOLE = "num_tokens num_found num_rows token_stride head_stride query_stride key_stride value_stride column size"
-ALIGNED = "token_stride head_stride query_stride key_stride value_stride size"  # multiples of 16, as they are
+STRIDES = "token_stride head_stride query_stride key_stride value_stride"
+WHOLE = f"num_tokens num_words num_parts num_found num_rows column size {STRIDES}"
+ALIGNED = f"{STRIDES} size"  # multiples of 16, as they are
 
 
 def compile_kernel(kernel, capability: int, dtype: str, others: dict[str, str], constants: dict, **options: int) -> str:
@@ -63,12 +64,9 @@ def main(capabilities: list[int]) -> None:
         ):
             blocks = attention.blocks(tokens * groups, size, TYPES[dtype])
             for num_parts, num_rows in ((8, 2), (1, 2)) if tokens == 1 else ((8, 2), (8, 17)):
-                constants = {"GROUPS": groups, "SIZE": size, "NUM_PARTS": num_parts, **blocks, "WIDTH": 68}
+                constants = {"GROUPS": groups, "SIZE": size, "HAS_PARTS": num_parts > 1, **blocks, "WIDTH": 68}
                 constants |= {"NUM_ROWS": num_rows, "BLOCK_TABLE": 32 if num_rows > 2 else 2}
-                constants["NUM_WORDS"] = -(-tokens // 64)
                 others = {"output": "*fp32" if num_parts > 1 else f"*{dtype}", "total": "*fp32"}
-                if tokens == 1:  # which Triton takes for a constant, too
-                    constants["num_tokens"] = 1
                 print(
                     compile_kernel(
                         attention._attend_part,
@@ -80,7 +78,7 @@ def main(capabilities: list[int]) -> None:
                         num_warps=attention.num_warps(blocks),
                     )
                 )
-        merged = {"SIZE": 128, "NUM_PARTS": 33, "BLOCK_PARTS": 64, "BLOCK_SIZE": 128}
+        merged = {"SIZE": 128, "BLOCK_PARTS": 64, "BLOCK_SIZE": 128}
         others = {"outputs": "*fp32", "totals": "*fp32"}
         print(compile_kernel(attention._merge_parts, capability, "bf16", others, merged, num_warps=4))
         heads = {"WIDTH": 68, "QUERY_HEADS": 32, "KEY_HEADS": 8, "HALF": 64, "BLOCK": 64}

@@ -307,8 +307,13 @@ class ByHost(TorchFunctionMode):
 
 
 class Graph:
-    """A CUDA graph."""
+    """A CUDA graph.
 
+    Attributes:
+        captured: all that were captured so far, in order.
+    """
+
+    captured: list[Graph] = []
     by_pool: dict[object, list[Graph]] = {}
 
     def __init__(self):
@@ -338,6 +343,7 @@ class Graph:
         self._before = []
         self._spoil()
         Graph.by_pool.setdefault(self.pool, []).append(self)
+        Graph.captured.append(self)
 
     def _spoil(self) -> None:
         """What is still seen of what was made holds nothing any longer."""
@@ -405,7 +411,7 @@ class Stream:
 
 
 @contextlib.contextmanager
-def capturing(graph: Graph, pool: object = None, **others: object) -> Iterator[None]:
+def capturing(graph: Graph, pool: object = None, stream: object = None, **others: object) -> Iterator[None]:
     """torch.cuda.graph"""
     gpu = Gpu.now
     gpu.wait()
@@ -562,3 +568,4 @@ def simulated_gpu() -> Iterator[Gpu]:
         torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
         dispatch._can_run.cache_clear()
         Graph.by_pool.clear()
+        Graph.captured.clear()
