@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,9 +22,10 @@ from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.distributed.group import Group
 from lp_runtime.engine.calibration import Calibration, Measured, StepMeasurement
 from lp_runtime.engine.engine import Arrival, Engine
+from lp_runtime.engine.output import Report
 from lp_runtime.engine.replica import ready_model
 from lp_runtime.engine.request import Request
-from lp_runtime.model import self_check
+from lp_runtime.model import cuda_graph, self_check
 from lp_runtime.model.loader import load_model
 from lp_runtime.model.runner import ModelRunner
 
@@ -59,11 +63,22 @@ ONCE = (
     "cuda_graph.py: _refusing_waits",
 )  # a request, or a size
 FEW = ("fixed", "sampled")
+SAMPLING = ("sampler.py", "gumbel.py", "processors.py", "hf_settings.py")  # what samples
+SIZES = (1, 4, 8, 16, 32, 64, 128)  # of captured passes
+
+
+@contextmanager
+def gpu_of_few_sizes() -> Iterator[Gpu]:
+    """A simulated GPU on which passes of few sizes are captured, as each takes a while here."""
+    with simulated_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_graph, "SIZES", SIZES)
+        patch.setattr(cuda_graph, "MIN_LARGEST", SIZES[-1])
+        yield gpu
 
 
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[Gpu]:
-    with simulated_gpu() as gpu:
+    with gpu_of_few_sizes() as gpu:
         yield gpu
 
 
@@ -140,7 +155,7 @@ def test_requests_together(gpu, model, expected):
 
 def on_a_rank(rank: int, num_replicas: int) -> dict[str, tuple[list[int], int, Counter]]:
     """`steps_and_waits` of a few requests. The collective is given what is on the GPU, as NCCL would be."""
-    with simulated_gpu() as gpu:
+    with gpu_of_few_sizes() as gpu:
         model, _ = ready_model(RuntimeConfig(dtype="float32"), CUDA)
         return {name: steps_and_waits(gpu, loop_of(model, rank, num_replicas), name) for name in FEW}
 
@@ -250,3 +265,41 @@ def test_a_graph_computes_when_it_is_replayed(gpu):
     other.replay()
     assert made.isnan().all()  # their memory is shared
     assert type(made) is Tensor
+
+
+SAMPLING = ("sampler.py", "gumbel.py", "processors.py", "hf_settings.py")  # what samples has launches of its own
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_nothing_is_launched_outside_of_graphs(gpu, model, name):
+    """But for what the prompt takes, and what samples where that is not what a captured pass samples."""
+    loop = loop_of(model)
+    loop.prepare(REQUESTS[name].lookahead)
+    launches = []
+    for num_tokens in (1, REQUESTS[name].max_new_tokens):
+        gpu.launches.clear()
+        *_, report = loop.run(replace(REQUESTS[name], max_new_tokens=num_tokens))
+        launches.append(gpu.launches.copy())
+    steps = launches[1] - launches[0]
+    assert report.num_steps > 3 and all(place.startswith(SAMPLING) for place in steps)
+    if name in ("greedy", "fixed", "one token a step"):
+        assert not steps
+
+
+def test_a_server_s_load_captures_nothing(gpu, model):
+    """Requests of many lengths and kinds come and go, slots grow, batches have any number of sequences."""
+    rng = random.Random(0)
+    loop = loop_of(model)
+    loop.prepare(FIXED)
+    num_captures, arrivals = len(Graph.captured), {}
+    for number in range(1, 20):
+        tokens = tuple(rng.randrange(300, 400) for _ in range(rng.choice((3, 40, 600))))
+        sampling = SamplingConfig(temperature=0.7, top_p=0.9, seed=number) if number % 3 == 0 else SamplingConfig()
+        arrivals[number] = [
+            Arrival(number, Request(tokens, FIXED, rng.choice((2, 9, 500)) // 5 + 1, sampling=sampling))
+        ]
+    gpu.waits.clear()
+    found = decode_batch(loop, arrivals)
+    assert all(len(tokens) > 0 and isinstance(report, Report) for tokens, _, report in found.values())
+    assert len(Graph.captured) == num_captures
+    assert set(gpu.waits) <= {"exchange.py: finish", *ONCE}

@@ -24,11 +24,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import subprocess
+import sys
 import tempfile
 import threading
 import time
-import traceback
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,6 +95,8 @@ class Gpu(TorchDispatchMode):
     Attributes:
         waits: where the host waited for what was not known to be done, a line of the package for each.
         seconds_slept: that it was told to be busy for; no host waits for these.
+        launches: how many operations were launched one by one, outside of graphs, by the line of the package.
+        num_replays: graphs that were launched.
         sync_debug_mode: as torch.cuda.set_sync_debug_mode was told: with "error" no operation may wait for the device.
     """
 
@@ -104,6 +107,8 @@ class Gpu(TorchDispatchMode):
         self.waits: list[str] = []
         self.seconds_slept = 0.0
         self.sync_debug_mode: int | str = 0
+        self.launches: Counter[str] = Counter()
+        self.num_replays = 0
         self._queued = self._done = 0
         self._under_way: list[tuple[int, Callable[[], None]]] = []  # what happens when the host knows of something
         self._pinned: dict[int, torch.Tensor] = {}  # by address
@@ -148,8 +153,7 @@ class Gpu(TorchDispatchMode):
         if self.is_done(number):
             return
         self._done = number
-        frames = [each for each in traceback.extract_stack() if each.filename.startswith(str(PACKAGE))]
-        self.waits.append(f"{Path(frames[-1].filename).name}: {frames[-1].name}" if frames else "elsewhere")
+        self.waits.append(_place())
         done = [happen for at, happen in self._under_way if at <= number]
         self._under_way = [each for each in self._under_way if each[0] > number]
         for happen in done:
@@ -200,7 +204,7 @@ class Gpu(TorchDispatchMode):
             raise RuntimeError(f"{name}: Expected a 'cuda' device type for generator but found 'cpu'")
         return self._compute(STAND_INS.get(name, function), function, args, kwargs, name)
 
-    def _compute(self, compute, function, args, kwargs, name: str):
+    def _compute(self, compute, function, args, kwargs, name: str, is_launch: bool = True):
         ours = [each for each in _tensors((args, kwargs)) if isinstance(each, Tensor)]
         normal = {_address(each.memory) for each in ours if not each.is_inference()}
         args, kwargs = _changed(_on_host, (args, kwargs))
@@ -225,6 +229,10 @@ class Gpu(TorchDispatchMode):
                 return Tensor(value)
 
         ours = _changed(tensor_of, made)
+        given = set(map(_address, _tensors((args, kwargs))))
+        is_view = not written and all(_address(each) in given for each in _tensors(made))
+        if self._graph is None and is_launch and not is_view and name not in MAKE_EMPTY:
+            self.launches[_place()] += 1
         if self._graph is not None:
             self._graph.record(compute, args, kwargs, made, ours)
         return ours
@@ -267,7 +275,7 @@ class Gpu(TorchDispatchMode):
         is_behind = non_blocking and self._is_pinned(host) and is_alike
         if to_gpu:
             function = aten.copy_.default
-            self._compute(function, function, (target, Tensor(source)), {}, "copy_")
+            self._compute(function, function, (target, Tensor(source)), {}, "copy_", is_launch=False)
             copied = source.clone()
 
             def happen() -> None:
@@ -362,6 +370,7 @@ class Graph:
                     if result is not None:
                         result.copy_(value)
         Gpu.now.queue()
+        Gpu.now.num_replays += 1
 
 
 class Generator(torch.Generator):
@@ -398,7 +407,15 @@ class Event:
 
 
 class Stream:
-    """There is one, whatever is asked for."""
+    """There is one, whatever is asked for; which one is current is known.
+
+    Attributes:
+        of_device: the one that is current at first.
+        current: the one that is current now.
+    """
+
+    of_device: Stream
+    current: Stream
 
     def __init__(self, device: object = None):
         pass
@@ -410,24 +427,48 @@ class Stream:
         pass
 
 
+Stream.of_device = Stream.current = Stream()
+
+
+@contextlib.contextmanager
+def made_current(stream: Stream) -> Iterator[None]:
+    """torch.cuda.stream"""
+    before, Stream.current = Stream.current, stream
+    try:
+        yield
+    finally:
+        Stream.current = before
+
+
 @contextlib.contextmanager
 def capturing(graph: Graph, pool: object = None, stream: object = None, **others: object) -> Iterator[None]:
     """torch.cuda.graph"""
-    gpu = Gpu.now
+    gpu, before = Gpu.now, Stream.current
     gpu.wait()
     graph.pool = pool or graph
     gpu._graph = graph
+    if stream is not None:  # torch makes it current, and leaves it so if the capture fails
+        Stream.current = stream
     try:
         yield
     finally:
         gpu._graph = None
     graph.end()
+    Stream.current = before
 
 
 @contextlib.contextmanager
 def unchanged(*args: object) -> Iterator[None]:
-    """A context of a device or a stream: there is one."""
+    """A context of a device: there is one."""
     yield
+
+
+def _place() -> str:
+    """The innermost function of the package that is being called."""
+    frame = sys._getframe()
+    while frame is not None and not frame.f_code.co_filename.startswith(str(PACKAGE)):
+        frame = frame.f_back
+    return "elsewhere" if frame is None else f"{Path(frame.f_code.co_filename).name}: {frame.f_code.co_name}"
 
 
 def _leaves(value) -> Iterator[object]:
@@ -511,8 +552,8 @@ CUDA = {
     "reset_peak_memory_stats": lambda device=None: None,
     "empty_cache": lambda: None,
     "synchronize": lambda device=None: Gpu.now.wait(is_asked_for=True),
-    "current_stream": Stream,
-    "stream": unchanged,
+    "current_stream": lambda device=None: Stream.current,
+    "stream": made_current,
     "device": unchanged,
     "graph": capturing,
     "graph_pool_handle": object,
