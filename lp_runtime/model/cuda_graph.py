@@ -89,21 +89,31 @@ class FixedPasses:
         masks: knows the model's kinds of layers.
         options: whether passes are captured, and whether the model is compiled.
         keeps_logits: whether the model takes `logits_to_keep`.
+        refuses_waits: see GraphCapture.
 
     Attributes:
+        options: as given.
         max_tokens: a share of more tokens is fed in a pass of any size.
     """
 
-    def __init__(self, model: PreTrainedModel, masks: MaskBuilder, options: GraphOptions, keeps_logits: bool):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        masks: MaskBuilder,
+        options: GraphOptions,
+        keeps_logits: bool,
+        refuses_waits: bool = True,
+    ):
         compile_pass_inputs()
         self._model = torch.compile(model, dynamic=False) if options.compiled else model
-        self._options, self._masks, self._keeps_logits = options, masks, keeps_logits
+        self.options, self._masks, self._keeps_logits = options, masks, keeps_logits
         self._num_layers: int = model.config.get_text_config().num_hidden_layers
         self._device: torch.device = model.device
         self._kernels: Any = kernels_for(self._device)
         on_gpu = self._device.type == "cuda"
         self._num_processors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 1
-        self._capture = GraphCapture(self._device) if options.capture else None
+        self._refuses_waits = refuses_waits
+        self._capture: GraphCapture | None = None  # made by the first capture
         self._passes: dict[tuple[int, int], FixedPass] = {}
         self.max_tokens = SIZES[-1]
 
@@ -132,7 +142,8 @@ class FixedPasses:
         inputs = PassInputs(*key, self._num_layers, masks.limits_by_kind, masks.by_kind, self._device)
         cache = DeviceCache(self._num_layers, inputs.device_inputs, self._kernels, self._num_processors)
         one = FixedPass(inputs, cache)
-        if self._capture is not None:
+        if self.options.capture:
+            self._capture = self._capture or GraphCapture(self._device, self._refuses_waits)
             inputs.fill(())  # padding alone: no cache is touched
             one.replay = self._capture.capture(lambda: self.run_pass(one))
         self._passes[key] = one
@@ -209,7 +220,7 @@ class FixedPasses:
         """Run a pass; sets its `logits` and `presampled`."""
         inputs = one.inputs
         # Every size is compiled by itself; beyond its limit torch runs eagerly, without saying so.
-        limit = torch._dynamo.config.patch(recompile_limit=MAX_COMPILED) if self._options.compiled else nullcontext()
+        limit = torch._dynamo.config.patch(recompile_limit=MAX_COMPILED) if self.options.compiled else nullcontext()
         options = {"logits_to_keep": inputs.wanted} if self._keeps_logits else {}
         with limit:
             output = self._model(

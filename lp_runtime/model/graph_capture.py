@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 
 from lp_runtime.errors import ModelError, first_line
 from lp_runtime.kernels.dispatch import on
+
+_one_capture = threading.Lock()  # torch captures one graph at a time in a process
 
 
 class GraphCapture:
@@ -18,13 +21,16 @@ class GraphCapture:
 
     Args:
         device: the GPU.
+        refuses_waits: whether a pass that waits for the device is refused before its capture begins. While that is
+            looked for, no other thread of the process may wait for a GPU. Without it the capture fails, and leaves
+            everything as it was.
 
     Attributes:
         count: graphs captured so far.
     """
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, device: torch.device, refuses_waits: bool = True):
+        self._device, self._refuses_waits = device, refuses_waits
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self.count = 0
@@ -33,7 +39,7 @@ class GraphCapture:
         """Capture what a function launches, and return a function that launches it again.
 
         The function runs twice before: libraries initialize themselves at first, and then nothing may wait for the
-        device. A pass that does is refused before the capture begins.
+        device.
 
         Args:
             run: launches a pass, with the same tensors whenever it is called.
@@ -44,12 +50,12 @@ class GraphCapture:
         """
         device, stream = self._device, self._stream
         graph = torch.cuda.CUDAGraph()
-        with on(device):
+        with _one_capture, on(device):
             current = torch.cuda.current_stream(device)
             stream.wait_stream(current)
             with torch.cuda.stream(stream):  # torch.cuda.graph leaves its stream current where a capture fails
                 run()
-                with _refusing_waits(device):
+                with _refusing_waits(device) if self._refuses_waits else nullcontext():
                     run()
                 # Other threads may use the device meanwhile.
                 capturing = torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local")

@@ -54,7 +54,7 @@ class ModelRunner:
     Attributes:
         slots: the free slots.
         num_prefilled_tokens: tokens of prompts and of resumed sequences fed so far.
-        graphs: how trees are fed in passes of fixed sizes; None if trees are fed in passes of any size.
+        fixed_passes: feeds trees in passes of fixed sizes; None if trees are fed in passes of any size.
         supports_batching: whether several sequences can be fed in one pass.
         timer: times passes where the device works asynchronously, so that the host is free meanwhile; else None.
 
@@ -94,8 +94,7 @@ class ModelRunner:
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.num_prefilled_tokens = 0
         self.slots = SlotPool(self.padded_capacity)
-        self.graphs: GraphOptions | None = None
-        self._fixed: FixedPasses | None = None
+        self.fixed_passes: FixedPasses | None = None
         self.supports_batching = self.masks.is_own and strict_tokens is None
         self.timer = PassTimer(self.device) if self.device.type == "cuda" else None
 
@@ -118,30 +117,26 @@ class ModelRunner:
         num_layers = self.model.config.get_text_config().num_hidden_layers
         slot.reset(num_layers, self.padded_capacity(capacity))
 
-    def enable_graphs(self, capture: bool, compiled: bool = False) -> None:
+    @property
+    def graphs(self) -> GraphOptions | None:
+        """How trees are fed in passes of fixed sizes; None if they are fed in passes of any size."""
+        return None if self.fixed_passes is None else self.fixed_passes.options
+
+    def enable_graphs(self, capture: bool, compiled: bool = False, refuses_waits: bool = True) -> None:
         """Feed trees in passes of fixed sizes from now on; not with strict_tokens.
 
         Args:
             capture: whether a CUDA graph of each size is captured and replayed.
             compiled: whether torch.compile compiles the model, once a size.
+            refuses_waits: see GraphCapture.
         """
         assert self.strict_tokens is None and self.masks.is_own
-        self.graphs, self._fixed = GraphOptions(capture, compiled), None
+        options = GraphOptions(capture, compiled)
+        self.fixed_passes = FixedPasses(self.model, self.masks, options, self.keeps_logits, refuses_waits)
 
     def disable_graphs(self) -> None:
         """Feed trees in passes of any size from now on."""
-        self.graphs = self._fixed = None
-
-    @property
-    def fixed_passes(self) -> FixedPasses | None:
-        """The passes of fixed sizes, made when first asked for; None if trees are fed in passes of any size."""
-        if self._fixed is None and self.graphs is not None:
-            self._fixed = self.make_passes(self.graphs)
-        return self._fixed
-
-    def make_passes(self, options: GraphOptions) -> FixedPasses:
-        """Return the passes of fixed sizes."""
-        return FixedPasses(self.model, self.masks, options, self.keeps_logits)
+        self.fixed_passes = None
 
     # Prompts.
 
