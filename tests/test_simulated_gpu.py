@@ -15,6 +15,7 @@ import torch
 from support.batches import decode_alone, decode_batch
 from support.ranks import CPU, run_ranks
 from support.simulated_gpu import Event, Gpu, Graph, Tensor, capturing, simulated_gpu
+from support.small_models import FAMILIES, random_model
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
@@ -23,7 +24,7 @@ from lp_runtime.distributed.group import Group
 from lp_runtime.engine.calibration import Calibration, Measured, StepMeasurement
 from lp_runtime.engine.engine import Arrival, Engine
 from lp_runtime.engine.output import Report
-from lp_runtime.engine.replica import ready_model
+from lp_runtime.engine.replica import prepare_model, ready_model
 from lp_runtime.engine.request import Request
 from lp_runtime.model import cuda_graph, self_check
 from lp_runtime.model.loader import load_model
@@ -284,6 +285,45 @@ def test_nothing_is_launched_outside_of_graphs(gpu, model, name):
     assert report.num_steps > 3 and all(place.startswith(SAMPLING) for place in steps)
     if name in ("greedy", "fixed", "one token a step"):
         assert not steps
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_beyond_a_sliding_window(gpu, family):
+    """One wait a step, and nothing outside of graphs, where layers hide committed tokens."""
+    name, settings = FAMILIES[family]
+    request = Request(tuple(range(20, 32)), FIXED, 24)
+    free = ModelRunner(random_model(name, seed=1, initializer_range=0.3, **settings), 512, own_attention=True)
+    expected, _, _ = decode_alone(free, request)
+    on_gpu = random_model(name, seed=1, initializer_range=0.3, **settings).to(CUDA)
+    model, _ = prepare_model(on_gpu, RuntimeConfig(dtype="float32"), CUDA)
+    assert model.graphs.capture and len(expected) == 24
+    loop, launches = loop_of(model), []
+    for num_tokens in (1, 24):
+        gpu.launches.clear()
+        gpu.waits.clear()
+        *outputs, report = loop.run(replace(request, max_new_tokens=num_tokens))
+        launches.append(gpu.launches.copy())
+    assert [token for output in outputs for token in output.token_ids] == expected
+    assert Counter(gpu.waits) == {"exchange.py: finish": report.num_steps} and not launches[1] - launches[0]
+
+
+def test_a_batch_of_eight(gpu, model, expected):
+    """Eight requests in one pass: as many waits and launches a step as there are exchanges, and no other."""
+    loop = loop_of(model)
+    loop.prepare(FIXED)
+    arrivals = [Arrival(number, replace(REQUESTS["fixed"], max_new_tokens=20 + number)) for number in range(8)]
+    launches = []
+    for requests in ([Arrival(each.key, replace(each.request, max_new_tokens=1)) for each in arrivals], arrivals):
+        gpu.launches.clear()
+        gpu.waits.clear()
+        found = decode_batch(loop, {1: requests})
+        launches.append(gpu.launches.copy())
+    assert not launches[1] - launches[0]
+    for number, (tokens, _, _) in found.items():
+        assert tokens == expected["fixed"][: 20 + number]
+    assert set(gpu.waits) == {"exchange.py: finish"}
+    num_steps = max(report.num_steps for _, _, report in found.values())
+    assert len(gpu.waits) <= num_steps + 8  # and one for each prompt
 
 
 def test_a_server_s_load_captures_nothing(gpu, model):

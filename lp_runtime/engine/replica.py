@@ -31,7 +31,7 @@ from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import make_sampler_spec
 from lp_runtime.errors import ConfigError, LookaheadError, ModelError
 from lp_runtime.model.cuda_graph import can_capture
-from lp_runtime.model.kv_cache.capacity import capacity_in_tokens
+from lp_runtime.model.kv_cache.capacity import capacity_in_tokens, exchange_bytes
 from lp_runtime.model.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.optimize.fusing import fuse_blocks
 from lp_runtime.model.optimize.packing import pack_if_faster, pack_linears
@@ -195,6 +195,8 @@ def load_replica(config: RuntimeConfig, device_index: int, num_local: int, owns_
     any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0))
     make_sampler_spec(model, any_request)  # refuses model defaults that cannot be kept
     num_sharing = num_local if device.type == "cpu" else -(-num_local // torch.cuda.device_count())
+    may_use_nccl = config.launcher.backend in ("auto", "nccl")
+    num_bytes = exchange_bytes(num_local, may_use_nccl) if device.type == "cuda" else 0
     info = ReplicaInfo(
         vocabulary_size=model.vocabulary_size,
         context_length=model.context_length,
@@ -203,7 +205,7 @@ def load_replica(config: RuntimeConfig, device_index: int, num_local: int, owns_
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         self_check=self_check,
-        capacity=capacity_in_tokens(model, num_sharing),
+        capacity=capacity_in_tokens(model, num_sharing, num_bytes),
         supports_batching=model.supports_batching and not config.profile,
     )
     return LoadedModel(model, info, Measured())

@@ -1,7 +1,7 @@
 """Triton kernels between matrix products, for the tokens of a tree.
 
-Those of triton_attention.py rotate queries and keys, write keys and values into the caches, and attend; those of this
-module gate the MLP and find the likeliest tokens. This module needs Triton (tests run it in Triton's interpreter).
+Those of triton_cache.py rotate queries and keys and write the caches, those of triton_attention.py attend; those of
+this module gate the MLP and find the likeliest tokens. This module needs Triton (tests run it in Triton's interpreter).
 
 Letters: F the MLP's inner size; n nodes, V vocabulary, K top-k candidates of a node.
 """
@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from lp_runtime.kernels.triton_attention import attend as attend
-from lp_runtime.kernels.triton_attention import rotate_and_write as rotate_and_write
-from lp_runtime.kernels.triton_attention import write as write
+from lp_runtime.kernels.triton_cache import rotate_and_write as rotate_and_write
+from lp_runtime.kernels.triton_cache import write as write
 
 GATE_BLOCK = 1024  # elements of a program
 CHUNK = 2048  # tokens of the vocabulary that a program looks at

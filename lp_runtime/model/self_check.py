@@ -74,13 +74,24 @@ def check_model(model: ModelRunner) -> float:
             f" (allowed: {tolerance:g}); lookahead decoding would be wrong, so this model is refused"
             f"{reason and ': '}{reason}"
         )
+    return max(worst, _check_other_passes(model, tolerance))
+
+
+def _check_other_passes(model: ModelRunner, tolerance: float) -> float:
+    """Check what else a model is fed in: strict passes, batches, passes of every fixed size.
+
+    Returns:
+        the largest relative difference of a captured pass; 0 without any.
+
+    Raises:
+        ModelError: if the model failed.
+    """
     if model.strict_tokens is not None:
         _check_bits(model)
     if model.supports_batching:
         _check_batching(model, tolerance)
-    if model.graphs is not None and model.graphs.capture:
-        worst = max(worst, check_fixed_passes(model, tolerance))
-    return worst
+    is_captured = model.graphs is not None and model.graphs.capture
+    return check_fixed_passes(model, tolerance) if is_captured else 0.0
 
 
 def check_model_or_disable_graphs(model: ModelRunner) -> float:

@@ -15,7 +15,7 @@ from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.optimize.fused_blocks import rotate
 from lp_runtime.model.pass_inputs import PassInputs
 
-kernels = pytest.importorskip("lp_runtime.kernels.triton_attention", reason="needs Triton")
+kernels = pytest.importorskip("lp_runtime.kernels.triton_gpu", reason="needs Triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter has no products in bfloat16
 if DEVICE.type == "cuda":

@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lp_runtime.kernels import triton_attention as attention
+from lp_runtime.kernels import triton_cache as cache
 from lp_runtime.kernels import triton_gpu as kernels
 
 TYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -82,9 +83,9 @@ def main(capabilities: list[int]) -> None:
         others = {"outputs": "*fp32", "totals": "*fp32"}
         print(compile_kernel(attention._merge_parts, capability, "bf16", others, merged, num_warps=4))
         heads = {"WIDTH": 68, "QUERY_HEADS": 32, "KEY_HEADS": 8, "HALF": 64, "BLOCK": 64}
-        print(compile_kernel(attention._rotate_and_write, capability, "bf16", {}, heads, num_warps=1))
+        print(compile_kernel(cache._rotate_and_write, capability, "bf16", {}, heads, num_warps=1))
         head = {"WIDTH": 68, "SIZE": 128, "BLOCK": 128}
-        print(compile_kernel(attention._write, capability, "bf16", {}, head, num_warps=1))
+        print(compile_kernel(cache._write, capability, "bf16", {}, head, num_warps=1))
         one = {"NUM": 8, "NO_TOKEN": (1 << 24) - 1}
         others = {"values": "*fp32", "ids": "*i32", "size": "i32", "stride": "i32", "first": "*i64", "packed": "*i64"}
         chunk = {**one, "BLOCK": kernels.CHUNK}

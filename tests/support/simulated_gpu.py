@@ -548,6 +548,7 @@ CUDA = {
     "mem_get_info": lambda device=None: (1 << 34, 1 << 34),
     "memory_reserved": lambda device=None: 0,
     "memory_allocated": lambda device=None: 0,
+    "memory_snapshot": list,
     "max_memory_allocated": lambda device=None: 0,
     "reset_peak_memory_stats": lambda device=None: None,
     "empty_cache": lambda: None,
