@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,12 +25,15 @@ from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import SamplerSpec
 from lp_runtime.engine.step import Step
 from lp_runtime.errors import ConfigError, RequestError, first_line
+from lp_runtime.kernels.dispatch import kernels_for
 from lp_runtime.lookahead.state import Stop
+from lp_runtime.model.cuda_graph import can_capture
 from lp_runtime.model.families import check_family
 from lp_runtime.model.generate_call import GenerateCall, LayerStates
 from lp_runtime.model.hf_config import attention_of, attention_settings
+from lp_runtime.model.kept_runner import RunnerKeeper
 from lp_runtime.model.runner import ATTENTIONS, ModelRunner
-from lp_runtime.model.self_check import check_model
+from lp_runtime.model.self_check import check_model_or_disable_graphs
 from lp_runtime.model.types import CausalLM, GenerationConfig, StoppingCriteriaList
 from lp_runtime.model.view import view_of
 from lp_runtime.sampling.gumbel import GumbelNoise
@@ -41,6 +45,7 @@ ASKING_SECONDS = 0.25  # of each call, until the model was asked about its whole
 # What is known of a model since an earlier call: that it has passed the self-check, and what was measured of it. Only
 # time depends on it.
 _known: weakref.WeakKeyDictionary[CausalLM, dict[tuple, Measured]] = weakref.WeakKeyDictionary()
+_runners = RunnerKeeper()
 
 
 def lookahead_generate(
@@ -110,10 +115,9 @@ def lookahead_generate(
     sampling = SamplingConfig(seed=seed)
     check_family(model)
     call = GenerateCall(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-    attention = attention_of(model.config.get_text_config())
-    view = view_of(model, None if attention in ATTENTIONS else "sdpa")
-    with _ranks(model.device, share_ranks) as group:
-        runner = ModelRunner(view, ModelConfig.prefill_chunk, strict_tokens if exactness == "strict" else None)
+    tokens = strict_tokens if exactness == "strict" else None
+    make = functools.partial(_make_runner, model, tokens)
+    with _ranks(model.device, share_ranks) as group, _runners.runner(model, (tokens,), make) as runner:
         measured = _checked(model, runner, group)
         calibration = Calibration(runner, group, RuntimeConfig.cache_dir, measured, is_gradual=True)
         if lookahead.has_vocabulary_prior:
@@ -122,6 +126,18 @@ def lookahead_generate(
             sampling.seed = broadcast_object(int(torch.randint(2**63 - 1, ())), group)
             call.samples = list(range(len(call.rows)))
         return _Rows(call, runner, group, lookahead, sampling, calibration).decode()
+
+
+def _make_runner(model: CausalLM, strict_tokens: int | None) -> ModelRunner:
+    """Return a runner of a view of a model; on a GPU its passes are captured where that is possible."""
+    attention = attention_of(model.config.get_text_config())
+    view = view_of(model, None if attention in ATTENTIONS else "sdpa")
+    on_gpu = kernels_for(model.device) is not None
+    runner = ModelRunner(view, ModelConfig.prefill_chunk, strict_tokens, own_attention=on_gpu)
+    runner.supports_batching = False  # rows are decoded one after the other
+    if on_gpu and can_capture(view):
+        runner.enable_graphs(capture=True, refuses_waits=False)  # other threads may wait for the GPU
+    return runner
 
 
 def _checked(model: CausalLM, runner: ModelRunner, group: Group) -> Measured:
@@ -138,7 +154,7 @@ def _checked(model: CausalLM, runner: ModelRunner, group: Group) -> Measured:
     kind = (runner.strict_tokens, runner.dtype, str(attention_settings(runner.model)), group.size)
     known = _known.setdefault(model, {})
     if kind not in known:
-        check_model(runner)
+        check_model_or_disable_graphs(runner)
         known[kind] = Measured()
     measured = known[kind]
     was_measured = np.array([measured.steps is not None, measured.vocabulary is not None], dtype=np.int64)

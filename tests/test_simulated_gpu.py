@@ -6,6 +6,8 @@ import itertools
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import torch
 from support.batches import decode_alone, decode_batch
 from support.ranks import CPU, run_ranks
 from support.simulated_gpu import Event, Gpu, Graph, Tensor, capturing, simulated_gpu
+from support.small_models import FAMILIES, random_model
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
@@ -21,10 +24,11 @@ from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.group import Group
 from lp_runtime.engine.calibration import Calibration, Measured, StepMeasurement
 from lp_runtime.engine.engine import Arrival, Engine
-from lp_runtime.engine.loading import ready_model
+from lp_runtime.engine.loading import prepare_model, ready_model
+from lp_runtime.engine.output import Report
 from lp_runtime.engine.replica import join_group, load_replica
 from lp_runtime.engine.request import Request
-from lp_runtime.model import self_check
+from lp_runtime.model import cuda_graph, self_check
 from lp_runtime.model.loader import load_model
 from lp_runtime.model.runner import ModelRunner
 
@@ -61,13 +65,28 @@ POINTS = {  # of steps
     "nanoseconds": np.array([1_000_000, 1_050_000, 1_200_000]),
     "num_padded": np.array(0),
 }
-ONCE = ("hf_settings.py: build_processors", "cuda_graph.py: _capture_pass")  # a request, or a size
+ONCE = (
+    "hf_settings.py: build_processors",
+    "cuda_graph.py: _capture",
+    "cuda_graph.py: _refusing_waits",
+)  # a request, or a size
 FEW = ("fixed", "sampled")
+SAMPLING = ("sampler.py", "gumbel.py", "processors.py", "hf_settings.py")  # what samples
+SIZES = (1, 4, 8, 16, 32, 64, 128)  # of captured passes
+
+
+@contextmanager
+def gpu_of_few_sizes() -> Iterator[Gpu]:
+    """A simulated GPU on which passes of few sizes are captured, as each takes a while here."""
+    with simulated_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_graph, "SIZES", SIZES)
+        patch.setattr(cuda_graph, "MIN_LARGEST", SIZES[-1])
+        yield gpu
 
 
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[Gpu]:
-    with simulated_gpu() as gpu:
+    with gpu_of_few_sizes() as gpu:
         yield gpu
 
 
@@ -94,10 +113,12 @@ def steps_and_waits(gpu: Gpu, loop: Engine, name: str) -> tuple[list[int], int, 
     """A request's tokens, its steps, and how often the host waited, and where, but for what happens once a request or
     once for a size."""
     request = REQUESTS[name]
+    num_captures = len(Graph.captured)
     loop.prepare(request.lookahead)
     gpu.waits.clear()
     *runs, report = loop.run(request)
     waits = Counter(gpu.waits)
+    assert len(Graph.captured) == num_captures, "all was captured at start"
     for once in ONCE:
         del waits[once]
     return [token for run in runs for token in run.token_ids], report.num_steps, waits
@@ -183,7 +204,7 @@ def test_requests_together(gpu, model, expected):
 def on_a_rank(group: Group, device: torch.device) -> dict[str, tuple[list[int], int, Counter]]:
     """`steps_and_waits` of a few requests, with a transport that wants its tensors on a device."""
     group = Group(group.rank, group.size, device, group.transport)
-    with simulated_gpu() as gpu:
+    with gpu_of_few_sizes() as gpu:
         model, _ = ready_model(RuntimeConfig(dtype="float32"), CUDA)
         return {name: steps_and_waits(gpu, loop_of(model, group), name) for name in FEW}
 
@@ -328,3 +349,80 @@ def test_a_graph_computes_when_it_is_replayed(gpu):
     other.replay()
     assert made.isnan().all()  # their memory is shared
     assert type(made) is Tensor
+
+
+SAMPLING = ("sampler.py", "gumbel.py", "processors.py", "hf_settings.py")  # what samples has launches of its own
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_nothing_is_launched_outside_of_graphs(gpu, model, name):
+    """But for what the prompt takes, and what samples where that is not what a captured pass samples."""
+    loop = loop_of(model)
+    loop.prepare(REQUESTS[name].lookahead)
+    launches = []
+    for num_tokens in (1, REQUESTS[name].max_new_tokens):
+        gpu.launch_places.clear()
+        *_, report = loop.run(replace(REQUESTS[name], max_new_tokens=num_tokens))
+        launches.append(gpu.launch_places.copy())
+    steps = launches[1] - launches[0]
+    assert report.num_steps > 3 and all(place.startswith(SAMPLING) for place in steps)
+    if name in ("greedy", "fixed", "one token a step"):
+        assert not steps
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_beyond_a_sliding_window(gpu, family):
+    """One wait a step, and nothing outside of graphs, where layers hide committed tokens."""
+    name, settings = FAMILIES[family]
+    request = Request(tuple(range(20, 32)), FIXED, 24)
+    free = ModelRunner(random_model(name, seed=1, initializer_range=0.3, **settings), 512, own_attention=True)
+    expected, _, _ = decode_alone(free, request)
+    on_gpu = random_model(name, seed=1, initializer_range=0.3, **settings).to(CUDA)
+    model, _ = prepare_model(on_gpu, RuntimeConfig(dtype="float32"), CUDA)
+    assert model.graphs.capture and len(expected) == 24
+    loop, launches = loop_of(model), []
+    for num_tokens in (1, 24):
+        gpu.launch_places.clear()
+        gpu.waits.clear()
+        *outputs, report = loop.run(replace(request, max_new_tokens=num_tokens))
+        launches.append(gpu.launch_places.copy())
+    assert [token for output in outputs for token in output.token_ids] == expected
+    assert Counter(gpu.waits) == {"exchange.py: finish": report.num_steps} and not launches[1] - launches[0]
+
+
+def test_a_batch_of_eight(gpu, model, expected):
+    """Eight requests in one pass: as many waits and launches a step as there are exchanges, and no other."""
+    loop = loop_of(model)
+    loop.prepare(FIXED)
+    arrivals = [Arrival(number, replace(REQUESTS["fixed"], max_new_tokens=20 + number)) for number in range(8)]
+    launches = []
+    for requests in ([Arrival(each.key, replace(each.request, max_new_tokens=1)) for each in arrivals], arrivals):
+        gpu.launch_places.clear()
+        gpu.waits.clear()
+        found = decode_batch(loop, {1: requests})
+        launches.append(gpu.launch_places.copy())
+    assert not launches[1] - launches[0]
+    for number, (tokens, _, _) in found.items():
+        assert tokens == expected["fixed"][: 20 + number]
+    assert set(gpu.waits) == {"exchange.py: finish"}
+    num_steps = max(report.num_steps for _, _, report in found.values())
+    assert len(gpu.waits) <= num_steps + 8  # and one for each prompt
+
+
+def test_a_server_s_load_captures_nothing(gpu, model):
+    """Requests of many lengths and kinds come and go, slots grow, batches have any number of sequences."""
+    rng = random.Random(0)
+    loop = loop_of(model)
+    loop.prepare(FIXED)
+    num_captures, arrivals = len(Graph.captured), {}
+    for number in range(1, 20):
+        tokens = tuple(rng.randrange(300, 400) for _ in range(rng.choice((3, 40, 600))))
+        sampling = SamplingConfig(temperature=0.7, top_p=0.9, seed=number) if number % 3 == 0 else SamplingConfig()
+        arrivals[number] = [
+            Arrival(number, Request(tokens, FIXED, rng.choice((2, 9, 500)) // 5 + 1, sampling=sampling))
+        ]
+    gpu.waits.clear()
+    found = decode_batch(loop, arrivals)
+    assert all(len(tokens) > 0 and isinstance(report, Report) for tokens, _, report in found.values())
+    assert len(Graph.captured) == num_captures
+    assert set(gpu.waits) <= {"exchange.py: finish", *ONCE}

@@ -23,7 +23,7 @@ from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import SamplerSpec
 from lp_runtime.lookahead.state import Stop
-from lp_runtime.model.cuda_graph import SIZES, CudaGraphRunner, GraphPass
+from lp_runtime.model.cuda_graph import SIZES, FixedPass, FixedPasses, GraphOptions
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.step_inputs import StepInputs, StepLogits
 from lp_runtime.sizing.budget import StepBudget
@@ -170,24 +170,26 @@ class ReplayDevice:
         return self._last_seconds
 
 
-class ReplayPasses(CudaGraphRunner):
+class ReplayPasses(FixedPasses):
     """Writes the inputs of passes of fixed sizes, and launches them on a device that is none.
 
     Args:
-        runner: whose share is fed.
-        inputs: of the first pass; its slot is the one that is fed.
+        runner: whose shares are fed.
+
+    Attributes:
+        inputs: what is fed next.
     """
 
-    def __init__(self, runner: ReplayRunner, inputs: StepInputs):
-        assert inputs.slot.cache is not None
-        super().__init__(runner.model, inputs.slot.cache, capture=False)
+    def __init__(self, runner: ReplayRunner):
+        super().__init__(runner.model, runner.masks, GraphOptions(capture=False, compiled=False), runner.keeps_logits)
         self._replay_device = runner.replay_device
-        self.inputs = inputs
+        self.inputs: StepInputs | None = None
 
-    def run_pass(self, one: GraphPass) -> None:
+    def run_pass(self, one: FixedPass) -> None:
         inputs = self.inputs
+        assert inputs is not None
         self._replay_device.launch(len(inputs.nodes), len(inputs.tree))
-        one.logits = torch.zeros(one.size, 1)
+        one.logits = torch.zeros(len(one.inputs.ids), 1)
         one.presampled = torch.from_numpy(self._replay_device.values[inputs.wanted])
 
 
@@ -206,16 +208,13 @@ class ReplayRunner(ModelRunner):
         super().__init__(model.model, model.prefill_chunk)
         self.replay_device = device
         self.timer = device
-        self.enable_graphs(capture=False)
+        self._passes = ReplayPasses(self)
+        self.fixed_passes = self._passes
 
-    def forward(self, inputs: StepInputs, commit: bool = True) -> StepLogits:
+    def forward(self, inputs: StepInputs, commit: bool = True, any_size: bool = False) -> StepLogits:
         """Launch a pass of a share; its results were recorded. Arguments as in ModelRunner."""
-        slot = inputs.slot
-        if isinstance(slot.graphs, ReplayPasses):
-            slot.graphs.inputs = inputs
-        else:
-            slot.graphs = ReplayPasses(self, inputs)
-        return super().forward(inputs, commit)
+        self._passes.inputs = inputs
+        return super().forward(inputs, commit, any_size)
 
 
 class ReplayTransport(Transport):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from lp_runtime.config.settings import RuntimeConfig
@@ -13,11 +11,9 @@ from lp_runtime.model.loader import load_model
 from lp_runtime.model.optimize.fusing import fuse_blocks
 from lp_runtime.model.optimize.packing import pack_if_faster, pack_linears
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.self_check import check_model
+from lp_runtime.model.self_check import check_model_or_disable_graphs
 from lp_runtime.model.types import CausalLM
 from lp_runtime.utils.progress import Progress
-
-log = logging.getLogger(__name__)
 
 
 def ready_model(
@@ -55,13 +51,8 @@ def prepare_model(
     model = ModelRunner(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True)
     if config.compile != "off" and strict_tokens is None and can_capture(loaded):
         model.enable_graphs(capture=True, compiled=config.compile == "full")
-        try:
-            return model, check_model(model)
-        except ModelError as error:
-            log.warning("compile=%s: %s; going on with compile=off", config.compile, error)
-            model.disable_graphs()
     try:
-        return model, check_model(model)
+        return model, check_model_or_disable_graphs(model)
     except ModelError as error:
         hint = f" (with layers of our own: try {' '.join(changes)})" if changes else ""
         raise ModelError(f"{error}{hint}") from error

@@ -34,7 +34,7 @@ from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import make_sampler_spec
 from lp_runtime.engine.step_meter import measure_steps
 from lp_runtime.errors import LookaheadError
-from lp_runtime.model.kv_cache.capacity import capacity_in_tokens, num_sharing
+from lp_runtime.model.kv_cache.capacity import capacity_in_tokens, exchange_bytes, num_sharing
 from lp_runtime.model.loader import eos_token_ids, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.tokenizer import StopStrings
@@ -209,6 +209,8 @@ def load_replica(
     model, self_check = ready_model(config, device, progress)
     any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0))
     make_sampler_spec(model, any_request)  # refuses model defaults that cannot be kept
+    may_use_nccl = config.launcher.backend in ("auto", "nccl")
+    num_bytes = exchange_bytes(num_local, may_use_nccl) if device.type == "cuda" else 0
     info = ReplicaInfo(
         vocabulary_size=model.vocabulary_size,
         context_length=model.context_length,
@@ -217,7 +219,7 @@ def load_replica(
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         self_check=self_check,
-        capacity=capacity_in_tokens(model, num_sharing(device, num_local, owns_device)),
+        capacity=capacity_in_tokens(model, num_sharing(device, num_local, owns_device), num_bytes),
         supports_batching=model.supports_batching and not config.profile,
     )
     # Compiling takes minutes, on one replica longer than on another. It must end before the replicas meet: afterwards

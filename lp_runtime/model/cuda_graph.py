@@ -1,43 +1,48 @@
-"""Forward passes of a few fixed sizes, whose tensors keep their addresses, so that CUDA graphs can replay them.
+"""Forward passes of a few fixed sizes, whose inputs keep their addresses, so that CUDA graphs can replay them.
 
 Launching a step's kernels one by one from Python takes longer than most of them run. A graph launches them all at once,
-but with the sizes and addresses that it was captured with. So a tree is padded to the next of a few sizes, inputs are
-copied to where the graph reads them, and the number of committed tokens is read on the device.
+but with the sizes and addresses that it was captured with. So trees are padded to the next of a few sizes, inputs are
+copied to where the graph reads them (pass_inputs.py), and all that changes from step to step is read on the device: the
+addresses of the KV caches, too. A captured pass serves any slot, however long its sequence is, and is captured once.
 
-Letters: T tokens fed, B the size that they are padded to, L committed tokens, n wanted rows, V vocabulary.
+Letters: B tokens of a pass, padding included, n wanted rows, V vocabulary.
 """
 
 from __future__ import annotations
 
 import bisect
-import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from lp_runtime.kernels.dispatch import kernels_for, on
-from lp_runtime.model.attention.tree_attention import NAME, Committed
+from lp_runtime.model.attention.mask import MaskBuilder
+from lp_runtime.model.attention.tree_attention import NAME
+from lp_runtime.model.graph_capture import GraphCapture
 from lp_runtime.model.hf_config import attention_of
-from lp_runtime.model.inputs import InputLayout
-from lp_runtime.model.kv_cache.cache import TreeCache
+from lp_runtime.model.kv_cache.device import DeviceCache
+from lp_runtime.model.pass_inputs import Part, PassInputs, compile_pass_inputs
+from lp_runtime.model.step_inputs import StepLogits
 from lp_runtime.sampling.sampler import sample_greedily
-from lp_runtime.utils.jit import bound, compiled, with_fresh_cache
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-WORD_BITS = 64  # of a mask word
-MAX_COMPILED = 16 * len(SIZES)  # torch.compile's recompile limit: every size of 16 slots
-NUM_WARM_UPS = 3  # passes before a capture: libraries initialize themselves in the first ones
+log = logging.getLogger(__name__)
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+MIN_LARGEST = 256  # tokens: passes of so many are captured, or none are
+MAX_SEQUENCES = 16  # of a pass; a larger batch takes several
+MAX_COMPILED = 4 * len(SIZES)  # torch.compile's recompile limit: every size, with one sequence and with several
 
 
 class GraphOptions(NamedTuple):
     """How trees are fed in passes of fixed sizes.
 
     Attributes:
-        capture: whether a CUDA graph of each size is captured at its first use and replayed afterwards.
+        capture: whether a CUDA graph of each size is captured and replayed.
         compiled: whether torch.compile compiles the model, once a size.
     """
 
@@ -57,188 +62,190 @@ def can_capture(model: PreTrainedModel) -> bool:
     return kernels_for(model.device) is not None and len({each.device for each in model.parameters()}) == 1
 
 
-class GraphPass:
-    """The input and output tensors of one size. All inputs are one int64 block, so that one copy moves everything.
-
-    The block: token ids [B], positions [B], wanted rows [B], L [1], and the mask, [B, ceil(B / 64)] words: bit i of
-    token t's words, the lowest first, says whether token t sees token i.
+class FixedPass:
+    """A pass of one size, of one sequence or of several.
 
     Attributes:
-        host: the block in pinned host memory.
-        inputs: the block on the device.
+        inputs: what the pass reads.
+        cache: stands for the sequences' caches.
         replay: launches the captured graph; None before the capture.
         logits: [B, V] of the wanted rows, in the model's dtype; None before the first run.
-        presampled: [B, width] what greedy sampling picks from the wanted rows, packed as sampling/sampler.py says; None
-            without Triton.
+        presampled: [B, width] what greedy sampling picks from `logits`, packed as sampling/sampler.py says; None before
+            the first run.
     """
 
-    def __init__(self, size: int, device: torch.device):
-        self.size = size
-        num_words = -(-size // WORD_BITS)
-        self._sizes = [size, size, size, 1, size * num_words]
-        self.host = torch.zeros(sum(self._sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.inputs = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
-        self._block = self.host.numpy()
-        self._words = self._block[-size * num_words :].reshape(size, num_words)
-        places = torch.arange(size, device=device)
-        self._word, self._shift = places // WORD_BITS, WORD_BITS - 1 - places % WORD_BITS
+    def __init__(self, inputs: PassInputs, cache: DeviceCache):
+        self.inputs, self.cache = inputs, cache
         self.replay: Callable[[], None] | None = None
         self.logits: torch.Tensor | None = None
         self.presampled: torch.Tensor | None = None
 
-    def fill(self, layout: InputLayout, num_committed: int) -> None:
-        """Write the host's block. Padding tokens see themselves only."""
-        arrays = (layout.tokens, layout.positions, layout.parents, layout.rows)
-        _fill()(*arrays, num_committed, self.size, self._block, self._words)
 
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return views of the block on the device: ids [B], positions [B], wanted rows [B], L [1]."""
-        return self.inputs.split(self._sizes)[:4]
-
-    def mask(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the additive mask, [B, B], made on the device from the mask words."""
-        words = self.inputs[-self._sizes[4] :].view(self.size, -1)
-        # Each bit is moved to the sign's place, so that a comparison reads it.
-        is_seen = words.index_select(1, self._word) << self._shift < 0
-        mask = torch.zeros(is_seen.shape, dtype=dtype, device=words.device)
-        return mask.masked_fill_(~is_seen, torch.finfo(dtype).min)
-
-
-@functools.cache
-def _fill() -> Callable:
-    """Return `_fill_block`, compiled for the types of its arguments."""
-    integers = np.zeros(1, np.int64)
-    return bound(_fill_block, *[integers] * 4, 0, 0, integers, np.zeros((1, 1), np.int64))
-
-
-@functools.cache
-def compile_cuda_graph_inputs() -> None:
-    """Compile this module's kernels, or load them from Numba's cache; once a process."""
-    with_fresh_cache(_fill)
-
-
-@compiled
-def _fill_block(tokens, positions, parents, wanted, num_committed, size, block, words):
-    """Write a `GraphPass` block.
-
-    Args:
-        tokens: [T] int64.
-        positions: [T] int64.
-        parents: [T] int64; parents stand before children, -1 for none.
-        wanted: [n] int64 rows.
-        num_committed: L.
-        size: B.
-        block: the whole block, written to.
-        words: [B, ceil(B / 64)] view of the block's end, written to.
-    """
-    for i in range(3 * size):
-        block[i] = 0
-    for i in range(len(tokens)):
-        block[i] = tokens[i]
-        block[size + i] = positions[i]
-    for i in range(len(wanted)):
-        block[2 * size + i] = wanted[i]
-    block[3 * size] = num_committed
-    for i in range(size):
-        parent = parents[i] if i < len(parents) else -1
-        for word in range(words.shape[1]):
-            words[i, word] = words[parent, word] if parent >= 0 else 0
-        words[i, i // WORD_BITS] |= np.int64(1) << (i % WORD_BITS)
-
-
-class CudaGraphRunner:
+class FixedPasses:
     """Feeds trees to a model in passes of fixed sizes; the model must attend as attention/tree_attention.py does.
 
     Args:
         model: a Hugging Face causal LM.
-        cache: a slot's cache, used before, so that its layers are allocated; SIZES[-1] tokens more must fit than the
-            sequence and a step need.
-        capture: whether a CUDA graph of each size is captured at its first use; else every pass runs eagerly.
-        compiled: whether torch.compile compiles the model, once a size.
-        keeps_logits: whether the model takes `logits_to_keep`, and computes the logits of the wanted rows alone.
+        masks: knows the model's kinds of layers.
+        options: whether passes are captured, and whether the model is compiled.
+        keeps_logits: whether the model takes `logits_to_keep`.
+        refuses_waits: see GraphCapture.
+
+    Attributes:
+        options: as given.
+        max_tokens: a share of more tokens is fed in a pass of any size.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        cache: TreeCache,
-        capture: bool,
-        compiled: bool = False,
-        keeps_logits: bool = False,
+        masks: MaskBuilder,
+        options: GraphOptions,
+        keeps_logits: bool,
+        refuses_waits: bool = True,
     ):
-        compile_cuda_graph_inputs()
-        self._model = torch.compile(model, dynamic=False) if compiled else model
-        self._compiled, self._keeps_logits = compiled, keeps_logits
+        compile_pass_inputs()
+        self._model = torch.compile(model, dynamic=False) if options.compiled else model
+        self.options, self._masks, self._keeps_logits = options, masks, keeps_logits
+        self._num_layers: int = model.config.get_text_config().num_hidden_layers
         self._device: torch.device = model.device
-        self._dtype: torch.dtype = model.dtype
-        self._cache = cache
-        self._capture = capture
-        self._pool = torch.cuda.graph_pool_handle() if capture else None
-        self._kernels = kernels_for(self._device)
+        self._kernels: Any = kernels_for(self._device)
         on_gpu = self._device.type == "cuda"
         self._num_processors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 1
-        self._copied = torch.cuda.Event() if on_gpu else None
-        self._passes: dict[int, GraphPass] = {}
+        self._refuses_waits = refuses_waits
+        self._capture: GraphCapture | None = None  # made by the first capture
+        self._passes: dict[tuple[int, int], FixedPass] = {}
+        self.max_tokens = SIZES[-1]
 
-    def forward(self, layout: InputLayout) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Feed a share of a tree, of SIZES[-1] tokens at most, behind the committed tokens.
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens that passes are padded to, ascending."""
+        return tuple(size for size in SIZES if size <= self.max_tokens)
+
+    @property
+    def num_captures(self) -> int:
+        """Graphs captured so far."""
+        return 0 if self._capture is None else self._capture.count
+
+    def make(self, num_tokens: int, num_sequences: int) -> bool:
+        """Make and capture now the pass that feeds so many tokens of so many sequences.
+
+        Args:
+            num_tokens: 1 to `max_tokens`.
+            num_sequences: 1 to MAX_SEQUENCES.
 
         Returns:
-            (logits, presampled): [n, V] in the model's dtype, and [n, width], what greedy sampling picks from them, or
-            None without Triton; both are valid until the next pass.
+            whether the pass had to be made.
+
+        Raises:
+            ModelError: if the model's passes cannot be captured.
         """
-        size = SIZES[bisect.bisect_left(SIZES, len(layout.tokens))]
-        one = self._passes.get(size)
-        if one is None:
-            one = self._passes[size] = GraphPass(size, self._device)
-        if self._copied is not None:
-            self._copied.synchronize()  # the last copy has read the host's block
-        one.fill(layout, self._cache.length)
-        one.inputs.copy_(one.host, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        key = _key(num_tokens, num_sequences)
+        if key in self._passes:
+            return False
+        masks = self._masks
+        inputs = PassInputs(*key, self._num_layers, masks.limits_by_kind, masks.by_kind, self._device)
+        cache = DeviceCache(self._num_layers, inputs.device_inputs, self._kernels, self._num_processors)
+        one = FixedPass(inputs, cache)
+        if self.options.capture:
+            self._capture = self._capture or GraphCapture(self._device, self._refuses_waits)
+            inputs.fill(())  # padding alone: no cache is touched
+            one.replay = self._capture.capture(lambda: self.run_pass(one))
+        self._passes[key] = one
+        return True
+
+    def make_all(self, with_batches: bool) -> Iterator[tuple[int, int]]:
+        """Make all passes, the largest first, so that the others find memory that it has used.
+
+        Sizes above MIN_LARGEST for which memory does not suffice are left out: `max_tokens` is lowered.
+
+        Args:
+            with_batches: whether several sequences are ever fed in one pass.
+
+        Yields:
+            (tokens, sequences) of each pass that was made: the most that it takes.
+        """
+        for size in reversed(SIZES):
+            for num_sequences in (1, MAX_SEQUENCES) if with_batches and size > 1 else (1,):
+                try:
+                    self.make(size, num_sequences)
+                except torch.OutOfMemoryError:
+                    if size <= MIN_LARGEST:
+                        raise
+                    self.max_tokens = SIZES[SIZES.index(size) - 1]
+                    torch.cuda.empty_cache()
+                    log.warning("memory does not suffice for passes of %d tokens; larger trees are slower", size)
+                    break
+                yield size, min(size, num_sequences)
+
+    def prepare(self, parts: Sequence[Part]) -> bool:
+        """Make the passes that feed some parts; return whether any had to be made."""
+        return any([self.make(_num_tokens(chunk), len(chunk)) for chunk in self._chunks(parts)])
+
+    def forward(self, parts: Sequence[Part]) -> list[StepLogits]:
+        """Feed a share of a tree of each of some sequences, behind their committed tokens.
+
+        Args:
+            parts: at least one, of at most `max_tokens` tokens each.
+
+        Returns:
+            logits and what greedy sampling picks from them, valid until the next pass, for each part.
+        """
+        chunks = self._chunks(parts)
+        if len(chunks) == 1:
+            return self._forward(parts)
+        return [found.copy() for chunk in chunks for found in self._forward(chunk)]
+
+    def _forward(self, parts: Sequence[Part]) -> list[StepLogits]:
+        """Feed parts that fit into one pass."""
+        num_tokens = _num_tokens(parts)
+        self.make(num_tokens, len(parts))
+        one = self._passes[_key(num_tokens, len(parts))]
         with on(self._device):
+            one.inputs.fill(parts)
             if one.replay is not None:
                 one.replay()
-            elif self._capture:
-                self._capture_pass(one)
             else:
                 self.run_pass(one)
-        assert one.logits is not None  # the pass has run
-        num_rows = len(layout.rows)
-        return one.logits[:num_rows], None if one.presampled is None else one.presampled[:num_rows]
+        assert one.logits is not None and one.presampled is not None  # the pass has run
+        ends = np.cumsum([len(layout.rows) for _, layout in parts]).tolist()
+        rows = [slice(*each) for each in zip([0, *ends], ends, strict=False)]
+        return [StepLogits(one.logits[each], one.presampled[each], is_reused=True) for each in rows]
 
-    def run_pass(self, one: GraphPass) -> None:
+    def _chunks(self, parts: Sequence[Part]) -> list[list[Part]]:
+        """Return parts in groups that fit into a pass each."""
+        chunks: list[list[Part]] = []
+        for part in parts:
+            if not chunks or len(chunks[-1]) == MAX_SEQUENCES or _num_tokens([*chunks[-1], part]) > self.max_tokens:
+                chunks.append([])
+            chunks[-1].append(part)
+        return chunks
+
+    def run_pass(self, one: FixedPass) -> None:
         """Run a pass; sets its `logits` and `presampled`."""
-        ids, positions, wanted, length = one.parts()
-        cache_positions = length + torch.arange(one.size, device=self._device)
-        # Every size of every slot is compiled by itself; beyond its limit torch runs eagerly, without saying so.
-        limit = torch._dynamo.config.patch(recompile_limit=MAX_COMPILED) if self._compiled else nullcontext()
-        kept = {"logits_to_keep": wanted} if self._keeps_logits else {}
-        with limit, self._cache.writing_at(cache_positions):
+        inputs = one.inputs
+        # Every size is compiled by itself; beyond its limit torch runs eagerly, without saying so.
+        limit = torch._dynamo.config.patch(recompile_limit=MAX_COMPILED) if self.options.compiled else nullcontext()
+        options = {"logits_to_keep": inputs.wanted} if self._keeps_logits else {}
+        with limit:
             output = self._model(
-                input_ids=ids[None],
-                position_ids=positions[None],
-                attention_mask=one.mask(self._dtype)[None, None],
-                past_key_values=self._cache,
+                input_ids=inputs.ids[None],
+                position_ids=inputs.positions[None],
+                attention_mask=inputs.masks,
+                past_key_values=one.cache,
                 use_cache=True,
-                committed=Committed(cache_positions, length, self._kernels, self._num_processors),
-                **kept,
+                device_cache=one.cache,
+                **options,
             )
-        one.logits = output.logits[0] if kept else output.logits[0].index_select(0, wanted)
-        if self._kernels is not None:
-            one.presampled = sample_greedily(one.logits, self._kernels)
+        one.logits = output.logits[0] if self._keeps_logits else output.logits[0].index_select(0, inputs.wanted)
+        one.presampled = sample_greedily(one.logits, self._kernels)
 
-    def _capture_pass(self, one: GraphPass) -> None:
-        """Run a pass, capture it, and replay it once, so that its outputs are written."""
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(NUM_WARM_UPS):
-                self.run_pass(one)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self.run_pass(one)
-        one.replay = graph.replay
-        graph.replay()
+
+def _num_tokens(parts: Sequence[Part]) -> int:
+    """Return the number of tokens that are fed of all parts together."""
+    return sum(len(layout.tokens) for _, layout in parts)
+
+
+def _key(num_tokens: int, num_sequences: int) -> tuple[int, int]:
+    """Return (size, sequences) of the pass that feeds so many tokens of so many sequences."""
+    return SIZES[bisect.bisect_left(SIZES, num_tokens)], 1 if num_sequences == 1 else MAX_SEQUENCES

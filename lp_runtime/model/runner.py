@@ -20,13 +20,15 @@ from lp_runtime.model.attention.mask import CHUNKED, LayerMasks, MaskBuilder
 from lp_runtime.model.attention.strict import NAME as STRICT
 from lp_runtime.model.attention.strict_passes import strict_passes
 from lp_runtime.model.attention.tree_attention import NAME as TREE
-from lp_runtime.model.cuda_graph import SIZES, CudaGraphRunner, GraphOptions
+from lp_runtime.model.batch_inputs import batch_inputs
+from lp_runtime.model.cuda_graph import FixedPasses, GraphOptions
 from lp_runtime.model.families import check_family
 from lp_runtime.model.hf_config import attention_of, context_length, of_text_model, takes_attention
-from lp_runtime.model.inputs import InputLayout, compile_layout, concatenated, lay_out, rounding_of
+from lp_runtime.model.inputs import InputLayout, compile_layout, lay_out
 from lp_runtime.model.kv_cache.batch import BatchedCache
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.slots import CacheSlot, SlotPool
+from lp_runtime.model.pass_inputs import Part
 from lp_runtime.model.pass_timer import PassTimer
 from lp_runtime.model.step_inputs import StepInputs, StepLogits
 from lp_runtime.model.view import view_of
@@ -34,7 +36,7 @@ from lp_runtime.utils.generators import result_of
 from lp_runtime.utils.tensors import tensor_on
 
 ATTENTIONS = ("sdpa", "eager")
-CAPACITY_UNIT = 1024  # tokens; with captured passes a slot's capacity is a multiple: a larger one is captured anew
+CAPACITY_UNIT = 1024  # tokens; with passes of fixed sizes a slot's capacity is a multiple, so that slots fit often
 
 
 class ModelRunner:
@@ -52,7 +54,7 @@ class ModelRunner:
     Attributes:
         slots: the free slots.
         num_prefilled_tokens: tokens of prompts and of resumed sequences fed so far.
-        graphs: how trees are fed in passes of fixed sizes; None if trees are fed in passes of any size.
+        fixed_passes: feeds trees in passes of fixed sizes; None if trees are fed in passes of any size.
         supports_batching: whether several sequences can be fed in one pass.
         timer: times passes where the device works asynchronously, so that the host is free meanwhile; else None.
 
@@ -92,7 +94,7 @@ class ModelRunner:
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.num_prefilled_tokens = 0
         self.slots = SlotPool(self.padded_capacity)
-        self.graphs: GraphOptions | None = None
+        self.fixed_passes: FixedPasses | None = None
         self.supports_batching = self.masks.is_own and strict_tokens is None
         self.timer = PassTimer(self.device) if self.device.type == "cuda" else None
 
@@ -102,7 +104,7 @@ class ModelRunner:
         """Capacity in tokens that a slot is allocated with so that `capacity` tokens fit."""
         capacity += self.strict_tokens or 0  # passes are filled up
         if self.graphs is not None:
-            capacity = -(-(capacity + SIZES[-1]) // CAPACITY_UNIT) * CAPACITY_UNIT
+            capacity = -(-capacity // CAPACITY_UNIT) * CAPACITY_UNIT
         return capacity
 
     @property
@@ -116,25 +118,30 @@ class ModelRunner:
         slot.reset(num_layers, self.padded_capacity(capacity))
 
     @property
+    def graphs(self) -> GraphOptions | None:
+        """How trees are fed in passes of fixed sizes; None if they are fed in passes of any size."""
+        return None if self.fixed_passes is None else self.fixed_passes.options
+
+    @property
     def pass_sizes(self) -> tuple[int, ...]:
         """Numbers of tokens that passes of trees are padded to, ascending; empty if they are not padded."""
-        return () if self.graphs is None else SIZES
+        return () if self.fixed_passes is None else self.fixed_passes.sizes
 
-    def enable_graphs(self, capture: bool, compiled: bool = False) -> None:
+    def enable_graphs(self, capture: bool, compiled: bool = False, refuses_waits: bool = True) -> None:
         """Feed trees in passes of fixed sizes from now on; not with strict_tokens.
 
         Args:
             capture: whether a CUDA graph of each size is captured and replayed.
             compiled: whether torch.compile compiles the model, once a size.
+            refuses_waits: see GraphCapture.
         """
         assert self.strict_tokens is None and self.masks.is_own
-        self.graphs = GraphOptions(capture, compiled)
-        self.slots.clear()
+        options = GraphOptions(capture, compiled)
+        self.fixed_passes = FixedPasses(self.model, self.masks, options, self.keeps_logits, refuses_waits)
 
     def disable_graphs(self) -> None:
         """Feed trees in passes of any size from now on."""
-        self.graphs = None
-        self.slots.clear()
+        self.fixed_passes = None
 
     # Prompts.
 
@@ -223,31 +230,29 @@ class ModelRunner:
     # Trees.
 
     @torch.inference_mode()
-    def forward(self, inputs: StepInputs, commit: bool = True) -> StepLogits:
+    def forward(self, inputs: StepInputs, commit: bool = True, any_size: bool = False) -> StepLogits:
         """Feed a share of a tree.
 
         Args:
             inputs: the share.
+            any_size: whether it is fed in a pass of any size, even where it could be fed in one of a fixed size.
             commit: whether the tree's pending tokens are committed; False to feed another share of the tree next.
         """
         slot, tree, nodes, wanted = inputs
         layout = lay_out(tree, nodes, wanted, slot.cache.length)
-        graphs = self._graphs_for(slot, len(nodes))
-        if graphs is None:
-            output = StepLogits(self._forward_layout(slot, layout))
-        else:
-            logits, presampled = graphs.forward(layout)
-            output = StepLogits(logits, presampled, is_reused=True)
+        found = None if any_size else self._forward_fixed([(slot.cache, layout)])
+        output = StepLogits(self._forward_layout(slot, layout)) if found is None else found[0]
         _commit(slot, tree, commit)
         return output
 
-    def _graphs_for(self, slot: CacheSlot, num_tokens: int) -> CudaGraphRunner | None:
-        """Return a slot's passes of fixed sizes; None if a share of so many tokens is fed in a pass of any size."""
-        if self.graphs is None or num_tokens > SIZES[-1] or self.masks.hides(slot.cache.length + num_tokens):
+    def _forward_fixed(self, parts: Sequence[Part]) -> list[StepLogits] | None:
+        """Feed shares of several sequences in passes of fixed sizes; None if they must be fed in passes of any size."""
+        passes = self.fixed_passes
+        if passes is None or max(len(layout.tokens) for _, layout in parts) > passes.max_tokens:
             return None
-        if slot.graphs is None:
-            slot.graphs = CudaGraphRunner(self.model, slot.cache, *self.graphs, keeps_logits=self.keeps_logits)
-        return slot.graphs
+        if passes.prepare(parts) and self.timer is not None:
+            self.timer.start()  # again: the time of a capture is no pass's
+        return passes.forward(parts)
 
     def _forward_layout(self, slot: CacheSlot, layout: InputLayout) -> torch.Tensor:
         """Return [n, V] logits of the wanted rows of a share, fed in passes of any size."""
@@ -261,29 +266,32 @@ class ModelRunner:
         return self._forward(ids, positions, mask, slot.cache, rows)
 
     @torch.inference_mode()
-    def forward_batch(self, batch: Sequence[StepInputs]) -> list[StepLogits]:
-        """Feed a tree of each of several sequences, in one pass where the model `supports_batching`, and commit their
-        pending tokens. One sequence is fed as by `forward`."""
-        if len(batch) == 1 or not self.supports_batching:
-            return [self.forward(inputs) for inputs in batch]
-        layouts = [lay_out(tree, nodes, wanted, slot.cache.length) for slot, tree, nodes, wanted in batch]
-        sizes = [len(layout.tokens) for layout in layouts]
-        num_padding = self._num_padding(sum(sizes))
-        ids, positions, rows = (tensor_on(self.device, each) for each in concatenated(layouts, num_padding))
-        caches = [inputs.slot.cache for inputs in batch]
-        masks = [
-            self.masks.build(layout.parents, tensor_on(self.device, layout.positions), cache.length)
-            for layout, cache in zip(layouts, caches, strict=True)
-        ]
-        batched = BatchedCache(caches, sizes, masks, num_padding)
-        logits = self._forward(ids, positions, batched.mask, batched, rows)
-        for inputs in batch:
-            _commit(inputs.slot, inputs.tree, True)
-        return [StepLogits(each) for each in logits.split([len(inputs.wanted) for inputs in batch])]
+    def forward_batch(self, batch: Sequence[StepInputs], commit: bool = True) -> list[StepLogits]:
+        """Feed a tree of each of several sequences, in one pass where the model `supports_batching`.
 
-    def _num_padding(self, num_tokens: int) -> int:
-        """Return how many tokens are appended to a batch of so many; 0 where the device is no CPU."""
-        return -num_tokens % rounding_of(num_tokens) if self.device.type == "cpu" else 0
+        One sequence is fed as by `forward`.
+
+        Args:
+            batch: the shares.
+            commit: as in `forward`.
+        """
+        if len(batch) == 1:
+            return [self.forward(batch[0], commit)]
+        if not self.supports_batching:  # what a pass of a fixed size has found is gone after the next one
+            return [self.forward(inputs, commit).copy() for inputs in batch]
+        layouts = [lay_out(tree, nodes, wanted, slot.cache.length) for slot, tree, nodes, wanted in batch]
+        caches = [inputs.slot.cache for inputs in batch]
+        fixed = self._forward_fixed(list(zip(caches, layouts, strict=True)))
+        found = self._forward_together(caches, layouts) if fixed is None else fixed
+        for inputs in batch:
+            _commit(inputs.slot, inputs.tree, commit)
+        return found
+
+    def _forward_together(self, caches: Sequence[TreeCache], layouts: Sequence[InputLayout]) -> list[StepLogits]:
+        """Feed shares of several sequences in one pass of any size."""
+        ids, positions, rows, batched = batch_inputs(caches, layouts, self.masks, self.device)
+        logits = self._forward(ids, positions, batched.mask, batched, rows)
+        return [StepLogits(each) for each in logits.split([len(layout.rows) for layout in layouts])]
 
     def num_passes(self, num_tokens: int) -> int:
         """Return the number of forward passes that feed this many tokens of a tree."""

@@ -15,6 +15,7 @@ import torch
 
 from lp_runtime.errors import ModelError, first_line
 from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.check_passes import check_fixed_passes, difference_of
 from lp_runtime.model.families import likely_reason, thresholds_of
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
@@ -73,11 +74,42 @@ def check_model(model: ModelRunner) -> float:
             f" (allowed: {tolerance:g}); lookahead decoding would be wrong, so this model is refused"
             f"{reason and ': '}{reason}"
         )
+    return max(worst, _check_other_passes(model, tolerance))
+
+
+def _check_other_passes(model: ModelRunner, tolerance: float) -> float:
+    """Check what else a model is fed in: strict passes, batches, passes of every fixed size.
+
+    Returns:
+        the largest relative difference of a captured pass; 0 without any.
+
+    Raises:
+        ModelError: if the model failed.
+    """
     if model.strict_tokens is not None:
         _check_bits(model)
     if model.supports_batching:
         _check_batching(model, tolerance)
-    return worst
+    is_captured = model.graphs is not None and model.graphs.capture
+    return check_fixed_passes(model, tolerance) if is_captured else 0.0
+
+
+def check_model_or_disable_graphs(model: ModelRunner) -> float:
+    """Check a model as `check_model` does; where it fails with passes of fixed sizes, again with passes of any size.
+
+    Returns:
+        the largest relative difference of a node's logits.
+
+    Raises:
+        ModelError: if the model fails with passes of any size, too.
+    """
+    if model.graphs is not None:
+        try:
+            return check_model(model)
+        except ModelError as error:
+            log.warning("%s; going on with compile=off", error)
+            model.disable_graphs()
+    return check_model(model)
 
 
 def _worst_difference(model: ModelRunner, slot: CacheSlot) -> float:
@@ -93,7 +125,7 @@ def _worst_difference(model: ModelRunner, slot: CacheSlot) -> float:
 
     prompt, left, right, below = some_tokens(length), some_tokens(3), some_tokens(3), some_tokens(2)
     model.begin(slot, length + 32)
-    differences = [_difference(model.prefill(slot, prompt), _plain_logits(model, prompt, 1))]
+    differences = [difference_of(model.prefill(slot, prompt), _plain_logits(model, prompt, 1))]
     # Step 1: two branches under one pending token. Step 2: the left one was accepted and is re-fed as pending.
     root = some_tokens(1)
     tree = TokenTree(root, max_depth=8)
@@ -140,7 +172,7 @@ def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int) -> float
         )
         return 0.0
     model.begin(slot, len(text) + NUM_DECOYS * ACCEPTED)
-    differences = [_difference(model.prefill(slot, text[:start]), expected[:1])]
+    differences = [difference_of(model.prefill(slot, text[:start]), expected[:1])]
     pending, root = start, start  # indices into the text
     while root + ACCEPTED < len(text):
         tree = TokenTree(text[pending : root + 1], max_depth=ACCEPTED)
@@ -149,7 +181,7 @@ def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int) -> float
         nodes = [tree.root, *tree.add_branch(text[root + 1 : root + 1 + ACCEPTED])]
         logits = model.forward(StepInputs.whole(slot, tree)).logits
         differences += [
-            _difference(logits[node - tree.root][None], expected[root + 1 - start + depth][None])
+            difference_of(logits[node - tree.root][None], expected[root + 1 - start + depth][None])
             for depth, node in enumerate(nodes)
         ]
         pending, root = root + 1, root + ACCEPTED
@@ -181,7 +213,7 @@ def _compare(
         path = [tree.root, *branch]
         plain = _plain_logits(model, text + [tree.tokens[node] for node in branch], len(path))
         tree_logits = logits[[node - tree.root for node in path]]
-        differences += [_difference(a, b) for a, b in zip(tree_logits.split(1), plain.split(1), strict=True)]
+        differences += [difference_of(a, b) for a, b in zip(tree_logits.split(1), plain.split(1), strict=True)]
     return differences
 
 
@@ -192,12 +224,6 @@ def _plain_logits(model: ModelRunner, tokens: list[int], num_last: int) -> torch
     keep = {"logits_to_keep": num_last} if model.keeps_logits else {}
     positions = torch.arange(len(tokens), device=model.device)[None]
     return model.model(input_ids=ids, position_ids=positions, use_cache=False, **keep).logits[0, -num_last:].float()
-
-
-def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return ||actual - expected|| / ||expected|| of logits less their mean."""
-    actual, expected = actual - actual.mean(-1, keepdim=True), expected - expected.mean(-1, keepdim=True)
-    return ((actual - expected).norm() / expected.norm().clamp_min(1e-12)).item()
 
 
 def _check_batching(model: ModelRunner, tolerance: float) -> None:
@@ -213,7 +239,7 @@ def _check_batching(model: ModelRunner, tolerance: float) -> None:
             batch.append(StepInputs.whole(slot, TokenTree(tokens[-1:], max_depth=1)))
             texts.append(tokens)
         found = [each.logits for each in model.forward_batch(batch)]
-        worst = max(_difference(a, _plain_logits(model, b, 1)) for a, b in zip(found, texts, strict=True))
+        worst = max(difference_of(a, _plain_logits(model, b, 1)) for a, b in zip(found, texts, strict=True))
         reason = None if worst <= tolerance else f"they differ by {worst:.2g}"
     except Exception as error:  # of a foreign model
         reason = first_line(error)

@@ -42,3 +42,7 @@ class StepLogits:
             return self
         presampled = None if self.presampled is None else self.presampled[:num]
         return StepLogits(self.rows[:num], presampled, self._is_reused)
+
+    def copy(self) -> StepLogits:
+        """Return what stays valid when the next pass runs."""
+        return StepLogits(self.rows.clone(), None if self.presampled is None else self.presampled.clone())

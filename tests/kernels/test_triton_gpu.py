@@ -25,9 +25,7 @@ from lp_runtime.kernels import numba_cpu
 from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model import cuda_graph
-from lp_runtime.model.attention.mask import ancestor_mask
 from lp_runtime.model.optimize import fused_blocks, fusing
-from lp_runtime.model.optimize.fused_blocks import rotate
 from lp_runtime.model.optimize.fusing import fuse_blocks
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.self_check import check_model
@@ -43,72 +41,7 @@ if DEVICE == "cuda":
 MAX_SHARED_BYTES = 99 << 10  # that a program has on every GPU from compute capability 8.0 on
 CAPABILITIES = ("80", "90", "100")
 MAX_STACK_BYTES = 64  # a few registers more or less
-
-
-def random_seen(num_tokens: int) -> torch.Tensor:
-    """[T, T] bool, of a random tree."""
-    rng = random.Random(num_tokens)
-    return torch.from_numpy(ancestor_mask([-1, *(rng.randrange(node) for node in range(1, num_tokens))]))
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("num_processors", [1, 8])
-@pytest.mark.parametrize(
-    ("num_tokens", "num_cached", "groups", "size"),
-    [
-        (1, 1, 1, 16),
-        (1, 300, 2, 64),
-        (5, 63, 4, 20),
-        (33, 70, 1, 80),
-        (2, 64, 2, 128),
-        (40, 1, 2, 16),
-        (3, 200, 1, 256),
-    ],
-)
-def test_attention(num_tokens, num_cached, groups, size, num_processors, dtype):
-    generator = torch.Generator().manual_seed(num_tokens)
-
-    def random_states(heads: int, tokens: int) -> torch.Tensor:
-        return (2 * torch.randn(1, tokens, heads, size, generator=generator)).to(DEVICE, dtype).transpose(1, 2)
-
-    num_keys = num_cached + num_tokens
-    query = random_states(2 * groups, num_tokens)
-    keys, values = (random_states(2, num_keys + 70).contiguous() for _ in range(2))
-    keys[:, :, num_keys:] = values[:, :, num_keys:] = torch.nan  # anything may be there
-    seen = random_seen(num_tokens).to(DEVICE)
-    mask = torch.zeros(seen.shape, dtype=dtype, device=DEVICE).masked_fill_(~seen, torch.finfo(dtype).min)
-    length = torch.tensor([num_cached], device=DEVICE)
-    actual = kernels.attend(query, keys, values, mask, length, 0.3, num_processors)
-
-    expanded = (each[:, :, :num_keys].double().repeat_interleave(groups, dim=1) for each in (keys, values))
-    key, value = expanded
-    scores = query.double() @ key.transpose(2, 3) * 0.3
-    scores[..., num_cached:].masked_fill_(~seen, -torch.inf)
-    expected = (scores.softmax(-1) @ value).transpose(1, 2)
-    assert actual.dtype == dtype and actual.is_contiguous()
-    torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("is_apart", [True, False])
-@pytest.mark.parametrize(("num_tokens", "num_cached", "groups", "size"), [(1, 9, 1, 16), (7, 3, 3, 20), (3, 5, 2, 64)])
-def test_rotating_and_writing(num_tokens, num_cached, groups, size, is_apart, dtype):
-    """Queries, keys and values may lie apart, or in one row for each token."""
-    sizes = (2 * groups, 2, 2)
-    states = torch.randn(1, num_tokens, sum(sizes), size, device=DEVICE).to(dtype)
-    query, key, value = ((each.contiguous() if is_apart else each) for each in states.split(sizes, 2))
-    cos, sin = torch.randn(2, 1, num_tokens, size, device=DEVICE).to(dtype)
-    keys, values = torch.zeros(2, 1, 2, num_cached + num_tokens + 4, size, device=DEVICE, dtype=dtype)
-    length = torch.tensor([num_cached], device=DEVICE)
-    rotated = kernels.rotate_and_write(query, key, value, cos, sin, length, keys, values)
-    tolerance = {"rtol": TOLERANCES[dtype], "atol": 2 * TOLERANCES[dtype]}
-    torch.testing.assert_close(rotated, rotate(query, cos, sin), **tolerance)
-    new = slice(num_cached, num_cached + num_tokens)
-    torch.testing.assert_close(keys[:, :, new].transpose(1, 2), rotate(key, cos, sin), **tolerance)
-    assert torch.equal(values[:, :, new].transpose(1, 2), value)
-    for cache in (keys, values):
-        cache[:, :, new] = 0
-        assert not cache.any()  # nothing else was written
+MAX_SPILLED_BYTES = 300  # of attention in float32, and of wide tiles on sm_100
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -154,7 +87,7 @@ def counted_kernels(launches: Launches) -> SimpleNamespace:
 
         return call
 
-    names = ("rotate_and_write", "attend", "gate", "add_and_norm", "sample_and_pack")
+    names = ("rotate_and_write", "write", "attend", "gate", "add_and_norm", "sample_and_pack")
     checks = {name: getattr(kernels, name) for name in ("can_add_and_norm", "can_cut")}
     return SimpleNamespace(launches=launches, **checks, **{name: counted(name) for name in names})
 
@@ -281,10 +214,11 @@ def test_they_compile_for_gpus_that_are_not_there():
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == len(CAPABILITIES) * 19
+    assert len(lines) == len(CAPABILITIES) * 27
     for line in lines:
         used = dict(part.split("=") for part in line.split("}")[1].split())
         assert int(used["shared"]) <= MAX_SHARED_BYTES, line
-        assert int(used["stack"]) <= MAX_STACK_BYTES or (line.startswith("attend_part") and " fp32 " in line), line
+        may_spill = line.startswith("attend_part") and (" fp32 " in line or " sm_100 " in line)
+        assert int(used["stack"]) <= (MAX_SPILLED_BYTES if may_spill else MAX_STACK_BYTES), line
         if line.startswith(("scan_chunks", "find_cut")):  # must round where torch does
             assert int(used["fused"]) == 0, line

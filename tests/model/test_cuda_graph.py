@@ -8,15 +8,25 @@ import random
 import pytest
 import torch
 from support.one_slot import OneSlot
+from support.stand_ins import KERNELS
 from torch._dynamo.testing import CompileCounter
 
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.engine import loading
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model import cuda_graph
-from lp_runtime.model.cuda_graph import SIZES
+from lp_runtime.model.cuda_graph import MAX_SEQUENCES, SIZES
+from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import CAPACITY_UNIT, ModelRunner
 from lp_runtime.model.self_check import check_model
+from lp_runtime.model.step_inputs import StepInputs
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch) -> None:
+    """Stand-ins of Triton's attention kernels; tests/kernels has those themselves."""
+    monkeypatch.setattr(cuda_graph, "kernels_for", lambda device: KERNELS)
+
 
 FAMILIES = {
     "Llama": {},
@@ -25,6 +35,7 @@ FAMILIES = {
     "Mistral": {"sliding_window": 24},
     "Phi3": {},
     "GPT2": {},
+    "Gemma3": {"head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
 }
 
 
@@ -46,15 +57,15 @@ def random_tree(rng: random.Random, num_pending: int, num_guesses: int) -> Token
 def test_steps_equal_those_of_any_size(random_model, name, monkeypatch):
     free, fixed = pair(random_model, name, **FAMILIES[name])
     fed = []
-    forward = cuda_graph.CudaGraphRunner.forward
+    forward = cuda_graph.FixedPasses.forward
     monkeypatch.setattr(
-        cuda_graph.CudaGraphRunner, "forward", lambda self, *args: fed.append(args) or forward(self, *args)
+        cuda_graph.FixedPasses, "forward", lambda self, parts: fed.append(parts) or forward(self, parts)
     )
     rng = random.Random(0)
     for model in (free, fixed):
         model.begin(400)
         model.prefill(list(range(10)))
-    # The sliding window of 24 is crossed on the way; from there on sizes are not fixed.
+    # The sliding window of 24 is crossed on the way.
     for num_pending, num_guesses in ((1, 0), (1, 6), (3, 0), (2, 31), (5, 3), (1, 90), (4, 20), (1, 2)):
         tree = random_tree(rng, num_pending, num_guesses)
         nodes = list(range(len(tree)))
@@ -62,7 +73,7 @@ def test_steps_equal_those_of_any_size(random_model, name, monkeypatch):
         logits = [model.forward(tree, nodes, wanted) for model in (free, fixed)]
         assert logits[0].shape == logits[1].shape and logits[1].dtype == torch.float32
         torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
-    assert len(fed) == (8 if name != "Mistral" else 3)
+    assert len(fed) == 8
 
 
 def test_shares_without_their_neighbours(random_model):
@@ -91,20 +102,73 @@ def test_what_lies_behind_the_committed_tokens_does_not_matter(random_model):
     torch.testing.assert_close(*(model.forward(tree, nodes, nodes) for model in (free, fixed)), rtol=1e-4, atol=1e-4)
 
 
-def test_a_larger_tree_and_a_longer_text(random_model):
-    """Larger trees are fed as ever; a longer text moves the cache, and passes are made anew."""
+def test_a_longer_text_and_another_slot(random_model):
+    """No pass is made again because a cache is larger, or another one."""
     free, fixed = pair(random_model, max_position_embeddings=4096)
     rng = random.Random(4)
     text = [rng.randrange(60) for _ in range(CAPACITY_UNIT + 40)]
-    for length in (20, len(text)):
+    made = []
+    for length in (20, len(text), 30):
+        tree = random_tree(rng, 1, 20)
+        nodes = list(range(len(tree)))
+        fixed.slot = CacheSlot()
         for model in (free, fixed):
             model.begin(length + 400)
             model.prefill(text[:length])
         assert fixed.slot.cache.capacity % CAPACITY_UNIT == 0
-        for tree in (random_tree(rng, 1, 20), random_tree(rng, 1, SIZES[-1] + 10)):
-            nodes = list(range(len(tree)))
-            logits = [model.forward(tree, nodes, nodes) for model in (free, fixed)]
-            torch.testing.assert_close(*logits, rtol=2e-4, atol=2e-4)
+        logits = [model.forward(tree, nodes, nodes) for model in (free, fixed)]
+        torch.testing.assert_close(*logits, rtol=2e-4, atol=2e-4)
+        made.append(fixed.fixed_passes.make(len(tree), 1))
+    assert made == [False] * 3
+
+
+def test_a_slot_that_grows_keeps_what_it_holds(random_model):
+    free, fixed = pair(random_model, max_position_embeddings=4096)
+    tree = random_tree(random.Random(5), 1, 6)
+    nodes = list(range(len(tree)))
+    for model in (free, fixed):
+        model.begin(64)
+        model.prefill([5, 6, 7])
+        model.forward(tree, nodes, nodes)
+        model.slot.grow(3 * CAPACITY_UNIT)
+    torch.testing.assert_close(*(model.forward(tree, nodes, nodes) for model in (free, fixed)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3"])
+@pytest.mark.parametrize("num_sequences", [2, 5, MAX_SEQUENCES + 3])
+def test_batches_equal_each_sequence_alone(random_model, name, num_sequences):
+    free, fixed = pair(random_model, name, **FAMILIES[name])
+    rng = random.Random(num_sequences)
+    for _ in range(2):
+        batches = [[], []]
+        for number in range(num_sequences):
+            text, tree = [rng.randrange(60) for _ in range(3 + 5 * number)], random_tree(rng, 1, rng.randrange(9))
+            for model, batch in zip((free, fixed), batches, strict=True):
+                slot = CacheSlot()
+                model.runner.begin(slot, 200)
+                model.runner.prefill(slot, text)
+                batch.append(StepInputs.whole(slot, tree))
+        expected = [free.runner.forward(each).logits for each in batches[0]]
+        for one, other in zip(expected, fixed.forward_batch(batches[1]), strict=True):
+            torch.testing.assert_close(one, other.logits, rtol=1e-4, atol=1e-4)
+            assert len(other.presampled) == len(one)
+    assert all(one.slot.tokens == other.slot.tokens for one, other in zip(*batches, strict=True))
+
+
+def test_batches_of_more_tokens_than_a_pass_takes(random_model):
+    free, fixed = pair(random_model)
+    rng = random.Random(6)
+    trees = [random_tree(rng, 1, size - 1) for size in (SIZES[-1] - 3, 2, 9)]
+    batches = []
+    for model in (free, fixed):
+        slots = [CacheSlot() for _ in trees]
+        for slot in slots:
+            model.runner.begin(slot, SIZES[-1] + 8)
+            model.runner.prefill(slot, [1, 2])
+        batches.append([StepInputs.whole(slot, tree) for slot, tree in zip(slots, trees, strict=True)])
+    expected = [free.runner.forward(each).logits for each in batches[0]]
+    for one, other in zip(expected, fixed.forward_batch(batches[1]), strict=True):
+        torch.testing.assert_close(one, other.logits, rtol=2e-4, atol=2e-4)
 
 
 def test_every_size_and_the_next(random_model):
@@ -113,7 +177,7 @@ def test_every_size_and_the_next(random_model):
         tree = random_tree(random.Random(size), 1, size - 1)
         nodes = list(range(len(tree)))
         for model in (free, fixed):
-            model.begin(256 + 32)
+            model.begin(SIZES[-1] + 32)
             model.prefill([1, 2, 3])
         logits = [model.forward(tree, nodes, nodes) for model in (free, fixed)]
         torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)

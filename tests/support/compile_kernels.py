@@ -17,14 +17,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from lp_runtime.kernels import triton_attention as attention
+from lp_runtime.kernels import triton_cache as cache
 from lp_runtime.kernels import triton_cut, triton_norm, triton_sampling
 from lp_runtime.kernels import triton_gpu as kernels
 
 TYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
-POINTERS = "query key value keys values mask output total outputs totals merged rotated cos sin gate_up"
-POINTERS += " states added weight normed logits"
-WHOLE = "num_tokens num_found num_rows token_stride head_stride query_stride key_stride value_stride capacity size"
-ALIGNED = "token_stride head_stride query_stride key_stride value_stride capacity size"  # multiples of 16, as they are
+POINTERS = (
+    "query key value states output total outputs totals merged rotated cos sin gate_up added weight normed logits"
+)
+INTEGERS = "owners table lowest positions words"
+STRIDES = "token_stride head_stride query_stride key_stride value_stride"
+WHOLE = f"num_tokens num_words num_parts num_found num_rows column size {STRIDES}"
+ALIGNED = f"{STRIDES} size"  # multiples of 16, as they are
 EXACT = {"enable_fp_fusion": False}
 SAMPLING = dict.fromkeys(["values", "thresholds", "best_values"], "*fp32")
 SAMPLING |= dict.fromkeys(["ids", "first_ids", "best_ids"], "*i32") | {"packed": "*i64", "positions": "*i64"}
@@ -35,7 +40,7 @@ SAMPLING |= dict.fromkeys(["inverse_temperature", "cut_mass", "reach", "mass_uni
 def compile_kernel(kernel, capability: int, dtype: str, others: dict[str, str], constants: dict, **options: int) -> str:
     """A line on one kernel with arguments of these types."""
     types = dict.fromkeys(POINTERS.split(), f"*{dtype}") | dict.fromkeys(WHOLE.split(), "i32")
-    types |= {"scale": "fp32", "epsilon": "fp32", "length": "*i64", **others}
+    types |= dict.fromkeys(["scale", "epsilon"], "fp32") | dict.fromkeys(INTEGERS.split(), "*i64") | others
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     aligned = {
         (place,): [["tt.divisibility", 16]]
@@ -56,27 +61,40 @@ def compile_kernel(kernel, capability: int, dtype: str, others: dict[str, str], 
 
 
 def main(capabilities: list[int]) -> None:
+    """Print a line for each kernel and compute capability."""
     for capability in capabilities:
         for dtype, size, tokens, groups in (
             ("bf16", 128, 1, 1),
             ("bf16", 128, 64, 4),
+            ("bf16", 128, 1024, 8),
             ("fp16", 64, 8, 2),
             ("bf16", 96, 32, 1),
             ("bf16", 256, 64, 1),
             ("fp32", 128, 16, 4),
         ):
-            blocks = kernels.blocks(tokens * groups, size, TYPES[dtype])
-            for num_parts in (8, 1) if tokens == 1 else (8,):
-                constants = {"GROUPS": groups, "SIZE": size, "NUM_PARTS": num_parts, **blocks}
+            blocks = attention.blocks(tokens * groups, size, TYPES[dtype])
+            for num_parts, num_rows in ((8, 2), (1, 2)) if tokens == 1 else ((8, 2), (8, 17)):
+                constants = {"GROUPS": groups, "SIZE": size, "HAS_PARTS": num_parts > 1, **blocks, "WIDTH": 68}
+                constants |= {"NUM_ROWS": num_rows, "BLOCK_TABLE": 32 if num_rows > 2 else 2}
                 others = {"output": "*fp32" if num_parts > 1 else f"*{dtype}", "total": "*fp32"}
-                if tokens == 1:  # which Triton takes for a constant, too
-                    constants["num_tokens"] = 1
-                print(compile_kernel(kernels._attend_part, capability, dtype, others, constants, num_stages=2))
-        merged = {"SIZE": 128, "NUM_PARTS": 5, "BLOCK_PARTS": 8, "BLOCK_SIZE": 128}
+                print(
+                    compile_kernel(
+                        attention._attend_part,
+                        capability,
+                        dtype,
+                        others,
+                        constants,
+                        num_stages=2,
+                        num_warps=attention.num_warps(blocks),
+                    )
+                )
+        merged = {"SIZE": 128, "BLOCK_PARTS": 64, "BLOCK_SIZE": 128}
         others = {"outputs": "*fp32", "totals": "*fp32"}
-        print(compile_kernel(kernels._merge_parts, capability, "bf16", others, merged))
-        heads = {"QUERY_HEADS": 32, "KEY_HEADS": 8, "HALF": 64, "BLOCK": 64}
-        print(compile_kernel(kernels._rotate_and_write, capability, "bf16", {}, heads))
+        print(compile_kernel(attention._merge_parts, capability, "bf16", others, merged, num_warps=4))
+        heads = {"WIDTH": 68, "QUERY_HEADS": 32, "KEY_HEADS": 8, "HALF": 64, "BLOCK": 64}
+        print(compile_kernel(cache._rotate_and_write, capability, "bf16", {}, heads, num_warps=1))
+        head = {"WIDTH": 68, "SIZE": 128, "BLOCK": 128}
+        print(compile_kernel(cache._write, capability, "bf16", {}, head, num_warps=1))
         print(compile_kernel(kernels._gate, capability, "bf16", {}, {"BLOCK": kernels.GATE_BLOCK}))
         for size in (4096, 8192, triton_norm.MAX_NORM_SIZE):
             block = {"BLOCK": size}

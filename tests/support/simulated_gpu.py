@@ -24,10 +24,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import subprocess
+import sys
 import tempfile
 import threading
 import time
-import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -45,10 +45,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lp_runtime.kernels import dispatch
 from lp_runtime.kernels.triton_cut import Cut, can_cut, cut_scores
-from lp_runtime.model.attention.tree_attention import attend_committed, attend_masked, merge
 from lp_runtime.model.optimize import fused_blocks, fusing
 from lp_runtime.sampling import sampler
 from lp_runtime.sampling.gumbel import uniforms
+from support import stand_ins
 
 aten = torch.ops.aten
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -100,6 +100,8 @@ class Gpu(TorchDispatchMode):
         waits: where the host waited for what was not known to be done, a line of the package for each.
         seconds_slept: that it was told to be busy for; no host waits for these.
         launches: what was launched one by one, not by a graph, and how often: all but views and empty tensors.
+        launch_places: the same by the line of the package, without graphs and copies from the host.
+        sync_debug_mode: as torch.cuda.set_sync_debug_mode was told: with "error" no operation may wait for the device.
     """
 
     now: Gpu
@@ -108,12 +110,14 @@ class Gpu(TorchDispatchMode):
         super().__init__()
         self.waits: list[str] = []
         self.seconds_slept = 0.0
+        self.sync_debug_mode: int | str = 0
+        self.launches: Counter[str] = Counter()
+        self.launch_places: Counter[str] = Counter()
+        self._is_in_kernel = False
         self._queued = self._done = 0
         self._under_way: list[tuple[int, Callable[[], None]]] = []  # what happens when the host knows of something
         self._pinned: dict[int, torch.Tensor] = {}  # by address
         self._graph: Graph | None = None  # being captured
-        self.launches: Counter[str] = Counter()
-        self._is_in_kernel = False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return self.call(function, args, kwargs or {})
@@ -123,11 +127,16 @@ class Gpu(TorchDispatchMode):
         self._queued += 1
         return self._queued
 
+    def count_launch(self, name: str, has_place: bool = True) -> None:
+        """Of an operation, or of a kernel of our own."""
+        if self._graph is None and not self._is_in_kernel:
+            self.launches[name] += 1
+            self.launch_places[_place()] += has_place
+
     @contextlib.contextmanager
     def one_launch(self, name: str) -> Iterator[None]:
         """All that is asked for inside is one launch."""
-        if self._graph is None:
-            self.launches[name] += 1
+        self.count_launch(name)
         self._is_in_kernel = True
         try:
             yield
@@ -153,15 +162,19 @@ class Gpu(TorchDispatchMode):
         if self._graph is not None:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
-    def wait(self, number: int | None = None) -> None:
-        """For what was queued, up to a number."""
+    def set_sync_debug_mode(self, mode: int | str) -> None:
+        self.sync_debug_mode = mode
+
+    def wait(self, number: int | None = None, is_asked_for: bool = False) -> None:
+        """For what was queued, up to a number; `is_asked_for` by the program, and not by an operation."""
         self.check_not_capturing()
+        if self.sync_debug_mode == "error" and not is_asked_for:
+            raise RuntimeError("called a synchronizing CUDA operation")
         number = self._queued if number is None else number
         if self.is_done(number):
             return
         self._done = number
-        frames = [each for each in traceback.extract_stack() if each.filename.startswith(str(PACKAGE))]
-        self.waits.append(f"{Path(frames[-1].filename).name}: {frames[-1].name}" if frames else "elsewhere")
+        self.waits.append(_place())
         done = [happen for at, happen in self._under_way if at <= number]
         self._under_way = [each for each in self._under_way if each[0] > number]
         for happen in done:
@@ -212,7 +225,7 @@ class Gpu(TorchDispatchMode):
             raise RuntimeError(f"{name}: Expected a 'cuda' device type for generator but found 'cpu'")
         return self._compute(STAND_INS.get(name, function), function, args, kwargs, name)
 
-    def _compute(self, compute, function, args, kwargs, name: str):
+    def _compute(self, compute, function, args, kwargs, name: str, from_host: bool = False):
         ours = [each for each in _tensors((args, kwargs)) if isinstance(each, Tensor)]
         normal = {_address(each.memory) for each in ours if not each.is_inference()}
         args, kwargs = _changed(_on_host, (args, kwargs))
@@ -226,9 +239,6 @@ class Gpu(TorchDispatchMode):
             self._graph.about_to_write(written)
         made = compute(*args, **kwargs)
         self.queue()
-        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in function._schema.returns)
-        if self._graph is None and not self._is_in_kernel and not is_view and name not in MAKE_EMPTY:
-            self.launches[name] += 1
         if name in MAKE_EMPTY:
             _spoil(made)
 
@@ -240,6 +250,10 @@ class Gpu(TorchDispatchMode):
                 return Tensor(value)
 
         ours = _changed(tensor_of, made)
+        given = set(map(_address, _tensors((args, kwargs))))
+        is_view = not written and all(_address(each) in given for each in _tensors(made))
+        if not is_view and name not in MAKE_EMPTY:
+            self.count_launch(name, has_place=not from_host)
         if self._graph is not None:
             self._graph.record(compute, args, kwargs, made, ours)
         return ours
@@ -282,7 +296,7 @@ class Gpu(TorchDispatchMode):
         is_behind = non_blocking and self._is_pinned(host) and is_alike
         if to_gpu:
             function = aten.copy_.default
-            self._compute(function, function, (target, Tensor(source)), {}, "copy_")
+            self._compute(function, function, (target, Tensor(source)), {}, "copy_", from_host=True)
             copied = source.clone()
 
             def happen() -> None:
@@ -322,8 +336,13 @@ class ByHost(TorchFunctionMode):
 
 
 class Graph:
-    """A CUDA graph."""
+    """A CUDA graph.
 
+    Attributes:
+        captured: all that were captured so far, in order.
+    """
+
+    captured: list[Graph] = []
     by_pool: dict[object, list[Graph]] = {}
 
     def __init__(self):
@@ -353,6 +372,7 @@ class Graph:
         self._before = []
         self._spoil()
         Graph.by_pool.setdefault(self.pool, []).append(self)
+        Graph.captured.append(self)
 
     def _spoil(self) -> None:
         """What is still seen of what was made holds nothing any longer."""
@@ -363,7 +383,6 @@ class Graph:
 
     def replay(self) -> None:
         """Queue it again."""
-        Gpu.now.launches["graph"] += 1
         with _disable_current_modes():
             for other in Graph.by_pool[self.pool]:
                 other._spoil()
@@ -372,6 +391,7 @@ class Graph:
                     if result is not None:
                         result.copy_(value)
         Gpu.now.queue()
+        Gpu.now.launches["graph"] += 1
 
 
 class Generator(torch.Generator):
@@ -399,7 +419,7 @@ class Event:
         return Gpu.now.is_done(self._number)
 
     def synchronize(self) -> None:
-        Gpu.now.wait(self._number)
+        Gpu.now.wait(self._number, is_asked_for=True)
 
     def elapsed_time(self, other: Event) -> float:
         """Milliseconds."""
@@ -408,36 +428,68 @@ class Event:
 
 
 class Stream:
-    """There is one, whatever is asked for."""
+    """There is one, whatever is asked for; which one is current is known.
+
+    Attributes:
+        of_device: the one that is current at first.
+        current: the one that is current now.
+    """
+
+    of_device: Stream
+    current: Stream
 
     def __init__(self, device: object = None):
         pass
 
     def synchronize(self) -> None:
-        Gpu.now.wait()
+        Gpu.now.wait(is_asked_for=True)
 
     def wait_stream(self, other: Stream) -> None:
         pass
 
 
+Stream.of_device = Stream.current = Stream()
+
+
 @contextlib.contextmanager
-def capturing(graph: Graph, pool: object = None, **others: object) -> Iterator[None]:
+def made_current(stream: Stream) -> Iterator[None]:
+    """torch.cuda.stream"""
+    before, Stream.current = Stream.current, stream
+    try:
+        yield
+    finally:
+        Stream.current = before
+
+
+@contextlib.contextmanager
+def capturing(graph: Graph, pool: object = None, stream: object = None, **others: object) -> Iterator[None]:
     """torch.cuda.graph"""
-    gpu = Gpu.now
+    gpu, before = Gpu.now, Stream.current
     gpu.wait()
     graph.pool = pool or graph
     gpu._graph = graph
+    if stream is not None:  # torch makes it current, and leaves it so if the capture fails
+        Stream.current = stream
     try:
         yield
     finally:
         gpu._graph = None
     graph.end()
+    Stream.current = before
 
 
 @contextlib.contextmanager
 def unchanged(*args: object) -> Iterator[None]:
-    """A context of a device or a stream: there is one."""
+    """A context of a device: there is one."""
     yield
+
+
+def _place() -> str:
+    """The innermost function of the package that is being called."""
+    frame = sys._getframe()
+    while frame is not None and not frame.f_code.co_filename.startswith(str(PACKAGE)):
+        frame = frame.f_back
+    return "elsewhere" if frame is None else f"{Path(frame.f_code.co_filename).name}: {frame.f_code.co_name}"
 
 
 def _leaves(value) -> Iterator[object]:
@@ -507,35 +559,6 @@ STAND_INS = {
 }
 
 
-def rotate_and_write(query, key, value, cos, sin, length, keys, values):
-    """Stand-in, as all that follow, of Triton's kernel of that name."""
-    size = query.shape[3]
-    assert all(each.stride()[2:] == (size, 1) for each in (query, key, value))
-    assert keys.is_contiguous() and values.is_contiguous()
-    slots = length + torch.arange(query.shape[1], device=query.device)
-    rotated, key = (fused_blocks.rotate(each, cos, sin) for each in (query, key))
-    keys.index_copy_(2, slots, key.transpose(1, 2))
-    values.index_copy_(2, slots, value.transpose(1, 2))
-    return rotated
-
-
-def attend(query, keys, values, mask, length, scale, num_processors):
-    assert query.stride(3) == 1 and keys.is_contiguous() and values.is_contiguous() and mask.is_contiguous()
-    num_tokens, num_heads = query.shape[2], keys.shape[1]
-    folded = query.reshape(1, num_heads, -1, query.shape[3])
-    slots = length + torch.arange(num_tokens, device=query.device)
-    tree = attend_masked(folded, keys.index_select(2, slots), values.index_select(2, slots), mask, scale)
-    committed = SimpleNamespace(length=length)
-    merged = merge(*attend_committed(folded, keys, values, committed, scale), *tree).to(query.dtype)
-    return merged.reshape(1, query.shape[1], num_tokens, -1).transpose(1, 2).contiguous()
-
-
-def gate(gate_up):
-    assert gate_up.is_contiguous()
-    first, second = gate_up.float().chunk(2, -1)
-    return (torch.nn.functional.silu(first) * second).to(gate_up.dtype)
-
-
 def can_add_and_norm(states, added, weight):
     return states.is_contiguous() and added.is_contiguous() and states.dtype == added.dtype == weight.dtype
 
@@ -586,13 +609,15 @@ def launched(kernel):
     return launch
 
 
-STAND_IN_KERNELS = (rotate_and_write, attend, gate, add_and_norm, find_cut, sample_and_pack)
 KERNELS = SimpleNamespace(
     can_add_and_norm=can_add_and_norm,
     can_cut=can_cut,
     cut_scores=cut_scores,
-    **{kernel.__name__: launched(kernel) for kernel in STAND_IN_KERNELS},
+    **{kernel.__name__: launched(kernel) for kernel in (stand_ins.gate, add_and_norm, find_cut, sample_and_pack)},
+    **{name: getattr(stand_ins, name) for name in ("write", "rotate_and_write", "attend")},
 )
+
+
 CUDA = {
     "_lazy_init": lambda: None,
     "is_available": lambda: True,
@@ -606,15 +631,18 @@ CUDA = {
     "mem_get_info": lambda device=None: (1 << 34, 1 << 34),
     "memory_reserved": lambda device=None: 0,
     "memory_allocated": lambda device=None: 0,
+    "memory_snapshot": list,
     "max_memory_allocated": lambda device=None: 0,
     "reset_peak_memory_stats": lambda device=None: None,
     "empty_cache": lambda: None,
-    "synchronize": lambda device=None: Gpu.now.wait(),
-    "current_stream": Stream,
-    "stream": unchanged,
+    "synchronize": lambda device=None: Gpu.now.wait(is_asked_for=True),
+    "current_stream": lambda device=None: Stream.current,
+    "stream": made_current,
     "device": unchanged,
     "graph": capturing,
     "graph_pool_handle": object,
+    "get_sync_debug_mode": lambda: Gpu.now.sync_debug_mode,
+    "set_sync_debug_mode": lambda mode: Gpu.now.set_sync_debug_mode(mode),
     "CUDAGraph": Graph,
     "_sleep": lambda cycles: Gpu.now.sleep(cycles),
     "Event": Event,
@@ -665,3 +693,4 @@ def simulated_gpu() -> Iterator[Gpu]:
         torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
         dispatch._can_run.cache_clear()
         Graph.by_pool.clear()
+        Graph.captured.clear()

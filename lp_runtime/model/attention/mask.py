@@ -111,6 +111,7 @@ class MaskBuilder:
         by_kind: whether the model takes a mask for each kind of layer, by name, and not one for all.
         is_own: whether the attention is that of tree_attention.py.
         windows_by_kind: sliding window of each kind of layer, in tokens; 0 without one.
+        limits_by_kind: (sliding window, chunk) of each kind of layer, in tokens; 0 without one.
 
     Raises:
         ModelError: if the model has a kind of layer that cannot be fed a token tree.
@@ -128,6 +129,9 @@ class MaskBuilder:
         self.by_kind = bool(kinds - {FULL})
         self._kinds = kinds if self.by_kind else {FULL if kinds or not self._sliding_window else SLIDING}
         self.windows_by_kind = {kind: self._sliding_window if kind == SLIDING else 0 for kind in self._kinds}
+        self.limits_by_kind = {
+            kind: (window, self._chunk if kind == CHUNKED else 0) for kind, window in self.windows_by_kind.items()
+        }
 
     def build(self, parents: Sequence[int] | np.ndarray, positions: torch.Tensor, num_cached: int) -> LayerMasks:
         """Return the mask of a step, or one for each kind of layer by name, in the shape that `form` says.
@@ -174,10 +178,6 @@ class MaskBuilder:
             else:
                 masks[kind] = chunk_mask(num_tokens, positions.device)
         return masks if self.by_kind else next(iter(masks.values()))
-
-    def hides(self, num_keys: int) -> bool:
-        """Whether any layer may hide committed tokens from some token, with `num_keys` keys."""
-        return any(self._hides(kind, num_keys) for kind in self._kinds)
 
     def _hides(self, kind: str, num_keys: int) -> bool:
         """Whether a kind of layer may hide committed tokens from some token, with `num_keys` keys."""

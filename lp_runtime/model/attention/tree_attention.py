@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
@@ -28,20 +27,21 @@ MAX_FLASH_HEAD_SIZE = 256  # torch's flash attention takes no larger D
 MIN_FLASH_CAPABILITY = (8, 0)  # torch's flash attention needs an Ampere GPU
 
 
-class Committed(NamedTuple):
-    """Where the committed tokens end, if only the device knows.
+class DeviceAttention(Protocol):
+    """Attention in a pass of a fixed size, whose inputs are on the device alone; DeviceCache has it."""
 
-    Attributes:
-        cache_positions: [T] int64, where the tree's own keys and values stand in the cache.
-        length: [1] int64, L.
-        kernels: the module kernels/triton_gpu.py where Triton runs, else None.
-        num_processors: multiprocessors of the device.
-    """
+    def attend(self, query: torch.Tensor, num_heads: int, mask: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attend to the keys of the layer that wrote last.
 
-    cache_positions: torch.Tensor
-    length: torch.Tensor
-    kernels: ModuleType | None = None
-    num_processors: int = 1
+        Args:
+            query: [1, g H, T, D].
+            num_heads: H.
+            mask: what the pass gives the model as its mask.
+            scale: factor of the scores.
+
+        Returns:
+            [1, T, g H, D]
+        """
 
 
 class AttentionBatch(Protocol):
@@ -75,7 +75,7 @@ def tree_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    committed: Committed | None = None,
+    device_cache: DeviceAttention | None = None,
     batch: AttentionBatch | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -90,8 +90,8 @@ def tree_attention(
             `chunk_mask`, [1, 1, T, 0], the tokens are a chunk of a prompt: each sees the L tokens and those before
             itself. With any other mask, or without one, this is transformers' sdpa.
         scaling: of the scores; default 1 / sqrt(D).
-        committed: given where L is known on the device only. `key` and `value` are then the cache's whole tensors,
-            [1, H, capacity, D], and the mask is of the tree alone.
+        device_cache: given in a pass of a fixed size, whose keys and values have been written into their caches. The
+            mask is the pass's own then, and of `key` and `value` the shapes are read only.
         batch: keys, values and masks of several sequences, if the tokens are of several; `key` is not read then, and of
             `value` its shape only.
         **kwargs: of transformers' sdpa.
@@ -103,21 +103,16 @@ def tree_attention(
         return _attend_batch(module, query, value, attention_mask, scaling, batch, **kwargs), None
     num_tokens, num_keys, num_heads, size = query.shape[2], key.shape[2], key.shape[1], query.shape[3]
     groups = query.shape[1] // num_heads
+    scale = size**-0.5 if scaling is None else scaling
+    if device_cache is not None:
+        assert attention_mask is not None
+        return device_cache.attend(query, num_heads, attention_mask, scale), None
     num_columns = _num_columns(attention_mask, query.dtype)
-    if committed is None and num_columns not in (num_tokens, num_keys):
+    if num_columns not in (num_tokens, num_keys):
         return _attend_prompt(module, query, key, value, attention_mask, scaling, **kwargs), None
     assert attention_mask is not None
-    scale = size**-0.5 if scaling is None else scaling
-    if committed is not None and committed.kernels and size == value.shape[3]:
-        mask = attention_mask[0, 0]
-        attend_to_all = committed.kernels.attend
-        return attend_to_all(query, key, value, mask, committed.length, scale, committed.num_processors), None
     folded = query.reshape(1, num_heads, groups * num_tokens, size)
-    if committed is not None:
-        tree_key, tree_value = (each.index_select(2, committed.cache_positions) for each in (key, value))
-        tree = attend_masked(folded, tree_key, tree_value, attention_mask[0, 0], scale)
-        output = merge(*attend_committed(folded, key, value, committed, scale), *tree).to(query.dtype)
-    elif num_columns == num_keys:
+    if num_columns == num_keys:
         output = torch.nn.functional.scaled_dot_product_attention(
             folded, key, value, attn_mask=_fold(attention_mask, groups), scale=scaling
         )
@@ -241,29 +236,6 @@ def merge(prefix: torch.Tensor, prefix_sum: torch.Tensor, tree: torch.Tensor, tr
     """
     prefix_weight = torch.sigmoid(prefix_sum - tree_sum)[..., None]
     return torch.lerp(tree, prefix.float(), prefix_weight)
-
-
-def attend_committed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, committed: Committed, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the committed tokens without a mask, where their number is known on the device only.
-
-    Args:
-        query: [1, H, n, D].
-        key: [1, H, capacity, D]; behind the committed tokens may be anything.
-        value: [1, H, capacity, D]; behind the committed tokens may be anything.
-        committed: L.
-        scale: factor of the scores.
-
-    Returns:
-        (output, log-sum-exp): [1, H, n, D], and [1, H, n], float32.
-    """
-    hidden = torch.arange(key.shape[2], device=key.device) >= committed.length
-    scores = torch.matmul(query.float(), key.transpose(2, 3).float()) * scale
-    scores = scores.masked_fill(hidden, -torch.inf)
-    total = scores.logsumexp(-1)
-    values = value.float().masked_fill(hidden[:, None], 0)
-    return torch.matmul(torch.exp(scores - total[..., None]), values), total
 
 
 def attend(

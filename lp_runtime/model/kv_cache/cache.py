@@ -7,7 +7,6 @@ Built on the cache interface of transformers. Letters: T tokens fed, H key/value
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -15,20 +14,20 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class _Length:
-    """How full a cache is; shared by all its layers.
+    """How full a cache is, and where it lies; shared by all its layers.
 
     Attributes:
         value: committed tokens.
         written: tokens written behind the committed ones that the next pass must not overwrite.
-        positions: [T] int64 on the device, where the next pass writes instead; None to write behind what is there.
+        addresses: [layers, 2] int64, where each layer's keys and values begin in memory; 0 before they are allocated.
     """
 
-    __slots__ = ("value", "written", "positions")
+    __slots__ = ("value", "written", "addresses")
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int) -> None:
         self.value = 0
         self.written = 0
-        self.positions: torch.Tensor | None = None
+        self.addresses = np.zeros((num_layers, 2), np.int64)
 
     @property
     def place(self) -> int:
@@ -42,6 +41,7 @@ class TreeCacheLayer(CacheLayerMixin):
     Args:
         capacity: tokens that fit.
         length: the cache's.
+        index: of the layer.
 
     Attributes:
         capacity: tokens that fit.
@@ -52,11 +52,11 @@ class TreeCacheLayer(CacheLayerMixin):
     keys: torch.Tensor
     values: torch.Tensor
 
-    def __init__(self, capacity: int, length: _Length):
+    def __init__(self, capacity: int, length: _Length, index: int):
         super().__init__()
         self.capacity = capacity
         self.arrays: tuple[np.ndarray, np.ndarray] | None = None
-        self._length = length
+        self._length, self._index = length, index
 
     def grow(self, capacity: int) -> None:
         """Make `capacity` tokens fit; the committed ones are copied."""
@@ -81,6 +81,7 @@ class TreeCacheLayer(CacheLayerMixin):
         self.keys, self.values = empty(key_states), empty(value_states)
         has_arrays = self.keys.is_cpu and self.keys.dtype is torch.float32
         self.arrays = (self.keys.numpy(), self.values.numpy()) if has_arrays else None
+        self._length.addresses[self._index] = self.keys.data_ptr(), self.values.data_ptr()
         self.is_initialized = True
 
     def update(
@@ -95,15 +96,10 @@ class TreeCacheLayer(CacheLayerMixin):
             **kwargs: of transformers' interface; not read.
 
         Returns:
-            Views of all keys and values up to the new ones, [1, H, length, D]. Within `TreeCache.writing_at`, the whole
-            tensors, [1, H, capacity, D].
+            Views of all keys and values up to the new ones, [1, H, length, D].
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self._length.positions is not None:
-            self.keys.index_copy_(2, self._length.positions, key_states)
-            self.values.index_copy_(2, self._length.positions, value_states)
-            return self.keys, self.values
         start = self._length.place
         end = start + key_states.shape[-2]
         self.keys[..., start:end, :] = key_states
@@ -135,9 +131,9 @@ class TreeCache(Cache):
     """
 
     def __init__(self, num_layers: int, capacity: int):
-        self._length = _Length()
+        self._length = _Length(num_layers)
         self.capacity = capacity
-        self._layers = [TreeCacheLayer(capacity, self._length) for _ in range(num_layers)]
+        self._layers = [TreeCacheLayer(capacity, self._length, index) for index in range(num_layers)]
         super().__init__(layers=list(self._layers))
 
     @property
@@ -149,6 +145,11 @@ class TreeCache(Cache):
     def place(self) -> int:
         """Index at which the next token is written."""
         return self._length.place
+
+    @property
+    def addresses(self) -> np.ndarray:
+        """[layers, 2] int64, where each layer's keys and values begin in memory; 0 of a layer that was not used yet."""
+        return self._length.addresses
 
     def arrays(self, layer: int, num_heads: int, size: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a layer's keys and values as arrays, [1, H, capacity, D] each; on a CPU and in float32 only.
@@ -180,19 +181,6 @@ class TreeCache(Cache):
         for index, layer in enumerate(self._layers):
             if layer.is_initialized:
                 yield index, layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
-
-    @contextmanager
-    def writing_at(self, positions: torch.Tensor) -> Iterator[None]:
-        """Have forward passes write their tokens at given places of the cache, for the duration of a `with` block.
-
-        Args:
-            positions: [T] int64 on the device: index in the cache of each token fed.
-        """
-        self._length.positions = positions
-        try:
-            yield
-        finally:
-            self._length.positions = None
 
     def keep_writing(self, num_tokens: int) -> None:
         """Have the next forward pass write behind `num_tokens` more tokens, which the last one has written.

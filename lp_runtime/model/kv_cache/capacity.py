@@ -10,6 +10,10 @@ from lp_runtime.model.runner import ModelRunner
 
 USABLE_FRACTION = 0.9  # of the free memory; activations need the rest
 STEP_TOKENS = 1024  # that a step may write behind the committed ones: the largest step that calibration measures
+NCCL_BYTES = 512 << 20  # of a communicator's buffers on each GPU, as NCCL allocates for 8 GPUs by default, rounded up
+BYTES_PER_INTEGER = 8
+MAX_WIDTH = 8  # integers that travel for a node, rounded up
+NO_POOL = (0, 0)  # id of the pool that everybody allocates from
 RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
@@ -19,8 +23,34 @@ def free_bytes(device: torch.device) -> int | None:
     """Return the free memory, in bytes, of a GPU, or for a CPU of this machine or container; None if it is unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return max(0, free + idle - _idle_bytes_of_graphs(device))
     return min((each for each in (_free_of_machine(), _free_of_container()) if each is not None), default=None)
+
+
+def _idle_bytes_of_graphs(device: torch.device) -> int:
+    """Return the bytes that the pools of captured graphs hold and that no tensor has: only replays use them.
+
+    Among them are the workspaces that libraries keep for the stream of the captures.
+    """
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == device.index and tuple(segment["segment_pool_id"]) != NO_POOL
+    )
+
+
+def exchange_bytes(num_replicas: int, may_use_nccl: bool) -> int:
+    """Return the bytes of a GPU that exchanging with other replicas will take, once a group is formed.
+
+    Args:
+        num_replicas: replicas of the runtime.
+        may_use_nccl: whether they may exchange over NCCL.
+    """
+    if num_replicas == 1:
+        return 0
+    row = BYTES_PER_INTEGER * (STEP_TOKENS * MAX_WIDTH + STEP_TOKENS)
+    return (num_replicas + 1) * row + (NCCL_BYTES if may_use_nccl else 0)
 
 
 def _free_of_machine() -> int | None:
@@ -57,12 +87,13 @@ def num_sharing(device: torch.device, num_local: int, owns_device: bool) -> int:
     return 1 if owns_device else -(-num_local // torch.cuda.device_count())
 
 
-def capacity_in_tokens(model: ModelRunner, num_replicas: int) -> int | None:
+def capacity_in_tokens(model: ModelRunner, num_replicas: int, exchange_bytes: int = 0) -> int | None:
     """Return how many tokens of prompt and output together fit into a replica's free memory.
 
     Args:
         model: has fed something, so that the size of its cache's layers is known.
         num_replicas: replicas that share the device's memory.
+        exchange_bytes: memory that the replica will need on its device to exchange with others.
 
     Returns:
         Tokens, >= 0; None if the capacity is unknown, as where a model lies on several devices.
@@ -72,4 +103,5 @@ def capacity_in_tokens(model: ModelRunner, num_replicas: int) -> int | None:
     free, token_bytes = free_bytes(model.device), model.cache_bytes_per_token
     if free is None or not token_bytes:
         return None
-    return max(0, int(free // num_replicas * USABLE_FRACTION) // token_bytes - STEP_TOKENS)
+    own = max(0, free // num_replicas - exchange_bytes)
+    return max(0, int(own * USABLE_FRACTION) // token_bytes - STEP_TOKENS)

@@ -6,12 +6,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from lp_runtime.model.kv_cache.cache import TreeCache
-
-if TYPE_CHECKING:
-    from lp_runtime.model.cuda_graph import CudaGraphRunner
 
 
 @dataclass
@@ -21,13 +17,11 @@ class CacheSlot:
     Attributes:
         tokens: token ids whose keys and values are committed in `cache`.
         num_prefilled: leading tokens of `tokens` that were fed as a prompt, not as a tree.
-        graphs: captured passes that read and write `cache`; None if there are none.
     """
 
     _cache: TreeCache | None = None
     tokens: list[int] = field(default_factory=list)
     num_prefilled: int = 0
-    graphs: CudaGraphRunner | None = None
 
     @property
     def cache(self) -> TreeCache:
@@ -48,15 +42,14 @@ class CacheSlot:
             capacity: tokens; memory is allocated anew only if the present capacity is smaller.
         """
         if self.capacity < capacity:
-            self._cache = self.graphs = None  # freed before the larger cache is allocated
+            self._cache = None  # freed before the larger cache is allocated
             self._cache = TreeCache(num_layers, capacity)
         self.cache.clear()
         self.tokens = []
 
     def grow(self, capacity: int) -> None:
-        """Make `capacity` tokens fit, keeping the committed ones. Captured passes are dropped if memory moves."""
+        """Make `capacity` tokens fit, keeping the committed ones."""
         if self.capacity < capacity:
-            self.graphs = None
             self.cache.grow(capacity)
 
 
@@ -79,8 +72,8 @@ class SlotPool:
     def acquire(self, capacity: int = 0, tokens: Sequence[int] = ()) -> CacheSlot:
         """Take a slot out of the pool.
 
-        Prefers, in this order: the slot that holds the longest prefix of `tokens`; one whose capacity suffices; one
-        with captured passes; the smallest that suffices. If no capacity suffices, the largest slot is taken and all
+        Prefers, in this order: the slot that holds the longest prefix of `tokens`; one whose capacity suffices; the
+        smallest that suffices. If no capacity suffices, the largest slot is taken and all
         other free slots are dropped, so that their memory can be allocated again.
 
         Args:
@@ -89,10 +82,10 @@ class SlotPool:
         """
         wanted, capacity = list(tokens), self._padded(capacity) if capacity else 0
 
-        def preference(slot: CacheSlot) -> tuple[int, bool, bool, int]:
+        def preference(slot: CacheSlot) -> tuple[int, bool, int]:
             num_known = len(os.path.commonprefix([slot.tokens, wanted])) if wanted else 0
             fits = slot.capacity >= capacity
-            return num_known, fits, slot.graphs is not None, -slot.capacity if fits else slot.capacity
+            return num_known, fits, -slot.capacity if fits else slot.capacity
 
         best = max(self._free, key=preference, default=None)
         if best is None:
@@ -103,10 +96,7 @@ class SlotPool:
         return best
 
     def release(self, slot: CacheSlot) -> None:
-        """Put a slot back. Captured passes are kept for one free slot only, the latest."""
-        if slot.graphs is not None:
-            for other in self._free:
-                other.graphs = None
+        """Put a slot back."""
         self._free.append(slot)
 
     @contextmanager

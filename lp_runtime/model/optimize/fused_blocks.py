@@ -18,9 +18,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 
 from lp_runtime.kernels import numba_cpu
 from lp_runtime.kernels.dispatch import kernels_for, triton_gpu
-from lp_runtime.model.attention.tree_attention import Committed
 from lp_runtime.model.hf_config import attention_of
 from lp_runtime.model.kv_cache.cache import TreeCache
+from lp_runtime.model.kv_cache.device import DeviceCache
 
 
 class FusedNorm(nn.Module):
@@ -129,7 +129,6 @@ class FusedAttention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
-        committed: Committed | None = None,
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend as the block that is replaced does.
@@ -139,7 +138,6 @@ class FusedAttention(nn.Module):
             position_embeddings: cosines and sines, [1, T, D] each.
             attention_mask: as the model's attention function takes it.
             past_key_values: the cache that keys and values are written into; None for none.
-            committed: see `tree_attention`.
             **kwargs: of the attention function.
 
         Returns:
@@ -147,13 +145,10 @@ class FusedAttention(nn.Module):
         """
         shape = hidden_states.shape[:-1]
         states = self.qkv_proj(hidden_states).view(*shape, -1, self.head_dim)
-        if committed is not None and committed.kernels:
+        if isinstance(past_key_values, DeviceCache):
             query, key, value = self._norm(*states.split(self._sizes, 2))
-            assert isinstance(past_key_values, TreeCache)
-            tensors = past_key_values.tensors(self.layer_idx)
-            rotate_and_write = committed.kernels.rotate_and_write
-            query = rotate_and_write(query, key, value, *position_embeddings, committed.length, *tensors)
-            query, (key, value) = query.transpose(1, 2), tensors
+            query = past_key_values.rotate_and_write(query, key, value, *position_embeddings, self.layer_idx)
+            query, key, value = (each.transpose(1, 2) for each in (query, key, value))
         elif isinstance(past_key_values, TreeCache) and numba_cpu.takes(states):
             query, key, value = self._rotated_on_host(states, *position_embeddings, past_key_values)
         else:
@@ -161,7 +156,7 @@ class FusedAttention(nn.Module):
             if past_key_values is not None:
                 key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS[attention_of(self.config)]
-        options = {"dropout": 0.0, "scaling": self.scaling, "committed": committed, **kwargs}
+        options = {"dropout": 0.0, "scaling": self.scaling, **kwargs}
         output, weights = attend(self, query, key, value, attention_mask, **options)
         return self.o_proj(output.reshape(*shape, -1)), weights
 

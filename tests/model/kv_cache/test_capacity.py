@@ -56,3 +56,29 @@ def test_tokens_that_fit(random_model, machine):
     assert capacity.capacity_in_tokens(tree_model, 4) == pytest.approx(256_000 * 0.9 - 1024, abs=2)
     machine(available=1)
     assert capacity.capacity_in_tokens(tree_model, 1) == 0
+
+
+def test_what_graphs_and_exchanges_hold_is_not_free(monkeypatch):
+    """A graph's pool has what its tensors do not need between replays, and nobody else gets it."""
+    segments = [
+        {"device": 0, "total_size": 500, "allocated_size": 100, "segment_pool_id": (0, 0)},
+        {"device": 0, "total_size": 300, "allocated_size": 60, "segment_pool_id": (0, 7)},
+        {"device": 1, "total_size": 300, "allocated_size": 10, "segment_pool_id": (0, 7)},
+    ]
+    known = {"mem_get_info": (1000, 9999), "memory_reserved": 800, "memory_allocated": 160, "memory_snapshot": segments}
+    for name, value in known.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
+    assert capacity.free_bytes(torch.device("cuda", 0)) == 1000 + (800 - 160) - (300 - 60)
+
+
+def test_what_an_exchange_takes(random_model, machine):
+    assert capacity.exchange_bytes(1, True) == 0
+    assert 0 < capacity.exchange_bytes(2, False) < capacity.exchange_bytes(8, False) < 1 << 20
+    assert capacity.exchange_bytes(8, True) > capacity.NCCL_BYTES
+    model = ModelRunner(random_model(), 2048)
+    with model.slots.borrowed() as slot:
+        model.begin(slot, 50)
+        model.prefill(slot, [1, 2, 3])
+    machine(available=1000 * model.cache_bytes_per_token)
+    all_of_it, less = (capacity.capacity_in_tokens(model, 4, each * model.cache_bytes_per_token) for each in (0, 1000))
+    assert all_of_it - less == pytest.approx(900, abs=2)

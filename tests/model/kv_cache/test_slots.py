@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from lp_runtime.model.kv_cache.slots import CacheSlot, SlotPool
 
 
-def slot(capacity: int, tokens=(), graphs=None) -> CacheSlot:
-    return CacheSlot(SimpleNamespace(capacity=capacity, bytes_per_token=7), list(tokens), graphs=graphs)
+def slot(capacity: int, tokens=()) -> CacheSlot:
+    return CacheSlot(SimpleNamespace(capacity=capacity, bytes_per_token=7), list(tokens))
 
 
 def pool(*slots: CacheSlot, padding: int = 0) -> SlotPool:
@@ -42,13 +42,6 @@ def test_a_resumed_sequence_gets_the_slot_that_knows_most_of_it():
     assert pool(other, same).acquire(50, (1, 2, 3, 5)) is same
     assert pool(other, same).acquire(50) is other
     assert pool(other, same).acquire(50, (7, 7)) is other
-
-
-def test_captured_passes_are_kept_once_and_used_again():
-    first, second, spare = slot(100, graphs=object()), slot(200, graphs=object()), slot(60)
-    slots = pool(first, spare, second)
-    assert first.graphs is None
-    assert slots.acquire(50) is second
 
 
 def test_a_borrowed_slot_comes_back():

@@ -1,0 +1,228 @@
+"""Triton kernels that attend to KV caches, in passes of fixed sizes; triton_cache.py writes the caches.
+
+Everything that changes from step to step is read on the device: how many sequences are fed, which tokens are whose, how
+many tokens of each are committed, where the cache of each lies in memory, and what each token may see. So one captured
+CUDA graph serves any slot, of any capacity, and several sequences at once.
+
+A row of the *table* describes a sequence, [4 + 2 layers] int64:
+
+    first token | tokens fed | L | capacity of the cache | address of the keys, address of the values, layer by layer
+
+The table's last row stands for the padding behind all sequences. It has no cache: its capacity is 0.
+
+What is launched is made of operators of torch's own, so that torch.compile takes them as they are: what they write to,
+it cannot see. That those which write change the table is not so; it is said, so that they stay, and stay in order. This
+module needs Triton (tests run it in Triton's interpreter).
+
+Letters: B tokens of a pass, padding included; T tokens of one sequence, L its committed tokens; H key/value heads, g
+query heads for each, D head size; P rows of the table; S parts that the keys are attended to in.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from lp_runtime.kernels.triton_cache import HEADER
+
+MIN_BLOCK = 16  # rows and columns that a tensor core takes
+MAX_ROWS = 64  # of a program, in half precision: the widest products of sm_90 take no fewer rows
+MAX_LARGE_ROWS = 32  # of a program, in half precision, if a head is larger than MAX_SIZE: with more, registers spill
+MAX_SIZE = 128  # of a head, with MAX_ROWS
+MAX_FLOAT_ROWS = 16  # of a program, in float32
+MAX_KEYS = 64  # that a program holds at once
+KEY_BYTES = 1 << 14  # of the keys that a program holds at once: shared memory of the smallest GPUs suffices
+MAX_PARTS = 64  # of the keys: one token with 8 key/value heads then fills the largest GPUs
+MERGED_BY_WARP = 2048  # elements of all parts of a row
+PROGRAMS_PER_PROCESSOR = 2  # so many hide each other's latency on a multiprocessor
+NO_LIMIT = tl.constexpr((1 << 31) - 1)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_words", "num_parts", "column"])  # few variants are compiled
+def _attend_part(
+    query, lowest, positions, words, table, output, total,
+    scale, num_tokens, num_words, num_parts, token_stride, head_stride, column,
+    WIDTH: tl.constexpr, NUM_ROWS: tl.constexpr, BLOCK_TABLE: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, HAS_PARTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Attend to one part of a sequence's keys; a program for each key/value head, each part and each tile.
+
+    A tile is up to BLOCK_ROWS queries of one sequence: a token's with each of the g heads, then the next token's. Which
+    sequence a tile is of follows from the numbers of tokens. The softmax is computed online (Milakov and Gimelshein,
+    arXiv 1805.02867).
+    """
+    head, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_heads = tl.num_programs(0)
+    each = tl.arange(0, BLOCK_TABLE)
+    counts = tl.load(table + each * WIDTH + 1, mask=each < NUM_ROWS, other=0).to(tl.int32)
+    tiles = (counts * GROUPS + BLOCK_ROWS - 1) // BLOCK_ROWS
+    own_row = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    if own_row < NUM_ROWS:  # there are tiles for the worst way to cut the tokens into sequences
+        before = tl.sum(tl.where(each < own_row, tiles, 0), 0)
+        row = table + own_row * WIDTH
+        first, num_own = tl.load(row).to(tl.int32), tl.load(row + 1).to(tl.int32)
+        num_committed, capacity = tl.load(row + 2).to(tl.int32), tl.load(row + 3)
+        index = (tile - before) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        is_row = index < num_own * GROUPS
+        token, query_head = first + index // GROUPS, head * GROUPS + index % GROUPS
+        low = tl.load(lowest + token, mask=is_row, other=NO_LIMIT).to(tl.int32)
+        begin = tl.minimum(tl.min(low, 0), num_committed)
+        num_keys = num_committed + num_own
+        num_keys = tl.where(capacity > 0, num_keys, begin)  # padding sees nothing
+        part_size = tl.cdiv(tl.cdiv(num_keys - begin, num_parts), BLOCK_KEYS) * BLOCK_KEYS
+        end = tl.minimum(begin + (part + 1) * part_size, num_keys)
+
+        dims = tl.arange(0, BLOCK_SIZE)
+        inside = dims < SIZE
+        places = token[:, None].to(tl.int64) * token_stride + query_head[:, None] * head_stride + dims[None, :]
+        q = tl.load(query + places, mask=is_row[:, None] & inside[None, :], other=0.0)
+        pointer = tl.pointer_type(query.dtype.element_ty)
+        cache_start = head.to(tl.int64) * capacity * SIZE
+        keys = tl.multiple_of(tl.load(row + column).to(pointer), 16) + cache_start
+        values = tl.multiple_of(tl.load(row + column + 1).to(pointer), 16) + cache_start
+        half_words = words.to(tl.pointer_type(tl.int32))  # the lower half first, and half the registers
+        largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+        weight_sum = tl.zeros([BLOCK_ROWS], tl.float32)
+        sums = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], tl.float32)
+        for start in range(begin + part * part_size, end, BLOCK_KEYS):
+            slots = start + tl.arange(0, BLOCK_KEYS)
+            is_key = slots < end
+            cells = slots[:, None].to(tl.int64) * SIZE + dims[None, :]
+            there = is_key[:, None] & inside[None, :]
+            k = tl.load(keys + cells, mask=there, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            if start + BLOCK_KEYS > num_committed:
+                place = slots - num_committed  # in the tree
+                is_tree = is_key & (place >= 0)
+                at = tl.load(positions + first + place, mask=is_tree, other=0).to(tl.int32)
+                at = tl.where(is_tree, at, slots)
+                word_places = token[:, None] * (2 * num_words) + (place >> 5)[None, :]
+                word = tl.load(half_words + word_places, mask=is_row[:, None] & is_tree[None, :], other=-1)
+                is_ancestor = ((word >> (place & 31)[None, :]) & 1) != 0
+                seen = is_key[None, :] & (at[None, :] >= low[:, None]) & is_ancestor
+                scores = tl.where(seen, scores, float("-inf"))
+            else:
+                seen = is_key[None, :] & (slots[None, :] >= low[:, None])
+                scores = tl.where(seen, scores, float("-inf"))
+            larger = tl.maximum(largest, tl.max(scores, 1))
+            shift = tl.where(larger == float("-inf"), 0.0, larger)  # of rows that have seen nothing yet
+            weights = tl.exp(scores - shift[:, None])
+            fading = tl.exp(largest - shift)
+            weight_sum = weight_sum * fading + tl.sum(weights, 1)
+            v = tl.load(values + cells, mask=there, other=0.0)
+            sums = sums * fading[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            largest = larger
+        is_empty = weight_sum == 0.0
+        weight_sum = tl.where(is_empty, 1.0, weight_sum)
+        places = (part * num_tokens + token).to(tl.int64) * num_heads * GROUPS + query_head
+        sums = sums / weight_sum[:, None]
+        tl.store(output + places[:, None] * SIZE + dims[None, :], sums, mask=is_row[:, None] & inside[None, :])
+        if HAS_PARTS:
+            tl.store(total + places, tl.where(is_empty, float("-inf"), largest + tl.log(weight_sum)), mask=is_row)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
+def _merge_parts(
+    outputs, totals, merged, num_rows, num_parts,
+    SIZE: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of one row, a token's query with one head; a program for each row. Empty parts are not read."""
+    row = tl.program_id(0).to(tl.int64)
+    parts, dims = tl.arange(0, BLOCK_PARTS), tl.arange(0, BLOCK_SIZE)
+    total = tl.load(totals + parts * num_rows + row, mask=parts < num_parts, other=float("-inf"))
+    has_keys, inside = total > float("-inf"), dims < SIZE
+    largest = tl.max(total, 0)
+    weights = tl.exp(total - tl.where(largest == float("-inf"), 0.0, largest))
+    places = (parts[:, None] * num_rows + row) * SIZE + dims[None, :]
+    output = tl.load(outputs + places, mask=has_keys[:, None] & inside[None, :], other=0.0)
+    weight_sum = tl.sum(weights, 0)
+    result = tl.sum(output * weights[:, None], 0) / tl.where(weight_sum == 0.0, 1.0, weight_sum)
+    tl.store(merged + row * SIZE + dims, result, mask=inside)
+
+
+@torch.library.custom_op("lp_runtime::attend", mutates_args=())
+def attend(
+    query: torch.Tensor,
+    num_heads: int,
+    lowest: torch.Tensor,
+    positions: torch.Tensor,
+    words: torch.Tensor,
+    table: torch.Tensor,
+    layer: int,
+    scale: float,
+    num_processors: int,
+) -> torch.Tensor:
+    """Return the attention of each sequence's tokens to its committed tokens and to their own ancestors.
+
+    Args:
+        query: [1, g H, B, D]; the last dimension contiguous.
+        num_heads: H.
+        lowest: [B] int64, the lowest position that each token may see.
+        positions: [B] int64.
+        words: [B, W] int64: bit i of a token's words, the lowest first, says whether the token sees token i of those
+            that are fed of its sequence.
+        table: [P, 4 + 2 layers] int64; the keys and values of the tree have been written.
+        layer: index of the layer.
+        scale: factor of the scores.
+        num_processors: multiprocessors of the GPU, which the keys are divided among.
+
+    Returns:
+        [1, B, g H, D], of the query's type; 0 for padding.
+    """
+    assert query.stride(3) == 1 and words.is_contiguous() and table.is_contiguous()
+    _, num_queries, num_tokens, size = query.shape
+    groups, num_rows = num_queries // num_heads, len(table)
+    block = blocks(groups * num_tokens, size, query.element_size())
+    num_tiles = triton.cdiv(groups * num_tokens, block["BLOCK_ROWS"])
+    num_parts = max(1, min(MAX_PARTS, triton.cdiv(PROGRAMS_PER_PROCESSOR * num_processors, num_heads * num_tiles)))
+    result = torch.empty((1, num_tokens, num_queries, size), dtype=query.dtype, device=query.device)
+    shape = (num_parts, num_tokens, num_queries)
+    output = result if num_parts == 1 else torch.empty((*shape, size), dtype=torch.float32, device=query.device)
+    total = torch.empty(shape, dtype=torch.float32, device=query.device)
+    _attend_part[(num_heads, num_parts, num_tiles + min(num_rows, num_tokens) - 1)](
+        query, lowest, positions, words, table, output, total,
+        scale, num_tokens, words.shape[1], num_parts, query.stride(2), query.stride(1), HEADER + 2 * layer,
+        WIDTH=table.shape[1], NUM_ROWS=num_rows, BLOCK_TABLE=triton.next_power_of_2(num_rows),
+        GROUPS=groups, SIZE=size, HAS_PARTS=num_parts > 1,
+        num_stages=2, num_warps=num_warps(block), **block,
+    )  # fmt: skip
+    if num_parts > 1:
+        count, block_parts = num_tokens * num_queries, triton.next_power_of_2(num_parts)
+        _merge_parts[(count,)](
+            output, total, result, count, num_parts,
+            SIZE=size, BLOCK_PARTS=block_parts, BLOCK_SIZE=block["BLOCK_SIZE"],
+            num_warps=max(1, min(4, block_parts * block["BLOCK_SIZE"] // MERGED_BY_WARP)),
+        )  # fmt: skip
+    return result
+
+
+@attend.register_fake
+def _attend_shapes(query: torch.Tensor, *args: object) -> torch.Tensor:
+    """Return a tensor as `attend` returns it, for torch.compile."""
+    return torch.empty(query.transpose(1, 2).shape, dtype=query.dtype, device=query.device)
+
+
+def blocks(num_rows: int, size: int, num_bytes: int) -> dict[str, int]:
+    """Return how many rows, keys and dimensions a program of `_attend_part` holds, by the names of its constants.
+
+    They fit the registers and the shared memory of GPUs of compute capability 8.0 and up.
+
+    Args:
+        num_rows: g B.
+        size: D.
+        num_bytes: bytes of an element.
+    """
+    block_size = max(MIN_BLOCK, triton.next_power_of_2(size))
+    max_rows = (MAX_ROWS if size <= MAX_SIZE else MAX_LARGE_ROWS) if num_bytes == 2 else MAX_FLOAT_ROWS
+    return {
+        "BLOCK_ROWS": min(max_rows, max(MIN_BLOCK, triton.next_power_of_2(num_rows))),
+        "BLOCK_KEYS": min(MAX_KEYS, max(MIN_BLOCK, KEY_BYTES // (block_size * num_bytes))),
+        "BLOCK_SIZE": block_size,
+    }
+
+
+def num_warps(block: dict[str, int]) -> int:
+    """Return the number of warps of a program of `_attend_part` that holds a block: so many that no registers spill."""
+    return 8 if block["BLOCK_ROWS"] == MAX_ROWS else 4

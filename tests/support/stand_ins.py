@@ -1,0 +1,99 @@
+"""Stand-ins of Triton's attention kernels, by torch's operations on the same table of addresses.
+
+Each is an operator of torch's own, so that a simulated GPU records it in a graph as one call, which then reads what the
+table says when the graph is replayed. The kernels themselves are held to float64 in tests/kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+HEADER = 4
+
+
+def memory_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """What lies at an address."""
+    count = torch.Size(shape).numel()
+    buffer = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=dtype, count=count).view(shape)
+
+
+def sequences(table: Tensor, layer: int, heads: int, size: int, dtype: torch.dtype) -> Iterator[tuple]:
+    """(first, T, L, keys, values) of each sequence, [heads, capacity, size]."""
+    for row in table[:-1].tolist():
+        first, count, length, capacity = row[:HEADER]
+        if count:
+            addresses = row[HEADER + 2 * layer : HEADER + 2 * layer + 2]
+            assert length + count <= capacity and all(addresses)
+            yield first, count, length, *(memory_at(each, (heads, capacity, size), dtype) for each in addresses)
+
+
+@torch.library.custom_op("lp_stand_ins::write", mutates_args=("table",))
+def write(key: Tensor, value: Tensor, owners: Tensor, table: Tensor, layer: int) -> None:
+    _, heads, _, size = key.shape
+    rows = table[owners]
+    assert (owners.diff() >= 0).all() and (rows[:, 0] <= torch.arange(len(rows))).all()
+    for first, count, length, *cache in sequences(table, layer, heads, size, key.dtype):
+        for target, states in zip(cache, (key, value), strict=True):
+            target[:, length : length + count] = states[0, :, first : first + count]
+
+
+def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Without what fused_blocks.py keeps of a pass: replays are given the same tensors with other contents."""
+    first, second = states.chunk(2, -1)
+    return states * cos.unsqueeze(2) + torch.cat((-second, first), -1) * sin.unsqueeze(2)
+
+
+@torch.library.custom_op("lp_stand_ins::rotate_and_write", mutates_args=("table",))
+def rotate_and_write(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, owners: Tensor, table: Tensor, layer: int
+) -> Tensor:
+    size = query.shape[3]
+    assert all(each.stride()[2:] == (size, 1) for each in (query, key, value))
+    write(rotated(key, cos, sin).transpose(1, 2), value.transpose(1, 2), owners, table, layer)
+    return rotated(query, cos, sin)
+
+
+def visible(lowest: Tensor, positions: Tensor, words: Tensor, first: int, count: int, length: int) -> Tensor:
+    """[T, L + T] bool: what each token of a sequence may see."""
+    own, places = slice(first, first + count), torch.arange(count)
+    is_ancestor = (words[own][:, places // 64] >> (places % 64)) & 1 != 0
+    at = torch.cat([torch.arange(length), positions[own]])
+    return torch.cat([is_ancestor.new_ones(count, length), is_ancestor], 1) & (at >= lowest[own, None])
+
+
+@torch.library.custom_op("lp_stand_ins::attend", mutates_args=())
+def attend(
+    query: Tensor, num_heads: int, lowest: Tensor, positions: Tensor, words: Tensor, table: Tensor, layer: int,
+    scale: float, num_processors: int,
+) -> Tensor:  # fmt: skip
+    assert query.stride(3) == 1 and words.is_contiguous() and table.is_contiguous() and lowest.is_contiguous()
+    _, num_queries, num_tokens, size = query.shape
+    output = torch.zeros(1, num_tokens, num_queries, size, dtype=query.dtype)
+    for first, count, length, *cache in sequences(table, layer, num_heads, size, query.dtype):
+        keys, values = (each[:, : length + count].repeat_interleave(num_queries // num_heads, 0) for each in cache)
+        hidden = ~visible(lowest, positions, words, first, count, length)
+        scores = query[0, :, first : first + count].float() @ keys.float().transpose(1, 2) * scale
+        weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+        output[0, first : first + count] = (weights @ values.float().nan_to_num_()).transpose(0, 1).to(query.dtype)
+    return output
+
+
+@rotate_and_write.register_fake
+def _(query: Tensor, *args: object) -> Tensor:
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+
+
+@attend.register_fake
+def _(query: Tensor, *args: object) -> Tensor:
+    return torch.empty(query.transpose(1, 2).shape, dtype=query.dtype, device=query.device)
+
+
+def gate(gate_up: Tensor) -> Tensor:
+    assert gate_up.is_contiguous()
+    first, second = gate_up.float().chunk(2, -1)
+    return (torch.nn.functional.silu(first) * second).to(gate_up.dtype)
