@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -387,26 +388,29 @@ def test_beyond_a_sliding_window(gpu, family):
         *outputs, report = loop.run(replace(request, max_new_tokens=num_tokens))
         launches.append(gpu.launch_places.copy())
     assert [token for output in outputs for token in output.token_ids] == expected
-    assert Counter(gpu.waits) == {"exchange.py: finish": report.num_steps} and not launches[1] - launches[0]
+    waits = [each for each in gpu.waits if each not in ONCE]
+    assert waits == ["exchange.py: finish"] * report.num_steps and not launches[1] - launches[0]
 
 
 def test_a_batch_of_eight(gpu, model, expected):
     """Eight requests in one pass: as many waits and launches a step as there are exchanges, and no other."""
-    loop = loop_of(model)
-    loop.prepare(FIXED)
-    arrivals = [Arrival(number, replace(REQUESTS["fixed"], max_new_tokens=20 + number)) for number in range(8)]
+    loop, settings = loop_of(model), LookaheadConfig(3, 3, 3)  # of which eight fit into the largest pass
+    loop.prepare(settings)
+    request = replace(REQUESTS["fixed"], lookahead=settings)
+    arrivals = [Arrival(number, replace(request, max_new_tokens=20 + number)) for number in range(8)]
     launches = []
     for requests in ([Arrival(each.key, replace(each.request, max_new_tokens=1)) for each in arrivals], arrivals):
         gpu.launch_places.clear()
         gpu.waits.clear()
         found = decode_batch(loop, {1: requests})
         launches.append(gpu.launch_places.copy())
-    assert not launches[1] - launches[0]
+    assert all(place.startswith("hf_settings.py") for place in launches[1] - launches[0])  # once a request
     for number, (tokens, _, _) in found.items():
         assert tokens == expected["fixed"][: 20 + number]
-    assert set(gpu.waits) == {"exchange.py: finish"}
+    waits = [each for each in gpu.waits if each not in ONCE]
+    assert set(waits) == {"exchange.py: finish"}
     num_steps = max(report.num_steps for _, _, report in found.values())
-    assert len(gpu.waits) <= num_steps + 8  # and one for each prompt
+    assert len(waits) <= num_steps + 8  # and one for each prompt
 
 
 def test_a_server_s_load_captures_nothing(gpu, model):

@@ -286,9 +286,10 @@ class Engine:
         """Wait for a step's exchange, and advance; return each sequence's output, or its error."""
         timer = self._model.timer
         delivered_after = batch[0].timer.since_last_lap()
-        outcomes = [
-            None if isinstance(part.samples, LookaheadError) else part.sequence.finish_exchange() for part in launched
-        ]
+        outcomes = [  # the last one first: once that has arrived, none of the others is waited for
+            None if isinstance(part.samples, LookaheadError) else part.sequence.finish_exchange()
+            for part in reversed(launched)
+        ][::-1]
         if timer is None:
             _lap(batch, "exchange")
         elif any(outcomes):
