@@ -39,4 +39,4 @@ class OneSlot:
         return self.runner.forward(self.inputs(tree, nodes, wanted), commit).logits
 
     def logits_after_each(self, tokens: Sequence[int]) -> torch.Tensor:
-        return self.runner.logits_after_each(self.slot, tokens)
+        return self.runner.logits_after_each(self.slot, tokens).logits
