@@ -106,7 +106,7 @@ class OneStep:
         """Run the step; its token is not committed."""
         tree = self._tree
         found = self._model.forward(StepInputs.whole(self._slot, tree), commit=False)
-        values, _ = self._sampler.sample(found.logits, tree, range(len(tree)), self._text, True, found.presampled)
+        values, _ = self._sampler.sample(found, tree, range(len(tree)), self._text)
         values.cpu()
 
     def close(self) -> None:
