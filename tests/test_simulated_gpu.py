@@ -72,7 +72,7 @@ ONCE = (
     "cuda_graph.py: _refusing_waits",
 )  # a request, or a size
 FEW = ("fixed", "sampled")
-SAMPLING = ("sampler.py", "gumbel.py", "processors.py", "hf_settings.py")  # what samples
+SAMPLING = ("sampler.py", "gumbel.py", "processors.py", "hf_settings.py", "step_logits.py")  # what samples
 SIZES = (1, 4, 8, 16, 32, 64, 128)  # of captured passes
 
 
@@ -125,11 +125,11 @@ def steps_and_waits(gpu: Gpu, loop: Engine, name: str) -> tuple[list[int], int, 
     return [token for run in runs for token in run.token_ids], report.num_steps, waits
 
 
-def check(found: tuple[list[int], int, Counter], expected: list[int]) -> None:
-    """What `steps_and_waits` has found of a request."""
+def check(found: tuple[list[int], int, Counter], expected: list[int], place: str = "exchange.py: finish") -> None:
+    """What `steps_and_waits` has found of a request; `place` is where the host waits."""
     tokens, num_steps, waits = found
     assert tokens == expected
-    assert waits == {"exchange.py: finish": num_steps}  # for the token behind the prompt, too
+    assert waits == {place: num_steps}  # for the token behind the prompt, too
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -210,12 +210,14 @@ def on_a_rank(group: Group, device: torch.device) -> dict[str, tuple[list[int], 
         return {name: steps_and_waits(gpu, loop_of(model, group), name) for name in FEW}
 
 
-@pytest.mark.parametrize("backend, device", [("shared", CPU), ("gloo", CUDA)])
-def test_ranks_exchange(expected, backend, device):
+@pytest.mark.parametrize(
+    "backend, device, place", [("shared", CPU, "transport.py: wait"), ("gloo", CUDA, "collectives.py: wait")]
+)
+def test_ranks_exchange(expected, backend, device, place):
     """Over the host; and on the device, where gloo is given what is on the GPU, as NCCL would be."""
     for found in run_ranks(on_a_rank, 2, device, backend=backend):
         for name in FEW:
-            check(found[name], expected[name])
+            check(found[name], expected[name], place)
 
 
 def test_a_booked_gpu_is_shared_with_nobody(gpu):
@@ -225,7 +227,7 @@ def test_a_booked_gpu_is_shared_with_nobody(gpu):
         load_replica(config, 0, num_local, True, owns_device).info.capacity
         for num_local, owns_device in ((1, False), (8, True), (8, False))
     )
-    assert booked == alone > 7 * sharing
+    assert alone >= booked > 7 * sharing  # less what an exchange with the others may take
 
 
 def test_nothing_is_compiled_once_replicas_have_met(gpu, monkeypatch):
@@ -350,9 +352,6 @@ def test_a_graph_computes_when_it_is_replayed(gpu):
     other.replay()
     assert made.isnan().all()  # their memory is shared
     assert type(made) is Tensor
-
-
-SAMPLING = ("sampler.py", "gumbel.py", "processors.py", "hf_settings.py")  # what samples has launches of its own
 
 
 @pytest.mark.parametrize("name", REQUESTS)

@@ -206,13 +206,19 @@ def _machines(context: ReplicaContext, options: GroupOptions, store: Store) -> l
     store.set(f"machine/{context.rank}", mine)
     names = [store.get(f"machine/{rank}").decode() for rank in range(context.num_replicas)]
     order = list(dict.fromkeys(names))
-    refusals = [name.partition(" ")[2] for name in order if name.startswith(REFUSAL)]
-    why_not = (refusals or [f"the replicas are on {len(order)} machines"])[0]
-    if options.backend == "shared" and (refusals or len(order) > 1):
-        raise LaunchError(f"launcher.backend=shared: {why_not}")
-    if refusals and context.rank == 0:
-        log.warning("launcher.backend=auto: memory cannot be shared (%s); going on over the network", why_not)
+    refusal = next((name.partition(" ")[2] for name in order if name.startswith(REFUSAL)), None)
+    if options.backend == "shared":
+        _check_shared(refusal, len(order))
+    elif refusal and context.rank == 0:
+        log.warning("launcher.backend=auto: memory cannot be shared (%s); going on over the network", refusal)
     return [order.index(name) for name in names]
+
+
+def _check_shared(refusal: str | None, num_machines: int) -> None:
+    """Raise LaunchError if replicas of some machines cannot share memory, of which one may have said why."""
+    if refusal or num_machines > 1:
+        why_not = refusal or f"the replicas are on {num_machines} machines"
+        raise LaunchError(f"launcher.backend=shared: {why_not}")
 
 
 def new_segment_name() -> str:

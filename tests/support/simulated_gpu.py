@@ -46,7 +46,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from lp_runtime.kernels import dispatch
 from lp_runtime.kernels.triton_cut import Cut, can_cut, cut_scores
 from lp_runtime.model.optimize import fused_blocks, fusing
-from lp_runtime.sampling import sampler
 from lp_runtime.sampling.gumbel import uniforms
 from support import stand_ins
 
@@ -588,14 +587,7 @@ def sample_and_pack(logits, packing, noise=None, inverse_temperature=1.0, cut=No
         positions = noise.positions.memory.tolist()
         rows = uniforms(noise.seed, noise.sample, positions, scores.shape[1], CPU)
         noisy = scores + Tensor((-(-rows.log()).log()).float())
-    num = packing.num
-    ids, gaps = sampler.top_k(scores, num or 1)
-    words = torch.nn.functional.pad((ids << 8) | gaps, (0, num % 2), value=packing.no_token << 8)
-    packed = torch.zeros((len(logits), packing.width), dtype=torch.int64, device=logits.device)
-    packed[:, 0] = noisy.argmax(-1)
-    if num:
-        packed[:, 1 : 1 + words.shape[1] // 2] = words[:, 0::2] | (words[:, 1::2] << 32)
-    return packed
+    return stand_ins.packed(scores, noisy, packing)
 
 
 def launched(kernel):

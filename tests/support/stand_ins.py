@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+
+from lp_runtime.kernels.triton_cut import can_cut
+from lp_runtime.kernels.triton_sampling import Packing
+from lp_runtime.sampling import sampler
 
 HEADER = 4
 
@@ -97,3 +102,29 @@ def gate(gate_up: Tensor) -> Tensor:
     assert gate_up.is_contiguous()
     first, second = gate_up.float().chunk(2, -1)
     return (torch.nn.functional.silu(first) * second).to(gate_up.dtype)
+
+
+def packed(scores: Tensor, noisy: Tensor, packing: Packing) -> Tensor:
+    """[n, width], as sampling/sampler.py packs the arg max of noisy scores and the likeliest tokens of the scores."""
+    ids, gaps = sampler.top_k(scores, packing.num or 1)
+    words = torch.nn.functional.pad((ids << 8) | gaps, (0, packing.num % 2), value=packing.no_token << 8)
+    found = torch.zeros((len(scores), packing.width), dtype=torch.int64, device=scores.device)
+    found[:, 0] = noisy.argmax(-1)
+    if packing.num:
+        found[:, 1 : 1 + words.shape[1] // 2] = words[:, 0::2] | (words[:, 1::2] << 32)
+    return found
+
+
+def sample_greedily(logits: Tensor, packing: Packing) -> Tensor:
+    assert logits.stride(1) == 1
+    return packed(logits.float(), logits.float(), packing)
+
+
+KERNELS = SimpleNamespace(
+    write=write,
+    rotate_and_write=rotate_and_write,
+    attend=attend,
+    gate=gate,
+    can_cut=can_cut,
+    sample_and_pack=sample_greedily,
+)
