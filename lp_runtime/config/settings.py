@@ -86,7 +86,8 @@ class LauncherConfig:
     (eth0, ib0, lo); if not given, gloo and NCCL choose one."""
     backend: str = "auto"
     """Transport between replicas: auto (shared inside a machine, gloo between machines; where every replica has a
-    machine of its own, nccl on cuda and gloo on CPUs), shared (memory of one machine), nccl, or gloo."""
+    machine of its own, nccl on cuda and gloo on CPUs), shared (memory of one machine), nccl, or gloo. With shared and
+    gloo asked for by name, several replicas may share a GPU, for trying things out."""
     placement: str = "pack"
     """Nodes on which Ray puts the replicas: pack (few) or spread (many)."""
     address: Optional[str] = None  # noqa: UP045

@@ -39,11 +39,13 @@ class Measured:
         steps: durations of steps; None before they were measured.
         vocabulary: what the model has said of tokens; None before it was asked.
         is_started: whether the process has taken its time at start to ask about the vocabulary.
+        fingerprint: digest of the model; None before it was needed.
     """
 
     steps: StepMeasurement | None = None
     vocabulary: Answers | None = None
     is_started: bool = False
+    fingerprint: str | None = None
 
 
 class Calibration:
@@ -159,7 +161,15 @@ class Calibration:
         return self._prior
 
     def _fingerprint(self) -> str:
-        """Return a digest of the model: its configuration, some of its weights, dtype, passes and library versions."""
+        """Return a digest of the model: its configuration, some of its weights, dtype, passes and library versions.
+
+        It is computed once a process: every group that a replica joins needs it.
+        """
+        if self._known.fingerprint is None:
+            self._known.fingerprint = self._digest_of_model()
+        return self._known.fingerprint
+
+    def _digest_of_model(self) -> str:
         digest = hashlib.blake2b(digest_size=12)
         model = self._model.model
         versions = [metadata.version(name) for name in ("torch", "transformers")]

@@ -196,7 +196,7 @@ def load_replica(
     """
     if config.launcher.interface is not None:
         address_of(config.launcher.interface)  # refused before a model is loaded
-    is_shared = config.launcher.backend == "gloo" and torch.cuda.is_available()
+    is_shared = config.launcher.backend in ("gloo", "shared") and torch.cuda.is_available()
     index = device_index % torch.cuda.device_count() if is_shared else device_index
     device = choose_device(config.device, index)
     if config.profile:
@@ -209,8 +209,9 @@ def load_replica(
     model, self_check = ready_model(config, device, progress)
     any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0))
     make_sampler_spec(model, any_request)  # refuses model defaults that cannot be kept
-    may_use_nccl = config.launcher.backend in ("auto", "nccl")
-    num_bytes = exchange_bytes(num_local, may_use_nccl) if device.type == "cuda" else 0
+    # Replicas of one machine share memory, and those of several talk over gloo if any machine has several.
+    may_use_nccl = config.launcher.backend == "nccl" or (config.launcher.backend == "auto" and num_local == 1)
+    num_bytes = exchange_bytes(max(num_local, config.gpus or 1), may_use_nccl) if device.type == "cuda" else 0
     info = ReplicaInfo(
         vocabulary_size=model.vocabulary_size,
         context_length=model.context_length,

@@ -99,7 +99,8 @@ class SpawnHost(ProcessHost):
         self._ended_pipes: list[ReplicaPipe] = []  # to replicas that have ended; closed by the listening thread
         if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
             available = torch.cuda.device_count()
-            if self._num_replicas > available and not (available and config.launcher.backend == "gloo"):
+            may_share = config.launcher.backend in ("gloo", "shared")
+            if self._num_replicas > available and not (available and may_share):
                 raise ConfigError(f"gpus={self._num_replicas}: this machine has {available} (on CPUs: device=cpu)")
         launcher = config.launcher
         self._address = LOOPBACK if launcher.interface is None else address_of(launcher.interface)
