@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.batches import FIXED, KEEPING, decode_alone, decode_batch
+from support.engines import engine_of
 from support.ranks import CPU, run_ranks
 
 from lp_runtime.config.lookahead import LookaheadConfig
@@ -18,7 +19,7 @@ from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.exchange import Exchange
 from lp_runtime.distributed.group import Group
-from lp_runtime.engine.engine import Arrival, Engine
+from lp_runtime.engine.engine import Arrival
 from lp_runtime.engine.output import Report
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import ModelError
@@ -85,7 +86,7 @@ def test_a_request_alone(model, blocking, name):
 
 def test_requests_together(model, blocking):
     together = decode_batch(
-        Engine(model, Group.alone()),
+        engine_of(model),
         {number + 1: [Arrival(name, request)] for number, (name, request) in enumerate(REQUESTS.items())},
     )
     for name, (tokens, _, report) in together.items():
@@ -99,7 +100,7 @@ def test_a_run_is_told_behind_the_next_launch_if_whoever_is_told_is_quick(model,
     if not quick:
         model.timer = Timer(0.001)
     launched = []  # passes that had been launched when each run was told
-    for event in Engine(model, Group.alone()).run(REQUESTS["fixed"]):
+    for event in engine_of(model).run(REQUESTS["fixed"]):
         if not isinstance(event, Report):
             launched.append(model.timer.num_started)
         time.sleep(0.0 if quick else 0.002)
@@ -116,7 +117,7 @@ def test_together_nothing_waits_for_a_prompt(model, monkeypatch):
     first = replace(REQUESTS["fixed"], max_new_tokens=80)
     arriving = iter([[Arrival("first", first)], [], [], [Arrival("long", long)]])
     order = []
-    loop = Engine(model, Group.alone())
+    loop = engine_of(model)
     step, feed = loop._step, model._forward
 
     def noted_step(*args):
@@ -143,7 +144,7 @@ def test_together_nothing_waits_for_a_prompt(model, monkeypatch):
 
 @pytest.mark.parametrize("kind", [ModelError, torch.OutOfMemoryError])
 def test_what_is_committed_is_told_before_what_goes_wrong(model, monkeypatch, kind):
-    loop = Engine(model, Group.alone())
+    loop = engine_of(model)
     *whole, _ = loop.run(REQUESTS["fixed"])
     forward = model.forward
 
@@ -166,7 +167,7 @@ def test_what_is_committed_is_told_before_what_goes_wrong(model, monkeypatch, ki
 
 
 def test_one_that_is_left_while_a_pass_is_under_way(model, blocking):
-    loop = Engine(model, Group.alone())
+    loop = engine_of(model)
     events = loop.run(REQUESTS["fixed"])
     for _ in range(4):
         next(events)
@@ -189,7 +190,7 @@ def on_a_rank(group: Group):
     Exchange.start = noted
     observe = StepBudget.observe
     StepBudget.observe = lambda *args, is_late: lateness.append(is_late) or observe(*args, is_late=is_late)
-    loop = Engine(model, group)
+    loop = engine_of(model, group)
     found = {}
     for name in ("fixed", "auto", "sampled"):
         *runs, _ = loop.run(REQUESTS[name])

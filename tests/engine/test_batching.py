@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from support.batches import FIXED, KEEPING, decode_alone, decode_batch
+from support.engines import engine_of
 
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
-from lp_runtime.distributed.group import Group
 from lp_runtime.engine.batch import Arrival
-from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.output import Report
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import LookaheadError, RequestError
@@ -62,7 +61,7 @@ def test_outputs_are_those_of_requests_alone(model, requests, monkeypatch):
     arriving = {1: [], 3: [], 4: []}
     for number, (name, request) in enumerate(requests.items()):
         arriving[(1, 3, 4)[number % 3]].append(Arrival(name, request))
-    loop = Engine(model, Group.alone())
+    loop = engine_of(model)
     found = decode_batch(loop, arriving)
     assert max(sizes) >= len(requests) - 2 and sizes[-1] == 1
     for name, (tokens, logprobs, report) in found.items():
@@ -85,7 +84,7 @@ def test_a_long_prompt_keeps_nobody_waiting(model, requests):
         model.slots.clear()  # what a slot holds of an earlier request would not be fed again
         order, tokens = [], {"running": [], "long": []}
         arriving = iter([[Arrival("running", running)], [], [Arrival("long", newcomer)]])
-        for key, event in Engine(model, Group.alone()).run_batch(lambda arriving=arriving: next(arriving, [])):
+        for key, event in engine_of(model).run_batch(lambda arriving=arriving: next(arriving, [])):
             if not isinstance(event, Report):
                 order.append(key)
                 tokens[key] += event.token_ids
@@ -100,7 +99,7 @@ def test_one_that_is_taken_up_and_one_that_stops_and_one_that_is_cancelled(model
     ending = replace(requests["auto"], stop=(text[8:12],))
     stop = StopStrings(tokenizer, ending.stop)
     found = decode_batch(
-        Engine(model, Group.alone()),
+        engine_of(model),
         {
             1: [
                 Arrival("taken up", replace(requests["sampled"], committed=tuple(whole[:9]))),
@@ -124,7 +123,7 @@ def test_one_that_is_cancelled_while_its_prompt_is_fed(model, requests, monkeypa
     fed = []
     commit = TreeCache.commit
     monkeypatch.setattr(TreeCache, "commit", lambda self, count: fed.append(count) or commit(self, count))
-    loop = Engine(model, Group.alone())
+    loop = engine_of(model)
     rest = replace(long, committed=tuple(expected[:num_committed]))
     model.slots.clear()
     *runs, report = loop.run(rest, should_cancel=lambda: len(fed) > 2)
@@ -148,7 +147,7 @@ class Refuses:
 @pytest.mark.parametrize("length, kind", [(0, RequestError), (20, RequestError), (0, ValueError), (20, IndexError)])
 def test_one_that_fails_does_not_harm_the_others(model, requests, length, kind):
     bad = replace(requests["full"], processors=(Refuses(length, kind),), max_new_tokens=40)
-    loop = Engine(model, Group.alone())
+    loop = engine_of(model)
     found = decode_batch(loop, {1: [Arrival("good", requests["auto"])], 2: [Arrival("bad", bad)]})
     assert isinstance(found["bad"][2], LookaheadError) and len(found["bad"][0]) < 40
     assert found["good"][0] == decode_alone(model, requests["auto"])[0]
@@ -156,7 +155,7 @@ def test_one_that_fails_does_not_harm_the_others(model, requests, length, kind):
 
 
 def test_a_loop_that_is_left_gives_back_what_it_borrowed(model, requests):
-    loop = Engine(model, Group.alone())
+    loop = engine_of(model)
     events = loop.run_batch(iter([[Arrival("one", requests["full"]), Arrival("two", requests["plain"])], []]).__next__)
     next(events)
     events.close()

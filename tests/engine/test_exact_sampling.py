@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.engines import engine_of
 from support.ranks import CPU, run_ranks
 from transformers import ClassifierFreeGuidanceLogitsProcessor, LogitsProcessor
 
@@ -32,7 +33,7 @@ def model(random_model):
 
 @pytest.fixture(scope="module")
 def loop(model):
-    return Engine(ModelRunner(model, 2048), Group.alone())
+    return engine_of(ModelRunner(model, 2048))
 
 
 def decode(loop: Engine, request: Request, **options) -> tuple[list[int], Report]:
@@ -84,7 +85,7 @@ RANK_REQUESTS = [
 
 def sample_on_a_rank(group: Group, folder: str):
     model = load_model(ModelConfig(path=folder), CPU, "float32")
-    loop = Engine(ModelRunner(model, 2048), group)
+    loop = engine_of(ModelRunner(model, 2048), group)
     return [decode(loop, request)[0] for request in RANK_REQUESTS]
 
 
@@ -147,7 +148,7 @@ def test_greedy_with_processors_is_generate_with_them(loop, model, values, proce
 
 def test_the_models_own_defaults_apply_unless_overridden(random_model):
     model = random_model("Llama", seed=5, initializer_range=0.15)
-    loop = Engine(ModelRunner(model, 2048), Group.alone())
+    loop = engine_of(ModelRunner(model, 2048))
     request = Request(PROMPT, LookaheadConfig(5, 4, 5), 20, sampling=SamplingConfig(seed=4))
     greedy = decode(loop, request)[0]
     model.generation_config.update(do_sample=True, temperature=0.7, top_k=3, repetition_penalty=1.4)

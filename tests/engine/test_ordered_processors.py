@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.engines import engine_of
 from support.ranks import run_ranks
 from support.stateful import STATEFUL, Budget, EveryThird, GrewByOne, MovingAverage
 from transformers import AutoModelForCausalLM, LogitsProcessor, SynthIDTextWatermarkingConfig
@@ -11,7 +12,6 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, SynthIDTextWater
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig, lookahead_generate
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.distributed.group import Group
-from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.output import Report
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import ConfigError
@@ -43,7 +43,7 @@ def generated(model, processor, num_tokens=40, **options) -> list[int]:
 def decode(model, request, group=None, num_outputs=None) -> tuple[list[int], Report | None]:
     """New tokens and report of a request, or only what the first outputs hold; there is no report then."""
     tokens: list[int] = []
-    for number, event in enumerate(Engine(ModelRunner(model, 2048), group or Group.alone()).run(request)):
+    for number, event in enumerate(engine_of(ModelRunner(model, 2048), group).run(request)):
         if isinstance(event, Report):
             return tokens, event
         if number == num_outputs:
@@ -105,7 +105,7 @@ def on_a_rank(group: Group, folder: str) -> dict[str, tuple[list[int], int, bool
     for name, make in {**PICKLED, "bans": Bans}.items():
         request = Request(PROMPT, LookaheadConfig(W=7, N=5, G=7), 24, processors=(make(),))
         owned: set[bool] = set()
-        events = Engine(ModelRunner(model, 2048), group).run(
+        events = engine_of(ModelRunner(model, 2048), group).run(
             request, observe=lambda nodes, step, rank, samples, owned=owned: owned.add(step.shares.num_owned[-1] > 0)
         )
         *outputs, report = events

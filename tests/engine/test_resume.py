@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.engines import engine_of
 
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
-from lp_runtime.distributed.group import Group
-from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.output import Report
 from lp_runtime.engine.request import Request
 from lp_runtime.model.kv_cache.slots import CacheSlot
@@ -50,7 +49,7 @@ def prompt_ids() -> tuple[int, ...]:
 def decode(model: ModelRunner, request: Request, num_runs: int | None = None, stop=None):
     """(token ids, log-probabilities, report) of a request, or what its first runs are; there is no report then."""
     tokens, logprobs = [], []
-    events = Engine(model, Group.alone()).run(request, stop=stop)
+    events = engine_of(model).run(request, stop=stop)
     for number, event in enumerate(events):
         if isinstance(event, Report):
             return tokens, logprobs, event

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.engines import engine_of
 from support.ranks import CPU, run_ranks
 
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
@@ -118,7 +119,7 @@ def test_the_output_is_greedy_whatever_the_settings(models, measured, architectu
 
 
 def test_a_step_feeds_what_W_N_G_say(models):
-    loop = Engine(ModelRunner(models["llama"], 2048), Group.alone())
+    loop = engine_of(ModelRunner(models["llama"], 2048))
     _, runs, report = decode(loop, Request((1, 2, 3), PLAIN, max_new_tokens=12))
     assert runs == [[token] for run in runs for token in run]
     assert (report.num_steps, report.step_tokens) == (12, 1.0)
@@ -129,7 +130,7 @@ def test_a_step_feeds_what_W_N_G_say(models):
 
 
 def test_guesses_from_a_looping_text_save_steps(models):
-    loop = Engine(ModelRunner(models["llama"], 2048), Group.alone())
+    loop = engine_of(ModelRunner(models["llama"], 2048))
     _, _, report = decode(loop, Request((1, 2, 3), LookaheadConfig(W=8, N=5, G=8, drafter="paper"), max_new_tokens=150))
     assert report.num_steps < 110
     assert report.pool.hit_rate > 0.3
@@ -137,7 +138,7 @@ def test_guesses_from_a_looping_text_save_steps(models):
 
 
 def test_one_loop_serves_requests_of_any_length_one_after_the_other(models):
-    loop = Engine(ModelRunner(models["llama"], 2048), Group.alone())
+    loop = engine_of(ModelRunner(models["llama"], 2048))
     for length in (30, 2, 50, 3):
         request = Request(tuple(range(length)), LookaheadConfig(W=5, N=4, G=5), max_new_tokens=length)
         assert decode(loop, request)[0] == greedy_text(models["llama"], request)
@@ -145,7 +146,7 @@ def test_one_loop_serves_requests_of_any_length_one_after_the_other(models):
 
 def test_transformers_is_asked_for_processors_once_where_there_are_none(models, monkeypatch):
     """It takes milliseconds."""
-    loop = Engine(ModelRunner(models["llama"], 512), Group.alone())
+    loop = engine_of(ModelRunner(models["llama"], 512))
     asked, build = [], sampler_factory.build_processors
     monkeypatch.setattr(sampler_factory, "build_processors", lambda *args: (asked.append(args[2]), build(*args))[1])
     plain = Request((5, 6, 7), PLAIN, 40, frozenset({1}))
@@ -172,7 +173,7 @@ def test_transformers_is_asked_for_processors_once_where_there_are_none(models, 
 
 
 def test_an_abandoned_request_does_not_touch_the_next(models):
-    loop = Engine(ModelRunner(models["llama"], 2048), Group.alone())
+    loop = engine_of(ModelRunner(models["llama"], 2048))
     request = Request((5, 6, 7), LookaheadConfig(W=5, N=4, G=5), max_new_tokens=30)
     events = loop.run(Request((9, 8, 7, 6, 5), LookaheadConfig(), max_new_tokens=60))
     for _ in range(4):
@@ -182,7 +183,7 @@ def test_an_abandoned_request_does_not_touch_the_next(models):
 
 
 def test_cancelling_stops_after_the_step_that_asked(models):
-    loop = Engine(ModelRunner(models["llama"], 2048), Group.alone())
+    loop = engine_of(ModelRunner(models["llama"], 2048))
     request = Request((1, 2, 3), LookaheadConfig(W=5, N=4, G=5), max_new_tokens=100)
     asked = iter([False, False, True])
     tokens, runs, report = decode(loop, request, should_cancel=lambda: next(asked))
@@ -224,7 +225,7 @@ LONG = Request(tuple(range(1, 22)), LookaheadConfig(3, 4, 3, prior="none"), 12)
 def decode_on_a_rank(group: Group, path: str) -> RankResult:
     rank, num_replicas = group.rank, group.size
     model = ModelRunner(load_model(ModelConfig(path=path), CPU, "float32"), 2048)
-    loop = Engine(model, group)
+    loop = engine_of(model, group)
     found = [decode(loop, request) for request in RANKS_REQUESTS]
     # only the last rank is asked to stop, in the third step
     asked = iter([False, False, rank == num_replicas - 1])

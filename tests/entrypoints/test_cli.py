@@ -364,14 +364,16 @@ def test_torchrun_launcher_without_torchrun(refusal, tiny_model_dir):
 def test_port_that_is_taken(refusal, tiny_model_dir):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        message = refusal(f"model.path={tiny_model_dir}", IDS, "ids=true", "gpus=2", f"launcher.port={port}")
+        overrides = ["gpus=2", "launcher.backend=gloo", f"launcher.port={port}"]
+        message = refusal(f"model.path={tiny_model_dir}", IDS, "ids=true", *overrides)
     assert message.startswith(f"cannot listen on 127.0.0.1:{port}: Address already in use")
 
 
 def test_port_of_ones_choice(capsys, tiny_model_dir):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    main([f"model.path={tiny_model_dir}", IDS, "ids=true", "gpus=2", f"launcher.port={port}", "max_new_tokens=3"])
+    overrides = ["gpus=2", "launcher.backend=gloo", f"launcher.port={port}"]
+    main([f"model.path={tiny_model_dir}", IDS, "ids=true", *overrides, "max_new_tokens=3"])
     assert "2 replicas" in capsys.readouterr().err
 
 

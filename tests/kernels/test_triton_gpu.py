@@ -12,14 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.engines import engine_of
 from support.one_slot import OneSlot
 from support.small_models import FAMILIES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
-from lp_runtime.distributed.group import Group
-from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.request import Request
 from lp_runtime.kernels import numba_cpu
 from lp_runtime.lookahead.drafters.best_first.tables import K
@@ -73,6 +72,9 @@ class Launches(TorchDispatchMode):
         return output
 
 
+SIZES = (1, 24)  # tokens of a pass
+
+
 def counted_kernels(launches: Launches) -> SimpleNamespace:
     """The kernels, of which each call counts as one launch."""
 
@@ -107,6 +109,8 @@ def test_steps_through_the_kernels(random_model, name, settings, monkeypatch):
     """Passes of fixed sizes of fused blocks, as on a GPU, beside the unchanged model."""
     counted = counted_kernels(Launches())
     use_kernels(monkeypatch, counted)
+    monkeypatch.setattr(cuda_graph, "SIZES", SIZES)  # the self-check makes passes of all
+    monkeypatch.setattr(cuda_graph, "MIN_LARGEST", SIZES[-1])
     free, fixed = (
         OneSlot(ModelRunner(random_model(name, seed=3, **settings).to(DEVICE), 512, own_attention=True))
         for _ in range(2)
@@ -176,7 +180,7 @@ def test_decoding_through_the_kernels(random_model, temperature, logprobs, monke
         if fixed:
             fuse_blocks(model.model)
             model.enable_graphs(capture=False)
-        *outputs, _ = Engine(model, Group.alone()).run(request)
+        *outputs, _ = engine_of(model).run(request)
         texts.append([token for output in outputs for token in output.token_ids])
     assert texts[0] == texts[1] and len(texts[0]) == 12
     is_greedy = temperature == 0 and not logprobs

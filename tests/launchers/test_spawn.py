@@ -25,8 +25,7 @@ def test_equals_transformers_generate(demo_model_dir, greedy, gpus):
     options = {"launcher": "local", "device": "cpu", "dtype": "float32"}
     with LookaheadRuntime(str(demo_model_dir), gpus=gpus, lookahead=FIXED, **options) as runtime:
         assert runtime.num_replicas == gpus
-        processes = [psutil.Process(), *map(psutil.Process, own_replicas())]
-        assert not any(each.net_connections("tcp") for each in processes)  # they share memory
+        assert not any(psutil.Process(each).net_connections("tcp") for each in own_replicas())  # they share memory
         fewest = reference.MAX_NEW_TOKENS
         for setting in SETTINGS:
             for prompt, expected in zip(reference.PROMPTS, greedy, strict=True):

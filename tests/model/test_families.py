@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from support.engines import engine_of
 from support.small_models import FAMILIES, REFUSED, random_model
 
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
-from lp_runtime.distributed.group import Group
-from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import ModelError
 from lp_runtime.model.runner import ModelRunner
@@ -18,7 +17,7 @@ LENGTH, NEW = 12, 40
 
 
 def decode(model: ModelRunner, request: Request) -> list[int]:
-    *runs, report = Engine(model, Group.alone()).run(request)
+    *runs, report = engine_of(model).run(request)
     return [token for run in runs for token in run.token_ids]
 
 

@@ -301,7 +301,8 @@ def test_the_command(tmp_path):
         mark.assert_gone()
     said = (tmp_path / "stderr").read_text()
     stages = re.findall(r"starting, (\d) of 4 \(\d+ s\): (\w+)", said)
-    assert stages == [("1", "loading"), ("2", "fusing"), ("3", "checking"), ("4", "measuring")], "by one replica of two"
+    expected = [("1", "loading"), ("2", "fusing"), ("3", "checking"), ("4", "measuring")]
+    assert stages[:4] == expected, "by one replica of two"  # then by the one that is started again
     assert f"a page to try it: {str(client.base_url).removesuffix('v1/')}" in said
 
 

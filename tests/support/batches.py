@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from lp_runtime.config.lookahead import LookaheadConfig
-from lp_runtime.distributed.group import Group
 from lp_runtime.engine.batch import Arrival
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.output import Report
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import LookaheadError
 from lp_runtime.model.runner import ModelRunner
+from support.engines import engine_of
 
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
 KEEPING = LookaheadConfig(5, 4, 5, prior="none", draft_tables="runtime")
@@ -37,5 +37,5 @@ def decode_batch(loop: Engine, arriving: dict[int, list[Arrival]]):
 
 
 def decode_alone(model: ModelRunner, request: Request, stop=None):
-    *runs, report = Engine(model, Group.alone()).run(request, stop=stop)
+    *runs, report = engine_of(model).run(request, stop=stop)
     return [token for run in runs for token in run.token_ids], [p for run in runs for p in run.logprobs or ()], report

@@ -19,14 +19,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, PreTrainedModel
 
 from lp_runtime import LookaheadConfig, ModelConfig, SamplingConfig
-from lp_runtime.distributed.group import CPU, Group
-from lp_runtime.engine.engine import Engine
+from lp_runtime.distributed.group import CPU
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import make_sampler_spec
 from lp_runtime.model.loader import load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sampling.gumbel import GumbelNoise
 from lp_runtime.sampling.hf_settings import build_processors
+from support.engines import engine_of
 
 SETTINGS: tuple[dict[str, float], ...] = (
     {"temperature": 1.0},
@@ -149,7 +149,7 @@ def sample_tokens(case: Case, sampling: Mapping[str, float], num_seeds: int, noi
         noise: what a sample's noise is.
     """
     model = ModelRunner(case.model, prefill_chunk=2048)
-    engine = Engine(model, Group.alone())
+    engine = engine_of(model)
     found: Counter[int] = Counter()
     config = SamplingConfig(**sampling, seed=0)
     request = Request(tuple(case.prompt), LOOKAHEAD, case.position + 1, sampling=config)

@@ -67,9 +67,9 @@ def test_where_it_cannot_they_are_fed_one_by_one(settings, random_model):
         StepInputs(slot, tree, range(len(tree)), [tree.root]) for (slot, _), tree in zip(texts, trees, strict=True)
     ]
     found = tree_model.forward_batch(parts)
-    for (_, tokens), tree, (rows, _) in zip(texts, trees, found, strict=True):
-        assert_close(rows[0], plain_logits(model, tokens + path_text(tree, tree.root)))
-        assert torch.isfinite(rows).all()
+    for (_, tokens), tree, each in zip(texts, trees, found, strict=True):
+        assert_close(each.logits[0], plain_logits(model, tokens + path_text(tree, tree.root)))
+        assert torch.isfinite(each.logits).all()
 
 
 def test_the_demo_model_passes_the_check_of_several_texts():
