@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -123,12 +123,16 @@ class Replica:
         """End what the replica does between requests."""
         self._background.close()
 
+    def in_use(self) -> AbstractContextManager[None]:
+        """Return a context in which the caller alone uses the model; one thread at a time may."""
+        return self._background.paused()
+
     def decode(self, request: Request, should_cancel: Callable[[], bool] = never_cancel) -> Iterator[Event]:
         """Decode one request, in concert with the other replicas of the group; see Engine.run."""
         events = self._engine.run(request, stop=self._stop(request), should_cancel=should_cancel)
         if self._profile_dir is not None:
             events = profiled(events, self._profile_dir, self.group.rank, self._device)
-        with self._background.paused():
+        with self.in_use():
             for event in events:
                 self._note(event, request)
                 yield event
@@ -156,7 +160,7 @@ class Replica:
                 requests[key] = request  # until it has ended
                 yield Arrival(key, request, self._stop(request), should_cancel)
 
-        with self._background.paused():
+        with self.in_use():
             for key, event in self._engine.run_batch(arrived):
                 is_end = isinstance(event, Report | LookaheadError)
                 self._note(event, requests.pop(key) if is_end else requests[key])

@@ -142,7 +142,8 @@ class ReplicaServer:
         """Leave a slot behind that holds the request's prompt and committed tokens: the engine acquires it again."""
         request, model = order.request, loaded.model
         capacity = len(request.prompt_ids) + request.max_new_tokens + MAX_STEP_TOKENS
-        with model.slots.borrowed(capacity, (*request.prompt_ids, *request.committed)) as slot:
+        in_use = contextlib.nullcontext() if self._replica is None else self._replica.in_use()
+        with in_use, model.slots.borrowed(capacity, (*request.prompt_ids, *request.committed)) as slot:
             for _ in model.resume(slot, request.prompt_ids, request.committed, capacity):
                 if self._orders.is_cancelled(order.order):
                     break

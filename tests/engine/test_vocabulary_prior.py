@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,9 @@ from lp_runtime.engine.calibration import Calibration, Measured
 from lp_runtime.engine.output import Report
 from lp_runtime.engine.replica import Replica, start_replica
 from lp_runtime.engine.request import Request
+from lp_runtime.launchers.messages import Join, Prefill, Prefilled
+from lp_runtime.launchers.process_host import Placement
+from lp_runtime.launchers.replica_server import ReplicaServer
 from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.model.loader import load_model
 from lp_runtime.model.runner import ModelRunner
@@ -175,3 +178,25 @@ def test_nothing_is_asked_while_a_request_decodes(folder, monkeypatch):
         assert len(num_asked) == num_before < SIZE
         events.close()
         wait_until(lambda: len(num_asked) > num_before)
+
+
+def test_a_prompt_that_is_fed_ahead_has_the_model_to_itself(folder, monkeypatch):
+    """A replica that is to join a request feeds its prompt outside of `decode`."""
+    events: list[object] = []
+    in_use = Replica.in_use
+
+    @contextmanager
+    def noted(replica):
+        events.append("alone")
+        with in_use(replica):
+            yield
+
+    monkeypatch.setattr(Replica, "in_use", noted)
+    model = ModelConfig(path=str(folder))
+    config = RuntimeConfig(model=model, device="cpu", dtype="float32", lookahead=FIXED, cache_dir=None)
+    server = ReplicaServer(config, Placement(0, 1), lambda message: events.append(type(message)))
+    threading.Thread(target=server.run, daemon=True).start()
+    server.post(Join(1, ReplicaContext()))
+    server.post(Prefill(2, REQUEST))
+    wait_until(lambda: Prefilled in events)
+    assert events[-2:] == ["alone", Prefilled]
