@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ LIBRARY_PRIVATE = {
 BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension, ast.Assert)
 
 
+@functools.cache
 def classes(name: str) -> list[ast.ClassDef]:
     return [node for node in ast.walk(TREES[name]) if isinstance(node, ast.ClassDef)]
 

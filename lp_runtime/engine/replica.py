@@ -213,9 +213,7 @@ def load_replica(
     model, self_check = ready_model(config, device, progress)
     any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0))
     make_sampler_spec(model, any_request)  # refuses model defaults that cannot be kept
-    # Replicas of one machine share memory, and those of several talk over gloo if any machine has several.
-    may_use_nccl = config.launcher.backend == "nccl" or (config.launcher.backend == "auto" and num_local == 1)
-    num_bytes = exchange_bytes(max(num_local, config.gpus or 1), may_use_nccl) if device.type == "cuda" else 0
+    num_bytes = _exchange_bytes(config, num_local) if device.type == "cuda" else 0
     info = ReplicaInfo(
         vocabulary_size=model.vocabulary_size,
         context_length=model.context_length,
@@ -231,6 +229,13 @@ def load_replica(
     # nobody waits longer than failure.timeout for a peer.
     is_compiled = model.graphs is not None and model.graphs.compiled
     return LoadedModel(model, info, Measured(steps=measure_steps(model) if is_compiled else None), progress)
+
+
+def _exchange_bytes(config: RuntimeConfig, num_local: int) -> int:
+    """Return the bytes of a replica's GPU that exchanging with the others will take."""
+    # Replicas of one machine share memory, and those of several talk over gloo if any machine has several.
+    may_use_nccl = config.launcher.backend == "nccl" or (config.launcher.backend == "auto" and num_local == 1)
+    return exchange_bytes(max(num_local, config.gpus or 1), may_use_nccl)
 
 
 @contextmanager
