@@ -135,7 +135,7 @@ REQUEST = Request((5, 6, 7), FIXED, 24)
 
 def replica_of(folder: Path, cache_dir: Path | None) -> AbstractContextManager[Replica]:
     cache = None if cache_dir is None else str(cache_dir)
-    model = ModelConfig(path=str(folder))
+    model = ModelConfig(path=str(folder), packing="off")  # else what is measured decides, and names the files
     config = RuntimeConfig(model=model, device="cpu", dtype="float32", lookahead=FIXED, cache_dir=cache)
     return start_replica(config, ReplicaContext(owns_process=False))
 
