@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
 from lp_runtime.model.attention.mask import LayerMasks
 from lp_runtime.model.kv_cache.cache import TreeCache
+from lp_runtime.model.kv_cache.stand_in import StandInCache, StandInLayer
 
 
-class BatchedCache(Cache):
+class BatchedCache(StandInCache):
     """Stands for the caches of several sequences in one forward pass.
 
     Args:
@@ -59,27 +60,13 @@ class BatchedCache(Cache):
         """Return the [P] masks that a layer's mask stands for."""
         return self._masks[stand_in.data_ptr()]
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return (T, 0): what transformers would make a mask of, if none were given."""
-        return query_length, 0
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: positions are always given."""
-        return 0
-
-
-class _BatchedLayer(CacheLayerMixin):
+class _BatchedLayer(StandInLayer):
     """One layer of several caches."""
-
-    is_sliding = False
 
     def __init__(self, owner: BatchedCache, layers: Sequence[CacheLayerMixin]):
         super().__init__()
         self._owner, self._layers = owner, layers
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate nothing: each sequence's own layer does."""
-        self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -89,14 +76,6 @@ class _BatchedLayer(CacheLayerMixin):
         parts = zip(self._layers, *states, strict=True)
         self._owner.states = [layer.update(keys, values) for layer, keys, values in parts]
         return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (T, 0), as `BatchedCache.get_mask_sizes`."""
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Return 0: positions are always given."""
-        return 0
 
     def get_max_length(self) -> int:
         """Return the number of tokens that fit into the smallest of the caches."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+
+from lp_runtime.model.kv_cache.stand_in import StandInCache, StandInLayer
 
 
 class DeviceInputs(NamedTuple):
@@ -30,7 +31,7 @@ class DeviceInputs(NamedTuple):
     words: torch.Tensor
 
 
-class DeviceCache(Cache):
+class DeviceCache(StandInCache):
     """Stands for the caches of all sequences of a pass of a fixed size.
 
     Args:
@@ -97,27 +98,13 @@ class DeviceCache(Cache):
             inputs.words, inputs.table, self._layer, scale, self._num_processors,
         )  # fmt: skip
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return (B, 0): what transformers would make a mask of, if none were given."""
-        return query_length, 0
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: positions are always given."""
-        return 0
-
-
-class _DeviceLayer(CacheLayerMixin):
+class _DeviceLayer(StandInLayer):
     """One layer of the sequences' caches."""
-
-    is_sliding = False
 
     def __init__(self, owner: DeviceCache, index: int):
         super().__init__()
         self._owner, self._index = owner, index
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate nothing: each sequence's own layer does."""
-        self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -125,14 +112,6 @@ class _DeviceLayer(CacheLayerMixin):
         """Write new keys and values, [1, H, B, D] each; return both, of which attention reads the shapes."""
         self._owner.write(key_states, value_states, self._index)
         return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (B, 0), as `DeviceCache.get_mask_sizes`."""
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Return 0: positions are always given."""
-        return 0
 
     def get_max_length(self) -> int:
         """Return -1: there is no limit that the host knows."""
