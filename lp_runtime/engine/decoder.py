@@ -28,6 +28,7 @@ from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.sampling.sampler import Sampler, Scores
 from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.sizing.budget import StepBudget
+from lp_runtime.sizing.chain_budget import ChainBudget
 
 
 class Samples:
@@ -133,6 +134,8 @@ class Decoder:
         budget.set_batch_size(batch_size)
         if budget.is_resting:
             return self._step(state.propose_root(), has_top_k=False)
+        if isinstance(budget, ChainBudget):
+            return self._step(state.propose(None, budget.tree_size_hint, budget.select))
         return self._step(state.propose(budget.fit, budget.tree_size_hint))
 
     def _step(self, proposal: Proposal, has_top_k: bool = True) -> Step:
@@ -213,8 +216,11 @@ class Decoder:
             overhead_ns: [R] nanoseconds of what else the step before took; 0 where unknown.
             times_are_late: whether `forward_ns` is of the step before, too.
         """
-        token_ids, nodes = self.state.advance(step.proposal, verified.result)
-        shares = step.shares
+        shares, budget = step.shares, self.budget
+        follows_chains = isinstance(budget, ChainBudget)
+        token_ids, nodes = self.state.advance(step.proposal, verified.result, caches_pending=not follows_chains)
+        if isinstance(budget, ChainBudget):
+            self.state.count_cached(budget.settle(shares, nodes, step.tree.root + 1))
         if self._num_followers:  # the budget knows nothing of them
             shares = Shares.of_one(len(step.tree), step.tree.root)
             forward_ns, overhead_ns = forward_ns[:1], overhead_ns[:1]

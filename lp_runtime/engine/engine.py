@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.distributed.chains import compile_chains
 from lp_runtime.distributed.exchange import Exchange, Outcome, compile_exchange
 from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.partition import compile_partition
@@ -37,6 +38,7 @@ from lp_runtime.lookahead.state import DecodingRules, DecodingState, Stop
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sampling.packing import compile_sampler
 from lp_runtime.sizing.budget import StepBudget, compile_budget
+from lp_runtime.sizing.chain_budget import MAX_REFED, ChainBudget
 from lp_runtime.sizing.cost_model import assumed_times
 from lp_runtime.sizing.learned_costs import LearnedCosts
 from lp_runtime.utils.generators import result_of
@@ -93,6 +95,8 @@ class Engine:
         """Measure and compile now what a request with these settings would have to wait for."""
         compile_budget()
         compile_sampler()
+        if self._model.feeds_chains:
+            compile_chains()
         if not self._group.is_alone:
             compile_partition()
             compile_exchange()
@@ -121,7 +125,8 @@ class Engine:
         if settings.drafter == "full":
             tables = pool.acquire(settings.draft_tables != "request", settings.draft_tables_bytes)
         try:
-            drafter = make_drafter(settings, spec.noise_key, num_replicas * limit, tables, vocabulary)
+            max_nodes = num_replicas * limit + (MAX_REFED if self._model.feeds_chains else 0)
+            drafter = make_drafter(settings, spec.noise_key, max_nodes, tables, vocabulary)
             num_nodes = drafter.max_nodes + drafter.max_committed
             is_auto, calibration = settings.is_auto, self._calibration
             times = calibration.times(num_nodes)[:num_replicas] if is_auto else assumed_times(num_replicas, num_nodes)
@@ -129,7 +134,8 @@ class Engine:
             rules = DecodingRules(request.max_new_tokens, request.eos_token_ids, repr(settings), sampling)
             kind = (settings.is_auto, spec.noise is None, num_replicas)
             learned = self._learned.setdefault(kind, LearnedCosts.initial(num_replicas))
-            budget = StepBudget(times, settings.is_auto, limit, learned)
+            make_budget = ChainBudget if self._model.feeds_chains else StepBudget
+            budget = make_budget(times, settings.is_auto, limit, learned)
             state = DecodingState(
                 request.prompt_ids, rules, drafter, stop, request.committed, is_alone=self._group.is_alone
             )

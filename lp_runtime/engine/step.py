@@ -45,4 +45,5 @@ class Step:
     def inputs(self, rank: int, slot: CacheSlot) -> StepInputs:
         """Return what the replica `rank` feeds to the model, for the sequence in `slot`."""
         share = self.shares[rank]
-        return StepInputs(slot, self.tree, share.nodes, share.owned)
+        start = self.proposal.num_cached + int(share.nodes[0])
+        return StepInputs(slot, self.tree, share.nodes, share.owned, start)

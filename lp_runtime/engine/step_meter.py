@@ -124,9 +124,10 @@ class _StepMeter:
         """Run a step of so many tokens; return its nanoseconds."""
         model = self._model
         nodes = np.arange(size)
-        parents = np.where(nodes % BRANCH_TOKENS == 1, 0, nodes - 1)
-        depths = np.where(nodes > 0, (nodes - 1) % BRANCH_TOKENS + 1, 0)
-        tree = TokenTree.from_arrays(nodes % model.vocabulary_size, parents, depths, nodes, 0, max_depth=BRANCH_TOKENS)
+        branch_tokens = size if model.feeds_chains else BRANCH_TOKENS
+        parents = np.where(nodes % branch_tokens == 1, 0, nodes - 1) if branch_tokens > 1 else nodes - 1
+        depths = np.where(nodes > 0, (nodes - 1) % branch_tokens + 1, 0)
+        tree = TokenTree.from_arrays(nodes % model.vocabulary_size, parents, depths, nodes, 0, max_depth=branch_tokens)
         inputs = StepInputs(self._slot, tree, nodes.tolist(), nodes.tolist())
         start = time.perf_counter_ns()
         found = model.forward(inputs)

@@ -42,6 +42,9 @@ Stop = Callable[[Sequence[int]], int | None]
 Fit = Callable[[TokenTree, np.ndarray], int]
 """Maps a tree and its path probabilities, [T] int64, in whose order nodes stand, to how many first nodes to feed."""
 
+Select = Callable[[TokenTree], np.ndarray]
+"""Maps a tree to the ascending indices, [m] int64, of the nodes to feed: see `TokenTree.part`."""
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -50,10 +53,12 @@ class Proposal:
     Attributes:
         tree: the token tree, T nodes; nothing is added to it any more.
         digested_before: bytes that are digested ahead of the tree: the request, or the previous step's digest.
+        num_cached: tokens of the sequence before the tree's first one.
     """
 
     tree: TokenTree
     digested_before: bytes
+    num_cached: int = 0
 
     @cached_property
     def digest(self) -> int:
@@ -123,17 +128,22 @@ class DecodingState:
         """Tokens whose keys and values are not cached yet."""
         return self.tokens[self.num_cached :]
 
-    def propose(self, fit: Fit | None = None, tree_size_hint: int | None = None) -> Proposal:
+    def propose(
+        self, fit: Fit | None = None, tree_size_hint: int | None = None, select: Select | None = None
+    ) -> Proposal:
         """Return the tree of the next step. No node stands where its successor could not be committed.
 
         Args:
             fit: says how many of the tree's nodes to feed; asked if the drafter estimates path probabilities. It must
                 answer alike on all replicas. None to feed all.
             tree_size_hint: largest number of nodes to propose, where the drafter can choose; None for its own limit.
+            select: says which of the nodes to feed, in place of `fit`; it must answer alike on all replicas.
         """
         num_left = self.rules.max_new_tokens - (len(self.tokens) - self.prompt_length)
         tree = self.drafter.propose(self.tokens, self.num_cached, num_left - 1, tree_size_hint)
-        if fit is not None and tree.path_probabilities is not None:
+        if select is not None:
+            tree = self.drafter.keep(tree, select(tree))
+        elif fit is not None and tree.path_probabilities is not None:
             tree.truncate(fit(tree, tree.path_probabilities))
         return self._proposal(tree)
 
@@ -143,7 +153,7 @@ class DecodingState:
 
     def _proposal(self, tree: TokenTree) -> Proposal:
         """Return a proposal whose digest covers the steps so far."""
-        return Proposal(tree, b"%d %d " % (self._digest, self.num_cached))
+        return Proposal(tree, b"%d %d " % (self._digest, self.num_cached), self.num_cached)
 
     def propose_prefill(self) -> Proposal:
         """Return the prefill's step as a tree of one node, the prompt's last token. Its digest covers the request."""
@@ -175,12 +185,15 @@ class DecodingState:
         self.drafter.advance_prefill(self.tokens, found)
         return committed
 
-    def advance(self, proposal: Proposal, found: VerificationResult) -> tuple[list[int], list[int]]:
+    def advance(
+        self, proposal: Proposal, found: VerificationResult, caches_pending: bool = True
+    ) -> tuple[list[int], list[int]]:
         """Advance by one step: accept tokens, cut them by the rules, commit the rest, then advance the drafter.
 
         Args:
             proposal: what `propose` returned for this step.
             found: the verification result of the tree.
+            caches_pending: whether every replica has cached the step's pending tokens; if not, `count_cached` is told.
 
         Returns:
             (committed, nodes): the committed tokens, at least one, and the node that each of them follows.
@@ -188,10 +201,15 @@ class DecodingState:
         tree = proposal.tree
         accepted, path = self.drafter.accept(tree, found)
         self._chain(proposal)
-        self.num_cached += tree.root + 1
+        if caches_pending:
+            self.count_cached(tree.root + 1)
         committed = self._commit(accepted)
         self.drafter.advance(self.tokens, tree, found, committed, path[: len(committed)])
         return committed, [tree.root, *path][: len(committed)]
+
+    def count_cached(self, num_tokens: int) -> None:
+        """Count so many more leading tokens as cached on every replica."""
+        self.num_cached += num_tokens
 
     def _chain(self, proposal: Proposal) -> None:
         """Make the digest of a proposal part of the next one's."""

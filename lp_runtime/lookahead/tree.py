@@ -99,6 +99,19 @@ class TokenTree:
         """
         return cls(tokens[: root + 1], max_depth, None, (tokens, parents, depths), path_probabilities, digest)
 
+    def part(self, nodes: np.ndarray) -> TokenTree:
+        """Return the tree of some of this tree's nodes.
+
+        Args:
+            nodes: [m] int64 ascending indices: all pending tokens, and the parent of every node from the root on.
+        """
+        tokens, parents, depths = self.arrays()
+        places = np.full(len(tokens) + 1, -1, np.int64)  # the last one stands for the parent of the first token, -1
+        places[nodes] = np.arange(len(nodes))
+        arrays = tokens[nodes], places[parents[nodes]], depths[nodes]
+        probabilities = None if self.path_probabilities is None else self.path_probabilities[nodes]
+        return TokenTree(tokens[: self.root + 1], self.max_depth, None, arrays, probabilities)
+
     def truncate(self, num_nodes: int) -> None:
         """Keep the first `num_nodes` nodes only, which must include the pending tokens."""
         assert num_nodes > self.root

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lp_runtime.errors import ModelError
-from lp_runtime.model.attention.mask import layer_kinds
+from lp_runtime.model.attention.mask import carries_state, layer_kinds
 
 ALIBI_MODELS = ("bloom", "mpt")  # add ALiBi whatever their configuration says
 
@@ -60,6 +60,32 @@ def check_family(model: PreTrainedModel) -> None:
     layer_kinds(config)
     if reason := _reason(config, model):
         raise ModelError(f"{config.model_type}: cannot be fed a token tree: {reason}")
+
+
+def feeds_chains(config: PreTrainedConfig, model: PreTrainedModel) -> bool:
+    """Whether a model is fed one path of a tree at a time, since its layers carry a state from token to token.
+
+    Args:
+        config: the model's (text) configuration.
+        model: its weights are not looked at.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return any(carries_state(kind) for kind in kinds) or bool(getattr(model, "_is_stateful", False))
+
+
+def check_chain_family(model: PreTrainedModel) -> None:
+    """Refuse a model that cannot go on from a cache of transformers' own layers.
+
+    Args:
+        model: a causal LM; its weights are not looked at.
+
+    Raises:
+        ModelError: naming what is missing.
+    """
+    config = model.config.get_text_config()
+    _check_whole(config.model_type, model)
+    if not (_takes(model, "past_key_values") or _takes(model, "cache_params")):
+        raise ModelError(f"{config.model_type}: its forward takes no past_key_values: there is no cache to go on from")
 
 
 def _check_whole(kind: str, model: PreTrainedModel) -> None:

@@ -56,11 +56,14 @@ class ModelRunner:
         num_prefilled_tokens: tokens of prompts and of resumed sequences fed so far.
         fixed_passes: feeds trees in passes of fixed sizes; None if trees are fed in passes of any size.
         supports_batching: whether several sequences can be fed in one pass.
+        feeds_chains: whether a share is fed as one path, pending tokens included, from `StepInputs.start` on.
         timer: times passes where the device works asynchronously, so that the host is free meanwhile; else None.
 
     Raises:
         ModelError: if the model cannot be fed a tree, or its attention does not take a tree's mask.
     """
+
+    feeds_chains = False
 
     def __init__(
         self,
@@ -69,7 +72,7 @@ class ModelRunner:
         strict_tokens: int | None = None,
         own_attention: bool = False,
     ):
-        check_family(model)
+        self._check_family(model)
         if model.device.type == "meta":
             raise ModelError(f"{type(model).__name__}: weights that are offloaded cannot be fed a token tree")
         config = model.config.get_text_config()
@@ -85,7 +88,7 @@ class ModelRunner:
         self.dtype: torch.dtype = model.dtype
         self.vocabulary_size: int = config.vocab_size
         self.context_length = context_length(config)
-        self.masks = MaskBuilder(config, attention, self.dtype, self.device)
+        self.masks = self._make_masks(config, attention)
         if strict_tokens is not None and CHUNKED in self.masks.windows_by_kind:
             raise ModelError(f"{config.model_type}: chunked attention cannot be computed with exactness=strict")
         self.strict_tokens = strict_tokens
@@ -97,6 +100,18 @@ class ModelRunner:
         self.fixed_passes: FixedPasses | None = None
         self.supports_batching = self.masks.is_own and strict_tokens is None
         self.timer = PassTimer(self.device) if self.device.type == "cuda" else None
+
+    def _check_family(self, model: PreTrainedModel) -> None:
+        """Refuse a model that this runner cannot feed."""
+        check_family(model)
+
+    def _make_masks(self, config: PreTrainedConfig, attention: str) -> MaskBuilder:
+        """Return what makes the masks that the model is fed with."""
+        return MaskBuilder(config, attention, self.dtype, self.device)
+
+    def _make_cache(self, capacity: int) -> TreeCache:
+        """Return an empty cache of one sequence with this capacity in tokens."""
+        return TreeCache(self.model.config.get_text_config().num_hidden_layers, capacity)
 
     # Slots.
 
@@ -114,8 +129,7 @@ class ModelRunner:
 
     def begin(self, slot: CacheSlot, capacity: int) -> None:
         """Empty a slot and make `capacity` tokens fit: committed ones and one step's."""
-        num_layers = self.model.config.get_text_config().num_hidden_layers
-        slot.reset(num_layers, self.padded_capacity(capacity))
+        slot.reset(self._make_cache, self.padded_capacity(capacity))
 
     @property
     def graphs(self) -> GraphOptions | None:
@@ -238,7 +252,7 @@ class ModelRunner:
             any_size: whether it is fed in a pass of any size, even where it could be fed in one of a fixed size.
             commit: whether the tree's pending tokens are committed; False to feed another share of the tree next.
         """
-        slot, tree, nodes, wanted = inputs
+        slot, tree, nodes, wanted, _ = inputs
         layout = lay_out(tree, nodes, wanted, slot.cache.length)
         found = None if any_size else self._forward_fixed([(slot.cache, layout)])
         output = StepLogits(self._forward_layout(slot, layout)) if found is None else found[0]
@@ -279,7 +293,7 @@ class ModelRunner:
             return [self.forward(batch[0], commit)]
         if not self.supports_batching:  # what a pass of a fixed size has found is gone after the next one
             return [self.forward(inputs, commit).copy() for inputs in batch]
-        layouts = [lay_out(tree, nodes, wanted, slot.cache.length) for slot, tree, nodes, wanted in batch]
+        layouts = [lay_out(tree, nodes, wanted, slot.cache.length) for slot, tree, nodes, wanted, _ in batch]
         caches = [inputs.slot.cache for inputs in batch]
         fixed = self._forward_fixed(list(zip(caches, layouts, strict=True)))
         found = self._forward_together(caches, layouts) if fixed is None else fixed

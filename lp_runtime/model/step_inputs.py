@@ -23,12 +23,15 @@ class StepInputs(NamedTuple):
         tree: the step's token tree; its first pending token follows the slot's last committed one.
         nodes: [T] ascending indices into the tree of what is fed: all pending tokens, and every fed node's ancestors.
         wanted: [n] ascending indices into the tree of the nodes whose logits are returned, a part of `nodes`.
+        start: tokens of the sequence before the first one that is fed; None for all that the slot holds. A replica
+            that is fed chains may hold some of the pending tokens already.
     """
 
     slot: CacheSlot
     tree: TokenTree
     nodes: Sequence[int] | np.ndarray
     wanted: Sequence[int] | np.ndarray
+    start: int | None = None
 
     @classmethod
     def whole(cls, slot: CacheSlot, tree: TokenTree) -> StepInputs:

@@ -120,6 +120,15 @@ class Drafter(ABC):
             tree_size_hint: largest number of nodes to propose, where the drafter can choose; None for its own limit.
         """
 
+    def keep(self, tree: TokenTree, nodes: np.ndarray) -> TokenTree:
+        """Return the tree of some nodes of the tree that was proposed last, which is fed in its place.
+
+        Args:
+            tree: what `propose` returned last.
+            nodes: see `TokenTree.part`.
+        """
+        return tree.part(nodes)
+
     def accept(self, tree: TokenTree, found: VerificationResult) -> tuple[list[int], list[int]]:
         """Return (accepted, path): see lp_runtime.lookahead.tree.accept.
 

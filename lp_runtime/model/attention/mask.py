@@ -6,7 +6,7 @@ Letters: T tokens fed, L committed tokens in the cache, S = L + T keys.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from enum import Enum
 
 import numpy as np
@@ -105,6 +105,7 @@ class MaskBuilder:
             other devices of the tree alone.
         dtype: the model's.
         device: the model's.
+        kinds: kinds of layers; None for those that the configuration names, which are checked.
 
     Attributes:
         form: the form of the masks.
@@ -117,14 +118,21 @@ class MaskBuilder:
         ModelError: if the model has a kind of layer that cannot be fed a token tree.
     """
 
-    def __init__(self, config: PreTrainedConfig, attention: str, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        attention: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        kinds: Set[str] | None = None,
+    ):
         compile_masks()
         self.is_own = attention == TREE
         self.form = _form_of(attention, device)
         self._dtype, self._device = dtype, device
         self._sliding_window: int = getattr(config, "sliding_window", None) or 0
         self._chunk: int = getattr(config, "attention_chunk_size", None) or 0
-        kinds = layer_kinds(config)
+        kinds = layer_kinds(config) if kinds is None else kinds
         # A model of several kinds of layers takes a mask for each, by name; a model of one kind takes one mask.
         self.by_kind = bool(kinds - {FULL})
         self._kinds = kinds if self.by_kind else {FULL if kinds or not self._sliding_window else SLIDING}
@@ -221,6 +229,11 @@ def _form_of(attention: str, device: torch.device) -> MaskForm:
     return MaskForm.TREE_ONLY if attention == TREE else MaskForm.BOOLEAN
 
 
+def carries_state(kind: str) -> bool:
+    """Whether layers of a kind carry a state from token to token."""
+    return kind in STATEFUL or "conv" in kind or "mamba" in kind
+
+
 def layer_kinds(config: PreTrainedConfig) -> set[str]:
     """Return the kinds of layers that a configuration names; empty if it names none.
 
@@ -235,7 +248,7 @@ def layer_kinds(config: PreTrainedConfig) -> set[str]:
         kind = min(unknown)
         why = (
             "carry a state from token to token, or mix neighbours, whatever the mask says"
-            if kind in STATEFUL or "conv" in kind or "mamba" in kind
+            if carries_state(kind)
             else "are not known to depend on positions and the mask alone"
         )
         raise ModelError(f"{config.model_type}: layers of type {kind} cannot be fed a token tree: they {why}")

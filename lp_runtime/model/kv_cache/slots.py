@@ -17,11 +17,13 @@ class CacheSlot:
     Attributes:
         tokens: token ids whose keys and values are committed in `cache`.
         num_prefilled: leading tokens of `tokens` that were fed as a prompt, not as a tree.
+        undecided: token ids that were fed behind `tokens` as a chain of guesses: kept or taken back at the next pass.
     """
 
     _cache: TreeCache | None = None
     tokens: list[int] = field(default_factory=list)
     num_prefilled: int = 0
+    undecided: list[int] = field(default_factory=list)
 
     @property
     def cache(self) -> TreeCache:
@@ -34,18 +36,18 @@ class CacheSlot:
         """Tokens that fit into the slot's memory; 0 before memory was allocated."""
         return 0 if self._cache is None else self._cache.capacity
 
-    def reset(self, num_layers: int, capacity: int) -> None:
+    def reset(self, make_cache: Callable[[int], TreeCache], capacity: int) -> None:
         """Empty the slot and make `capacity` tokens fit.
 
         Args:
-            num_layers: decoder layers of the model.
+            make_cache: returns an empty cache with a capacity in tokens.
             capacity: tokens; memory is allocated anew only if the present capacity is smaller.
         """
         if self.capacity < capacity:
             self._cache = None  # freed before the larger cache is allocated
-            self._cache = TreeCache(num_layers, capacity)
+            self._cache = make_cache(capacity)
         self.cache.clear()
-        self.tokens = []
+        self.tokens, self.undecided = [], []
 
     def grow(self, capacity: int) -> None:
         """Make `capacity` tokens fit, keeping the committed ones."""

@@ -91,6 +91,13 @@ class BestFirstDrafter(Drafter):
         tree_tokens, parents, depths, path_probabilities = nodes.rows[:, :size].copy()
         return TokenTree.from_arrays(tree_tokens, parents, depths, path_probabilities, root, max_depth, digest)
 
+    def keep(self, tree: TokenTree, nodes: np.ndarray) -> TokenTree:
+        kept, own, num = super().keep(tree, nodes), self._nodes, len(nodes)
+        own.rows[:, :num] = own.rows[:, nodes]
+        own.parents[:num] = kept.arrays()[1]
+        own.sources[:num], own.hashes[:num] = own.sources[nodes], own.hashes[nodes]
+        return kept
+
     def accept(self, tree: TokenTree, found: VerificationResult) -> tuple[list[int], list[int]]:
         nodes, successors = self._nodes, found.successor_array
         num = self._accept(nodes.tokens, nodes.parents, tree.root, len(tree), successors, self._path)

@@ -1,0 +1,71 @@
+"""The start-up self-check of a model that is fed chains: does it go on from its cache as it computes plain text?"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from lp_runtime.errors import ModelError, first_line
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.chain_runner import ChainRunner
+from lp_runtime.model.check_passes import difference_of
+from lp_runtime.model.kv_cache.slots import CacheSlot
+from lp_runtime.model.self_check import TOLERANCES
+from lp_runtime.model.step_inputs import StepInputs
+
+TEXT_TOKENS = 48
+PROMPT_TOKENS = 28
+# Of each step: index of the first token that is fed, of the root, tokens of its chain that are right, and wrong ones.
+# So a chain that is wrong, one that is right at first, one that is right to its end, and what follows each of them.
+STEPS = ((28, 28, 0, 4), (28, 29, 2, 1), (28, 32, 3, 0), (36, 36, 2, 2), (36, 39, 0, 0), (40, 40, 5, 0))
+
+
+def check_chains(model: ChainRunner) -> float:
+    """Compare steps, some of whose chains are taken back, with a plain forward pass of the text.
+
+    Returns:
+        the largest relative difference of a node's logits.
+
+    Raises:
+        ModelError: if the difference is above the dtype's tolerance, or the model does not go on from its cache.
+    """
+    name = type(model.model).__name__
+    try:
+        with model.slots.borrowed() as slot:
+            worst = _worst_difference(model, slot)
+    except ModelError:
+        raise
+    except Exception as error:  # any failure of a foreign model here means the same thing: it cannot be served
+        raise ModelError(f"{name} cannot be fed chains of guesses: {first_line(error)}") from error
+    tolerance = TOLERANCES.get(model.dtype)
+    if tolerance is None:
+        raise ModelError(f"{name} computes in {model.dtype}: must be one of {', '.join(map(str, TOLERANCES))}")
+    if not worst <= tolerance:
+        raise ModelError(
+            f"{name} failed the start-up self-check: several tokens that go on from its cache differ from plain text"
+            f" by {worst:.2g} (allowed: {tolerance:g}); lookahead decoding would be wrong, so this model is refused"
+        )
+    return worst
+
+
+@torch.inference_mode()
+def _worst_difference(model: ChainRunner, slot: CacheSlot) -> float:
+    """Return the largest relative difference between steps and plain text."""
+    if model.context_length is not None and model.context_length < TEXT_TOKENS:
+        raise ModelError(f"a context of {model.context_length} tokens is too short to work in")
+    rng = random.Random(0)
+    text = [rng.randrange(model.vocabulary_size) for _ in range(TEXT_TOKENS)]
+    expected = model.model(input_ids=torch.tensor([text], device=model.device), use_cache=False).logits[0].float()
+    model.begin(slot, TEXT_TOKENS)
+    worst = difference_of(model.prefill(slot, text[:PROMPT_TOKENS]), expected[PROMPT_TOKENS - 1 : PROMPT_TOKENS])
+    for start, root, num_right, num_wrong in STEPS:
+        tree = TokenTree(text[start : root + 1], max_depth=TEXT_TOKENS)
+        behind = text[root + 1 : root + 1 + num_right + num_wrong]
+        wrong = [(token + 1) % model.vocabulary_size for token in behind[num_right:]]
+        tree.add_branch(behind[:num_right] + wrong)
+        nodes = range(len(tree))
+        logits = model.forward(StepInputs(slot, tree, nodes, nodes, start)).logits
+        last = root + 1 + num_right
+        worst = max(worst, difference_of(logits[: last - start], expected[start:last]))
+    return worst

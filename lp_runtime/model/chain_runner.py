@@ -1,0 +1,164 @@
+"""Runs a causal language model on chains: for models that cannot be fed a token tree, but go on from any text.
+
+A model whose layers carry a state from token to token computes each token from all those fed before it. So a replica
+feeds one path of the tree and nothing else, as plain text. What the states were before the guesses is restored unless
+all of them are accepted; tokens that were fed and whose states are gone are pending again, and fed again.
+
+Letters: T tokens fed, n nodes whose successors are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from lp_runtime.kernels.dispatch import on
+from lp_runtime.model.attention.mask import LayerMasks, MaskBuilder
+from lp_runtime.model.families import check_chain_family
+from lp_runtime.model.kv_cache.cache import TreeCache
+from lp_runtime.model.kv_cache.slots import CacheSlot
+from lp_runtime.model.kv_cache.states import StateCache
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.step_inputs import StepInputs, StepLogits
+from lp_runtime.utils.tensors import tensor_on
+
+
+class ChainRunner(ModelRunner):
+    """An unmodified Hugging Face causal LM that is fed one path of a tree a step, and its slots.
+
+    Args:
+        model: the loaded model, in eval mode, on one device.
+        prefill_chunk: tokens of a prompt fed at once.
+
+    Raises:
+        ModelError: if the model has no cache that it can go on from.
+    """
+
+    feeds_chains = True
+
+    def __init__(self, model: PreTrainedModel, prefill_chunk: int):
+        super().__init__(model, prefill_chunk)
+        self.supports_batching = False
+        self._config: PreTrainedConfig = model.config.get_text_config(decoder=True)
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in parameters
+        self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache_params"
+
+    def _check_family(self, model: PreTrainedModel) -> None:
+        check_chain_family(model)
+
+    def _make_masks(self, config: PreTrainedConfig, attention: str) -> MaskBuilder:
+        return MaskBuilder(config, attention, self.dtype, self.device, kinds=frozenset())  # the model makes its own
+
+    def _make_cache(self, capacity: int) -> TreeCache:
+        return StateCache(self._config, capacity)
+
+    @torch.inference_mode()
+    def resume(self, slot: CacheSlot, prompt: Sequence[int], committed: Sequence[int], capacity: int) -> Iterator[None]:
+        """Make a slot hold a prompt and all but the last of the tokens committed behind it.
+
+        A state cannot be cut back: what the slot holds stays if all of it is wanted.
+
+        Args:
+            slot: the slot.
+            prompt: token ids, at least one.
+            committed: token ids, at least one.
+            capacity: tokens that must fit.
+
+        Yields:
+            None between chunks; what was fed until then stays, whether the rest is fed or not.
+        """
+        tokens = [*prompt, *committed[:-1]]
+        num_known = len(os.path.commonprefix([slot.tokens, tokens]))
+        if not slot.tokens or num_known < len(slot.tokens):
+            self.begin(slot, capacity)
+        else:
+            _states(slot).restore()
+            slot.grow(self.padded_capacity(capacity))
+        rest = tokens[len(slot.tokens) :]
+        if rest:
+            yield from self.prefill_in_chunks(slot, rest)
+
+    @torch.inference_mode()
+    def logits_after_each(self, slot: CacheSlot, tokens: Sequence[int]) -> StepLogits:
+        """Return the logits of n tokens, each as if it were a whole text; the slot is not used."""
+        ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)[:, None]
+        return StepLogits(self.model(input_ids=ids, use_cache=False).logits[:, -1])
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs, commit: bool = True, any_size: bool = False) -> StepLogits:
+        """Feed a share of a tree: pending tokens, from `inputs.start` on, and one path below them.
+
+        Args:
+            inputs: the share.
+            commit: whether tokens that are certain stay in the slot; False to feed another share next.
+            any_size: not read; of the interface.
+        """
+        slot, tree, nodes, wanted, start = inputs
+        nodes, wanted = np.asarray(nodes), np.asarray(wanted)
+        cache = _states(slot)
+        self._settle(slot, cache, len(slot.tokens) if start is None else start)
+        fed = tree.arrays()[0][nodes]
+        are_certain = commit and int(nodes[-1]) <= tree.root
+        if not are_certain:
+            cache.save()
+        begin = len(slot.tokens)
+        positions = torch.arange(begin, begin + len(fed), device=self.device)
+        rows = np.searchsorted(nodes, wanted)
+        logits = self._forward(tensor_on(self.device, fed), positions, None, cache, tensor_on(self.device, rows))
+        slot.undecided = fed.tolist() if commit else []
+        if are_certain:
+            self._keep(slot, cache)
+        elif not commit:
+            cache.restore()
+        return StepLogits(logits)
+
+    def _forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: LayerMasks | None,
+        cache: object,
+        rows: torch.Tensor | int,
+        view: PreTrainedModel | None = None,
+    ) -> torch.Tensor:
+        """Run the model on [T] tokens that go on from the cache; it makes its own masks.
+
+        Returns:
+            [n, V] logits of rows [n], or of the n last, in the model's dtype.
+        """
+        arguments: dict[str, object] = {"logits_to_keep": rows} if self.keeps_logits else {}
+        if self._takes_positions:
+            arguments["position_ids"] = positions[None]
+        arguments[self._cache_name] = cache
+        with on(self.device):
+            logits = self.model(input_ids=ids[None], use_cache=True, **arguments).logits[0]
+        if not self.keeps_logits:
+            logits = logits[-rows:] if isinstance(rows, int) else logits[rows]
+        return logits
+
+    def _settle(self, slot: CacheSlot, cache: StateCache, start: int) -> None:
+        """Keep what was fed last, or take it back, so that the slot holds `start` tokens."""
+        if slot.undecided and start == len(slot.tokens) + len(slot.undecided):
+            self._keep(slot, cache)
+        elif slot.undecided:
+            cache.restore()
+            slot.undecided = []
+        assert start == len(slot.tokens), f"{start} tokens are committed, and {len(slot.tokens)} held"
+
+    def _keep(self, slot: CacheSlot, cache: StateCache) -> None:
+        """Commit what was fed last."""
+        cache.commit(len(slot.undecided))
+        slot.tokens += slot.undecided
+        slot.undecided = []
+
+
+def _states(slot: CacheSlot) -> StateCache:
+    """Return the cache of a slot of a ChainRunner."""
+    assert isinstance(slot.cache, StateCache)
+    return slot.cache

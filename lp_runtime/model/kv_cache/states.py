@@ -1,0 +1,147 @@
+"""The cache of a sequence that is fed as chains: keys and values, and the states that recurrent layers carry.
+
+Keys and values are cut back by a length, as in a TreeCache. A state cannot be cut back: it is saved where a chain of
+guesses begins, and restored where the chain was not accepted whole. Built on the cache interface of transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from lp_runtime.model.kv_cache.cache import TreeCache, TreeCacheLayer
+
+AnyLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin
+ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)  # a window is written into the mask that the model makes
+BOTH = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+
+
+class TreeStateLayer(LinearAttentionLayer, TreeCacheLayer):
+    """A layer that has attention and a state.
+
+    Args:
+        keys_and_values: a layer of the same cache, whose length and place this one takes over.
+        number_of_states: of the layer.
+    """
+
+    is_compileable = False
+
+    def __init__(self, keys_and_values: TreeCacheLayer, number_of_states: int):
+        vars(self).update(vars(keys_and_values))
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> None:
+        """Allocate keys and values, which come by place, or a state, which comes by name: transformers' convention."""
+        if args:
+            TreeCacheLayer.lazy_initialization(self, *args)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def reset(self) -> None:
+        """Forget the state; keys and values are forgotten by the cache's length."""
+        LinearAttentionLayer.reset(self)
+
+
+@dataclass
+class _Saved:
+    """What a layer has carried at one point of its sequence.
+
+    Attributes:
+        layer: the layer.
+        attributes: its attributes then; tensors in dictionaries, which the layer writes in place, are copies.
+    """
+
+    layer: AnyLayer
+    attributes: dict[str, object]
+
+    @classmethod
+    def of(cls, layer: AnyLayer) -> _Saved:
+        """Save a layer."""
+        names = vars(LinearAttentionLayer()) if isinstance(layer, TreeStateLayer) else vars(layer)
+        attributes: dict[str, object] = {}
+        for name in names:
+            value = vars(layer)[name]
+            attributes[name] = {key: _copy(each) for key, each in value.items()} if isinstance(value, dict) else value
+        return cls(layer, attributes)
+
+    def restore(self) -> None:
+        """Make the layer what it was when it was saved."""
+        live = vars(self.layer)
+        for name, saved in self.attributes.items():
+            if isinstance(saved, dict):
+                for key, value in saved.items():
+                    _restore(live[name], key, value)
+            else:
+                live[name] = saved
+
+
+def _copy(value: object) -> object:
+    """Return a copy of a tensor, and anything else as it is."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _restore(live: dict[object, object], key: object, saved: object) -> None:
+    """Write a saved value to its place in a layer's dictionary, into the tensor that is there if that fits."""
+    now = live[key]
+    if isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor) and now.shape == saved.shape:
+        now.copy_(saved)
+    else:
+        live[key] = _copy(saved)
+
+
+class StateCache(TreeCache):
+    """Keys, values and states of one sequence in all layers.
+
+    Args:
+        config: the model's (text) configuration, which names the kind of each layer.
+        capacity: tokens that fit: the committed ones and one step's.
+    """
+
+    def __init__(self, config: PreTrainedConfig, capacity: int):
+        kinds = DynamicCache(config=config).layers
+        super().__init__(len(kinds), capacity)
+        self._stateful: list[AnyLayer] = []  # layers that are more than keys and values
+        for index, layer in enumerate(kinds):
+            if type(layer) in BOTH:
+                layer = TreeStateLayer(self._layers[index], layer.number_of_states)
+                self._layers[index] = layer
+            if type(layer) not in ATTENTION:
+                self.layers[index] = layer
+                self._stateful.append(layer)
+        self._saved: list[_Saved] | None = None
+
+    def save(self) -> None:
+        """Save the states as they are behind the committed tokens, unless they are saved."""
+        if self._saved is None:
+            self._saved = [_Saved.of(layer) for layer in self._stateful]
+
+    def restore(self) -> None:
+        """Take back what was fed since the states were saved."""
+        for saved in self._saved or ():
+            saved.restore()
+        self.truncate(self.length)
+
+    def commit(self, num_tokens: int) -> None:
+        """Keep all `num_tokens` tokens that were fed since the last commit: their states can be saved now."""
+        super().commit(num_tokens)
+        self._saved = None
+
+    @torch.inference_mode()  # as states are written
+    def clear(self) -> None:
+        """Forget all tokens; the memory stays allocated."""
+        super().clear()
+        self._saved = None
+        for layer in self._stateful:
+            layer.reset()
