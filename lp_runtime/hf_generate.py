@@ -28,12 +28,12 @@ from lp_runtime.errors import ConfigError, RequestError, first_line
 from lp_runtime.kernels.dispatch import kernels_for
 from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.cuda_graph import can_capture
-from lp_runtime.model.families import check_family
+from lp_runtime.model.families import check_whole
 from lp_runtime.model.generate_call import GenerateCall, LayerStates
 from lp_runtime.model.hf_config import attention_of, attention_settings
 from lp_runtime.model.kept_runner import RunnerKeeper
+from lp_runtime.model.make_runner import check_runner, make_runner
 from lp_runtime.model.runner import ATTENTIONS, ModelRunner
-from lp_runtime.model.self_check import check_model_or_disable_graphs
 from lp_runtime.model.types import CausalLM, GenerationConfig, StoppingCriteriaList
 from lp_runtime.model.view import view_of
 from lp_runtime.sampling.gumbel import GumbelNoise
@@ -113,7 +113,7 @@ def lookahead_generate(
         )
     RuntimeConfig(lookahead=lookahead, exactness=exactness, strict_tokens=strict_tokens)  # checks them
     sampling = SamplingConfig(seed=seed)
-    check_family(model)
+    check_whole(model)
     call = GenerateCall(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
     tokens = strict_tokens if exactness == "strict" else None
     make = functools.partial(_make_runner, model, tokens)
@@ -133,9 +133,9 @@ def _make_runner(model: CausalLM, strict_tokens: int | None) -> ModelRunner:
     attention = attention_of(model.config.get_text_config())
     view = view_of(model, None if attention in ATTENTIONS else "sdpa")
     on_gpu = kernels_for(model.device) is not None
-    runner = ModelRunner(view, ModelConfig.prefill_chunk, strict_tokens, own_attention=on_gpu)
+    runner = make_runner(view, ModelConfig.prefill_chunk, strict_tokens, own_attention=on_gpu)
     runner.supports_batching = False  # rows are decoded one after the other
-    if on_gpu and can_capture(view):
+    if on_gpu and not runner.feeds_chains and can_capture(view):
         runner.enable_graphs(capture=True, refuses_waits=False)  # other threads may wait for the GPU
     return runner
 
@@ -154,7 +154,7 @@ def _checked(model: CausalLM, runner: ModelRunner, group: Group) -> Measured:
     kind = (runner.strict_tokens, runner.dtype, str(attention_settings(runner.model)), group.size)
     known = _known.setdefault(model, {})
     if kind not in known:
-        check_model_or_disable_graphs(runner)
+        check_runner(runner)
         known[kind] = Measured()
     measured = known[kind]
     was_measured = np.array([measured.steps is not None, measured.vocabulary is not None], dtype=np.int64)

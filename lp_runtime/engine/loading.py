@@ -7,11 +7,12 @@ import torch
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.errors import ConfigError, ModelError
 from lp_runtime.model.cuda_graph import can_capture
+from lp_runtime.model.families import why_chains
 from lp_runtime.model.loader import load_model
 from lp_runtime.model.optimize.fusing import fuse_blocks
 from lp_runtime.model.optimize.packing import pack_if_faster, pack_linears
+from lp_runtime.model.make_runner import check_runner, make_runner
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.self_check import check_model_or_disable_graphs
 from lp_runtime.model.types import CausalLM
 from lp_runtime.utils.progress import Progress
 
@@ -48,11 +49,11 @@ def prepare_model(
     progress.begin("fusing and packing layers")
     changes = _optimize(loaded, config, device)
     progress.begin("checking trees against plain forward passes")
-    model = ModelRunner(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True)
-    if config.compile != "off" and strict_tokens is None and can_capture(loaded):
+    model = make_runner(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True)
+    if config.compile != "off" and strict_tokens is None and not model.feeds_chains and can_capture(loaded):
         model.enable_graphs(capture=True, compiled=config.compile == "full")
     try:
-        return model, check_model_or_disable_graphs(model)
+        return model, check_runner(model)
     except ModelError as error:
         hint = f" (with layers of our own: try {' '.join(changes)})" if changes else ""
         raise ModelError(f"{error}{hint}") from error
@@ -61,7 +62,8 @@ def prepare_model(
 def _optimize(loaded: CausalLM, config: RuntimeConfig, device: torch.device) -> list[str]:
     """Fuse and pack a model's layers, as the settings say; return the settings that would undo what was done."""
     undo = []
-    if config.model.fusing == "auto" and config.model.device_map is None and fuse_blocks(loaded):
+    may_fuse = config.model.fusing == "auto" and config.model.device_map is None and why_chains(loaded) is None
+    if may_fuse and fuse_blocks(loaded):
         undo.append("model.fusing=off")
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what was freed, for others that share the GPU

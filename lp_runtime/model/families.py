@@ -56,21 +56,27 @@ def check_family(model: PreTrainedModel) -> None:
         ModelError: naming the field or the layers that are the reason.
     """
     config = model.config.get_text_config()
-    _check_whole(config.model_type, model)
+    check_whole(model)
     layer_kinds(config)
     if reason := _reason(config, model):
         raise ModelError(f"{config.model_type}: cannot be fed a token tree: {reason}")
 
 
-def feeds_chains(config: PreTrainedConfig, model: PreTrainedModel) -> bool:
-    """Whether a model is fed one path of a tree at a time, since its layers carry a state from token to token.
+def why_chains(model: PreTrainedModel) -> str | None:
+    """Return why a model is fed one path of a tree at a time, and no tree; None for a model that can be fed trees.
 
     Args:
-        config: the model's (text) configuration.
         model: its weights are not looked at.
+
+    Raises:
+        ModelError: if its weights are split over ranks.
     """
-    kinds = set(getattr(config, "layer_types", None) or ())
-    return any(carries_state(kind) for kind in kinds) or bool(getattr(model, "_is_stateful", False))
+    check_whole(model)
+    try:
+        check_family(model)
+    except ModelError as error:
+        return str(error)
+    return likely_reason(model) or None
 
 
 def check_chain_family(model: PreTrainedModel) -> None:
@@ -83,19 +89,18 @@ def check_chain_family(model: PreTrainedModel) -> None:
         ModelError: naming what is missing.
     """
     config = model.config.get_text_config()
-    _check_whole(config.model_type, model)
+    check_whole(model)
     if not (_takes(model, "past_key_values") or _takes(model, "cache_params")):
         raise ModelError(f"{config.model_type}: its forward takes no past_key_values: there is no cache to go on from")
 
 
-def _check_whole(kind: str, model: PreTrainedModel) -> None:
+def check_whole(model: PreTrainedModel) -> None:
     """Refuse a model whose weights are split over ranks. Calls no collective.
 
     Its ranks hold one model together; here every rank would be taken for a replica, with a share of the step's tokens
     of its own, and the collectives inside the model's layers would not match.
 
     Args:
-        kind: the model's type.
         model: tensor-parallel by transformers' `tp_plan`, sharded by FSDP, or whole.
 
     Raises:
@@ -107,7 +112,7 @@ def _check_whole(kind: str, model: PreTrainedModel) -> None:
         num_ranks = max(num_ranks, 1 if mesh is None else mesh.size())
     if num_ranks > 1:
         raise ModelError(
-            f"{kind}: its weights are split over {num_ranks} ranks (tensor parallelism or FSDP); every rank must hold"
+            f"{model.config.model_type}: its weights are split over {num_ranks} ranks (tensor parallelism or FSDP); every rank must hold"
             " the whole model, so load it without tp_plan, tp_size and distributed_config"
         )
 

@@ -1,0 +1,54 @@
+"""The runner that a model needs, and its self-check: of token trees where they can be fed, else of chains."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from lp_runtime.errors import ModelError
+from lp_runtime.model.chain_check import check_chains
+from lp_runtime.model.chain_runner import ChainRunner
+from lp_runtime.model.families import why_chains
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.self_check import check_model_or_disable_graphs
+
+
+def make_runner(
+    model: PreTrainedModel, prefill_chunk: int, strict_tokens: int | None = None, own_attention: bool = False
+) -> ModelRunner:
+    """Return the runner of a model: one that is fed token trees, or one that is fed chains.
+
+    Args:
+        model: see ModelRunner.
+        prefill_chunk: see ModelRunner.
+        strict_tokens: see ModelRunner.
+        own_attention: see ModelRunner.
+
+    Raises:
+        ModelError: if the model can be fed neither, or chains alone with exactness=strict.
+    """
+    reason = why_chains(model)
+    if reason is None:
+        return ModelRunner(model, prefill_chunk, strict_tokens, own_attention)
+    if strict_tokens is not None:
+        raise ModelError(f"{reason}; it is fed chains of guesses, which exactness=strict cannot be computed with")
+    try:
+        return ChainRunner(model, prefill_chunk)
+    except ModelError as error:
+        raise ModelError(f"{reason}; nor chains of guesses: {error}") from error
+
+
+def check_runner(runner: ModelRunner) -> float:
+    """Check a model before its first request; captured passes that fail are done without.
+
+    Returns:
+        the largest relative difference of a node's logits.
+
+    Raises:
+        ModelError: if the model fails.
+    """
+    if not isinstance(runner, ChainRunner):
+        return check_model_or_disable_graphs(runner)
+    try:
+        return check_chains(runner)
+    except ModelError as error:
+        raise ModelError(f"{why_chains(runner.model)}; nor chains of guesses: {error}") from error
