@@ -8,6 +8,7 @@ distribution    sampled tokens against the probabilities that transformers gives
 half_precision  outputs in bfloat16 with exactness=fast and exactness=strict
 types           every type of transformers' causal LM mapping: exact, or refused in one line
 random_configs  greedy decoding of models whose attention is configured at random
+chains          models with recurrent states, which are fed chains of guesses
 shared_model    one model object under several threads and interrupts
 wrapped_models  adapters, caches, compiled and offloaded models, and other wrappers: exact, or refused in one line
 transformers_tests  transformers' own generation tests, with `generate` routed through the drop-in
@@ -25,6 +26,7 @@ STUDIES = {
         "half_precision",
         "types",
         "random_configs",
+        "chains",
         "shared_model",
         "wrapped_models",
         "transformers_tests",

@@ -11,7 +11,9 @@ Letters: R replicas, T nodes in the tree.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,7 +88,7 @@ class CriticalPathRunner:
     """
 
     def __init__(self, model: ModelRunner, calibration: Calibration, num_replicas: int):
-        self._model = model
+        self._model, self._num_replicas = model, num_replicas
         group = Group(0, num_replicas, model.device)
         self._engine = Engine(model, group, _EqualReplicas(calibration, num_replicas))
 
@@ -94,17 +96,23 @@ class CriticalPathRunner:
         """Decode one request."""
         decoder = self._engine.open_decoder(request, make_sampler_spec(self._model, request))
         try:
-            with self._model.slots.borrowed(capacity_of(request, decoder)) as slot:
-                return self._run(request, decoder, slot)
+            # Replicas that are fed chains hold states of their own; of trees all hold the same keys and values.
+            num_slots = self._num_replicas if self._model.feeds_chains else 1
+            with contextlib.ExitStack() as stack:
+                slots = [stack.enter_context(self._model.slots.borrowed()) for _ in range(num_slots)]
+                return self._run(request, decoder, slots)
         finally:
             self._engine.close_decoder(decoder)
 
-    def _run(self, request: Request, decoder: Decoder, slot: CacheSlot) -> CriticalPath:
+    def _run(self, request: Request, decoder: Decoder, slots: Sequence[CacheSlot]) -> CriticalPath:
         state, model = decoder.state, self._model
-        model.begin(slot, capacity_of(request, decoder))
+        for slot in slots:
+            model.begin(slot, capacity_of(request, decoder))
+        for slot in slots[1:]:
+            model.prefill(slot, request.prompt_ids)
         started = time.perf_counter()
         step = decoder.propose_prefill()
-        samples = decoder.sample(step, 0, StepLogits(model.prefill(slot, request.prompt_ids)))
+        samples = decoder.sample(step, 0, StepLogits(model.prefill(slots[0], request.prompt_ids)))
         decoder.advance_prefill(step, decoder.verify(step, samples.values.cpu().numpy()))
         prefill_seconds = time.perf_counter() - started
 
@@ -114,7 +122,7 @@ class CriticalPathRunner:
             step = decoder.propose()
             values = np.full((len(step.tree), decoder.sampler.width), -1, dtype=np.int64)
             proposing = time.perf_counter() - started
-            times = [self._run_share(decoder, step, rank, slot, values) for rank in range(len(step.shares))]
+            times = [self._run_share(decoder, step, rank, slots, values) for rank in range(len(step.shares))]
             started = time.perf_counter()
             forward_ns = [int(1e9 * each) for each in times]
             decoder.advance(step, decoder.verify(step, values), forward_ns, [int(1e9 * other)] * len(times))
@@ -131,11 +139,13 @@ class CriticalPathRunner:
             other_seconds=other_seconds,
         )
 
-    def _run_share(self, decoder: Decoder, step: Step, rank: int, slot: CacheSlot, values: np.ndarray) -> float:
+    def _run_share(
+        self, decoder: Decoder, step: Step, rank: int, slots: Sequence[CacheSlot], values: np.ndarray
+    ) -> float:
         """Run one replica's share of a step; write what it samples into `values`, [T, width]. Returns its seconds."""
         started = time.perf_counter()
-        is_last = rank == len(step.shares) - 1
-        found = self._model.forward(step.inputs(rank, slot), commit=is_last)
+        is_last_of_slot = len(slots) > 1 or rank == len(step.shares) - 1
+        found = self._model.forward(step.inputs(rank, slots[rank % len(slots)]), commit=is_last_of_slot)
         samples = decoder.sample(step, rank, found)
         values[step.shares[rank].owned] = samples.values.cpu().numpy()
         return time.perf_counter() - started

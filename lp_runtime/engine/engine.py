@@ -31,7 +31,7 @@ from lp_runtime.engine.sampler_factory import SamplerSpec, make_sampler_spec
 from lp_runtime.engine.sequence import MakeExchange, Observer, Sequence, capacity_of
 from lp_runtime.engine.step import Step
 from lp_runtime.engine.step_limit import step_limit
-from lp_runtime.errors import LookaheadError
+from lp_runtime.errors import ConfigError, LookaheadError
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import compile_kernels
 from lp_runtime.lookahead.state import DecodingRules, DecodingState, Stop
@@ -120,6 +120,8 @@ class Engine:
             stop: a condition beyond the request's own, see DecodingState; None for none.
         """
         settings, num_replicas = request.lookahead, 1 if spec.processors.are_ordered else self._group.size
+        if self._model.feeds_chains:
+            _check_chains(settings, num_replicas < self._group.size)
         limit = step_limit(settings, self._calibration)
         vocabulary, pool, tables = self._calibration.vocabulary, self._draft_pool, None
         if settings.drafter == "full":
@@ -333,6 +335,24 @@ class Engine:
             if not isinstance(part.samples, LookaheadError):
                 part.sequence.start_exchange(part.step, part.samples)
         return launched
+
+
+def _check_chains(settings: LookaheadConfig, has_followers: bool) -> None:
+    """Refuse what a model that is fed chains of guesses cannot do.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    if settings.drafter == "paper":
+        raise ConfigError(
+            "lookahead.drafter=paper: must be full, prompt_lookup or recycling with this model: it is fed one path of"
+            " the tree at a time, and the window is no path"
+        )
+    if has_followers:
+        raise ConfigError(
+            "logits processors that must be called in order take one replica with this model, which is fed one path of"
+            " the tree at a time; set gpus=1"
+        )
 
 
 def _advance(part: _Launched, outcome: Outcome | None) -> StepOutput | LookaheadError:

@@ -1,0 +1,95 @@
+"""Models that are fed chains of guesses: greedy texts against `generate`, sampled ones against one token a step.
+
+    python benchmarks/correctness.py chains                        # 30 draws each, on 1, 2 and 3 replicas
+    python benchmarks/correctness.py chains --types qwen3_next lfm2_moe --draws 100 --gpus 1 4
+
+Small random models of types whose layers carry a state from token to token. Prompts, settings, drafters and samplers
+are drawn (tests/support/chain_models.py). A text differs by a near tie where the two best logits hardly differ. The
+exit status is 1 if any text differs otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from dataclasses import replace
+
+import torch
+import transformers
+from common import Results
+from support.causal_types import NEAR_TIE
+from support.chain_models import NEW_TOKENS, RECURRENT, decode, decode_type, model_of, request_of
+from support.ranks import run_ranks
+from transformers import PreTrainedModel
+
+from lp_runtime.config.lookahead import PLAIN
+from lp_runtime.distributed.group import Group
+from lp_runtime.engine.request import Request
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the study's arguments."""
+    parser.add_argument("--types", nargs="+", default=list(RECURRENT), help="of transformers' models")
+    parser.add_argument("--draws", type=int, default=30, help="requests to each model")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 3], help="numbers of replicas")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Decode every request on every number of replicas; 1 if any text is wrong."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")  # the library's
+    results = Results("chains", args.output)
+    num_wrong = 0
+    for model_type in args.types:
+        model = model_of(model_type)
+        requests = [request_of(number) for number in range(args.draws)]
+        expected = [_expected(model, request) for request in requests]
+        for gpus in args.gpus:
+            ranks = run_ranks(decode_type, gpus, model_type, requests)
+            errors = [rank for rank in ranks if isinstance(rank, Exception)]
+            if errors:
+                raise errors[0]
+            pairs = list(zip(ranks[0], requests, expected, strict=True))
+            different = [(number, pair) for number, pair in enumerate(pairs) if pair[0][0] != pair[2]]
+            ties = [number for number, pair in different if _is_near_tie(model, *pair[1:], pair[0][0])]
+            wrong = [number for number, _ in different if number not in ties]
+            wrong += [number for rank in ranks[1:] for number, found in enumerate(rank) if found[0] != ranks[0][number][0]]
+            num_wrong += len(wrong)
+            if wrong:
+                print(f"wrong: {model_type} gpus={gpus} requests {sorted(set(wrong))}", file=sys.stderr, flush=True)
+            steps = sum(report.num_steps for _, report in ranks[0])
+            results.add(
+                {
+                    "model": model_type,
+                    "gpus": gpus,
+                    "wrong": len(set(wrong)),
+                    "near tie": len(ties),
+                    "S": round(NEW_TOKENS * len(requests) / steps, 2),
+                }
+            )
+    results.finish(f"{args.draws} requests to each model, {NEW_TOKENS} new tokens, every third one sampled")
+    return 1 if num_wrong else 0
+
+
+def _expected(model: PreTrainedModel, request: Request) -> list[int]:
+    """Return what `generate` gives greedily; of a request that samples, what one token a step gives."""
+    if request.sampling.temperature:
+        return decode(Group.alone(), model, [replace(request, lookahead=PLAIN)])[0][0]
+    ids = torch.tensor([request.prompt_ids])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0
+    )
+    return output[0, ids.shape[1] :].tolist()
+
+
+@torch.inference_mode()
+def _is_near_tie(model: PreTrainedModel, request: Request, expected: list[int], actual: list[int]) -> bool:
+    """Whether the two best logits are nearly equal where two greedy texts part."""
+    if request.sampling.temperature:
+        return False
+    first = next(i for i, (a, b) in enumerate(zip(expected, actual, strict=True)) if a != b)
+    ids = torch.tensor([[*request.prompt_ids, *expected[:first]]])
+    best = model(input_ids=ids, use_cache=False).logits[0, -1].float().topk(2).values
+    return (best[0] - best[1]).item() < NEAR_TIE

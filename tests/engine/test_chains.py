@@ -1,0 +1,63 @@
+"""Decoding by chains: the tokens of `generate`, one seed one text, on one replica and on several."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.causal_types import compare
+from support.chain_models import RECURRENT, decode, decode_type, model_of, request_of
+from support.engines import engine_of
+from support.ranks import run_ranks
+
+from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
+from lp_runtime.distributed.group import Group
+from lp_runtime.engine.request import Request
+from lp_runtime.errors import ConfigError
+from lp_runtime.model.chain_runner import ChainRunner
+
+NUM_REQUESTS = 6
+
+
+@pytest.mark.parametrize("model_type", RECURRENT)
+def test_the_drop_in_gives_the_tokens_of_generate(model_type):
+    outcome = compare(model_of(model_type), prompts=(1, 30))
+    assert outcome.kind == "exact", outcome.reason
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_texts_do_not_depend_on_settings_and_replicas(num_replicas):
+    requests = [request_of(number) for number in range(NUM_REQUESTS)]
+    plain = decode(Group.alone(), model_of("qwen3_next"), [replace(each, lookahead=PLAIN) for each in requests])
+    for found in run_ranks(decode_type, num_replicas, "qwen3_next", requests):
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
+
+
+def test_chains_are_accepted_whole_and_in_part():
+    requests = [request_of(number) for number in range(NUM_REQUESTS)]
+    found = decode(Group.alone(), model_of("lfm2_moe"), requests)
+    assert sum(report.num_steps for _, report in found) < 0.8 * sum(len(tokens) for tokens, _ in found)
+
+
+def test_a_request_is_resumed_behind_what_was_committed():
+    request = request_of(1)
+    model = model_of("bamba")
+    ((tokens, _),) = decode(Group.alone(), model, [request])
+    ((rest, _),) = decode(Group.alone(), model, [replace(request, committed=tuple(tokens[:15]))])
+    assert tokens[:15] + rest == tokens
+
+
+def test_the_window_is_refused():
+    request = Request((9, 10, 11), LookaheadConfig(drafter="paper"), 8)
+    with pytest.raises(ConfigError, match="lookahead.drafter=paper"):
+        list(engine_of(ChainRunner(model_of("lfm2_moe"), 7)).run(request))
+
+
+def test_prompt_logprobs_are_those_of_the_text():
+    model = model_of("qwen3_next")
+    request = replace(request_of(0), prompt_logprobs=True, max_new_tokens=1)
+    *outputs, _ = engine_of(ChainRunner(model, 7)).run(request)
+    ids = torch.tensor([request.prompt_ids])
+    with torch.inference_mode():
+        expected = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])
+    found = [each for output in outputs for each in output.prompt_logprobs or ()]
+    torch.testing.assert_close(torch.tensor(found[-len(expected) :]), expected[:, 0], rtol=0, atol=1e-4)

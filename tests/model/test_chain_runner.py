@@ -1,0 +1,114 @@
+"""Models that are fed chains: states are as if nothing but the text had been fed."""
+
+import numpy as np
+import pytest
+import torch
+from support.causal_configs import small_config
+from support.causal_types import small_model
+from support.chain_models import RECURRENT, model_of
+from support.small_models import random_model
+
+from lp_runtime.errors import ModelError
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.chain_check import check_chains
+from lp_runtime.model.chain_runner import ChainRunner
+from lp_runtime.model.check_passes import difference_of
+from lp_runtime.model.kv_cache.slots import CacheSlot
+from lp_runtime.model.make_runner import check_runner, make_runner
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.self_check import TOLERANCES
+from lp_runtime.model.step_inputs import StepInputs
+from lp_runtime.utils.generators import result_of
+
+OTHERS = ("bloom", "gpt_neo", "deepseek_v32", "bart")  # no state: ALiBi, places, an indexer, no position_ids
+
+
+@pytest.mark.parametrize("model_type", [*RECURRENT, *OTHERS])
+def test_a_model_that_goes_on_from_its_cache_passes(model_type):
+    runner = make_runner(small_model(small_config(model_type), seed=1), prefill_chunk=7)
+    assert runner.feeds_chains
+    assert check_runner(runner) < 0.1 * TOLERANCES[torch.float32]
+
+
+@pytest.mark.parametrize("model_type", ["jamba", "mamba", "recurrent_gemma", "minimax", "rwkv", "prophetnet"])
+def test_a_model_that_does_not_is_refused_in_one_line(model_type):
+    with pytest.raises(ModelError, match="nor chains of guesses") as caught:
+        check_runner(make_runner(small_model(small_config(model_type), seed=1), prefill_chunk=7))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_trees_are_fed_where_they_can_be():
+    assert type(make_runner(random_model("Llama"), 7)) is ModelRunner
+
+
+def test_strict_is_refused():
+    with pytest.raises(ModelError, match="exactness=strict"):
+        make_runner(model_of("lfm2_moe"), 7, strict_tokens=16)
+
+
+def test_states_that_are_not_restored_are_found(monkeypatch):
+    runner = ChainRunner(model_of("qwen3_next"), 7)
+    check_chains(runner)
+    monkeypatch.setattr("lp_runtime.model.kv_cache.states._Saved.restore", lambda saved: None)
+    with pytest.raises(ModelError, match="differ from plain text"):
+        check_chains(runner)
+
+
+@pytest.fixture(params=["qwen3_next", "falcon_h1"])
+def held(request) -> tuple[ChainRunner, CacheSlot, list[int]]:
+    """A runner, a slot that holds 12 of 30 tokens, and a wrong chain behind them."""
+    runner = ChainRunner(model_of(request.param), 5)
+    text = torch.randint(8, runner.vocabulary_size, (30,), generator=torch.Generator().manual_seed(0)).tolist()
+    slot = CacheSlot()
+    runner.begin(slot, 40)
+    runner.prefill(slot, text[:12])
+    tree = TokenTree(text[12:13], max_depth=9)
+    tree.add_branch([text[13], text[13], text[13]])
+    nodes = np.arange(len(tree))
+    runner.forward(StepInputs(slot, tree, nodes, nodes, 12))
+    return runner, slot, text
+
+
+def last_logits(runner: ChainRunner, slot: CacheSlot, text: list[int]) -> torch.Tensor:
+    """The logits of a text's last token, of which the slot holds a part."""
+    start = len(slot.tokens)
+    tree = TokenTree(text[start:], max_depth=0)
+    nodes = np.arange(len(tree))
+    return runner.forward(StepInputs(slot, tree, nodes, nodes[-1:], start)).logits
+
+
+@torch.inference_mode()
+def plain_logits(runner: ChainRunner, text: list[int]) -> torch.Tensor:
+    return runner.model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1:]
+
+
+def test_a_sequence_is_resumed_from_what_its_slot_holds(held):
+    runner, slot, text = held
+    before = runner.num_prefilled_tokens
+    result_of(runner.resume(slot, text[:12], text[12:21], 60))
+    assert slot.tokens == text[:20] and runner.num_prefilled_tokens - before == 8
+    assert difference_of(last_logits(runner, slot, text), plain_logits(runner, text)) < 1e-5
+
+
+def test_another_sequence_begins_anew(held):
+    runner, slot, text = held
+    other = text[::-1]
+    result_of(runner.resume(slot, other[:12], other[12:21], 40))
+    assert slot.tokens == other[:20]
+    assert difference_of(last_logits(runner, slot, other), plain_logits(runner, other)) < 1e-5
+
+
+def test_a_share_that_is_not_committed_leaves_no_trace(held):
+    runner, slot, text = held
+    tree = TokenTree(text[12:15], max_depth=0)
+    nodes = np.arange(len(tree))
+    runner.forward(StepInputs(slot, tree, nodes, nodes, 12), commit=False)
+    assert slot.tokens == text[:12]
+    assert difference_of(last_logits(runner, slot, text), plain_logits(runner, text)) < 1e-5
+
+
+def test_a_token_alone_is_asked_about_without_a_state():
+    runner = ChainRunner(model_of("bamba"), 5)
+    found = runner.logits_after_each(CacheSlot(), [9, 10, 11]).logits
+    expected = torch.cat([plain_logits(runner, [token]) for token in (9, 10, 11)])
+    assert difference_of(found, expected) < 1e-5
