@@ -55,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
             different = [(number, pair) for number, pair in enumerate(pairs) if pair[0][0] != pair[2]]
             ties = [number for number, pair in different if _is_near_tie(model, *pair[1:], pair[0][0])]
             wrong = [number for number, _ in different if number not in ties]
-            wrong += [number for rank in ranks[1:] for number, found in enumerate(rank) if found[0] != ranks[0][number][0]]
+            wrong += [
+                number for rank in ranks[1:] for number, found in enumerate(rank) if found[0] != ranks[0][number][0]
+            ]
             num_wrong += len(wrong)
             if wrong:
                 print(f"wrong: {model_type} gpus={gpus} requests {sorted(set(wrong))}", file=sys.stderr, flush=True)

@@ -343,7 +343,8 @@ def _check_chains(settings: LookaheadConfig, has_followers: bool) -> None:
     Raises:
         ConfigError: naming the setting.
     """
-    if settings.drafter == "paper":
+    W, _, G = settings.window
+    if settings.drafter == "paper" and (W or G):
         raise ConfigError(
             "lookahead.drafter=paper: must be full, prompt_lookup or recycling with this model: it is fed one path of"
             " the tree at a time, and the window is no path"

@@ -9,9 +9,9 @@ from lp_runtime.errors import ConfigError, ModelError
 from lp_runtime.model.cuda_graph import can_capture
 from lp_runtime.model.families import why_chains
 from lp_runtime.model.loader import load_model
+from lp_runtime.model.make_runner import check_runner, make_runner
 from lp_runtime.model.optimize.fusing import fuse_blocks
 from lp_runtime.model.optimize.packing import pack_if_faster, pack_linears
-from lp_runtime.model.make_runner import check_runner, make_runner
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.types import CausalLM
 from lp_runtime.utils.progress import Progress

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lp_runtime.errors import ModelError
-from lp_runtime.model.attention.mask import carries_state, layer_kinds
+from lp_runtime.model.attention.mask import layer_kinds
 
 ALIBI_MODELS = ("bloom", "mpt")  # add ALiBi whatever their configuration says
 
@@ -112,8 +112,8 @@ def check_whole(model: PreTrainedModel) -> None:
         num_ranks = max(num_ranks, 1 if mesh is None else mesh.size())
     if num_ranks > 1:
         raise ModelError(
-            f"{model.config.model_type}: its weights are split over {num_ranks} ranks (tensor parallelism or FSDP); every rank must hold"
-            " the whole model, so load it without tp_plan, tp_size and distributed_config"
+            f"{model.config.model_type}: its weights are split over {num_ranks} ranks (tensor parallelism or FSDP);"
+            " every rank must hold the whole model, so load it without tp_plan, tp_size and distributed_config"
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator, Sequence
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lp_runtime.errors import ModelError
 from lp_runtime.kernels.dispatch import on

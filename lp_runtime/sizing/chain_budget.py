@@ -130,7 +130,9 @@ class ChainBudget(StepBudget):
         owner[tree.root] = 0
         for rank, chain in enumerate(chains):
             owner[chain[owner[chain] < 0]] = rank
-        fed = [np.append(np.arange(ahead, tree.root + 1), chain) for ahead, chain in zip(self._ahead, chains, strict=True)]
+        fed = [
+            np.append(np.arange(ahead, tree.root + 1), chain) for ahead, chain in zip(self._ahead, chains, strict=True)
+        ]
         owned = [np.flatnonzero(owner == rank) for rank in range(len(chains))]
         sizes, num_owned = [len(each) for each in fed], [len(each) for each in owned]
         return Shares(owner, np.concatenate(fed), np.concatenate(owned), sizes, num_owned)
