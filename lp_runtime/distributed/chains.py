@@ -48,32 +48,35 @@ def heaviest_leaves(parents, weights, root, num_nodes, num_chains):
         num_nodes: T.
         num_chains: C.
     """
-    below = np.zeros(num_nodes, np.int64)  # weight of the heaviest path below each node
-    heavy = np.full(num_nodes, -1, np.int64)  # the child where that path begins
+    totals = weights[:num_nodes].copy()  # weight of the heaviest path from each node down
+    heavy = np.full(num_nodes, -1, np.int64)  # the child where that path goes on
     for node in range(num_nodes - 1, root, -1):
-        parent, weight = parents[node], weights[node] + below[node]
-        if heavy[parent] < 0 or weight >= below[parent]:
-            below[parent], heavy[parent] = weight, node
+        parent = parents[node]
+        if heavy[parent] < 0 or totals[node] >= totals[heavy[parent]]:
+            heavy[parent] = node
+        if node == heavy[parent] and parent > root:
+            totals[parent] = weights[parent] + totals[node]
     leaves = np.empty(num_chains, np.int64)
-    num_leaves = 0
-    last_weight, last_top = np.int64(1) << 62, np.int64(-1)
-    while num_leaves < num_chains:
-        top, top_weight = np.int64(-1), np.int64(-1)
-        for node in range(root + 1, num_nodes):  # where a path begins: at the root, or beside a heavier child
-            if parents[node] != root and heavy[parents[node]] == node:
-                continue
-            weight = weights[node] + below[node]
-            is_next = weight < last_weight or (weight == last_weight and node > last_top)
-            if is_next and weight > top_weight:
-                top, top_weight = node, weight
+    for chain in range(num_chains):
+        top = _heaviest_top(parents, totals, heavy, root, num_nodes)
         if top < 0:
-            break
-        last_weight, last_top = top_weight, top
+            return leaves[:chain]
+        totals[top] = -1  # taken
         while heavy[top] >= 0:
             top = heavy[top]
-        leaves[num_leaves] = top
-        num_leaves += 1
-    return leaves[:num_leaves]
+        leaves[chain] = top
+    return leaves
+
+
+@compiled
+def _heaviest_top(parents, totals, heavy, root, num_nodes):
+    """Return where the heaviest path begins that is not taken: below the root, or beside a heavier node; -1 if none."""
+    best = -1
+    for node in range(root + 1, num_nodes):
+        is_top = parents[node] == root or heavy[parents[node]] != node
+        if is_top and totals[node] >= 0 and (best < 0 or totals[node] > totals[best]):
+            best = node
+    return best
 
 
 @functools.cache

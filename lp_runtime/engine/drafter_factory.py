@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from lp_runtime.config.lookahead import MAX_DEPTH, NUM_COPIED, RECYCLING_DEPTH, LookaheadConfig
+from lp_runtime.errors import ConfigError
 from lp_runtime.lookahead.drafters.base import Drafter
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter, compile_kernels
@@ -54,3 +55,26 @@ def make_drafter(
         samples=noise_key is not None,
         budget=min(settings.budget or max_nodes, max_nodes),
     )
+
+
+def check_chain_settings(settings: LookaheadConfig, has_followers: bool) -> None:
+    """Refuse what a model that is fed chains of guesses cannot do.
+
+    Args:
+        settings: of the request.
+        has_followers: whether other replicas feed the pending tokens alone.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    W, _, G = settings.window
+    if settings.drafter == "paper" and (W or G):
+        raise ConfigError(
+            "lookahead.drafter=paper: must be full, prompt_lookup or recycling with this model: it is fed one path of"
+            " the tree at a time, and the window is no path"
+        )
+    if has_followers:
+        raise ConfigError(
+            "logits processors that must be called in order take one replica with this model, which is fed one path of"
+            " the tree at a time; set gpus=1"
+        )

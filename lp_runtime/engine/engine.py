@@ -24,14 +24,14 @@ from lp_runtime.engine.calibration import Calibration
 from lp_runtime.engine.decoder import Decoder, Samples
 from lp_runtime.engine.delivery import Delivery
 from lp_runtime.engine.draft_pool import DraftPool
-from lp_runtime.engine.drafter_factory import make_drafter
+from lp_runtime.engine.drafter_factory import check_chain_settings, make_drafter
 from lp_runtime.engine.output import Event, StepOutput
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import SamplerSpec, make_sampler_spec
 from lp_runtime.engine.sequence import MakeExchange, Observer, Sequence, capacity_of
 from lp_runtime.engine.step import Step
 from lp_runtime.engine.step_limit import step_limit
-from lp_runtime.errors import ConfigError, LookaheadError
+from lp_runtime.errors import LookaheadError
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import compile_kernels
 from lp_runtime.lookahead.state import DecodingRules, DecodingState, Stop
@@ -120,14 +120,14 @@ class Engine:
             stop: a condition beyond the request's own, see DecodingState; None for none.
         """
         settings, num_replicas = request.lookahead, 1 if spec.processors.are_ordered else self._group.size
-        if self._model.feeds_chains:
-            _check_chains(settings, num_replicas < self._group.size)
+        if chains := self._model.feeds_chains:
+            check_chain_settings(settings, num_replicas < self._group.size)
         limit = step_limit(settings, self._calibration)
         vocabulary, pool, tables = self._calibration.vocabulary, self._draft_pool, None
         if settings.drafter == "full":
             tables = pool.acquire(settings.draft_tables != "request", settings.draft_tables_bytes)
         try:
-            max_nodes = num_replicas * limit + (MAX_REFED if self._model.feeds_chains else 0)
+            max_nodes = num_replicas * limit + MAX_REFED * chains
             drafter = make_drafter(settings, spec.noise_key, max_nodes, tables, vocabulary)
             num_nodes = drafter.max_nodes + drafter.max_committed
             is_auto, calibration = settings.is_auto, self._calibration
@@ -136,8 +136,7 @@ class Engine:
             rules = DecodingRules(request.max_new_tokens, request.eos_token_ids, repr(settings), sampling)
             kind = (settings.is_auto, spec.noise is None, num_replicas)
             learned = self._learned.setdefault(kind, LearnedCosts.initial(num_replicas))
-            make_budget = ChainBudget if self._model.feeds_chains else StepBudget
-            budget = make_budget(times, settings.is_auto, limit, learned)
+            budget = (ChainBudget if chains else StepBudget)(times, is_auto, limit, learned)
             state = DecodingState(
                 request.prompt_ids, rules, drafter, stop, request.committed, is_alone=self._group.is_alone
             )
@@ -335,25 +334,6 @@ class Engine:
             if not isinstance(part.samples, LookaheadError):
                 part.sequence.start_exchange(part.step, part.samples)
         return launched
-
-
-def _check_chains(settings: LookaheadConfig, has_followers: bool) -> None:
-    """Refuse what a model that is fed chains of guesses cannot do.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
-    W, _, G = settings.window
-    if settings.drafter == "paper" and (W or G):
-        raise ConfigError(
-            "lookahead.drafter=paper: must be full, prompt_lookup or recycling with this model: it is fed one path of"
-            " the tree at a time, and the window is no path"
-        )
-    if has_followers:
-        raise ConfigError(
-            "logits processors that must be called in order take one replica with this model, which is fed one path of"
-            " the tree at a time; set gpus=1"
-        )
 
 
 def _advance(part: _Launched, outcome: Outcome | None) -> StepOutput | LookaheadError:

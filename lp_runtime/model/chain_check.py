@@ -11,7 +11,7 @@ from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.chain_runner import ChainRunner
 from lp_runtime.model.check_passes import difference_of
 from lp_runtime.model.kv_cache.slots import CacheSlot
-from lp_runtime.model.self_check import TOLERANCES
+from lp_runtime.model.self_check import BEFORE_THRESHOLD, CROSSED_BY, TOLERANCES, lengths_to_cross
 from lp_runtime.model.step_inputs import StepInputs
 
 TEXT_TOKENS = 48
@@ -33,7 +33,10 @@ def check_chains(model: ChainRunner) -> float:
     name = type(model.model).__name__
     try:
         with model.slots.borrowed() as slot:
-            worst = _worst_difference(model, slot)
+            worst, where = _worst_difference(model, slot), ""
+            for field, length in lengths_to_cross(model).items():
+                if worst <= TOLERANCES.get(model.dtype, 0.0):
+                    worst, where = max(worst, _difference_at(model, slot, length)), f" around {field}={length}"
     except ModelError:
         raise
     except Exception as error:  # any failure of a foreign model here means the same thing: it cannot be served
@@ -44,7 +47,7 @@ def check_chains(model: ChainRunner) -> float:
     if not worst <= tolerance:
         raise ModelError(
             f"{name} failed the start-up self-check: several tokens that go on from its cache differ from plain text"
-            f" by {worst:.2g} (allowed: {tolerance:g}); lookahead decoding would be wrong, so this model is refused"
+            f"{where} by {worst:.2g} (allowed: {tolerance:g}); lookahead decoding would be wrong, so this model is refused"
         )
     return worst
 
@@ -69,3 +72,24 @@ def _worst_difference(model: ChainRunner, slot: CacheSlot) -> float:
         last = root + 1 + num_right
         worst = max(worst, difference_of(logits[: last - start], expected[start:last]))
     return worst
+
+
+@torch.inference_mode()
+def _difference_at(model: ChainRunner, slot: CacheSlot, length: int) -> float:
+    """Return the largest relative difference of a node's logits from those of one token a step, across a length."""
+    rng = random.Random(length)
+    start = length - BEFORE_THRESHOLD
+    text = [rng.randrange(model.vocabulary_size) for _ in range(length + CROSSED_BY)]
+    model.begin(slot, len(text))
+    model.prefill(slot, text[:start])
+    expected = []
+    for token in text[start:]:
+        tree = TokenTree([token], max_depth=0)
+        expected.append(model.forward(StepInputs(slot, tree, [0], [0])).logits)
+    model.begin(slot, len(text))
+    model.prefill(slot, text[:start])
+    tree = TokenTree(text[start : start + 1], max_depth=len(text))
+    tree.add_branch(text[start + 1 :])
+    nodes = range(len(tree))
+    found = model.forward(StepInputs(slot, tree, nodes, nodes, start)).logits
+    return max(difference_of(a, b) for a, b in zip(found.split(1), expected, strict=True))

@@ -34,15 +34,8 @@ from lp_runtime.sampling.processors import of_row
 from lp_runtime.sampling.types import LogitsProcessor
 
 # Model inputs that generate adds by itself, and that change nothing here: we have our own cache, masks and positions.
-KNOWN_INPUTS = (
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "cache_params",
-    "use_cache",
-    "logits_to_keep",
-    "cache_position",
-)
+KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+KNOWN_INPUTS += ("cache_params", "cache_position")
 INPUT_WORDS = {"mm_encoder_outputs": "images, videos or audio"}  # names of transformers' own for what a caller gave
 MIN_TIME_SECONDS = 1e-9  # a time limit that has passed already: a request's must be above 0
 

@@ -55,7 +55,7 @@ def check_model(model: ModelRunner) -> float:
     try:
         with model.slots.borrowed() as slot:
             worst = _worst_difference(model, slot)
-            for field, threshold in _thresholds(model).items():
+            for field, threshold in lengths_to_cross(model).items():
                 if worst <= TOLERANCES.get(model.dtype, 0.0):
                     worst, where = max(worst, _difference_at(model, slot, threshold)), f" around {field}={threshold}"
     except ModelError:
@@ -137,7 +137,7 @@ def _worst_difference(model: ModelRunner, slot: CacheSlot) -> float:
     return max(differences)
 
 
-def _thresholds(model: ModelRunner) -> dict[str, int]:
+def lengths_to_cross(model: ModelRunner) -> dict[str, int]:
     """Return the lengths to decode across, each once, by a field of the configuration that names it."""
     longest = sys.maxsize if model.context_length is None else model.context_length
     fields = {
@@ -165,7 +165,7 @@ def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int) -> float
     start = threshold - BEFORE_THRESHOLD
     text = [rng.randrange(model.vocabulary_size) for _ in range(threshold + CROSSED_BY + ACCEPTED)]
     try:
-        expected = _one_by_one(model, text, start)
+        expected = one_by_one(model, text, start)
     except Exception as error:  # of a foreign model, at lengths that its configuration does not say it cannot have
         log.warning(
             "%s decodes no %d tokens by itself, and is not checked there: %s", name, len(text), first_line(error)
@@ -188,7 +188,7 @@ def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int) -> float
     return max(differences)
 
 
-def _one_by_one(model: ModelRunner, text: list[int], start: int) -> torch.Tensor:
+def one_by_one(model: ModelRunner, text: list[int], start: int) -> torch.Tensor:
     """Return [n, V] float32 logits as `generate` computes them: of text[start - 1], and of each token from start on."""
     keep = {"logits_to_keep": 1} if model.keeps_logits else {}
     cache = None

@@ -5,20 +5,23 @@ from support.causal_configs import DEFAULT, TYPES, small_config, variants_of
 from support.causal_types import outcome_of
 
 EXACT = [
+    ("bart", DEFAULT),
     ("deepseek_v3", DEFAULT),
+    ("deepseek_v32", DEFAULT),
+    ("falcon", "ALiBi"),
     ("gemma3n_text", "shared layers"),
     ("gpt2", DEFAULT),
+    ("gpt_neo", "window_size=40"),
+    ("lfm3", DEFAULT),
     ("llama", "dynamic RoPE"),
     ("llama4_text", "no scaled queries"),
     ("mimo_v2_flash", "sliding_window=8"),
     ("nemotron", DEFAULT),
 ]
 REFUSED = [
-    ("doge", DEFAULT),
-    ("falcon", "ALiBi"),
-    ("gpt_neo", "window_size=40"),
-    ("lfm3", DEFAULT),
+    ("jamba", DEFAULT),
     ("mamba", DEFAULT),
+    ("openai-gpt", DEFAULT),
     ("prophetnet", DEFAULT),
 ]
 # Attention that reads a token's place in the input, or the number of keys, from a threshold on.

@@ -7,11 +7,13 @@ guesses begins, and restored where the chain was not accepted whole. Built on th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     CacheLayerMixin,
+    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -23,12 +25,12 @@ from transformers.cache_utils import (
 
 from lp_runtime.model.kv_cache.cache import TreeCache, TreeCacheLayer
 
-AnyLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin
+AnyLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
 ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)  # a window is written into the mask that the model makes
 BOTH = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 
 
-class TreeStateLayer(LinearAttentionLayer, TreeCacheLayer):
+class TreeStateLayer(LinearAttentionLayer, TreeCacheLayer):  # type: ignore[misc]  # as transformers' own such layers
     """A layer that has attention and a state.
 
     Args:
@@ -42,7 +44,7 @@ class TreeStateLayer(LinearAttentionLayer, TreeCacheLayer):
         vars(self).update(vars(keys_and_values))
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
-    def lazy_initialization(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> None:
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Allocate keys and values, which come by place, or a state, which comes by name: transformers' convention."""
         if args:
             TreeCacheLayer.lazy_initialization(self, *args)
@@ -114,7 +116,7 @@ class StateCache(TreeCache):
         super().__init__(len(kinds), capacity)
         self._stateful: list[AnyLayer] = []  # layers that are more than keys and values
         for index, layer in enumerate(kinds):
-            if type(layer) in BOTH:
+            if isinstance(layer, BOTH):
                 layer = TreeStateLayer(self._layers[index], layer.number_of_states)
                 self._layers[index] = layer
             if type(layer) not in ATTENTION:
