@@ -34,8 +34,8 @@ from lp_runtime.sampling.processors import of_row
 from lp_runtime.sampling.types import LogitsProcessor
 
 # Model inputs that generate adds by itself, and that change nothing here: we have our own cache, masks and positions.
-KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
-KNOWN_INPUTS += ("cache_params", "cache_position")
+KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep")
+OLD_INPUTS = ("cache_position",)  # the same, of earlier versions of transformers
 INPUT_WORDS = {"mm_encoder_outputs": "images, videos or audio"}  # names of transformers' own for what a caller gave
 MIN_TIME_SECONDS = 1e-9  # a time limit that has passed already: a request's must be above 0
 
@@ -315,7 +315,7 @@ def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torc
         ConfigError: naming the input.
     """
     given = {name: value for name, value in model_kwargs.items() if value is not None and value != {}}
-    if unknown := sorted(given.keys() - set(KNOWN_INPUTS)):
+    if unknown := sorted(given.keys() - {*KNOWN_INPUTS, *OLD_INPUTS}):
         what = INPUT_WORDS.get(unknown[0], f"{unknown[0]}=...")
         raise ConfigError(f"{what}: must be left out; lookahead_generate feeds the model token ids alone")
     cache = given.get("past_key_values")

@@ -165,7 +165,7 @@ def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int) -> float
     start = threshold - BEFORE_THRESHOLD
     text = [rng.randrange(model.vocabulary_size) for _ in range(threshold + CROSSED_BY + ACCEPTED)]
     try:
-        expected = one_by_one(model, text, start)
+        expected = _one_by_one(model, text, start)
     except Exception as error:  # of a foreign model, at lengths that its configuration does not say it cannot have
         log.warning(
             "%s decodes no %d tokens by itself, and is not checked there: %s", name, len(text), first_line(error)
@@ -188,7 +188,7 @@ def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int) -> float
     return max(differences)
 
 
-def one_by_one(model: ModelRunner, text: list[int], start: int) -> torch.Tensor:
+def _one_by_one(model: ModelRunner, text: list[int], start: int) -> torch.Tensor:
     """Return [n, V] float32 logits as `generate` computes them: of text[start - 1], and of each token from start on."""
     keep = {"logits_to_keep": 1} if model.keeps_logits else {}
     cache = None

@@ -30,7 +30,7 @@ ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)  # a window is written int
 BOTH = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 
 
-class TreeStateLayer(LinearAttentionLayer, TreeCacheLayer):  # type: ignore[misc]  # as transformers' own such layers
+class TreeStateLayer(LinearAttentionLayer, TreeCacheLayer):  # type: ignore[misc, override]  # as transformers' own such layers
     """A layer that has attention and a state.
 
     Args:
