@@ -49,7 +49,7 @@ def prepare_model(
     changes = _optimize(loaded, config, device)
     progress.begin("checking trees against plain forward passes")
     model = ModelRunner(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True)
-    if config.compile != "off" and strict_tokens is None and can_capture(loaded):
+    if config.compile != "off" and can_capture(model.tree_model):
         model.enable_graphs(capture=True, compiled=config.compile == "full")
     try:
         return model, check_model_or_disable_graphs(model)
