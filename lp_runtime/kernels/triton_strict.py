@@ -219,10 +219,16 @@ def attend_strictly(
     _attend_tail[(num_tokens, num_heads)](
         query, lowest, positions, paths, owners, table, query if sinks is None else sinks, output, total, result,
         scale, num_tokens, *strides, column,
-        WIDTH=table.shape[1], HAS_SINKS=sinks is not None, num_stages=2, num_warps=4, **constants,
+        WIDTH=table.shape[1], HAS_SINKS=sinks is not None, num_stages=2, **constants,
+        num_warps=tail_warps(query.element_size()),
         **block | {"BLOCK_ROWS": max(MIN_BLOCK, triton.next_power_of_2(groups))},
     )  # fmt: skip
     return result
+
+
+def tail_warps(num_bytes: int) -> int:
+    """Return the number of warps of a program of `_attend_tail`, by the bytes of an element: no registers spill."""
+    return 8 if num_bytes == 4 else 4
 
 
 @attend_strictly.register_fake

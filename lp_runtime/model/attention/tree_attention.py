@@ -66,8 +66,6 @@ class AttentionBatch(Protocol):
         """
 
 
-
-
 def tree_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
