@@ -46,12 +46,14 @@ if [ "${SIZE:-}" = tiny ]; then
     kernels=(--tokens 1 8 --prefixes 40 --heads 4 2 --head-size 64 --intermediate 256 --vocabulary 512)
     requests=(--limit 1 --prefixes 64 --batch 2) exchange=(--gpus 2 --nodes 16 --rounds 20) degrees='[1,2]'
     gpu_tests=(tests/gpu -k "slow_reader") share=(--gpus 1 2 --settings 5,3,5 --limit 1 --max-new-tokens 8)
+    real=(device=cpu limit=1 "methods=[hf,default]") # real models are too large for a simulated GPU
 else
     shape=${SHAPE:-7b} large=${LARGE:-34b} experts=${EXPERTS:-experts} vocabulary=32000 wide=131072
     machine=() floor=(--rounds 20) copy=() few=(1 64 128) many=(1 8 16 32 64 128 256) new=128
     kernels=(--profile) requests=(--limit 2 --prefixes 4096 32768 --batch 8)
     exchange=(--gpus 2 4 --nodes 16 64 256) degrees='[1,2,4,8]'
     gpu_tests=(tests/gpu tests/kernels) share=(--gpus 1 2 4 --limit 3 --max-new-tokens 128)
+    real=(limit=2 "methods=[hf,hf_prompt_lookup,plain,default]")
 fi
 half=(--dtype bfloat16)
 device=cuda nccl=nccl kills=20
@@ -120,7 +122,7 @@ run() {
         if [ ! -f "$models/real/config.json" ]; then
             echo "no model in $models/real: docs/decisions/gpu.md says how to make one"
         else
-            lp_bench model.path="$models/real" limit=2 "methods=[hf,hf_prompt_lookup,plain,default]" ${PROMPTS:+prompts="$PROMPTS"}
+            lp_bench model.path="$models/real" "${real[@]}" ${PROMPTS:+prompts="$PROMPTS"}
         fi
         ;;
     equality) "$python" benchmarks/correctness.py equality --output "$results" --device "$device" --backend "$nccl" --gpus 1 2 "$gpus" \

@@ -1,4 +1,4 @@
-"""Triton kernels for exactness=strict: attention whose result for a token depends on the token's path alone, bit for bit.
+"""Triton kernels for exactness=strict: a token's result depends on the token's path alone, bit for bit.
 
 Keys are attended to by blocks of P absolute positions, as model/attention/strict.py does it: which blocks there are,
 which kernel takes them, and the order of all sums follow from a token's position alone. So neither what else is fed,

@@ -32,8 +32,8 @@ from lp_runtime.model.graph_capture import GraphCapture
 from lp_runtime.model.hf_config import attention_of, takes_attention
 from lp_runtime.model.kv_cache.device import DeviceCache
 from lp_runtime.model.pass_inputs import Part, PassInputs, compile_pass_inputs
-from lp_runtime.model.strict_parts import cut_into_passes
 from lp_runtime.model.step_inputs import StepLogits
+from lp_runtime.model.strict_parts import cut_into_passes
 from lp_runtime.sampling.sampler import sample_greedily
 
 log = logging.getLogger(__name__)
@@ -226,10 +226,12 @@ class FixedPasses:
         chunks = self._chunks(parts)
         if len(chunks) == 1:
             return self._forward(chunks[0])
-        found = [(part, each.copy()) for chunk in chunks for part, each in zip(chunk, self._forward(chunk))]
+        fed = [part for chunk in chunks for part in chunk]
+        found = [each.copy() for chunk in chunks for each in self._forward(chunk)]
         if self._strict_tokens is None:
-            return [each for _, each in found]
-        return [_joined([each for piece, each in found if piece.cache is part.cache]) for part in parts]
+            return found
+        pieces = list(zip(fed, found, strict=True))
+        return [_joined([each for piece, each in pieces if piece.cache is part.cache]) for part in parts]
 
     def _forward(self, parts: Sequence[Part]) -> list[StepLogits]:
         """Feed parts that fit into one pass."""

@@ -1,7 +1,7 @@
 """Cuts the shares of several sequences into passes of a fixed number of tokens, for exactness=strict.
 
-A token's result does not depend on which pass it is fed in, as long as its ancestors were fed in that pass or before. So
-passes are filled one after the other, whichever sequence the tokens are of.
+A token's result does not depend on which pass it is fed in, as long as its ancestors were fed in that pass or before.
+So passes are filled one after the other, whichever sequence the tokens are of.
 
 Letters: T tokens of a share, B tokens of a pass.
 """

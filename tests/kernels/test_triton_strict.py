@@ -74,6 +74,8 @@ def path_fed(length: int, others: list[int], size: int, dtype: torch.dtype, path
     Args:
         length: committed tokens, whose keys and values are always the same.
         others: tokens of branches that are fed before each token of the path.
+        size: of a head.
+        dtype: of all.
         path: queries, keys and values of the path's tokens, [n, heads, D] each.
         seed: of the other branches.
         capacity: of the cache.
