@@ -46,7 +46,7 @@ if [ "${SIZE:-}" = tiny ]; then
     kernels=(--tokens 1 8 --prefixes 40 --heads 4 2 --head-size 64 --intermediate 256 --vocabulary 512)
     requests=(--limit 1 --prefixes 64 --batch 2) exchange=(--gpus 2 --nodes 16 --rounds 20) degrees='[1,2]'
     gpu_tests=(tests/gpu -k "slow_reader") share=(--gpus 1 2 --settings 5,3,5 --limit 1 --max-new-tokens 8)
-    real=(device=cpu limit=1 "methods=[hf,default]") # real models are too large for a simulated GPU
+    real=(device=cpu limit=1 lookahead.prior=none "methods=[hf,default]") # real models are too large for a simulated GPU
 else
     shape=${SHAPE:-7b} large=${LARGE:-34b} experts=${EXPERTS:-experts} vocabulary=32000 wide=131072
     machine=() floor=(--rounds 20) copy=() few=(1 64 128) many=(1 8 16 32 64 128 256) new=128

@@ -24,12 +24,14 @@ from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.group import Group
+from lp_runtime.engine import loading
 from lp_runtime.engine.calibration import Calibration, Measured, StepMeasurement
 from lp_runtime.engine.engine import Arrival, Engine
 from lp_runtime.engine.loading import prepare_model, ready_model
 from lp_runtime.engine.output import Report
 from lp_runtime.engine.replica import join_group, load_replica
 from lp_runtime.engine.request import Request
+from lp_runtime.errors import ModelError
 from lp_runtime.model import cuda_graph, self_check
 from lp_runtime.model.loader import load_model
 from lp_runtime.model.runner import ModelRunner
@@ -275,6 +277,20 @@ def test_a_booked_gpu_is_shared_with_nobody(gpu):
         for num_local, owns_device in ((1, False), (8, True), (8, False))
     )
     assert alone >= booked > 7 * sharing  # less what an exchange with the others may take
+
+
+@pytest.mark.parametrize("place", ["load_model", "pack_if_faster", "check_model_or_disable_graphs"])
+def test_a_gpu_that_others_have_filled(gpu, place, monkeypatch):
+    """While weights are loaded, while layers are changed, while passes are captured: one line says what was free."""
+
+    def full(*args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(loading, place, full)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (3 << 29, 1 << 34))
+    with pytest.raises(ModelError) as caught:
+        ready_model(RuntimeConfig(dtype="float32"), CUDA)
+    assert str(caught.value).endswith(": memory of cuda:0 does not suffice: 1.5 GiB were free before")
 
 
 def test_nothing_is_compiled_once_replicas_have_met(gpu, monkeypatch):
