@@ -63,6 +63,8 @@ else
     gpus=${LP_GPUS:-$("$python" -c 'import torch; print(torch.cuda.device_count())')}
 fi
 export LP_GPUS=$gpus # for the parts: torch takes seconds to say it
+replicas=(2) # of the parts for several GPUs
+[ "$gpus" -le 2 ] || replicas+=("$gpus")
 floor_shape=() floor_large=() # no shape is the demo model itself
 [ "$shape" = demo ] || floor_shape=(--shapes "$shape")
 [ "$large" = demo ] || floor_large=(--shapes "$large")
@@ -125,10 +127,10 @@ run() {
             lp_bench model.path="$models/real" "${real[@]}" ${PROMPTS:+prompts="$PROMPTS"}
         fi
         ;;
-    equality) "$python" benchmarks/correctness.py equality --output "$results" --device "$device" --backend "$nccl" --gpus 1 2 "$gpus" \
+    equality) "$python" benchmarks/correctness.py equality --output "$results" --device "$device" --backend "$nccl" --gpus 1 "${replicas[@]}" \
         --limit 3 --max-new-tokens "$new" --prompts "$(own_prompts)" ;;
-    ranks) "${micro[@]}" step --output "$results" --device "$device" --gpus 1 2 "$gpus" --max-new-tokens "$new" --limit 3 --prompts "$(own_prompts)" ;;
-    kills) "$python" benchmarks/resilience.py kills --output "$results" --device "$device" --kills "$kills" --gpus 2 "$gpus" --backends shared "$nccl" \
+    ranks) "${micro[@]}" step --output "$results" --device "$device" --gpus 1 "${replicas[@]}" --max-new-tokens "$new" --limit 3 --prompts "$(own_prompts)" ;;
+    kills) "$python" benchmarks/resilience.py kills --output "$results" --device "$device" --kills "$kills" --gpus "${replicas[@]}" --backends shared "$nccl" \
         --limit 3 --max-new-tokens "$new" --prompts "$(own_prompts)" ;;
     parallel) lp_bench model.path="$(model_path)" dtype=bfloat16 device="$device" gpus="$gpus" limit=2 "methods=[hf,plain,default]" ${PROMPTS:+prompts="$PROMPTS"} ;;
     tensor_parallel) "$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" benchmarks/speed.py tensor_parallel \

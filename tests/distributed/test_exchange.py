@@ -268,7 +268,8 @@ def test_without_room_for_shared_memory_one_line_and_gloo(tmp_path):
     found = sorted(results.get(timeout=TIMEOUT) for _ in processes)
     for process in processes:
         process.join(TIMEOUT)
-    says = f"launcher.backend=auto: memory cannot be shared ({folder}: No such file or directory); going on over the network"
+    why = f"{folder}: No such file or directory"
+    says = f"launcher.backend=auto: memory cannot be shared ({why}); going on over the network"
     assert found == [(0, "gloo", [[0], [1]], [says]), (1, "gloo", [[0], [1]], [])]
 
 
