@@ -27,13 +27,14 @@ from lp_runtime.engine.step import Step
 from lp_runtime.errors import ConfigError, RequestError, first_line
 from lp_runtime.kernels.dispatch import kernels_for
 from lp_runtime.lookahead.state import Stop
+from lp_runtime.model.attention.choice import ATTENTIONS
 from lp_runtime.model.cuda_graph import can_capture
 from lp_runtime.model.families import check_whole
 from lp_runtime.model.generate_call import GenerateCall, LayerStates
 from lp_runtime.model.hf_config import attention_of, attention_settings
 from lp_runtime.model.kept_runner import RunnerKeeper
 from lp_runtime.model.make_runner import check_runner, make_runner
-from lp_runtime.model.runner import ATTENTIONS, ModelRunner
+from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.types import CausalLM, GenerationConfig, StoppingCriteriaList
 from lp_runtime.model.view import view_of
 from lp_runtime.sampling.gumbel import GumbelNoise
@@ -134,9 +135,9 @@ def _make_runner(model: CausalLM, strict_tokens: int | None) -> ModelRunner:
     view = view_of(model, None if attention in ATTENTIONS else "sdpa")
     on_gpu = kernels_for(model.device) is not None
     runner = make_runner(view, ModelConfig.prefill_chunk, strict_tokens, own_attention=on_gpu)
-    runner.supports_batching = False  # rows are decoded one after the other
-    if on_gpu and not runner.feeds_chains and can_capture(view):
+    if on_gpu and not runner.feeds_chains and can_capture(runner.tree_model):
         runner.enable_graphs(capture=True, refuses_waits=False)  # other threads may wait for the GPU
+    runner.supports_batching = False  # rows are decoded one after the other
     return runner
 
 

@@ -46,12 +46,14 @@ if [ "${SIZE:-}" = tiny ]; then
     kernels=(--tokens 1 8 --prefixes 40 --heads 4 2 --head-size 64 --intermediate 256 --vocabulary 512)
     requests=(--limit 1 --prefixes 64 --batch 2) exchange=(--gpus 2 --nodes 16 --rounds 20) degrees='[1,2]'
     gpu_tests=(tests/gpu -k "slow_reader") share=(--gpus 1 2 --settings 5,3,5 --limit 1 --max-new-tokens 8)
+    real=(device=cpu limit=1 lookahead.prior=none "methods=[hf,default]") # real models are too large for a simulated GPU
 else
     shape=${SHAPE:-7b} large=${LARGE:-34b} experts=${EXPERTS:-experts} vocabulary=32000 wide=131072
     machine=() floor=(--rounds 20) copy=() few=(1 64 128) many=(1 8 16 32 64 128 256) new=128
     kernels=(--profile) requests=(--limit 2 --prefixes 4096 32768 --batch 8)
     exchange=(--gpus 2 4 --nodes 16 64 256) degrees='[1,2,4,8]'
     gpu_tests=(tests/gpu tests/kernels) share=(--gpus 1 2 4 --limit 3 --max-new-tokens 128)
+    real=(limit=2 "methods=[hf,hf_prompt_lookup,plain,default]")
 fi
 half=(--dtype bfloat16)
 device=cuda nccl=nccl kills=20
@@ -61,6 +63,8 @@ else
     gpus=${LP_GPUS:-$("$python" -c 'import torch; print(torch.cuda.device_count())')}
 fi
 export LP_GPUS=$gpus # for the parts: torch takes seconds to say it
+replicas=(2) # of the parts for several GPUs
+[ "$gpus" -le 2 ] || replicas+=("$gpus")
 floor_shape=() floor_large=() # no shape is the demo model itself
 [ "$shape" = demo ] || floor_shape=(--shapes "$shape")
 [ "$large" = demo ] || floor_large=(--shapes "$large")
@@ -120,13 +124,13 @@ run() {
         if [ ! -f "$models/real/config.json" ]; then
             echo "no model in $models/real: docs/decisions/gpu.md says how to make one"
         else
-            lp_bench model.path="$models/real" limit=2 "methods=[hf,hf_prompt_lookup,plain,default]" ${PROMPTS:+prompts="$PROMPTS"}
+            lp_bench model.path="$models/real" "${real[@]}" ${PROMPTS:+prompts="$PROMPTS"}
         fi
         ;;
-    equality) "$python" benchmarks/correctness.py equality --output "$results" --device "$device" --backend "$nccl" --gpus 1 2 "$gpus" \
+    equality) "$python" benchmarks/correctness.py equality --output "$results" --device "$device" --backend "$nccl" --gpus 1 "${replicas[@]}" \
         --limit 3 --max-new-tokens "$new" --prompts "$(own_prompts)" ;;
-    ranks) "${micro[@]}" step --output "$results" --device "$device" --gpus 1 2 "$gpus" --max-new-tokens "$new" --limit 3 --prompts "$(own_prompts)" ;;
-    kills) "$python" benchmarks/resilience.py kills --output "$results" --device "$device" --kills "$kills" --gpus 2 "$gpus" --backends shared "$nccl" \
+    ranks) "${micro[@]}" step --output "$results" --device "$device" --gpus 1 "${replicas[@]}" --max-new-tokens "$new" --limit 3 --prompts "$(own_prompts)" ;;
+    kills) "$python" benchmarks/resilience.py kills --output "$results" --device "$device" --kills "$kills" --gpus "${replicas[@]}" --backends shared "$nccl" \
         --limit 3 --max-new-tokens "$new" --prompts "$(own_prompts)" ;;
     parallel) lp_bench model.path="$(model_path)" dtype=bfloat16 device="$device" gpus="$gpus" limit=2 "methods=[hf,plain,default]" ${PROMPTS:+prompts="$PROMPTS"} ;;
     tensor_parallel) "$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" benchmarks/speed.py tensor_parallel \

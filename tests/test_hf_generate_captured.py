@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,7 @@ from support.simulated_gpu import Gpu, Graph, simulated_gpu
 
 from lp_runtime import LookaheadConfig, lookahead_generate
 from lp_runtime.config.settings import ModelConfig
-from lp_runtime.model import cuda_graph
+from lp_runtime.model import cuda_graph, self_check
 from lp_runtime.model.loader import load_model
 
 pytestmark = [
@@ -58,6 +59,27 @@ def test_calls_share_what_was_captured(gpu):
         one.model.layers[2].mlp.register_forward_hook(lambda module, args, output: output * 0.5)
     assert generate(model, 12, 9) == generate(expected, 12, 9)
     assert len(Graph.captured) > num_before
+
+
+@pytest.mark.parametrize("exactness", ["fast", "strict"])
+def test_a_wait_a_step_and_no_launch(gpu, exactness, monkeypatch):
+    """Behind the first token's step, which feeds the prompt."""
+    monkeypatch.setattr(self_check, "STRICT_LENGTHS", (20,))
+    monkeypatch.setattr(self_check, "LONG_STRICT_LENGTHS", ())
+    model, counts = load_model(ModelConfig(), CUDA, "float32"), []
+    options = {"exactness": exactness, "strict_tokens": 32}
+    expected = generate(model, 12, 24, **options)  # captures, and measures
+    num_captures = len(Graph.captured)
+    assert num_captures == (len(SIZES) if exactness == "fast" else 1)
+    for num_tokens in (1, 24):
+        gpu.waits.clear()
+        gpu.launches.clear()
+        gpu.launch_places.clear()
+        assert generate(model, 12, num_tokens, **options) == expected[:num_tokens]
+        counts.append((Counter(gpu.waits), gpu.launch_places.copy(), gpu.launches["graph"]))
+    waits, launches, num_replays = (later - earlier for earlier, later in zip(*counts, strict=True))
+    assert waits == {"exchange.py: finish": num_replays} and 3 < num_replays < 24
+    assert not launches and len(Graph.captured) == num_captures
 
 
 class Streamer:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -23,12 +24,14 @@ from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.group import Group
+from lp_runtime.engine import loading
 from lp_runtime.engine.calibration import Calibration, Measured, StepMeasurement
 from lp_runtime.engine.engine import Arrival, Engine
 from lp_runtime.engine.loading import prepare_model, ready_model
 from lp_runtime.engine.output import Report
 from lp_runtime.engine.replica import join_group, load_replica
 from lp_runtime.engine.request import Request
+from lp_runtime.errors import ModelError
 from lp_runtime.model import cuda_graph, self_check
 from lp_runtime.model.loader import load_model
 from lp_runtime.model.runner import ModelRunner
@@ -72,6 +75,8 @@ ONCE = (
     "cuda_graph.py: _refusing_waits",
 )  # a request, or a size
 FEW = ("fixed", "sampled")
+NOTHING: Counter = Counter()
+GREEDY = ("greedy", "fixed", "one token a step")  # whose samples a captured pass has computed
 SAMPLING = ("sampler.py", "gumbel.py", "processors.py", "hf_settings.py", "step_logits.py")  # what samples
 SIZES = (1, 4, 8, 16, 32, 64, 128)  # of captured passes
 
@@ -110,43 +115,86 @@ def loop_of(model: ModelRunner, group: Group = ALONE) -> Engine:
     return Engine(model, group, Calibration(model, group, None, known))
 
 
-def steps_and_waits(gpu: Gpu, loop: Engine, name: str) -> tuple[list[int], int, Counter]:
-    """A request's tokens, its steps, and how often the host waited, and where, but for what happens once a request or
-    once for a size."""
-    request = REQUESTS[name]
-    num_captures = len(Graph.captured)
+class Counts(NamedTuple):
+    """What a request has taken.
+
+    Attributes:
+        tokens: its output.
+        num_steps: the prompt's among them.
+        waits: how often the host waited, and where, but for what happens once a request or once for a size.
+        launches: what the steps behind the prompt's launched outside of graphs, and where.
+    """
+
+    tokens: list[int]
+    num_steps: int
+    waits: Counter
+    launches: Counter
+
+
+def counts_of(gpu: Gpu, loop: Engine, request: Request) -> Counts:
+    """Decode a request twice: its first token alone, then all; nothing may be captured meanwhile."""
+    num_captures, launches = len(Graph.captured), []
     loop.prepare(request.lookahead)
-    gpu.waits.clear()
-    *runs, report = loop.run(request)
-    waits = Counter(gpu.waits)
+    for num_tokens in (1, request.max_new_tokens):
+        gpu.waits.clear()
+        gpu.launch_places.clear()
+        *runs, _ = loop.run(replace(request, max_new_tokens=num_tokens))
+        launches.append(gpu.launch_places.copy())
     assert len(Graph.captured) == num_captures, "all was captured at start"
-    for once in ONCE:
-        del waits[once]
-    return [token for run in runs for token in run.token_ids], report.num_steps, waits
+    waits = Counter(each for each in gpu.waits if each not in ONCE)
+    tokens = [token for run in runs for token in run.token_ids]
+    return Counts(tokens, len(runs), waits, launches[1] - launches[0])
 
 
-def check(found: tuple[list[int], int, Counter], expected: list[int], place: str = "exchange.py: finish") -> None:
-    """What `steps_and_waits` has found of a request; `place` is where the host waits."""
-    tokens, num_steps, waits = found
-    assert tokens == expected
-    assert waits == {place: num_steps}  # for the token behind the prompt, too
+def check(
+    found: Counts, expected: list[int], name: str, place: str = "exchange.py: finish", exchange: Counter = NOTHING
+) -> None:
+    """What `counts_of` has found of a request; `place` is where the host waits, `exchange` what exchanging launches."""
+    assert found.tokens == expected and found.num_steps > 2
+    assert found.waits == {place: found.num_steps}  # for the token behind the prompt, too
+    launches = found.launches - exchange
+    assert all(each.startswith(SAMPLING) for each in launches)  # what samples otherwise than a captured pass
+    if name in GREEDY:
+        assert not launches
 
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_one_wait_a_step(gpu, model, expected, name):
     assert model.graphs.capture
     loop = Engine(model, Group.alone(CUDA)) if name == "greedy" else loop_of(model)
-    check(steps_and_waits(gpu, loop, name), expected[name])
+    check(counts_of(gpu, loop, REQUESTS[name]), expected[name], name)
 
 
-@pytest.mark.parametrize("setting", [{"compile": "off"}, {"exactness": "strict"}])
-def test_one_wait_a_step_without_captured_passes(gpu, expected, setting, monkeypatch):
-    monkeypatch.setattr(self_check, "STRICT_LENGTHS", (20,))
-    monkeypatch.setattr(self_check, "LONG_STRICT_LENGTHS", ())
-    model, _ = ready_model(RuntimeConfig(dtype="float32", **setting), CUDA)
+def test_one_wait_a_step_without_captured_passes(gpu, expected):
+    model, _ = ready_model(RuntimeConfig(dtype="float32", compile="off"), CUDA)
     assert model.graphs is None
     for name in FEW:
-        check(steps_and_waits(gpu, loop_of(model), name), expected[name])
+        found = counts_of(gpu, loop_of(model), REQUESTS[name])
+        assert found.tokens == expected[name] and found.waits == {"exchange.py: finish": found.num_steps}
+
+
+def test_strict_passes(gpu, expected, monkeypatch):
+    """One graph for trees of any size and for batches; a tree that is larger than a pass takes several replays."""
+    monkeypatch.setattr(self_check, "STRICT_LENGTHS", (20,))
+    monkeypatch.setattr(self_check, "LONG_STRICT_LENGTHS", ())
+    num_captures = len(Graph.captured)
+    model, _ = ready_model(RuntimeConfig(dtype="float32", exactness="strict", strict_tokens=40), CUDA)
+    assert model.graphs.capture and model.supports_batching and len(Graph.captured) == num_captures + 1
+    loop = loop_of(model)
+    for name in FEW:
+        check(counts_of(gpu, loop, REQUESTS[name]), expected[name], name)
+    requests = {size: replace(REQUESTS["fixed"], lookahead=LookaheadConfig(size, 4, size)) for size in (2, 8)}
+    num_replays = 0
+    for size, request in requests.items():
+        gpu.launches.clear()
+        *outputs, report = loop.run(request)
+        assert gpu.launches["graph"] == report.num_steps - 1 and (report.num_steps > len(outputs)) == (size == 8)
+        num_replays += gpu.launches["graph"]
+    gpu.launches.clear()
+    found = decode_batch(loop, {1: [Arrival(*each) for each in requests.items()]})
+    assert [found[size][0] for size in requests] == [expected["fixed"]] * 2
+    assert gpu.launches["graph"] < num_replays  # sequences share passes
+    assert len(Graph.captured) == num_captures + 1
 
 
 @pytest.mark.parametrize(
@@ -202,12 +250,12 @@ def test_requests_together(gpu, model, expected):
     assert {name: tokens for name, (tokens, _, _) in found.items()} == expected
 
 
-def on_a_rank(group: Group, device: torch.device) -> dict[str, tuple[list[int], int, Counter]]:
-    """`steps_and_waits` of a few requests, with a transport that wants its tensors on a device."""
+def on_a_rank(group: Group, device: torch.device) -> dict[str, Counts]:
+    """`counts_of` a few requests, with a transport that wants its tensors on a device."""
     group = Group(group.rank, group.size, device, group.transport)
     with gpu_of_few_sizes() as gpu:
         model, _ = ready_model(RuntimeConfig(dtype="float32"), CUDA)
-        return {name: steps_and_waits(gpu, loop_of(model, group), name) for name in FEW}
+        return {name: counts_of(gpu, loop_of(model, group), REQUESTS[name]) for name in FEW}
 
 
 @pytest.mark.parametrize(
@@ -217,7 +265,8 @@ def test_ranks_exchange(expected, backend, device, place):
     """Over the host; and on the device, where gloo is given what is on the GPU, as NCCL would be."""
     for found in run_ranks(on_a_rank, 2, device, backend=backend):
         for name in FEW:
-            check(found[name], expected[name], place)
+            on_device = {"exchange.py: start": found[name].num_steps - 1} if backend == "gloo" else {}
+            check(found[name], expected[name], name, place, Counter(on_device))
 
 
 def test_a_booked_gpu_is_shared_with_nobody(gpu):
@@ -228,6 +277,20 @@ def test_a_booked_gpu_is_shared_with_nobody(gpu):
         for num_local, owns_device in ((1, False), (8, True), (8, False))
     )
     assert alone >= booked > 7 * sharing  # less what an exchange with the others may take
+
+
+@pytest.mark.parametrize("place", ["load_model", "pack_if_faster", "check_model_or_disable_graphs"])
+def test_a_gpu_that_others_have_filled(gpu, place, monkeypatch):
+    """While weights are loaded, while layers are changed, while passes are captured: one line says what was free."""
+
+    def full(*args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(loading, place, full)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (3 << 29, 1 << 34))
+    with pytest.raises(ModelError) as caught:
+        ready_model(RuntimeConfig(dtype="float32"), CUDA)
+    assert str(caught.value).endswith(": memory of cuda:0 does not suffice: 1.5 GiB were free before")
 
 
 def test_nothing_is_compiled_once_replicas_have_met(gpu, monkeypatch):
@@ -354,25 +417,9 @@ def test_a_graph_computes_when_it_is_replayed(gpu):
     assert type(made) is Tensor
 
 
-@pytest.mark.parametrize("name", REQUESTS)
-def test_nothing_is_launched_outside_of_graphs(gpu, model, name):
-    """But for what the prompt takes, and what samples where that is not what a captured pass samples."""
-    loop = loop_of(model)
-    loop.prepare(REQUESTS[name].lookahead)
-    launches = []
-    for num_tokens in (1, REQUESTS[name].max_new_tokens):
-        gpu.launch_places.clear()
-        *_, report = loop.run(replace(REQUESTS[name], max_new_tokens=num_tokens))
-        launches.append(gpu.launch_places.copy())
-    steps = launches[1] - launches[0]
-    assert report.num_steps > 3 and all(place.startswith(SAMPLING) for place in steps)
-    if name in ("greedy", "fixed", "one token a step"):
-        assert not steps
-
-
-@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss"])
 def test_beyond_a_sliding_window(gpu, family):
-    """One wait a step, and nothing outside of graphs, where layers hide committed tokens."""
+    """One wait a step, and nothing outside of graphs, where layers hide committed tokens; with attention sinks, too."""
     name, settings = FAMILIES[family]
     request = Request(tuple(range(20, 32)), FIXED, 24)
     free = ModelRunner(random_model(name, seed=1, initializer_range=0.3, **settings), 512, own_attention=True)
@@ -380,15 +427,7 @@ def test_beyond_a_sliding_window(gpu, family):
     on_gpu = random_model(name, seed=1, initializer_range=0.3, **settings).to(CUDA)
     model, _ = prepare_model(on_gpu, RuntimeConfig(dtype="float32"), CUDA)
     assert model.graphs.capture and len(expected) == 24
-    loop, launches = loop_of(model), []
-    for num_tokens in (1, 24):
-        gpu.launch_places.clear()
-        gpu.waits.clear()
-        *outputs, report = loop.run(replace(request, max_new_tokens=num_tokens))
-        launches.append(gpu.launch_places.copy())
-    assert [token for output in outputs for token in output.token_ids] == expected
-    waits = [each for each in gpu.waits if each not in ONCE]
-    assert waits == ["exchange.py: finish"] * report.num_steps and not launches[1] - launches[0]
+    check(counts_of(gpu, loop_of(model), request), expected, "fixed")
 
 
 def test_a_batch_of_eight(gpu, model, expected):

@@ -8,6 +8,7 @@ from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.errors import ConfigError, ModelError
 from lp_runtime.model.cuda_graph import can_capture
 from lp_runtime.model.families import why_chains
+from lp_runtime.model.kv_cache.capacity import free_bytes
 from lp_runtime.model.loader import load_model
 from lp_runtime.model.make_runner import check_runner, make_runner
 from lp_runtime.model.optimize.fusing import fuse_blocks
@@ -15,6 +16,8 @@ from lp_runtime.model.optimize.packing import pack_if_faster, pack_linears
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.types import CausalLM
 from lp_runtime.utils.progress import Progress
+
+GIB = 1 << 30
 
 
 def ready_model(
@@ -26,11 +29,25 @@ def ready_model(
         (model, difference): the largest relative difference that the self-check saw.
 
     Raises:
-        ModelError: if it cannot be loaded, or failed.
+        ModelError: if it cannot be loaded, or failed; if memory did not suffice, it says how much was free.
     """
     progress = progress or Progress(is_shown=False)
     progress.begin(f"loading {config.model.location} on {device}")
-    return prepare_model(load_model(config.model, device, config.dtype), config, device, progress)
+    free = free_bytes(device)
+    try:
+        return prepare_model(load_model(config.model, device, config.dtype), config, device, progress)
+    except (ModelError, torch.OutOfMemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        had = "" if free is None else f": {free / GIB:.1f} GiB were free before"
+        raise ModelError(f"model.path={config.model.location}: memory of {device} does not suffice{had}") from error
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error is, or was raised because of, a device's want of memory."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__
+    return error is not None
 
 
 def prepare_model(
@@ -50,7 +67,7 @@ def prepare_model(
     changes = _optimize(loaded, config, device)
     progress.begin("checking trees against plain forward passes")
     model = make_runner(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True)
-    if config.compile != "off" and strict_tokens is None and not model.feeds_chains and can_capture(loaded):
+    if config.compile != "off" and not model.feeds_chains and can_capture(model.tree_model):
         model.enable_graphs(capture=True, compiled=config.compile == "full")
     try:
         return model, check_runner(model)

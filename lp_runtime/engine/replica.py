@@ -272,9 +272,17 @@ def join_group(
         if on_formed is not None:
             on_formed(group)
         capacity = UNLIMITED_TOKENS if info.capacity is None else min(info.capacity, UNLIMITED_TOKENS)
-        capacities, are_late = gather_rows(np.array([capacity, loaded.model.timer is not None]), group).T
+        model = loaded.model
+        known = np.array([capacity, model.timer is not None, model.graphs is not None])
+        capacities, are_late, are_captured = gather_rows(known, group).T
+        if config.exactness == "strict" and model.graphs is not None and not are_captured.all():
+            log.warning("exactness=strict: going on with compile=off, as another replica cannot capture its passes")
+            model.disable_graphs()  # other kernels compute other bits
         smallest = int(capacities.min())
-        info = replace(info, capacity=None if smallest == UNLIMITED_TOKENS else smallest)
+        supports_batching = info.supports_batching and model.supports_batching
+        info = replace(
+            info, capacity=None if smallest == UNLIMITED_TOKENS else smallest, supports_batching=supports_batching
+        )
         with closing(Replica(config, replace(loaded, info=info), group, bool(are_late.any()))) as replica:
             yield replica
 

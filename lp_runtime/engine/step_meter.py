@@ -84,10 +84,10 @@ class _StepMeter:
         length = model.context_length
         max_tokens = GRID[-1] if length is None else length - num_context - 3 * len(GRID) - 8
         # A pass of a fixed size costs what it is padded to: those sizes are measured, and no others among them.
-        padded = model.pass_sizes
+        limit = max(1, min(GRID[-1], max_tokens))
+        padded = [size for size in model.pass_sizes if size <= limit]
         self._num_padded = padded[-1] if padded else 0
-        grid = [*padded, *(size for size in GRID if size > self._num_padded)]
-        self._sizes = [size for size in grid if size <= max(1, min(GRID[-1], max_tokens))]
+        self._sizes = [*padded, *(size for size in GRID if self._num_padded < size <= limit)]
 
     def measure(self) -> StepMeasurement:
         """Return the median durations of steps, as many as there is time for."""

@@ -39,106 +39,137 @@ PROGRAMS_PER_PROCESSOR = 2  # so many hide each other's latency on a multiproces
 NO_LIMIT = tl.constexpr((1 << 31) - 1)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_words", "num_parts", "column"])  # few variants are compiled
-def _attend_part(
-    query, lowest, positions, words, table, output, total,
-    scale, num_tokens, num_words, num_parts, token_stride, head_stride, column,
+@triton.jit
+def find_tile(
+    table, tile,
     WIDTH: tl.constexpr, NUM_ROWS: tl.constexpr, BLOCK_TABLE: tl.constexpr,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, HAS_PARTS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one part of a sequence's keys; a program for each key/value head, each part and each tile.
+    """Return (row of the table, tile within the row's sequence) of a tile; NUM_ROWS if there are fewer tiles.
 
     A tile is up to BLOCK_ROWS queries of one sequence: a token's with each of the g heads, then the next token's. Which
-    sequence a tile is of follows from the numbers of tokens. The softmax is computed online (Milakov and Gimelshein,
-    arXiv 1805.02867).
+    sequence a tile is of follows from the numbers of tokens.
     """
-    head, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_heads = tl.num_programs(0)
     each = tl.arange(0, BLOCK_TABLE)
     counts = tl.load(table + each * WIDTH + 1, mask=each < NUM_ROWS, other=0).to(tl.int32)
     tiles = (counts * GROUPS + BLOCK_ROWS - 1) // BLOCK_ROWS
     own_row = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    return own_row, tile - tl.sum(tl.where(each < own_row, tiles, 0), 0)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_words", "num_parts", "column"])  # few variants are compiled
+def _attend_part(
+    query, lowest, positions, words, table, sinks, output, total, num_used,
+    scale, num_tokens, num_words, num_parts, token_stride, head_stride, column,
+    WIDTH: tl.constexpr, NUM_ROWS: tl.constexpr, BLOCK_TABLE: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, HAS_PARTS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Attend to one part of a sequence's keys; a program for each key/value head, each part and each tile.
+
+    The softmax is computed online (Milakov and Gimelshein, arXiv 1805.02867). The keys that a tile sees may be fewer
+    than there are parts for: programs of parts without keys end at once, and the first part's says how many have some.
+    """
+    head, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_heads = tl.num_programs(0)
+    own_row, own_tile = find_tile(table, tile, WIDTH, NUM_ROWS, BLOCK_TABLE, GROUPS, BLOCK_ROWS)
     if own_row < NUM_ROWS:  # there are tiles for the worst way to cut the tokens into sequences
-        before = tl.sum(tl.where(each < own_row, tiles, 0), 0)
         row = table + own_row * WIDTH
         first, num_own = tl.load(row).to(tl.int32), tl.load(row + 1).to(tl.int32)
         num_committed, capacity = tl.load(row + 2).to(tl.int32), tl.load(row + 3)
-        index = (tile - before) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        index = own_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         is_row = index < num_own * GROUPS
         token, query_head = first + index // GROUPS, head * GROUPS + index % GROUPS
         low = tl.load(lowest + token, mask=is_row, other=NO_LIMIT).to(tl.int32)
         begin = tl.minimum(tl.min(low, 0), num_committed)
         num_keys = num_committed + num_own
         num_keys = tl.where(capacity > 0, num_keys, begin)  # padding sees nothing
-        part_size = tl.cdiv(tl.cdiv(num_keys - begin, num_parts), BLOCK_KEYS) * BLOCK_KEYS
-        end = tl.minimum(begin + (part + 1) * part_size, num_keys)
-
-        dims = tl.arange(0, BLOCK_SIZE)
-        inside = dims < SIZE
-        places = token[:, None].to(tl.int64) * token_stride + query_head[:, None] * head_stride + dims[None, :]
-        q = tl.load(query + places, mask=is_row[:, None] & inside[None, :], other=0.0)
-        pointer = tl.pointer_type(query.dtype.element_ty)
-        cache_start = head.to(tl.int64) * capacity * SIZE
-        keys = tl.multiple_of(tl.load(row + column).to(pointer), 16) + cache_start
-        values = tl.multiple_of(tl.load(row + column + 1).to(pointer), 16) + cache_start
-        half_words = words.to(tl.pointer_type(tl.int32))  # the lower half first, and half the registers
-        largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-        weight_sum = tl.zeros([BLOCK_ROWS], tl.float32)
-        sums = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], tl.float32)
-        for start in range(begin + part * part_size, end, BLOCK_KEYS):
-            slots = start + tl.arange(0, BLOCK_KEYS)
-            is_key = slots < end
-            cells = slots[:, None].to(tl.int64) * SIZE + dims[None, :]
-            there = is_key[:, None] & inside[None, :]
-            k = tl.load(keys + cells, mask=there, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            if start + BLOCK_KEYS > num_committed:
-                place = slots - num_committed  # in the tree
-                is_tree = is_key & (place >= 0)
-                at = tl.load(positions + first + place, mask=is_tree, other=0).to(tl.int32)
-                at = tl.where(is_tree, at, slots)
-                word_places = token[:, None] * (2 * num_words) + (place >> 5)[None, :]
-                word = tl.load(half_words + word_places, mask=is_row[:, None] & is_tree[None, :], other=-1)
-                is_ancestor = ((word >> (place & 31)[None, :]) & 1) != 0
-                seen = is_key[None, :] & (at[None, :] >= low[:, None]) & is_ancestor
-                scores = tl.where(seen, scores, float("-inf"))
-            else:
-                seen = is_key[None, :] & (slots[None, :] >= low[:, None])
-                scores = tl.where(seen, scores, float("-inf"))
-            larger = tl.maximum(largest, tl.max(scores, 1))
-            shift = tl.where(larger == float("-inf"), 0.0, larger)  # of rows that have seen nothing yet
-            weights = tl.exp(scores - shift[:, None])
-            fading = tl.exp(largest - shift)
-            weight_sum = weight_sum * fading + tl.sum(weights, 1)
-            v = tl.load(values + cells, mask=there, other=0.0)
-            sums = sums * fading[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-            largest = larger
-        is_empty = weight_sum == 0.0
-        weight_sum = tl.where(is_empty, 1.0, weight_sum)
-        places = (part * num_tokens + token).to(tl.int64) * num_heads * GROUPS + query_head
-        sums = sums / weight_sum[:, None]
-        tl.store(output + places[:, None] * SIZE + dims[None, :], sums, mask=is_row[:, None] & inside[None, :])
+        part_size = tl.maximum(tl.cdiv(tl.cdiv(num_keys - begin, num_parts), BLOCK_KEYS), 1) * BLOCK_KEYS
+        used = tl.cdiv(num_keys - begin, part_size)
         if HAS_PARTS:
-            tl.store(total + places, tl.where(is_empty, float("-inf"), largest + tl.log(weight_sum)), mask=is_row)
+            used_places = token.to(tl.int64) * num_heads * GROUPS + query_head
+            tl.store(num_used + used_places, used, mask=is_row & (part == 0))
+        else:
+            used = 1  # what sees nothing is written here, and not by the merge
+        if part < used:
+            end = tl.minimum(begin + (part + 1) * part_size, num_keys)
+            dims = tl.arange(0, BLOCK_SIZE)
+            inside = dims < SIZE
+            places = token[:, None].to(tl.int64) * token_stride + query_head[:, None] * head_stride + dims[None, :]
+            q = tl.load(query + places, mask=is_row[:, None] & inside[None, :], other=0.0)
+            pointer = tl.pointer_type(query.dtype.element_ty)
+            cache_start = head.to(tl.int64) * capacity * SIZE
+            keys = tl.multiple_of(tl.load(row + column).to(pointer), 16) + cache_start
+            values = tl.multiple_of(tl.load(row + column + 1).to(pointer), 16) + cache_start
+            half_words = words.to(tl.pointer_type(tl.int32))  # the lower half first, and half the registers
+            largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+            weight_sum = tl.zeros([BLOCK_ROWS], tl.float32)
+            sums = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], tl.float32)
+            for start in range(begin + part * part_size, end, BLOCK_KEYS):
+                slots = start + tl.arange(0, BLOCK_KEYS)
+                is_key = slots < end
+                cells = slots[:, None].to(tl.int64) * SIZE + dims[None, :]
+                there = is_key[:, None] & inside[None, :]
+                k = tl.load(keys + cells, mask=there, other=0.0)
+                scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                if start + BLOCK_KEYS > num_committed:
+                    place = slots - num_committed  # in the tree
+                    is_tree = is_key & (place >= 0)
+                    at = tl.load(positions + first + place, mask=is_tree, other=0).to(tl.int32)
+                    at = tl.where(is_tree, at, slots)
+                    word_places = token[:, None] * (2 * num_words) + (place >> 5)[None, :]
+                    word = tl.load(half_words + word_places, mask=is_row[:, None] & is_tree[None, :], other=-1)
+                    is_ancestor = ((word >> (place & 31)[None, :]) & 1) != 0
+                    seen = is_key[None, :] & (at[None, :] >= low[:, None]) & is_ancestor
+                    scores = tl.where(seen, scores, float("-inf"))
+                else:
+                    seen = is_key[None, :] & (slots[None, :] >= low[:, None])
+                    scores = tl.where(seen, scores, float("-inf"))
+                larger = tl.maximum(largest, tl.max(scores, 1))
+                shift = tl.where(larger == float("-inf"), 0.0, larger)  # of rows that have seen nothing yet
+                weights = tl.exp(scores - shift[:, None])
+                fading = tl.exp(largest - shift)
+                weight_sum = weight_sum * fading + tl.sum(weights, 1)
+                v = tl.load(values + cells, mask=there, other=0.0)
+                sums = sums * fading[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+                largest = larger
+            is_empty = weight_sum == 0.0
+            weight_sum = tl.where(is_empty, 1.0, weight_sum)
+            sums = sums / weight_sum[:, None]
+            log_sum = tl.where(is_empty, float("-inf"), largest + tl.log(weight_sum))
+            if HAS_SINKS and not HAS_PARTS:
+                sink = tl.load(sinks + query_head, mask=is_row, other=0.0).to(tl.float32)
+                sums = sums * tl.sigmoid(log_sum - sink)[:, None]
+            places = (part * num_tokens + token).to(tl.int64) * num_heads * GROUPS + query_head
+            tl.store(output + places[:, None] * SIZE + dims[None, :], sums, mask=is_row[:, None] & inside[None, :])
+            if HAS_PARTS:
+                tl.store(total + places, log_sum, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_parts"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _merge_parts(
-    outputs, totals, merged, num_rows, num_parts,
-    SIZE: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    outputs, totals, num_used, sinks, merged, num_rows,
+    QUERY_HEADS: tl.constexpr, SIZE: tl.constexpr, HAS_SINKS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one row, a token's query with one head; a program for each row. Empty parts are not read."""
+    """Merge the parts of one row, a token's query with one head; a program for each row.
+
+    Parts without keys are not read: nobody has written them.
+    """
     row = tl.program_id(0).to(tl.int64)
     parts, dims = tl.arange(0, BLOCK_PARTS), tl.arange(0, BLOCK_SIZE)
-    total = tl.load(totals + parts * num_rows + row, mask=parts < num_parts, other=float("-inf"))
+    total = tl.load(totals + parts * num_rows + row, mask=parts < tl.load(num_used + row), other=float("-inf"))
     has_keys, inside = total > float("-inf"), dims < SIZE
     largest = tl.max(total, 0)
     weights = tl.exp(total - tl.where(largest == float("-inf"), 0.0, largest))
     places = (parts[:, None] * num_rows + row) * SIZE + dims[None, :]
     output = tl.load(outputs + places, mask=has_keys[:, None] & inside[None, :], other=0.0)
     weight_sum = tl.sum(weights, 0)
-    result = tl.sum(output * weights[:, None], 0) / tl.where(weight_sum == 0.0, 1.0, weight_sum)
+    weight_sum = tl.where(weight_sum == 0.0, 1.0, weight_sum)
+    result = tl.sum(output * weights[:, None], 0) / weight_sum
+    if HAS_SINKS:
+        sink = tl.load(sinks + row % QUERY_HEADS).to(tl.float32)
+        result = result * tl.sigmoid(largest + tl.log(weight_sum) - sink)
     tl.store(merged + row * SIZE + dims, result, mask=inside)
 
 
@@ -153,6 +184,7 @@ def attend(
     layer: int,
     scale: float,
     num_processors: int,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the attention of each sequence's tokens to its committed tokens and to their own ancestors.
 
@@ -167,11 +199,13 @@ def attend(
         layer: index of the layer.
         scale: factor of the scores.
         num_processors: multiprocessors of the GPU, which the keys are divided among.
+        sinks: [g H] one more score of each head in the softmax's sum, which no value belongs to; None for none.
 
     Returns:
         [1, B, g H, D], of the query's type; 0 for padding.
     """
     assert query.stride(3) == 1 and words.is_contiguous() and table.is_contiguous()
+    assert sinks is None or sinks.is_contiguous()
     _, num_queries, num_tokens, size = query.shape
     groups, num_rows = num_queries // num_heads, len(table)
     block = blocks(groups * num_tokens, size, query.element_size())
@@ -181,18 +215,20 @@ def attend(
     shape = (num_parts, num_tokens, num_queries)
     output = result if num_parts == 1 else torch.empty((*shape, size), dtype=torch.float32, device=query.device)
     total = torch.empty(shape, dtype=torch.float32, device=query.device)
+    num_used = torch.empty(shape[1:], dtype=torch.int32, device=query.device)
     _attend_part[(num_heads, num_parts, num_tiles + min(num_rows, num_tokens) - 1)](
-        query, lowest, positions, words, table, output, total,
+        query, lowest, positions, words, table, query if sinks is None else sinks, output, total, num_used,
         scale, num_tokens, words.shape[1], num_parts, query.stride(2), query.stride(1), HEADER + 2 * layer,
         WIDTH=table.shape[1], NUM_ROWS=num_rows, BLOCK_TABLE=triton.next_power_of_2(num_rows),
-        GROUPS=groups, SIZE=size, HAS_PARTS=num_parts > 1,
+        GROUPS=groups, SIZE=size, HAS_PARTS=num_parts > 1, HAS_SINKS=sinks is not None,
         num_stages=2, num_warps=num_warps(block), **block,
     )  # fmt: skip
     if num_parts > 1:
         count, block_parts = num_tokens * num_queries, triton.next_power_of_2(num_parts)
         _merge_parts[(count,)](
-            output, total, result, count, num_parts,
-            SIZE=size, BLOCK_PARTS=block_parts, BLOCK_SIZE=block["BLOCK_SIZE"],
+            output, total, num_used, query if sinks is None else sinks, result, count,
+            QUERY_HEADS=num_queries, SIZE=size, HAS_SINKS=sinks is not None,
+            BLOCK_PARTS=block_parts, BLOCK_SIZE=block["BLOCK_SIZE"],
             num_warps=max(1, min(4, block_parts * block["BLOCK_SIZE"] // MERGED_BY_WARP)),
         )  # fmt: skip
     return result

@@ -1,8 +1,8 @@
 """Triton kernels between matrix products, for the tokens of a tree.
 
 Those of triton_cache.py rotate queries and keys and write the caches, those of triton_attention.py attend, those of
-this module gate the MLP. Those of triton_norm.py, triton_sampling.py and triton_cut.py are found here, too. All need
-Triton (tests run them in its interpreter).
+this module gate the MLP. Those of triton_strict.py, triton_norm.py, triton_sampling.py and triton_cut.py are found
+here, too. All need Triton (tests run them in its interpreter).
 
 Letters: F the MLP's inner size.
 """
@@ -22,6 +22,7 @@ from lp_runtime.kernels.triton_cut import find_cut as find_cut
 from lp_runtime.kernels.triton_norm import add_and_norm as add_and_norm
 from lp_runtime.kernels.triton_norm import can_add_and_norm as can_add_and_norm
 from lp_runtime.kernels.triton_sampling import sample_and_pack as sample_and_pack
+from lp_runtime.kernels.triton_strict import attend_strictly as attend_strictly
 
 GATE_BLOCK = 1024  # elements of a program
 

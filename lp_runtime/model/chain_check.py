@@ -10,9 +10,9 @@ import torch
 from lp_runtime.errors import ModelError, first_line
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.chain_runner import ChainRunner
-from lp_runtime.model.check_passes import difference_of
+from lp_runtime.model.differences import TOLERANCES, difference_of
 from lp_runtime.model.kv_cache.slots import CacheSlot
-from lp_runtime.model.self_check import BEFORE_THRESHOLD, TOLERANCES, lengths_to_cross
+from lp_runtime.model.self_check import BEFORE_THRESHOLD, lengths_to_cross
 from lp_runtime.model.step_inputs import StepInputs
 
 TEXT_TOKENS = 48

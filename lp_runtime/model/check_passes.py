@@ -11,6 +11,7 @@ import torch
 
 from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.differences import difference_of
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.step_inputs import StepInputs
@@ -19,12 +20,6 @@ MAX_PROMPT = 40  # tokens of the longest prompt
 MAX_DEPTH = 8  # of the trees
 MAX_BATCH = 3  # sequences
 MAX_TRIES = 20  # for each token of a tree
-
-
-def difference_of(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return ||actual - expected|| / ||expected|| of logits less their mean."""
-    actual, expected = actual - actual.mean(-1, keepdim=True), expected - expected.mean(-1, keepdim=True)
-    return ((actual - expected).norm() / expected.norm().clamp_min(1e-12)).item()
 
 
 def check_fixed_passes(model: ModelRunner, tolerance: float) -> float:

@@ -5,6 +5,9 @@ but with the sizes and addresses that it was captured with. So trees are padded 
 copied to where the graph reads them (pass_inputs.py), and all that changes from step to step is read on the device: the
 addresses of the KV caches, too. A captured pass serves any slot, however long its sequence is, and is captured once.
 
+With exactness=strict there is one size and one graph: every pass feeds as many tokens and is launched alike, whatever
+its tokens are of (attention/strict.py says why). A tree of more tokens takes several passes, and passes are shared.
+
 Letters: B tokens of a pass, padding included, n wanted rows, V vocabulary.
 """
 
@@ -22,12 +25,15 @@ from transformers import PreTrainedModel
 
 from lp_runtime.kernels.dispatch import kernels_for, on
 from lp_runtime.model.attention.mask import MaskBuilder
-from lp_runtime.model.attention.tree_attention import NAME
+from lp_runtime.model.attention.strict import BLOCK, compile_paths
+from lp_runtime.model.attention.strict import NAME as STRICT
+from lp_runtime.model.attention.tree_attention import NAME as TREE
 from lp_runtime.model.graph_capture import GraphCapture
-from lp_runtime.model.hf_config import attention_of
+from lp_runtime.model.hf_config import attention_of, takes_attention
 from lp_runtime.model.kv_cache.device import DeviceCache
 from lp_runtime.model.pass_inputs import Part, PassInputs, compile_pass_inputs
 from lp_runtime.model.step_inputs import StepLogits
+from lp_runtime.model.strict_parts import cut_into_passes
 from lp_runtime.sampling.sampler import sample_greedily
 
 log = logging.getLogger(__name__)
@@ -53,11 +59,13 @@ class GraphOptions(NamedTuple):
 def can_capture(model: PreTrainedModel) -> bool:
     """Whether a model's passes can be captured.
 
-    The model must be on one GPU, attend as attention/tree_attention.py does, and have keys and values of one head size,
-    as the Triton kernels need.
+    The model must be on one GPU, attend as attention/tree_attention.py or attention/strict.py does, and have keys and
+    values of one head size, as the Triton kernels need.
     """
     config = model.config.get_text_config()
-    if attention_of(config) != NAME or getattr(config, "v_head_dim", None) is not None:
+    if attention_of(config) not in (TREE, STRICT) or not takes_attention(model):
+        return False
+    if getattr(config, "v_head_dim", None) is not None:
         return False
     return kernels_for(model.device) is not None and len({each.device for each in model.parameters()}) == 1
 
@@ -82,18 +90,20 @@ class FixedPass:
 
 
 class FixedPasses:
-    """Feeds trees to a model in passes of fixed sizes; the model must attend as attention/tree_attention.py does.
+    """Feeds trees to a model in passes of fixed sizes.
 
     Args:
-        model: a Hugging Face causal LM.
+        model: a Hugging Face causal LM that attends as attention/tree_attention.py does; with `strict_tokens` as
+            attention/strict.py does.
         masks: knows the model's kinds of layers.
         options: whether passes are captured, and whether the model is compiled.
         keeps_logits: whether the model takes `logits_to_keep`.
         refuses_waits: see GraphCapture.
+        strict_tokens: tokens of every pass; None for passes of several sizes.
 
     Attributes:
         options: as given.
-        max_tokens: a share of more tokens is fed in a pass of any size.
+        max_tokens: of a pass. A share of more tokens is fed in a pass of any size; with `strict_tokens` in several.
     """
 
     def __init__(
@@ -103,8 +113,11 @@ class FixedPasses:
         options: GraphOptions,
         keeps_logits: bool,
         refuses_waits: bool = True,
+        strict_tokens: int | None = None,
     ):
         compile_pass_inputs()
+        if strict_tokens is not None:
+            compile_paths()
         self._model = torch.compile(model, dynamic=False) if options.compiled else model
         self.options, self._masks, self._keeps_logits = options, masks, keeps_logits
         self._num_layers: int = model.config.get_text_config().num_hidden_layers
@@ -115,12 +128,24 @@ class FixedPasses:
         self._refuses_waits = refuses_waits
         self._capture: GraphCapture | None = None  # made by the first capture
         self._passes: dict[tuple[int, int], FixedPass] = {}
-        self.max_tokens = SIZES[-1]
+        self._strict_tokens = strict_tokens
+        self.max_tokens = strict_tokens or SIZES[-1]
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Numbers of tokens that passes are padded to, ascending."""
-        return tuple(size for size in SIZES if size <= self.max_tokens)
+        return tuple(size for size in self._all_sizes if size <= self.max_tokens)
+
+    @property
+    def _all_sizes(self) -> tuple[int, ...]:
+        """Sizes of passes, whether memory suffices for them or not."""
+        return SIZES if self._strict_tokens is None else (self._strict_tokens,)
+
+    def _key(self, num_tokens: int, num_sequences: int) -> tuple[int, int]:
+        """Return (size, sequences) of the pass that feeds so many tokens of so many sequences."""
+        if self._strict_tokens is not None:
+            return self._strict_tokens, MAX_SEQUENCES
+        return SIZES[bisect.bisect_left(SIZES, num_tokens)], 1 if num_sequences == 1 else MAX_SEQUENCES
 
     @property
     def num_captures(self) -> int:
@@ -140,12 +165,13 @@ class FixedPasses:
         Raises:
             ModelError: if the model's passes cannot be captured.
         """
-        key = _key(num_tokens, num_sequences)
+        key = self._key(num_tokens, num_sequences)
         if key in self._passes:
             return False
-        masks = self._masks
-        inputs = PassInputs(*key, self._num_layers, masks.limits_by_kind, masks.by_kind, self._device)
-        cache = DeviceCache(self._num_layers, inputs.device_inputs, self._kernels, self._num_processors)
+        masks, is_strict = self._masks, self._strict_tokens is not None
+        columns = 1 + BLOCK if is_strict else 0
+        inputs = PassInputs(*key, self._num_layers, masks.limits_by_kind, masks.by_kind, self._device, columns)
+        cache = DeviceCache(self._num_layers, inputs.device_inputs, self._kernels, self._num_processors, is_strict)
         one = FixedPass(inputs, cache)
         if self.options.capture:
             self._capture = self._capture or GraphCapture(self._device, self._refuses_waits)
@@ -165,12 +191,12 @@ class FixedPasses:
         Yields:
             (tokens, sequences) of each pass that was made: the most that it takes.
         """
-        for size in reversed(SIZES):
+        for size in reversed(self._all_sizes):
             for num_sequences in (1, MAX_SEQUENCES) if with_batches and size > 1 else (1,):
                 try:
                     self.make(size, num_sequences)
                 except torch.OutOfMemoryError:
-                    if size <= MIN_LARGEST:
+                    if self._strict_tokens is not None or size <= MIN_LARGEST:
                         raise
                     self.max_tokens = SIZES[SIZES.index(size) - 1]
                     torch.cuda.empty_cache()
@@ -182,25 +208,36 @@ class FixedPasses:
         """Make the passes that feed some parts; return whether any had to be made."""
         return any([self.make(_num_tokens(chunk), len(chunk)) for chunk in self._chunks(parts)])
 
+    def takes(self, parts: Sequence[Part]) -> bool:
+        """Whether parts can be fed in passes of fixed sizes."""
+        if self._strict_tokens is not None:
+            return True
+        return max(len(part.layout.tokens) for part in parts) <= self.max_tokens
+
     def forward(self, parts: Sequence[Part]) -> list[StepLogits]:
         """Feed a share of a tree of each of some sequences, behind their committed tokens.
 
         Args:
-            parts: at least one, of at most `max_tokens` tokens each.
+            parts: at least one; `takes` is True of them.
 
         Returns:
             logits and what greedy sampling picks from them, valid until the next pass, for each part.
         """
         chunks = self._chunks(parts)
         if len(chunks) == 1:
-            return self._forward(parts)
-        return [found.copy() for chunk in chunks for found in self._forward(chunk)]
+            return self._forward(chunks[0])
+        fed = [part for chunk in chunks for part in chunk]
+        found = [each.copy() for chunk in chunks for each in self._forward(chunk)]
+        if self._strict_tokens is None:
+            return found
+        pieces = list(zip(fed, found, strict=True))
+        return [_joined([each for piece, each in pieces if piece.cache is part.cache]) for part in parts]
 
     def _forward(self, parts: Sequence[Part]) -> list[StepLogits]:
         """Feed parts that fit into one pass."""
         num_tokens = _num_tokens(parts)
         self.make(num_tokens, len(parts))
-        one = self._passes[_key(num_tokens, len(parts))]
+        one = self._passes[self._key(num_tokens, len(parts))]
         with on(self._device):
             one.inputs.fill(parts)
             if one.replay is not None:
@@ -208,12 +245,14 @@ class FixedPasses:
             else:
                 self.run_pass(one)
         assert one.logits is not None and one.presampled is not None  # the pass has run
-        ends = np.cumsum([len(layout.rows) for _, layout in parts]).tolist()
+        ends = np.cumsum([len(part.layout.rows) for part in parts]).tolist()
         rows = [slice(*each) for each in zip([0, *ends], ends, strict=False)]
         return [StepLogits(one.logits[each], one.presampled[each], is_reused=True) for each in rows]
 
     def _chunks(self, parts: Sequence[Part]) -> list[list[Part]]:
-        """Return parts in groups that fit into a pass each."""
+        """Return parts in groups that fit into a pass each; with `strict_tokens` they may be cut for that."""
+        if self._strict_tokens is not None:
+            return cut_into_passes(parts, self._strict_tokens, MAX_SEQUENCES)
         chunks: list[list[Part]] = []
         for part in parts:
             if not chunks or len(chunks[-1]) == MAX_SEQUENCES or _num_tokens([*chunks[-1], part]) > self.max_tokens:
@@ -243,9 +282,13 @@ class FixedPasses:
 
 def _num_tokens(parts: Sequence[Part]) -> int:
     """Return the number of tokens that are fed of all parts together."""
-    return sum(len(layout.tokens) for _, layout in parts)
+    return sum(len(part.layout.tokens) for part in parts)
 
 
-def _key(num_tokens: int, num_sequences: int) -> tuple[int, int]:
-    """Return (size, sequences) of the pass that feeds so many tokens of so many sequences."""
-    return SIZES[bisect.bisect_left(SIZES, num_tokens)], 1 if num_sequences == 1 else MAX_SEQUENCES
+def _joined(pieces: Sequence[StepLogits]) -> StepLogits:
+    """Return what several passes have found of one sequence as if one pass had."""
+    if len(pieces) == 1:
+        return pieces[0]
+    presampled = [each.presampled for each in pieces if each.presampled is not None]
+    assert len(presampled) == len(pieces)
+    return StepLogits(torch.cat([each.rows for each in pieces]), torch.cat(presampled))

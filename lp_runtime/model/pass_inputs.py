@@ -2,7 +2,8 @@
 
 The block, int64: token ids [B], positions [B], wanted rows [B], owners [B], the lowest position that each token may see
 [kinds, B], the table of the sequences [P, 4 + 2 layers], and mask words [B, ceil(B / 64)]. kernels/triton_attention.py
-says what owners, table and words are.
+says what owners, table and words are. With exactness=strict the paths of the tokens stand in place of the mask words;
+kernels/triton_strict.py says what those are.
 
 Letters: B tokens of a pass, padding included; P rows of the table, one more than sequences; T tokens fed of a sequence,
 L its committed tokens, n its wanted rows.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +28,28 @@ HEADER = 4  # integers of a row of the table before the addresses
 WORD_BITS = 64  # of a mask word
 IDS, POSITIONS, WANTED, OWNERS, LOWEST = range(5)  # rows of what is known of every token; those of kinds follow
 
-Part = tuple[TreeCache, InputLayout]  # what is fed of one sequence, and its cache
+NO_PATHS = np.zeros((0, 1), np.int64)
+
+
+class Part(NamedTuple):
+    """What is fed of one sequence.
+
+    Attributes:
+        cache: the sequence's.
+        layout: T tokens; rows and parents are among these.
+        place: index in the cache at which the first of them is written.
+        paths: [T, columns] their paths, with exactness=strict; else without rows.
+    """
+
+    cache: TreeCache
+    layout: InputLayout
+    place: int
+    paths: np.ndarray = NO_PATHS
+
+    @classmethod
+    def whole(cls, cache: TreeCache, layout: InputLayout) -> Part:
+        """A share of a tree, behind what its cache holds."""
+        return cls(cache, layout, cache.place)
 
 
 class _HostBlock:
@@ -36,17 +59,18 @@ class _HostBlock:
         num_columns: rows of what is known of every token.
         size: B.
         shape: of the table.
+        num_words: of a token.
         device: that the block is copied to.
 
     Attributes:
         block: [all] int64, pinned for a GPU.
         columns: [4 + kinds, B] view of the block, as an array.
         table: [P, 4 + 2 layers] view.
-        words: [B, ceil(B / 64)] view.
+        words: [B, words] view.
     """
 
-    def __init__(self, num_columns: int, size: int, shape: tuple[int, int], device: torch.device):
-        on_gpu, num_words = device.type == "cuda", -(-size // WORD_BITS)
+    def __init__(self, num_columns: int, size: int, shape: tuple[int, int], num_words: int, device: torch.device):
+        on_gpu = device.type == "cuda"
         start, end = num_columns * size, num_columns * size + shape[0] * shape[1]
         self._device = device
         self._copied = torch.cuda.Event() if on_gpu else None
@@ -77,6 +101,7 @@ class PassInputs:
         limits: (sliding window, chunk) of each kind of layer, in tokens, 0 for none; by name.
         by_kind: whether the model takes a mask for each kind of layer, by name, and not one for all.
         device: the model's.
+        num_path_columns: columns of a path, with exactness=strict; 0 for mask words.
 
     Attributes:
         block: the block on the device.
@@ -95,10 +120,12 @@ class PassInputs:
         limits: Mapping[str, tuple[int, int]],
         by_kind: bool,
         device: torch.device,
+        num_path_columns: int = 0,
     ):
         num_columns, shape = OWNERS + 1 + len(limits), (num_sequences + 1, HEADER + 2 * num_layers)
+        num_words = num_path_columns or -(-size // WORD_BITS)
         self._limits = np.array(list(limits.values()), np.int64)
-        self._make_host = functools.partial(_HostBlock, num_columns, size, shape, device)
+        self._make_host = functools.partial(_HostBlock, num_columns, size, shape, num_words, device)
         self._hosts = [self._make_host()]
         self.block = torch.zeros(len(self._hosts[0].block), dtype=torch.int64, device=device)
         start, end = num_columns * size, num_columns * size + shape[0] * shape[1]
@@ -110,7 +137,7 @@ class PassInputs:
         self.device_inputs = DeviceInputs(self.positions, owners, table, words)
 
     def fill(self, parts: Sequence[Part]) -> None:
-        """Write what is fed of some sequences, each behind its committed tokens, and copy it to the device.
+        """Write what is fed of some sequences, each behind what its cache holds, and copy it to the device.
 
         Without parts the pass consists of padding, and touches no cache.
         """
@@ -119,13 +146,13 @@ class PassInputs:
             host = self._make_host()
             self._hosts.append(host)
         clear, fill = _kernels()
-        clear(sum(len(layout.tokens) for _, layout in parts), host.columns, host.table)
+        clear(sum(len(part.layout.tokens) for part in parts), host.columns, host.table)
         first = first_row = 0
-        for row, (cache, layout) in enumerate(parts):
-            place, capacity = cache.place, cache.capacity
+        for row, (cache, layout, place, paths) in enumerate(parts):
+            capacity = cache.capacity
             assert place + len(layout.tokens) <= capacity
             fill(
-                *layout, cache.addresses, self._limits, row, first, first_row, place, capacity,
+                *layout, paths, cache.addresses, self._limits, row, first, first_row, place, capacity,
                 host.columns, host.table, host.words,
             )  # fmt: skip
             first, first_row = first + len(layout.tokens), first_row + len(layout.rows)
@@ -136,7 +163,7 @@ class PassInputs:
 def _kernels() -> tuple[Callable, Callable]:
     """Return `_clear` and `_fill`, compiled for the types of their arguments."""
     integers, rows = np.zeros(1, np.int64), np.zeros((1, 1), np.int64)
-    return bound(_clear, 0, rows, rows), bound(_fill, *[integers] * 4, rows, rows, *[0] * 5, *[rows] * 3)
+    return bound(_clear, 0, rows, rows), bound(_fill, *[integers] * 4, *[rows] * 3, *[0] * 5, *[rows] * 3)
 
 
 @functools.cache
@@ -169,8 +196,9 @@ def _clear(num_tokens, columns, table):
 
 @compiled
 def _fill(
-    tokens, positions, parents, wanted, addresses, limits, row, first, first_row, place, capacity, columns, table, words
-):
+    tokens, positions, parents, wanted, paths, addresses, limits, row, first, first_row, place, capacity,
+    columns, table, words,
+):  # fmt: skip
     """Write what is fed of one sequence.
 
     Args:
@@ -178,6 +206,7 @@ def _fill(
         positions: [T] int64.
         parents: [T] int64; parents stand before children, -1 for none.
         wanted: [n] int64 rows.
+        paths: [T, words] what the words are to be; without rows they say which tokens are ancestors.
         addresses: [layers, 2] of the sequence's cache.
         limits: [kinds, 2] sliding window and chunk; 0 for none.
         row: of the table.
@@ -187,7 +216,7 @@ def _fill(
         capacity: of the cache.
         columns: [4 + kinds, B], written to.
         table: [P, 4 + 2 layers], written to.
-        words: [B, ceil(B / 64)], written to.
+        words: [B, words], written to.
     """
     for i in range(len(tokens)):
         token, position, parent = first + i, positions[i], parents[i]
@@ -197,9 +226,13 @@ def _fill(
             if limits[kind, 1] > 0:
                 lowest = max(lowest, position // limits[kind, 1] * limits[kind, 1])
             columns[LOWEST + kind, token] = lowest
-        for word in range(words.shape[1]):
-            words[token, word] = words[first + parent, word] if parent >= 0 else 0
-        words[token, i // WORD_BITS] |= np.int64(1) << (i % WORD_BITS)
+        if len(paths) > 0:
+            for word in range(words.shape[1]):
+                words[token, word] = paths[i, word]
+        else:
+            for word in range(words.shape[1]):
+                words[token, word] = words[first + parent, word] if parent >= 0 else 0
+            words[token, i // WORD_BITS] |= np.int64(1) << (i % WORD_BITS)
     for i in range(len(wanted)):
         columns[WANTED, first_row + i] = first + wanted[i]
     table[row, 0], table[row, 1], table[row, 2], table[row, 3] = first, len(tokens), place, capacity

@@ -16,14 +16,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lp_runtime.errors import ModelError
 from lp_runtime.kernels.dispatch import on
 from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.attention.choice import choose_attention
 from lp_runtime.model.attention.mask import CHUNKED, LayerMasks, MaskBuilder
 from lp_runtime.model.attention.strict import NAME as STRICT
 from lp_runtime.model.attention.strict_passes import strict_passes
-from lp_runtime.model.attention.tree_attention import NAME as TREE
 from lp_runtime.model.batch_inputs import batch_inputs
 from lp_runtime.model.cuda_graph import FixedPasses, GraphOptions
 from lp_runtime.model.families import check_family
-from lp_runtime.model.hf_config import attention_of, context_length, of_text_model, takes_attention
+from lp_runtime.model.hf_config import context_length
 from lp_runtime.model.inputs import InputLayout, compile_layout, lay_out
 from lp_runtime.model.kv_cache.batch import BatchedCache
 from lp_runtime.model.kv_cache.cache import TreeCache
@@ -35,7 +35,6 @@ from lp_runtime.model.view import view_of
 from lp_runtime.utils.generators import result_of
 from lp_runtime.utils.tensors import tensor_on
 
-ATTENTIONS = ("sdpa", "eager")
 CAPACITY_UNIT = 1024  # tokens; with passes of fixed sizes a slot's capacity is a multiple, so that slots fit often
 
 
@@ -48,11 +47,12 @@ class ModelRunner:
         strict_tokens: tokens of every forward pass of a tree; a larger tree takes several passes. With it a token's
             logits, keys and values do not depend on what else is fed, bit for bit (attention/strict.py). None for one
             pass of any size.
-        own_attention: whether to give the model the attention of attention/tree_attention.py in place of sdpa, for
-            good.
+        own_attention: whether to give the model the attention of attention/tree_attention.py in place of its own, for
+            good, as attention/choice.py says.
 
     Attributes:
         slots: the free slots.
+        tree_model: what trees are fed to: the model, or with `strict_tokens` a view of it.
         num_prefilled_tokens: tokens of prompts and of resumed sequences fed so far.
         fixed_passes: feeds trees in passes of fixed sizes; None if trees are fed in passes of any size.
         supports_batching: whether several sequences can be fed in one pass.
@@ -76,12 +76,7 @@ class ModelRunner:
         if model.device.type == "meta":
             raise ModelError(f"{type(model).__name__}: weights that are offloaded cannot be fed a token tree")
         config = model.config.get_text_config()
-        attention = attention_of(config)
-        if attention not in (*ATTENTIONS, TREE):
-            raise ModelError(f"attn_implementation={attention}: must be one of {', '.join(ATTENTIONS)}")
-        if own_attention and attention == "sdpa" and strict_tokens is None and takes_attention(model):
-            model.set_attn_implementation(of_text_model(model, TREE))
-            attention = TREE
+        attention = choose_attention(model, own_attention and strict_tokens is None)
         compile_layout()
         self.model = model
         self.device: torch.device = model.device
@@ -92,7 +87,7 @@ class ModelRunner:
         if strict_tokens is not None and CHUNKED in self.masks.windows_by_kind:
             raise ModelError(f"{config.model_type}: chunked attention cannot be computed with exactness=strict")
         self.strict_tokens = strict_tokens
-        self._strict_view = None if strict_tokens is None else view_of(model, STRICT)
+        self.tree_model = model if strict_tokens is None else view_of(model, STRICT)
         self.prefill_chunk = prefill_chunk
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.num_prefilled_tokens = 0
@@ -142,20 +137,25 @@ class ModelRunner:
         return () if self.fixed_passes is None else self.fixed_passes.sizes
 
     def enable_graphs(self, capture: bool, compiled: bool = False, refuses_waits: bool = True) -> None:
-        """Feed trees in passes of fixed sizes from now on; not with strict_tokens.
+        """Feed trees in passes of fixed sizes from now on.
 
         Args:
             capture: whether a CUDA graph of each size is captured and replayed.
             compiled: whether torch.compile compiles the model, once a size.
             refuses_waits: see GraphCapture.
         """
-        assert self.strict_tokens is None and self.masks.is_own
+        is_strict = self.strict_tokens is not None
+        assert is_strict or self.masks.is_own
         options = GraphOptions(capture, compiled)
-        self.fixed_passes = FixedPasses(self.model, self.masks, options, self.keeps_logits, refuses_waits)
+        self.fixed_passes = FixedPasses(
+            self.tree_model, self.masks, options, self.keeps_logits, refuses_waits, self.strict_tokens
+        )
+        self.supports_batching |= is_strict
 
     def disable_graphs(self) -> None:
         """Feed trees in passes of any size from now on."""
         self.fixed_passes = None
+        self.supports_batching &= self.strict_tokens is None
 
     # Prompts.
 
@@ -254,7 +254,7 @@ class ModelRunner:
         """
         slot, tree, nodes, wanted, _ = inputs
         layout = lay_out(tree, nodes, wanted, slot.cache.length)
-        found = None if any_size else self._forward_fixed([(slot.cache, layout)])
+        found = None if any_size else self._forward_fixed([Part.whole(slot.cache, layout)])
         output = StepLogits(self._forward_layout(slot, layout)) if found is None else found[0]
         _commit(slot, tree, commit)
         return output
@@ -262,7 +262,7 @@ class ModelRunner:
     def _forward_fixed(self, parts: Sequence[Part]) -> list[StepLogits] | None:
         """Feed shares of several sequences in passes of fixed sizes; None if they must be fed in passes of any size."""
         passes = self.fixed_passes
-        if passes is None or max(len(layout.tokens) for _, layout in parts) > passes.max_tokens:
+        if passes is None or not passes.takes(parts):
             return None
         if passes.prepare(parts) and self.timer is not None:
             self.timer.start()  # again: the time of a capture is no pass's
@@ -295,7 +295,7 @@ class ModelRunner:
             return [self.forward(inputs, commit).copy() for inputs in batch]
         layouts = [lay_out(tree, nodes, wanted, slot.cache.length) for slot, tree, nodes, wanted, _ in batch]
         caches = [inputs.slot.cache for inputs in batch]
-        fixed = self._forward_fixed(list(zip(caches, layouts, strict=True)))
+        fixed = self._forward_fixed([Part.whole(*each) for each in zip(caches, layouts, strict=True)])
         found = self._forward_together(caches, layouts) if fixed is None else fixed
         for inputs in batch:
             _commit(inputs.slot, inputs.tree, commit)
@@ -320,7 +320,7 @@ class ModelRunner:
         """Return [T, V] logits of all tokens, from passes of `size` tokens each, the last one filled up."""
         logits = []
         for ids, positions, mask in strict_passes(layout, size, cache.length, self.masks, self.device):
-            logits.append(self._forward(ids, positions, mask, cache, size, self._strict_view))
+            logits.append(self._forward(ids, positions, mask, cache, size, self.tree_model))
             cache.keep_writing(size)
         return torch.cat(logits)[: len(layout.tokens)]
 

@@ -15,7 +15,8 @@ import torch
 
 from lp_runtime.errors import ModelError, first_line
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model.check_passes import check_fixed_passes, difference_of
+from lp_runtime.model.check_passes import check_fixed_passes
+from lp_runtime.model.differences import TOLERANCES, difference_of
 from lp_runtime.model.families import likely_reason, thresholds_of
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
@@ -23,9 +24,6 @@ from lp_runtime.model.step_inputs import StepInputs
 
 log = logging.getLogger(__name__)
 
-# Largest relative difference of a node's logits, ||tree - plain|| / ||plain||, both less their mean. Rounding of an
-# exact model stays an order of magnitude below; a wrong mask or position shows far above.
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-4, torch.float16: 4e-2, torch.bfloat16: 2e-1}
 SHORT_PROMPT = 24
 BEFORE_THRESHOLD = 6  # tokens that the first tree at a threshold stands before it
 CROSSED_BY = 8  # tokens that the check goes on behind a threshold

@@ -244,3 +244,9 @@ def test_runtime_ranges(values, message):
 )
 def test_generate_ranges(values, message):
     assert refusal(GenerateConfig, **values) == message
+
+
+def test_nccl_is_refused_on_cpus():
+    with pytest.raises(ConfigError) as caught:
+        RuntimeConfig(device="cpu", launcher=LauncherConfig(backend="nccl"))
+    assert str(caught.value) == "launcher.backend=nccl: not with device=cpu"

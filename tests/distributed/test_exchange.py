@@ -1,10 +1,12 @@
 """The exchange, among real processes, over every transport that a machine without GPUs has."""
 
+import logging
 import os
 import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from support.forked import forking
 from support.processes import wait_until
 from support.ranks import CPU, TIMEOUT, run_ranks, running_ranks
 
+from lp_runtime.distributed import shared_memory
 from lp_runtime.distributed.collectives import CollectiveTransport
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import HEADER, Exchange, broadcast_object, gather_rows
@@ -240,6 +243,34 @@ def test_memory_of_several_machines_cannot_be_shared():
     for process in processes:
         process.join(TIMEOUT)
     assert found == ["launcher.backend=shared: the replicas are on 2 machines"] * 2
+
+
+def without_shared_memory(rank: int, port: int, folder: str, results) -> None:
+    context = ReplicaContext(rank, 2, host="127.0.0.1", port=port)
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lp_runtime.distributed.process_group").addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory, "FOLDER", Path(folder))
+        with process_group(context, CPU, GroupOptions(TIMEOUT)) as group:
+            results.put((rank, group.connected.name, gather_rows(np.array([rank]), group).tolist(), records))
+
+
+def test_without_room_for_shared_memory_one_line_and_gloo(tmp_path):
+    folder = str(tmp_path / "absent")
+    store, results = host_store("127.0.0.1", 0, TIMEOUT), forking().Queue()
+    processes = [
+        forking().Process(target=without_shared_memory, args=(rank, store.port, folder, results)) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    found = sorted(results.get(timeout=TIMEOUT) for _ in processes)
+    for process in processes:
+        process.join(TIMEOUT)
+    why = f"{folder}: No such file or directory"
+    says = f"launcher.backend=auto: memory cannot be shared ({why}); going on over the network"
+    assert found == [(0, "gloo", [[0], [1]], [says]), (1, "gloo", [[0], [1]], [])]
 
 
 def find_the_group(group: Group):

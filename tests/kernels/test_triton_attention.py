@@ -2,80 +2,22 @@
 
 from __future__ import annotations
 
-import random
-from typing import NamedTuple
-
-import numpy as np
 import pytest
 import torch
+from support.fed import DEVICE, HEADS, LAYER, NUM_LAYERS, TOLERANCES, Fed, expected_of, feed
 
-from lp_runtime.model.attention.mask import ancestor_mask
-from lp_runtime.model.inputs import InputLayout
-from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.optimize.fused_blocks import rotate
-from lp_runtime.model.pass_inputs import PassInputs
+from lp_runtime.model.pass_inputs import Part, PassInputs
 
 kernels = pytest.importorskip("lp_runtime.kernels.triton_gpu", reason="needs Triton")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter has no products in bfloat16
-if DEVICE.type == "cuda":
-    TOLERANCES[torch.bfloat16] = 3e-2
-HEADS = 2
-NUM_LAYERS = 2
-LAYER = 1
+triton_attention = pytest.importorskip("lp_runtime.kernels.triton_attention", reason="needs Triton")
 NO_LIMITS = {"full_attention": (0, 0)}
-
-
-class Fed(NamedTuple):
-    """What is fed of a sequence: its layout, its cache, and which keys each of its tokens sees, [T, L + T] bool."""
-
-    layout: InputLayout
-    cache: TreeCache
-    seen: torch.Tensor
-
-
-def feed(num_tokens: int, num_cached: int, size: int, dtype: torch.dtype, window: int, chunk: int, seed: int) -> Fed:
-    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    parents = np.array([-1, *(rng.randrange(node) for node in range(1, num_tokens))])
-    depths = np.zeros(num_tokens, np.int64)
-    for node in range(1, num_tokens):
-        depths[node] = depths[parents[node]] + 1
-    positions, tokens = num_cached + depths, np.arange(num_tokens)
-    capacity = num_cached + num_tokens + rng.randrange(70)
-    cache = TreeCache(NUM_LAYERS, capacity)
-    for layer in range(NUM_LAYERS):
-        states = (torch.randn(1, HEADS, num_cached, size, generator=generator).to(DEVICE, dtype) for _ in range(2))
-        cache.update(*states, layer)
-        for memory in cache.tensors(layer):
-            memory[:, :, num_cached:] = torch.nan  # anything may be there
-    cache.commit(num_cached)
-    ancestors = torch.from_numpy(ancestor_mask(parents))
-    seen = torch.cat([torch.ones(num_tokens, num_cached, dtype=torch.bool), ancestors], 1)
-    at = torch.from_numpy(np.concatenate([np.arange(num_cached), positions]))
-    own = torch.from_numpy(positions)[:, None]
-    if window:
-        seen &= own - at < window
-    if chunk:
-        seen &= own // chunk == at // chunk
-    return Fed(InputLayout(tokens, positions, parents, tokens), cache, seen.to(DEVICE))
 
 
 def inputs_of(fed: list[Fed], num_tokens: int, num_sequences: int, limits: dict) -> PassInputs:
     inputs = PassInputs(num_tokens, num_sequences, NUM_LAYERS, limits, False, DEVICE)
-    inputs.fill([(each.cache, each.layout) for each in fed])
+    inputs.fill([Part.whole(each.cache, each.layout) for each in fed])
     return inputs
-
-
-def expected_of(query: torch.Tensor, fed: list[Fed], groups: int, scale: float) -> torch.Tensor:
-    """[1, B, heads, D] float64, by the definition; 0 for padding."""
-    expected, first = torch.zeros(query.transpose(1, 2).shape, dtype=torch.float64, device=DEVICE), 0
-    for layout, cache, seen in fed:
-        own, count = slice(first, first + len(layout.tokens)), seen.shape[1]
-        keys, values = (each[:, :, :count].double().repeat_interleave(groups, 1) for each in cache.tensors(LAYER))
-        scores = query[:, :, own].double() @ keys.transpose(2, 3) * scale
-        expected[:, own] = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(1, 2)
-        first = own.stop
-    return expected
 
 
 CASES = {  # (tokens, cached tokens) of each sequence, B, sequences at most, groups, size, (window, chunk)
@@ -108,11 +50,56 @@ def test_attention(case, num_processors, dtype):
     positions, owners, table, words = inputs.device_inputs
     kernels.write(key, value, owners, table, LAYER)
     lowest = inputs.masks[0, 0, 0]
-    actual = kernels.attend(query, HEADS, lowest, positions, words, table, LAYER, 0.3, num_processors)
+    actual = kernels.attend(query, HEADS, lowest, positions, words, table, LAYER, 0.3, num_processors, None)
     assert actual.dtype == dtype and actual.is_contiguous()
     expected = expected_of(query, fed, groups, 0.3)
     assert expected[:, sum(tokens for tokens, _ in sizes) :].eq(0).all()
     torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("num_processors", [1, 8])
+@pytest.mark.parametrize("case", ["one to a head", "padded", "batch with windows"])
+def test_sinks(case, num_processors):
+    """Of weights from next to none to next to all."""
+    sizes, num_tokens, num_sequences, groups, size, limits = CASES[case]
+    fed = [feed(*each, size, torch.float32, *limits, seed) for seed, each in enumerate(sizes)]
+    inputs = inputs_of(fed, num_tokens, num_sequences, {"any": limits})
+    generator = torch.Generator().manual_seed(1)
+    states = [torch.randn(1, heads, num_tokens, size, generator=generator) for heads in (groups * HEADS, HEADS, HEADS)]
+    query, key, value = (each.to(DEVICE) for each in states)
+    sinks = torch.linspace(-30, 30, groups * HEADS, device=DEVICE)
+    positions, owners, table, words = inputs.device_inputs
+    kernels.write(key, value, owners, table, LAYER)
+    lowest = inputs.masks[0, 0, 0]
+    actual = kernels.attend(query, HEADS, lowest, positions, words, table, LAYER, 0.3, num_processors, sinks)
+    expected = expected_of(query, fed, groups, 0.3, sinks)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("num_cached", "num_written"), [(20, 1), (100, 2), (64 * 31, 32), (64 * 63, 64)])
+def test_parts_without_keys_are_neither_written_nor_read(num_cached, num_written, monkeypatch):
+    """In a cache that has room for 64 parts and more: so many as hold keys are, whatever the capacity."""
+    made = []
+
+    def unwritten(*args, **options):
+        """Memory that holds NaN, or a number of parts that there are not."""
+        made.append(torch.full(*args, torch.nan if options["dtype"] != torch.int32 else 1 << 20, **options))
+        return made[-1]
+
+    one = feed(1, num_cached, 16, torch.float16, 0, 0, 0)
+    one.cache.grow(64 * 64 + 1000)
+    inputs = inputs_of([one], 2, 1, NO_LIMITS)  # and a token of padding, which has no part
+    query, key, value = torch.randn(3, 1, HEADS, 2, 16, device=DEVICE).half()
+    positions, owners, table, words = inputs.device_inputs
+    kernels.write(key, value, owners, table, LAYER)
+    monkeypatch.setattr(torch, "empty", lambda shape, **options: unwritten(shape, **options))
+    actual = kernels.attend(query, HEADS, inputs.masks[0, 0, 0], positions, words, table, LAYER, 0.3, 132, None)
+    monkeypatch.undo()
+    _, output, total, num_used = made
+    assert len(total) == triton_attention.MAX_PARTS
+    assert total[:, 0].isnan().all(1).logical_not().sum() == num_written == num_used[0, 0]
+    assert output[num_written:].isnan().all() and total[:, 1].isnan().all() and num_used[1].eq(0).all()
+    torch.testing.assert_close(actual.double(), expected_of(query, [one], 1, 0.3), rtol=4e-3, atol=4e-3)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -153,7 +140,7 @@ def test_padding_alone_touches_no_cache():
     rotated = kernels.rotate_and_write(query, key, value, states[:, :, 0], states[:, :, 1], owners, table, LAYER)
     kernels.write(key.transpose(1, 2), value.transpose(1, 2), owners, table, LAYER)
     lowest = inputs.masks[0, 0, 0]
-    output = kernels.attend(rotated.transpose(1, 2), HEADS, lowest, positions, words, table, LAYER, 1.0, 8)
+    output = kernels.attend(rotated.transpose(1, 2), HEADS, lowest, positions, words, table, LAYER, 1.0, 8, None)
     assert output.eq(0).all() and table[:, 4:].eq(0).all()
 
 
@@ -165,5 +152,5 @@ def test_a_program_for_every_tile():
     query, key, value = torch.randn(3, 1, HEADS, 16, 16, device=DEVICE)
     positions, owners, table, words = inputs.device_inputs
     kernels.write(key, value, owners, table, LAYER)
-    actual = kernels.attend(query, HEADS, inputs.masks[0, 0, 0], positions, words, table, LAYER, 0.3, 1)
+    actual = kernels.attend(query, HEADS, inputs.masks[0, 0, 0], positions, words, table, LAYER, 0.3, 1, None)
     torch.testing.assert_close(actual.double(), expected_of(query, fed, 1, 0.3), rtol=1e-5, atol=1e-5)

@@ -12,11 +12,10 @@ from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.chain_check import check_chains
 from lp_runtime.model.chain_runner import ChainRunner
-from lp_runtime.model.check_passes import difference_of
+from lp_runtime.model.differences import TOLERANCES, difference_of
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.make_runner import check_runner, make_runner
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.self_check import TOLERANCES
 from lp_runtime.model.step_inputs import StepInputs
 from lp_runtime.utils.generators import result_of
 

@@ -9,8 +9,9 @@ from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import ModelError
+from lp_runtime.model.differences import TOLERANCES
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.self_check import TOLERANCES, check_model
+from lp_runtime.model.self_check import check_model
 
 CPU = torch.device("cpu")
 LENGTH, NEW = 12, 40

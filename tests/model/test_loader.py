@@ -16,10 +16,11 @@ from lp_runtime.distributed.group import Group
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import ModelError
+from lp_runtime.model.differences import TOLERANCES
 from lp_runtime.model.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.location import check_location
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.self_check import TOLERANCES, check_model
+from lp_runtime.model.self_check import check_model
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,9 @@ import torch
 
 from lp_runtime.errors import ModelError
 from lp_runtime.model.attention.mask import FULL, MaskBuilder
+from lp_runtime.model.differences import TOLERANCES
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.self_check import BEFORE_THRESHOLD, SHORT_PROMPT, TOLERANCES, check_model
+from lp_runtime.model.self_check import BEFORE_THRESHOLD, SHORT_PROMPT, check_model
 
 
 def check(model) -> float:

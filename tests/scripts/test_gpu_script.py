@@ -85,6 +85,24 @@ def test_every_part_asks_for_what_there_is(script, call, size, monkeypatch):
             )
 
 
+@pytest.mark.parametrize(("gpus", "replicas"), [(2, ["2"]), (8, ["2", "8"])])
+def test_parts_for_several_gpus(script, gpus, replicas, monkeypatch):
+    """Two replicas and all; no number twice."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    parts = ("equality", "ranks", "kills", "parallel", "tensor_parallel")
+    noted, done = script("all", *parts, LP_GPUS=str(gpus))
+    assert done.returncode == 0, done.stderr
+    equality, ranks, kills, parallel, tensor_parallel = noted
+    for arguments, expected in ((equality, ["1", *replicas]), (ranks, ["1", *replicas]), (kills, replicas)):
+        check_study(arguments)
+        start = arguments.index("--gpus") + 1
+        end = next(at for at in range(start, len(arguments)) if arguments[at].startswith("-"))
+        assert arguments[start:end] == expected
+    check_study(tensor_parallel[tensor_parallel.index("benchmarks/speed.py") :])
+    assert tensor_parallel[tensor_parallel.index("--nproc-per-node") + 1] == str(gpus)
+    assert load_config(BenchConfig, parallel[2:]).gpus == gpus
+
+
 def test_a_call_fits_into_nine_minutes():
     """Each part has a limit, and those of a call together are the call's."""
     for call in "ABC":

@@ -21,12 +21,13 @@ from lp_runtime.kernels import triton_attention as attention
 from lp_runtime.kernels import triton_cache as cache
 from lp_runtime.kernels import triton_cut, triton_norm, triton_sampling
 from lp_runtime.kernels import triton_gpu as kernels
+from lp_runtime.kernels import triton_strict as strict
 
 TYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 POINTERS = (
-    "query key value states output total outputs totals merged rotated cos sin gate_up added weight normed logits"
+    "query key value states output total outputs totals merged rotated cos sin gate_up added weight normed logits sinks"
 )
-INTEGERS = "owners table lowest positions words"
+INTEGERS = "owners table lowest positions words paths"
 STRIDES = "token_stride head_stride query_stride key_stride value_stride"
 WHOLE = f"num_tokens num_words num_parts num_found num_rows column size {STRIDES}"
 ALIGNED = f"{STRIDES} size"  # multiples of 16, as they are
@@ -40,7 +41,12 @@ SAMPLING |= dict.fromkeys(["inverse_temperature", "cut_mass", "reach", "mass_uni
 def compile_kernel(kernel, capability: int, dtype: str, others: dict[str, str], constants: dict, **options: int) -> str:
     """A line on one kernel with arguments of these types."""
     types = dict.fromkeys(POINTERS.split(), f"*{dtype}") | dict.fromkeys(WHOLE.split(), "i32")
-    types |= dict.fromkeys(["scale", "epsilon"], "fp32") | dict.fromkeys(INTEGERS.split(), "*i64") | others
+    types |= (
+        {"num_used": "*i32"}
+        | dict.fromkeys(["scale", "epsilon"], "fp32")
+        | dict.fromkeys(INTEGERS.split(), "*i64")
+        | others
+    )
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     aligned = {
         (place,): [["tt.divisibility", 16]]
@@ -60,6 +66,20 @@ def compile_kernel(kernel, capability: int, dtype: str, others: dict[str, str], 
     return f"{what} shared={compiled.metadata.shared} registers={registers} stack={stack} fused={fused}"
 
 
+def print_strict(capability: int, dtype: str, size: int, groups: int) -> None:
+    """Print lines for both kernels of exactness=strict."""
+    blocks = attention.blocks(strict.MANY_ROWS, size, TYPES[dtype])
+    shared = {"GROUPS": groups, "SIZE": size, "PARTS": strict.NUM_PARTS, "POSITIONS": 64, "WIDTH": 68, **blocks}
+    head = shared | {"NUM_ROWS": 17, "BLOCK_TABLE": 32}
+    others = dict.fromkeys(["output", "total", "outputs", "totals"], "*fp32")
+    num_warps = attention.num_warps(blocks)
+    print(compile_kernel(strict._attend_head, capability, dtype, others, head, num_stages=2, num_warps=num_warps))
+    rows = max(attention.MIN_BLOCK, triton.next_power_of_2(groups))
+    tail = shared | {"HAS_SINKS": True, "BLOCK_ROWS": rows}
+    num_warps = strict.tail_warps(TYPES[dtype])
+    print(compile_kernel(strict._attend_tail, capability, dtype, others, tail, num_stages=2, num_warps=num_warps))
+
+
 def main(capabilities: list[int]) -> None:
     """Print a line for each kernel and compute capability."""
     for capability in capabilities:
@@ -74,7 +94,8 @@ def main(capabilities: list[int]) -> None:
         ):
             blocks = attention.blocks(tokens * groups, size, TYPES[dtype])
             for num_parts, num_rows in ((8, 2), (1, 2)) if tokens == 1 else ((8, 2), (8, 17)):
-                constants = {"GROUPS": groups, "SIZE": size, "HAS_PARTS": num_parts > 1, **blocks, "WIDTH": 68}
+                constants = {"GROUPS": groups, "SIZE": size, "HAS_PARTS": num_parts > 1, "HAS_SINKS": tokens == 64}
+                constants |= {**blocks, "WIDTH": 68}
                 constants |= {"NUM_ROWS": num_rows, "BLOCK_TABLE": 32 if num_rows > 2 else 2}
                 others = {"output": "*fp32" if num_parts > 1 else f"*{dtype}", "total": "*fp32"}
                 print(
@@ -88,9 +109,17 @@ def main(capabilities: list[int]) -> None:
                         num_warps=attention.num_warps(blocks),
                     )
                 )
-        merged = {"SIZE": 128, "BLOCK_PARTS": 64, "BLOCK_SIZE": 128}
+        merged = {"QUERY_HEADS": 32, "SIZE": 128, "HAS_SINKS": True, "BLOCK_PARTS": 64, "BLOCK_SIZE": 128}
         others = {"outputs": "*fp32", "totals": "*fp32"}
         print(compile_kernel(attention._merge_parts, capability, "bf16", others, merged, num_warps=4))
+        for dtype, size, groups in (
+            ("bf16", 128, 4),
+            ("bf16", 128, 1),
+            ("fp16", 64, 8),
+            ("bf16", 256, 2),
+            ("fp32", 128, 4),
+        ):
+            print_strict(capability, dtype, size, groups)
         heads = {"WIDTH": 68, "QUERY_HEADS": 32, "KEY_HEADS": 8, "HALF": 64, "BLOCK": 64}
         print(compile_kernel(cache._rotate_and_write, capability, "bf16", {}, heads, num_warps=1))
         head = {"WIDTH": 68, "SIZE": 128, "BLOCK": 128}

@@ -606,7 +606,7 @@ KERNELS = SimpleNamespace(
     can_cut=can_cut,
     cut_scores=cut_scores,
     **{kernel.__name__: launched(kernel) for kernel in (stand_ins.gate, add_and_norm, find_cut, sample_and_pack)},
-    **{name: getattr(stand_ins, name) for name in ("write", "rotate_and_write", "attend")},
+    **{name: getattr(stand_ins, name) for name in ("write", "rotate_and_write", "attend", "attend_strictly")},
 )
 
 

@@ -74,7 +74,7 @@ def visible(lowest: Tensor, positions: Tensor, words: Tensor, first: int, count:
 @torch.library.custom_op("lp_stand_ins::attend", mutates_args=())
 def attend(
     query: Tensor, num_heads: int, lowest: Tensor, positions: Tensor, words: Tensor, table: Tensor, layer: int,
-    scale: float, num_processors: int,
+    scale: float, num_processors: int, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     assert query.stride(3) == 1 and words.is_contiguous() and table.is_contiguous() and lowest.is_contiguous()
     _, num_queries, num_tokens, size = query.shape
@@ -83,8 +83,35 @@ def attend(
         keys, values = (each[:, : length + count].repeat_interleave(num_queries // num_heads, 0) for each in cache)
         hidden = ~visible(lowest, positions, words, first, count, length)
         scores = query[0, :, first : first + count].float() @ keys.float().transpose(1, 2) * scale
-        weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+        weights = softmax(scores.masked_fill_(hidden, -torch.inf), sinks)
         output[0, first : first + count] = (weights @ values.float().nan_to_num_()).transpose(0, 1).to(query.dtype)
+    return output
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Of [heads, T, S] with a sink of each head, whose weight is left out."""
+    if sinks is None:
+        return scores.softmax(-1)
+    return torch.cat([scores, sinks.float()[:, None, None].expand(*scores.shape[:2], 1)], 2).softmax(-1)[..., :-1]
+
+
+@torch.library.custom_op("lp_stand_ins::attend_strictly", mutates_args=())
+def attend_strictly(
+    query: Tensor, num_heads: int, lowest: Tensor, positions: Tensor, paths: Tensor, owners: Tensor, table: Tensor,
+    layer: int, scale: float, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Token by token: what is computed of one has the same shapes whatever else is fed."""
+    assert query.stride(3) == 1 and all(each.is_contiguous() for each in (paths, table, lowest, owners))
+    _, num_queries, num_tokens, size = query.shape
+    output = torch.zeros(1, num_tokens, num_queries, size, dtype=query.dtype)
+    for first, count, _, *cache in sequences(table, layer, num_heads, size, query.dtype):
+        for token in range(first, first + count):
+            length, position, low = (int(each) for each in (paths[token, 0], positions[token], lowest[token]))
+            path = [*range(length), *paths[token, 1 : 2 + position - length].tolist()]
+            own = torch.tensor(path[low : position + 1])
+            keys, values = (each[:, own].float().repeat_interleave(num_queries // num_heads, 0) for each in cache)
+            scores = query[0, :, token, None].float() @ keys.transpose(1, 2) * scale
+            output[0, token] = (softmax(scores, sinks) @ values)[:, 0].to(query.dtype)
     return output
 
 
@@ -94,6 +121,7 @@ def _(query: Tensor, *args: object) -> Tensor:
 
 
 @attend.register_fake
+@attend_strictly.register_fake
 def _(query: Tensor, *args: object) -> Tensor:
     return torch.empty(query.transpose(1, 2).shape, dtype=query.dtype, device=query.device)
 
@@ -124,6 +152,7 @@ KERNELS = SimpleNamespace(
     write=write,
     rotate_and_write=rotate_and_write,
     attend=attend,
+    attend_strictly=attend_strictly,
     gate=gate,
     can_cut=can_cut,
     sample_and_pack=sample_greedily,

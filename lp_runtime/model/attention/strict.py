@@ -17,7 +17,8 @@ n blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lp_runtime.errors import ModelError
+from lp_runtime.model.attention.tree_attention import DeviceAttention
+from lp_runtime.utils.jit import bound, compiled, with_fresh_cache
 
 NAME = "lp_runtime_strict"  # as `attn_implementation` of a model
 BLOCK = 64  # positions
@@ -58,6 +61,46 @@ def tail_table(num_cached: int, parents: Sequence[int] | np.ndarray, window: int
         keys[new:] = path[len(path) - (len(keys) - new) :] if new < len(keys) else []
         table[token, KEYS + first - start : KEYS + position + 1 - start] = keys
     return table
+
+
+def path_table(num_cached: int, parents: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return L and where in the cache the keys of each token's path stand, [T, 1 + BLOCK] int64.
+
+    Column 0 is L, column 1 + i is of position L + i; columns behind a token's position are 0.
+
+    Args:
+        num_cached: L; token i fed is written at L + i of the cache.
+        parents: [T] int64, index of each token's parent among those fed, -1 for the first.
+        positions: [T] int64, L and more.
+    """
+    assert len(positions) == 0 or int(positions.max()) < num_cached + MAX_DEPTH
+    table = np.zeros((len(parents), 1 + BLOCK), dtype=np.int64)
+    _path_kernel()(num_cached, parents, positions, table)
+    return table
+
+
+@functools.cache
+def _path_kernel() -> Callable:
+    """`_fill_paths` for arguments of its types."""
+    integers = np.zeros(1, np.int64)
+    return bound(_fill_paths, 0, integers, integers, np.zeros((1, 1), np.int64))
+
+
+@functools.cache
+def compile_paths() -> None:
+    """Compile this module's kernel, or load it from Numba's cache; once a process."""
+    with_fresh_cache(_path_kernel)
+
+
+@compiled
+def _fill_paths(num_cached, parents, positions, table):
+    """Write `path_table` into zeros, [T, 1 + BLOCK]."""
+    for token in range(len(parents)):
+        depth, parent = positions[token] - num_cached, parents[token]
+        table[token, 0] = num_cached
+        for column in range(1, depth + 1):
+            table[token, column] = table[parent, column]
+        table[token, 1 + depth] = num_cached + token
 
 
 class _Queries(NamedTuple):
@@ -98,6 +141,8 @@ def strict_attention(
     attention_mask: torch.Tensor,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    device_cache: DeviceAttention | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Attend by blocks of absolute positions; an attention function of transformers' interface.
@@ -110,20 +155,25 @@ def strict_attention(
         attention_mask: [1, 1, B, KEYS + TAIL] int64, of `tail_table`.
         scaling: of the scores; default 1 / sqrt(D).
         softcap: scores are squashed to +-softcap, if given.
+        s_aux: [g H] attention sinks, one more score of each head in the softmax's sum; None for none.
+        device_cache: given in a pass of a fixed size, whose keys and values have been written into their caches. The
+            mask is the pass's own then, and of `key` the shape is read only.
         **kwargs: of other attention functions; the mask says what they would.
 
     Returns:
         ([1, B, g H, D], None)
 
     Raises:
-        ModelError: if the model has attention sinks.
+        ModelError: in a pass of a fixed size, if the model has a softcap.
     """
-    if kwargs.get("s_aux") is not None:
-        raise ModelError("attention sinks cannot be computed with exactness=strict")
-    table = attention_mask[0, 0]
     num_tokens, num_heads = query.shape[2], key.shape[1]
     groups = query.shape[1] // num_heads
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if device_cache is not None:
+        if softcap is not None:
+            raise ModelError(f"softcap={softcap:g}: the kernels of captured passes have none")
+        return device_cache.attend(query, num_heads, attention_mask, scale, s_aux), None
+    table = attention_mask[0, 0]
     states = (query[0].float() * scale).view(num_heads, groups, num_tokens, -1)
     queries = _Queries(states, table[:, POSITION], table[:, WINDOW], softcap)
 
@@ -133,9 +183,13 @@ def strict_attention(
     if num_blocks:
         head_scores, head_values = _head(queries, key[0], value[0], num_blocks)
         peak = torch.maximum(peak, head_scores.amax(-1).amax(1)[..., None])
+    if s_aux is not None:  # a score among the others, that no value belongs to
+        peak = torch.maximum(peak, s_aux.float().view(num_heads, groups, 1, 1))
 
     weights = torch.exp(tail_scores - peak)
     total = weights.sum(-1)  # [H, g, B]
+    if s_aux is not None:
+        total = total + torch.exp(s_aux.float().view(num_heads, groups, 1) - peak[..., 0])
     output = torch.matmul(weights.transpose(1, 2), tail_values).transpose(1, 2)  # [H, g, B, D]
     if num_blocks:
         weights = torch.exp(head_scores - peak[:, None])

@@ -22,7 +22,8 @@ class DeviceInputs(NamedTuple):
         positions: [B] absolute positions.
         owners: [B] row of `table` of each token.
         table: [sequences + 1, 4 + 2 layers], as kernels/triton_attention.py describes it.
-        words: [B, W] bits: which tokens of its own sequence each token sees.
+        words: [B, W] bits: which tokens of its own sequence each token sees. With exactness=strict the paths of the
+            tokens, as kernels/triton_strict.py describes them.
     """
 
     positions: torch.Tensor
@@ -39,10 +40,14 @@ class DeviceCache(StandInCache):
         inputs: where the pass's inputs are on the device.
         kernels: the module kernels/triton_gpu.py.
         num_processors: multiprocessors of the device.
+        is_strict: whether attention is that of exactness=strict.
     """
 
-    def __init__(self, num_layers: int, inputs: DeviceInputs, kernels: Any, num_processors: int):
+    def __init__(
+        self, num_layers: int, inputs: DeviceInputs, kernels: Any, num_processors: int, is_strict: bool = False
+    ):
         self._inputs, self._kernels, self._num_processors = inputs, kernels, num_processors
+        self._is_strict = is_strict
         self._layer = 0  # that wrote last
         super().__init__(layers=[_DeviceLayer(self, index) for index in range(num_layers)])
 
@@ -80,7 +85,9 @@ class DeviceCache(StandInCache):
             key, value = key.contiguous(), value.contiguous()
         self._kernels.write(key, value, self._inputs.owners, self._inputs.table, layer)
 
-    def attend(self, query: torch.Tensor, num_heads: int, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, num_heads: int, mask: torch.Tensor, scale: float, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Attend to committed tokens and ancestors in the layer that wrote last.
 
         Args:
@@ -88,15 +95,21 @@ class DeviceCache(StandInCache):
             num_heads: H.
             mask: [1, 1, 1, B] int64, the lowest position that each token may see.
             scale: factor of the scores.
+            sinks: [g H] attention sinks; None for none.
 
         Returns:
             [1, B, g H, D]
         """
-        inputs = self._inputs
+        positions, owners, table, words = self._inputs
+        query = query if query.stride(3) == 1 else query.contiguous()
+        lowest, layer = mask[0, 0, 0], self._layer
+        if self._is_strict:
+            return self._kernels.attend_strictly(
+                query, num_heads, lowest, positions, words, owners, table, layer, scale, sinks
+            )
         return self._kernels.attend(
-            query if query.stride(3) == 1 else query.contiguous(), num_heads, mask[0, 0, 0], inputs.positions,
-            inputs.words, inputs.table, self._layer, scale, self._num_processors,
-        )  # fmt: skip
+            query, num_heads, lowest, positions, words, table, layer, scale, self._num_processors, sinks
+        )
 
 
 class _DeviceLayer(StandInLayer):

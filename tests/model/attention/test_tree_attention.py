@@ -10,7 +10,8 @@ import torch
 
 from lp_runtime.model.attention import tree_attention as module
 from lp_runtime.model.attention.mask import ancestor_mask
-from lp_runtime.model.attention.tree_attention import attend, attend_masked, chunk_mask, tree_attention
+from lp_runtime.model.attention.parts import attend, attend_masked
+from lp_runtime.model.attention.tree_attention import chunk_mask, tree_attention
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 

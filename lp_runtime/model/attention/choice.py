@@ -1,0 +1,56 @@
+"""Which attention a model gets: its own, or that of tree_attention.py in its place."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lp_runtime.errors import ModelError
+from lp_runtime.kernels.dispatch import on
+from lp_runtime.model.attention.tree_attention import NAME as TREE
+from lp_runtime.model.differences import TOLERANCES, difference_of
+from lp_runtime.model.hf_config import attention_of, of_text_model, takes_attention
+
+ATTENTIONS = ("sdpa", "eager")
+NUM_TOKENS = 8  # of the text that both attentions are compared by
+SINKS = "sinks"  # parameter of an attention block that has attention sinks
+
+
+def choose_attention(model: PreTrainedModel, own_attention: bool) -> str:
+    """Return the name of the attention that a model has from now on.
+
+    sdpa is replaced; eager stays, as its user may want it, but where the model has attention sinks: transformers has no
+    other attention for those. Theirs is replaced if both attend alike.
+
+    Args:
+        model: on its device.
+        own_attention: whether the attention of tree_attention.py may replace the model's.
+
+    Raises:
+        ModelError: if the model's attention takes no mask of a tree.
+    """
+    attention = attention_of(model.config.get_text_config())
+    if attention not in (*ATTENTIONS, TREE):
+        raise ModelError(f"attn_implementation={attention}: must be one of {', '.join(ATTENTIONS)}")
+    if not own_attention or attention == TREE or not takes_attention(model):
+        return attention
+    has_sinks = any(isinstance(getattr(module, SINKS, None), nn.Parameter) for module in model.modules())
+    if attention == "eager" and not has_sinks:
+        return attention
+    expected = _logits(model) if has_sinks else None
+    before = of_text_model(model, attention)
+    model.set_attn_implementation(of_text_model(model, TREE))
+    if expected is not None and not difference_of(_logits(model), expected) <= TOLERANCES.get(model.dtype, 0.0):
+        model.set_attn_implementation(before)
+        return attention
+    return TREE
+
+
+@torch.inference_mode()
+def _logits(model: PreTrainedModel) -> torch.Tensor:
+    """Return [tokens, V] float32 logits of a short text."""
+    size = model.config.get_text_config().vocab_size
+    ids = torch.arange(1, NUM_TOKENS + 1, device=model.device)[None] % size
+    with on(model.device):
+        return model(input_ids=ids, use_cache=False).logits[0].float()

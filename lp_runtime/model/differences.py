@@ -1,0 +1,15 @@
+"""How far two computations of the same logits may lie apart."""
+
+from __future__ import annotations
+
+import torch
+
+# Largest relative difference of a node's logits, ||tree - plain|| / ||plain||, both less their mean. Rounding of an
+# exact model stays an order of magnitude below; a wrong mask or position shows far above.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-4, torch.float16: 4e-2, torch.bfloat16: 2e-1}
+
+
+def difference_of(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return ||actual - expected|| / ||expected|| of logits less their mean."""
+    actual, expected = actual - actual.mean(-1, keepdim=True), expected - expected.mean(-1, keepdim=True)
+    return ((actual - expected).norm() / expected.norm().clamp_min(1e-12)).item()
