@@ -30,7 +30,7 @@ def launch(config: RuntimeConfig) -> Launcher:
         from lp_runtime.launchers.ray_launcher import RayLauncher
 
         return RayLauncher(config)
-    if (config.gpus or 1) == 1 and not config.launcher.own_process:
+    if config.num_gpus == 1 and not config.launcher.own_process:
         from lp_runtime.launchers.local import LocalLauncher
 
         return LocalLauncher(config)
