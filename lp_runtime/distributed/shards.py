@@ -22,8 +22,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lp_runtime.distributed.process_group import environment
+from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.process_group import environment, new_segment_name
 from lp_runtime.distributed.shared_memory import FOLDER, SharedMemoryTransport
+from lp_runtime.distributed.store import cannot_join, connect, wait_for_all
 from lp_runtime.errors import LaunchError, ReplicaError, ShardError, first_line
 
 if TYPE_CHECKING:  # torch.distributed has these classes, but does not mark them as exported
@@ -189,6 +191,36 @@ class ShardLink:
     def close(self) -> None:
         """Leave; the other shards' later calls raise ShardError."""
         self._transport.close()
+
+
+def meet_in_store(
+    context: ReplicaContext, shard: int, num_shards: int, timeout: float, step_timeout: float
+) -> ShardPlace:
+    """Agree with the other shards of a replica that torchrun has started on where they meet.
+
+    Args:
+        context: of the replica, and the address of torchrun's store.
+        shard: this process's.
+        num_shards: P.
+        timeout: seconds within which all shards must come.
+        step_timeout: see ShardPlace.
+
+    Raises:
+        LaunchError: if they do not.
+    """
+    try:
+        store = connect(context, timeout)
+        key = f"lp_runtime/shards/{context.attempt}/{context.rank}"
+        # A script may start one runtime after another, in the same order on all ranks.
+        key = f"{key}/{(store.add(f'{key}/came', 1) - 1) // num_shards}"
+        if shard == 0:
+            store.set(key, new_segment_name())
+        segment = store.get(key).decode()
+        store.add(f"{key}/read", 1)
+        wait_for_all(store, f"{key}/read", num_shards, timeout, _never)  # the store may end with one of them
+    except (RuntimeError, ValueError) as error:
+        raise cannot_join(context, error) from error
+    return ShardPlace(shard, num_shards, segment, step_timeout)
 
 
 def shard_group(place: ShardPlace, backend: str, timeout: float) -> dist.ProcessGroup:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -104,11 +104,12 @@ class Replica:
     Attributes:
         group: as given.
         info: what a driver must know of the model.
+        leading: has the replica's other shards run what this one does; None where there are none.
     """
 
     def __init__(self, config: RuntimeConfig, loaded: LoadedModel, group: Group, times_are_late: bool):
         model = loaded.model
-        self.group, self.info = group, loaded.info
+        self.group, self.info, self.leading = group, loaded.info, model.leading
         self._config = config.model
         self._device = model.device
         self._profile_dir = config.profile_dir if config.profile else None
@@ -307,5 +308,7 @@ def start_replica(config: RuntimeConfig, context: ReplicaContext, place: ShardPl
     """
     loaded = load_replica(config, context.device_index, context.num_local, context.owns_process, place=place)
     timeout = max(config.launcher.timeout, config.launcher.start_timeout)
-    with join_group(config, loaded, context, timeout=timeout) as replica:
-        yield replica
+    with ExitStack() as stack:
+        if loaded.model.leading is not None:
+            stack.callback(loaded.model.leading.close)
+        yield stack.enter_context(join_group(config, loaded, context, timeout=timeout))

@@ -23,9 +23,9 @@ def launch(config: RuntimeConfig) -> Launcher:
             f"launcher={name}: torchrun started this process; leave launcher out, or start without torchrun"
         )
     if name == "torchrun":
-        from lp_runtime.launchers.torchrun import TorchrunLauncher
+        from lp_runtime.launchers.torchrun import launch_under_torchrun
 
-        return TorchrunLauncher(config)
+        return launch_under_torchrun(config)
     if name == "ray":
         from lp_runtime.launchers.ray_launcher import RayLauncher
 

@@ -14,6 +14,7 @@ from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.config.settings import FailureConfig, ModelConfig, RuntimeConfig
 from lp_runtime.distributed.shards import FOLDER
 from lp_runtime.errors import ConfigError, ModelError
+from lp_runtime.scheduler.scheduler import Scheduler
 
 FIXED = LookaheadConfig(W=5, N=3, G=5, draft_tables="request")
 LENGTH = 40
@@ -93,6 +94,17 @@ def test_a_request_ends_when_its_stream_is_closed(runtime, expected):
         pass
     stream.close()
     assert runtime.generate(reference.PROMPTS[0], LENGTH, eos=False).token_ids == expected[0]
+
+
+def test_a_request_asks_for_gpus(runtime, expected):
+    with Scheduler(runtime, policy="throughput") as scheduler:
+        with pytest.raises(ConfigError, match="gpus=3: must be a multiple of gpus_per_replica=2"):
+            scheduler.submit(runtime.request(reference.PROMPTS[0], LENGTH, eos=False), gpus=3)
+        with pytest.raises(ConfigError, match="gpus=6: must be at most 4, the number of GPUs"):
+            scheduler.submit(runtime.request(reference.PROMPTS[0], LENGTH, eos=False), gpus=6)
+        jobs = [scheduler.submit(runtime.request(prompt, LENGTH, eos=False), gpus=2) for prompt in reference.PROMPTS]
+        outs = [[token for delta in job for token in delta.token_ids] for job in jobs]
+    assert outs == expected
 
 
 def test_strict_output_is_the_same_at_any_number_of_replicas(tiny_model_dir):
