@@ -128,7 +128,10 @@ def _keep_slices(module: nn.Module, weights: Weights) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         if hasattr(parameter, "to_local"):  # a DTensor, whose module takes seconds to import
             if id(parameter) not in weights:
-                weights[id(parameter)] = parameter, nn.Parameter(parameter.to_local().detach(), requires_grad=False)
+                part = parameter.to_local().detach()
+                if part.untyped_storage().nbytes() > part.numel() * part.element_size():
+                    part = part.clone()  # the rest is a mapped checkpoint's
+                weights[id(parameter)] = parameter, nn.Parameter(part, requires_grad=False)
             setattr(module, name, weights[id(parameter)][1])
 
 
