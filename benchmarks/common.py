@@ -111,6 +111,11 @@ def add_settings_argument(parser: argparse.ArgumentParser, settings: Sequence[st
     )
 
 
+def add_shards_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --gpus-per-replica."""
+    parser.add_argument("--gpus-per-replica", type=int, default=1, metavar="P", help="shards of each replica")
+
+
 def load_prompts(args: argparse.Namespace) -> list[Prompt]:
     """Return the prompts of the first `limit` lines of every file, in order."""
     prompts = []

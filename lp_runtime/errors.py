@@ -57,6 +57,11 @@ class StateMismatchError(ReplicaError):
         return StateMismatchError, (self.digests,)
 
 
+class ShardError(Exception):
+    """A replica that has lost one of its shards. It is no request's and no setting's fault, so it passes through all
+    that handles a LookaheadError: the replica's processes end, and it is started again whole."""
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its class if the message is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

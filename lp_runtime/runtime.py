@@ -30,7 +30,7 @@ class LookaheadRuntime:
 
     Args:
         model: a directory or hub id, or a ModelConfig; the demo model if not given.
-        gpus: number of replicas, >= 1, on CPUs too; default 1, under torchrun WORLD_SIZE.
+        gpus: number of GPUs (on CPUs: of processes), >= 1; default gpus_per_replica, under torchrun WORLD_SIZE.
         launcher: "auto", "local", "torchrun", "ray", or a LauncherConfig.
         device: "auto", "cpu" or "cuda".
         dtype: "auto", "float32", "bfloat16" or "float16".
@@ -38,6 +38,7 @@ class LookaheadRuntime:
         sampling: settings of sampling; default: the model's own, from its generation_config.json.
         exactness: "fast", or "strict": bit for bit the output of one token a step, in half precision, too.
         strict_tokens: tokens of every forward pass with exactness="strict", >= 2.
+        gpus_per_replica: GPUs (on CPUs: processes) that one replica spans, >= 1; gpus is a multiple.
         config: a whole configuration, given alone; see `from_config`.
 
     Attributes:
@@ -61,11 +62,13 @@ class LookaheadRuntime:
         exactness: str = "fast",
         strict_tokens: int = RuntimeConfig.strict_tokens,
         *,
+        gpus_per_replica: int = 1,
         config: RuntimeConfig | None = None,
     ):
         given = RuntimeConfig(
             model=model if isinstance(model, ModelConfig) else ModelConfig(path=None if model is None else str(model)),
             gpus=gpus,
+            gpus_per_replica=gpus_per_replica,
             launcher=launcher if isinstance(launcher, LauncherConfig) else LauncherConfig(name=launcher),
             device=device,
             dtype=dtype,

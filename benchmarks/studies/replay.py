@@ -181,7 +181,9 @@ class ReplayPasses(FixedPasses):
     """
 
     def __init__(self, runner: ReplayRunner):
-        super().__init__(runner.model, runner.masks, GraphOptions(capture=False, compiled=False), runner.keeps_logits)
+        super().__init__(
+            runner.model, runner.masks, GraphOptions(capture=False, compiled=False), runner.passes.keeps_logits
+        )
         self._replay_device = runner.replay_device
         self.inputs: StepInputs | None = None
 

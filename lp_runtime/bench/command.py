@@ -57,9 +57,13 @@ def check_bench(config: BenchConfig) -> None:
     """
     read_sources(config)
     if config.threads is not None:
-        if (config.gpus or 1) > 1:
+        if config.num_gpus > 1:
             raise ConfigError(f"threads={config.threads}: only with gpus=1; replicas of one machine share its cores")
         torch.set_num_threads(config.threads)  # before steps are timed
+    if config.degrees and config.gpus_per_replica > 1:
+        raise ConfigError(
+            f"degrees={list(config.degrees)}: only with gpus_per_replica=1, as one process runs all shares"
+        )
     if config.output is not None:
         try:
             Path(config.output).mkdir(parents=True, exist_ok=True)

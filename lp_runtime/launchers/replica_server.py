@@ -74,7 +74,9 @@ class ReplicaServer:
         """Load the model, then carry out orders. Returns when this replica cannot go on; the driver knows then."""
         try:
             place = self._place
-            loaded = load_replica(self._config, place.device_index, place.num_local, True, place.owns_device)
+            loaded = load_replica(
+                self._config, place.device_index, place.num_local, True, place.owns_device, place.shard
+            )
             self._send(ModelLoaded(loaded.info))
             while True:
                 order = self._orders.get()

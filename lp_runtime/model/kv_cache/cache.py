@@ -201,6 +201,10 @@ class TreeCache(Cache):
         self._length.value = length
         self._length.written = 0
 
+    def place_at(self, length: int, written: int) -> None:
+        """Take over how full another cache is, whose tokens this one holds, too: that of another shard."""
+        self._length.value, self._length.written = length, written
+
     def grow(self, capacity: int) -> None:
         """Make `capacity` tokens fit; the committed ones are copied, layer by layer."""
         self.capacity = capacity
