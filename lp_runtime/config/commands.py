@@ -105,6 +105,7 @@ class ChatConfig(RuntimeConfig):
     stop_strings."""
     max_time: Optional[float] = None  # noqa: UP045
     """Seconds after which an answer stops, at the end of a step; no limit if not given."""
+    prefix_cache_bytes: Optional[int] = None  # noqa: UP045
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,6 +116,7 @@ class ChatConfig(RuntimeConfig):
 class ServeConfig(RuntimeConfig):
     """Settings of lp-serve: a runtime, the scheduler, and the HTTP server."""
 
+    prefix_cache_bytes: Optional[int] = None  # noqa: UP045
     server: str = "uvicorn"
     """HTTP server: uvicorn (in this process) or ray_serve (an application of Ray Serve, with launcher=ray)."""
     host: str = "127.0.0.1"

@@ -42,6 +42,7 @@ class RequestOptions(TypedDict, total=False):
     prompt_logprobs: whether to report log-probabilities of the prompt's tokens, too: in the `prompt` of the first of a
         generation's `logprobs`. Default False.
     trace: whether to report which replica has verified each new token. Default False.
+    cache_salt: prefixes of prompts are shared among requests of equal salts alone. Default "".
     processors: transformers LogitsProcessors, which must pickle; each request has a copy. One that does not set
         prefix_only = True is called once a new token, in order, on one replica. Default: none.
     """
@@ -57,6 +58,7 @@ class RequestOptions(TypedDict, total=False):
     top_logprobs: int
     prompt_logprobs: bool
     trace: bool
+    cache_salt: str
     processors: Sequence[LogitsProcessor]
 
 
@@ -90,6 +92,7 @@ class RequestBuilder:
         top_logprobs: int = 0,
         prompt_logprobs: bool = False,
         trace: bool = False,
+        cache_salt: str = "",
         processors: Sequence[LogitsProcessor] = (),
     ) -> Request:
         """Return a checked request: the model's defaults filled in, a seed chosen if need be.
@@ -108,6 +111,7 @@ class RequestBuilder:
             top_logprobs: how many of the likeliest tokens to report with each log-probability.
             prompt_logprobs: whether to report log-probabilities of the prompt's tokens, too.
             trace: whether to report which replica has verified each token.
+            cache_salt: prefixes of prompts are shared among requests of equal salts alone.
             processors: logits processors of the caller's own.
 
         Raises:
@@ -120,6 +124,7 @@ class RequestBuilder:
         max_time = defaults.get("max_time") if max_time is None else max_time
         check_limits(max_new_tokens, stop, max_time)
         self._check_processors(processors)
+        _check_salt(cache_salt)
         if isinstance(sample, bool) or not isinstance(sample, int) or not 0 <= sample <= MAX_SAMPLE:
             raise ConfigError(f"sample={sample}: must be 0 to 2**32 - 1")
         _check_logprobs(logprobs, top_logprobs, prompt_logprobs)
@@ -145,6 +150,7 @@ class RequestBuilder:
             top_logprobs=min(top_logprobs, self._info.vocabulary_size),
             prompt_logprobs=prompt_logprobs,
             trace=trace,
+            cache_salt=cache_salt,
             processors=tuple(processors),
         )
 
@@ -244,6 +250,11 @@ def _check_logprobs(logprobs: bool, top_logprobs: int, prompt_logprobs: bool) ->
     if (top_logprobs or prompt_logprobs) and not logprobs:
         name = "top_logprobs" if top_logprobs else "prompt_logprobs"
         raise ConfigError(f"{name}: only with logprobs")
+
+
+def _check_salt(cache_salt: str) -> None:
+    if not isinstance(cache_salt, str):
+        raise ConfigError(f"cache_salt={cache_salt!r}: must be a string")
 
 
 def _typed(name: str, value: Config | None, kind: type[Config]) -> Config | None:

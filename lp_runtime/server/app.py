@@ -89,7 +89,7 @@ class Server:
 
     async def complete(self, body: Completion, request: Request) -> Response:
         """Answer POST /v1/completions."""
-        options = self._options(body, body.logprobs)
+        options = self._options(body, request, body.logprobs)
         options["prompt_logprobs"] = body.echo and body.logprobs is not None
         prompts = body.prompts()
         split = body.split_special_tokens
@@ -105,7 +105,7 @@ class Server:
     async def chat(self, body: Chat, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
         num_top = body.num_top_logprobs()
-        options = self._options(body, num_top)
+        options = self._options(body, request, num_top)
         messages = [message.plain() for message in body.messages]
         ids = self._submitter.encode_chat(messages, body.split_special_tokens)
         choices = self._submit(body, [ids], body.length(), options)
@@ -113,16 +113,17 @@ class Server:
 
     async def respond(self, body: Responses, request: Request) -> Response:
         """Answer POST /v1/responses."""
-        options = self._options(body, None)
+        options = self._options(body, request, None)
         ids = self._submitter.encode_chat(body.messages(), body.split_special_tokens)
         choices = self._submit(body, [ids], body.length(), options)
         return await self._answer(body, request, choices, ResponsesForm(self._settings.name, self._token_text, body))
 
-    def _options(self, body: Common, num_top: int | None) -> RequestOptions:
+    def _options(self, body: Common, request: Request, num_top: int | None) -> RequestOptions:
         """Return the options of a body's requests, once the body is checked.
 
         Args:
             body: what the client sent.
+            request: how it came.
             num_top: how many of the likeliest tokens each log-probability is to come with; None without them.
 
         Raises:
@@ -132,6 +133,7 @@ class Server:
         self._status.check_model(body.model)
         self._submitter.check_fields(body)
         options = body.options(self._sampling)
+        options["cache_salt"] = f"{request.state.client} {body.cache_salt}"  # no client's name has a space
         options["logprobs"], options["top_logprobs"] = num_top is not None, num_top or 0
         return options
 
