@@ -171,6 +171,9 @@ class ServeConfig(RuntimeConfig):
     idle longest is closed, or, if none is, the new one is refused with status 503 (uvicorn only)."""
     shutdown_timeout: float = 5.0
     """Seconds for which answers go on after SIGINT or SIGTERM; the rest then ends with an error that clients read."""
+    otlp_endpoint: Optional[str] = None  # noqa: UP045
+    """OpenTelemetry collector that gets a span of every request, by OTLP over HTTP, as http://HOST:4318/v1/traces; none
+    if not given. Needs the extra otel."""
     access_log: bool = False
     """Whether every request is logged to stderr, as one line of JSON."""
     ssl_certfile: Optional[str] = None  # noqa: UP045
@@ -195,7 +198,7 @@ class ServeConfig(RuntimeConfig):
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError(f"ssl_keyfile={self.ssl_keyfile}: only with ssl_certfile")
         self.launcher.own_process = True  # only a process of its own can restart, and decode several at once
-        for name in ("host", "api_key", "api_keys", "served_name", "ssl_certfile", "ssl_keyfile"):
+        for name in ("host", "api_key", "api_keys", "served_name", "ssl_certfile", "ssl_keyfile", "otlp_endpoint"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name}: is empty")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import cast
 
 from fastapi import FastAPI, Request, Response
@@ -81,6 +81,11 @@ class Server:
     def drain(self) -> None:
         """Take no new request from now on."""
         self._status.is_draining = True
+
+    def close(self) -> None:
+        """Send the spans that are left."""
+        if self._settings.tracing is not None:
+            self._settings.tracing.close()
 
     def abort(self, error: LookaheadError) -> None:
         """End every answer at once: clients read what there is and the error."""
@@ -165,6 +170,9 @@ class Server:
             LookaheadError: a job has failed.
         """
         texts = self._texts(choices, time.perf_counter())
+        if (tracing := self._settings.tracing) is not None:
+            request_id = request.state.request_id
+            texts = tracing.traced(texts, request.headers, request.url.path, request_id, body, choices)
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage
             return StreamingResponse(self._events(texts, choices, form, with_usage), media_type="text/event-stream")
@@ -185,7 +193,7 @@ class Server:
         task.result()
         return Response(to_json(form.whole(choices)), media_type="application/json")
 
-    async def _texts(self, choices: list[Choice], arrived: float) -> AsyncIterator[tuple[Choice, str]]:
+    async def _texts(self, choices: list[Choice], arrived: float) -> AsyncGenerator[tuple[Choice, str], None]:
         """Yield (choice, text to show) for every delta, one choice after another, and for each choice's end.
 
         Args:

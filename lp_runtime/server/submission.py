@@ -18,6 +18,7 @@ from lp_runtime.server.gate import GateRules
 from lp_runtime.server.protocol import Common
 from lp_runtime.server.responses import Choice
 from lp_runtime.server.stop_trimmer import StopTrimmer
+from lp_runtime.server.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class ServerSettings:
         max_new_tokens: tokens that a request may generate at most; None for what the model's context allows.
         queue_timeout: seconds that a request may wait in the queue; None for no limit.
         strict_fields: whether requests with unknown fields are refused.
+        tracing: makes spans of requests; None for none.
     """
 
     name: str
@@ -42,6 +44,7 @@ class ServerSettings:
     max_new_tokens: int | None = None
     queue_timeout: float | None = None
     strict_fields: bool = False
+    tracing: Tracing | None = None
 
 
 class Submitter:

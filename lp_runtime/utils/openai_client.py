@@ -47,11 +47,7 @@ class Endpoint:
         if not is_good:
             raise ConfigError(f"url={url}: must be http://HOST:PORT or https://HOST:PORT, with a path or without")
         if api_key_file is not None:
-            try:
-                api_key = Path(api_key_file).expanduser().read_text(encoding="ascii").strip()
-            except (OSError, UnicodeDecodeError) as error:
-                reason = getattr(error, "strerror", None) or first_line(error)
-                raise ConfigError(f"api_key_file={api_key_file}: cannot be read: {reason}") from error
+            api_key = _read_key(api_key_file)
         if api_key is not None and not (api_key and api_key.isascii() and api_key.isprintable()):
             raise ConfigError("api_key: must be printable ASCII")
         return cls(url, api_key)
@@ -115,6 +111,19 @@ class Endpoint:
             raise LaunchError(f"url={self.url}: cannot be reached ({reason})") from error
         finally:
             connection.close()
+
+
+def _read_key(path: str) -> str:
+    """Return the API key that a file holds.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        return Path(path).expanduser().read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise ConfigError(f"api_key_file={path}: cannot be read: {reason}") from error
 
 
 def _parsed(text: str) -> dict[str, Any]:
