@@ -42,6 +42,7 @@ class RequestOptions(TypedDict, total=False):
     prompt_logprobs: whether to report log-probabilities of the prompt's tokens, too: in the `prompt` of the first of a
         generation's `logprobs`. Default False.
     trace: whether to report which replica has verified each new token. Default False.
+    request_id: names the request in logs. Default "".
     cache_salt: prefixes of prompts are shared among requests of equal salts alone. Default "".
     processors: transformers LogitsProcessors, which must pickle; each request has a copy. One that does not set
         prefix_only = True is called once a new token, in order, on one replica. Default: none.
@@ -58,6 +59,7 @@ class RequestOptions(TypedDict, total=False):
     top_logprobs: int
     prompt_logprobs: bool
     trace: bool
+    request_id: str
     cache_salt: str
     processors: Sequence[LogitsProcessor]
 
@@ -92,6 +94,7 @@ class RequestBuilder:
         top_logprobs: int = 0,
         prompt_logprobs: bool = False,
         trace: bool = False,
+        request_id: str = "",
         cache_salt: str = "",
         processors: Sequence[LogitsProcessor] = (),
     ) -> Request:
@@ -111,6 +114,7 @@ class RequestBuilder:
             top_logprobs: how many of the likeliest tokens to report with each log-probability.
             prompt_logprobs: whether to report log-probabilities of the prompt's tokens, too.
             trace: whether to report which replica has verified each token.
+            request_id: names the request in logs.
             cache_salt: prefixes of prompts are shared among requests of equal salts alone.
             processors: logits processors of the caller's own.
 
@@ -124,7 +128,8 @@ class RequestBuilder:
         max_time = defaults.get("max_time") if max_time is None else max_time
         check_limits(max_new_tokens, stop, max_time)
         self._check_processors(processors)
-        _check_salt(cache_salt)
+        for name, text in (("request_id", request_id), ("cache_salt", cache_salt)):
+            _check_text(name, text)
         if isinstance(sample, bool) or not isinstance(sample, int) or not 0 <= sample <= MAX_SAMPLE:
             raise ConfigError(f"sample={sample}: must be 0 to 2**32 - 1")
         _check_logprobs(logprobs, top_logprobs, prompt_logprobs)
@@ -150,6 +155,7 @@ class RequestBuilder:
             top_logprobs=min(top_logprobs, self._info.vocabulary_size),
             prompt_logprobs=prompt_logprobs,
             trace=trace,
+            request_id=request_id,
             cache_salt=cache_salt,
             processors=tuple(processors),
         )
@@ -252,9 +258,9 @@ def _check_logprobs(logprobs: bool, top_logprobs: int, prompt_logprobs: bool) ->
         raise ConfigError(f"{name}: only with logprobs")
 
 
-def _check_salt(cache_salt: str) -> None:
-    if not isinstance(cache_salt, str):
-        raise ConfigError(f"cache_salt={cache_salt!r}: must be a string")
+def _check_text(name: str, value: str) -> None:
+    if not isinstance(value, str):
+        raise ConfigError(f"{name}={value!r}: must be a string")
 
 
 def _typed(name: str, value: Config | None, kind: type[Config]) -> Config | None:

@@ -6,6 +6,7 @@ What one group has not finished, the next resumes behind the last token that any
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack
@@ -30,6 +31,8 @@ from lp_runtime.launchers.messages import (
     Streamed,
 )
 from lp_runtime.launchers.replica_pool import ReplicaPool
+
+log = logging.getLogger(__name__)
 
 MAX_FRUITLESS_ATTEMPTS = 2  # in a row: groups that a request may lose as a whole without a token in between
 MIN_SECONDS_LEFT = 1e-3  # of a request's time, when a group resumes it: the group ends it after a step
@@ -133,6 +136,9 @@ class RequestDriver:
 
     def _note_losses(self, lost: Iterable[int]) -> None:
         lost = set(lost)
+        if lost:
+            name, num_tokens = self._request.request_id or "without a name", len(self._delivered)
+            log.warning("request %s: replicas %s were lost after %d tokens", name, sorted(lost), num_tokens)
         self._lease.lose(lost)
         self._num_lost += len(lost)
 

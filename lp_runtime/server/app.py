@@ -136,8 +136,9 @@ class Server:
             LookaheadError: a field is not supported, or a setting is out of range.
         """
         self._status.check_model(body.model)
-        self._submitter.check_fields(body)
+        self._submitter.check_fields(body, request.state.request_id)
         options = body.options(self._sampling)
+        options["request_id"] = request.state.request_id
         options["cache_salt"] = f"{request.state.client} {body.cache_salt}"  # no client's name has a space
         options["logprobs"], options["top_logprobs"] = num_top is not None, num_top or 0
         return options
