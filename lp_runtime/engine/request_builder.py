@@ -128,8 +128,7 @@ class RequestBuilder:
         max_time = defaults.get("max_time") if max_time is None else max_time
         check_limits(max_new_tokens, stop, max_time)
         self._check_processors(processors)
-        for name, text in (("request_id", request_id), ("cache_salt", cache_salt)):
-            _check_text(name, text)
+        _check_texts(request_id=request_id, cache_salt=cache_salt)
         if isinstance(sample, bool) or not isinstance(sample, int) or not 0 <= sample <= MAX_SAMPLE:
             raise ConfigError(f"sample={sample}: must be 0 to 2**32 - 1")
         _check_logprobs(logprobs, top_logprobs, prompt_logprobs)
@@ -258,9 +257,11 @@ def _check_logprobs(logprobs: bool, top_logprobs: int, prompt_logprobs: bool) ->
         raise ConfigError(f"{name}: only with logprobs")
 
 
-def _check_text(name: str, value: str) -> None:
-    if not isinstance(value, str):
-        raise ConfigError(f"{name}={value!r}: must be a string")
+def _check_texts(**values: str) -> None:
+    """Refuse settings, by name, that are not strings."""
+    for name, value in values.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{name}={value!r}: must be a string")
 
 
 def _typed(name: str, value: Config | None, kind: type[Config]) -> Config | None:
