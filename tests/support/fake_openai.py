@@ -77,7 +77,10 @@ def fake_server(pieces: Callable[[int], list[str] | int]) -> Iterator[tuple[str,
         def event(self, body: dict) -> None:
             self.wfile.write(f": a comment\ndata: {json.dumps(body)}\n\n".encode())
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 128  # clients that come at once
+
+    server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
