@@ -11,6 +11,7 @@ random_configs  greedy decoding of models whose attention is configured at rando
 shared_model    one model object under several threads and interrupts
 wrapped_models  adapters, caches, compiled and offloaded models, and other wrappers: exact, or refused in one line
 transformers_tests  transformers' own generation tests, with `generate` routed through the drop-in
+prefix_cache    turns of conversations with the prefix cache and without; bounded memory
 fuzz            malformed HTTP requests and command lines are refused
 """
 
@@ -28,6 +29,7 @@ STUDIES = {
         "shared_model",
         "wrapped_models",
         "transformers_tests",
+        "prefix_cache",
         "fuzz",
     )
 }

@@ -94,7 +94,16 @@ class GenerateConfig(RuntimeConfig):
 
 @dataclass
 class ChatConfig(RuntimeConfig):
-    """Settings of lp-chat: a runtime, and limits of an answer."""
+    """Settings of lp-chat: a runtime, or a server, and limits of an answer."""
+
+    url: Optional[str] = None  # noqa: UP045
+    """Server that speaks the OpenAI API, http://HOST:PORT: it answers, and no runtime is started."""
+    served_name: Optional[str] = None  # noqa: UP045
+    """Model to ask the server of `url` for; if not given, the first that it lists."""
+    api_key: Optional[str] = None  # noqa: UP045
+    """API key for the server of `url`; '${oc.env:NAME}' takes it from an environment variable."""
+    api_key_file: Optional[str] = None  # noqa: UP045
+    """File that holds the API key for the server of `url`."""
 
     system: Optional[str] = None  # noqa: UP045
     """System message that every conversation begins with; none if not given."""
@@ -105,16 +114,19 @@ class ChatConfig(RuntimeConfig):
     stop_strings."""
     max_time: Optional[float] = None  # noqa: UP045
     """Seconds after which an answer stops, at the end of a step; no limit if not given."""
+    prefix_cache_bytes: Optional[int] = None  # noqa: UP045
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_limits(self.max_new_tokens, self.stop, self.max_time)
+        _check_server(self.url, self.model.path, self.api_key, self.api_key_file, self.served_name)
 
 
 @dataclass
 class ServeConfig(RuntimeConfig):
     """Settings of lp-serve: a runtime, the scheduler, and the HTTP server."""
 
+    prefix_cache_bytes: Optional[int] = None  # noqa: UP045
     server: str = "uvicorn"
     """HTTP server: uvicorn (in this process) or ray_serve (an application of Ray Serve, with launcher=ray)."""
     host: str = "127.0.0.1"
@@ -159,6 +171,9 @@ class ServeConfig(RuntimeConfig):
     idle longest is closed, or, if none is, the new one is refused with status 503 (uvicorn only)."""
     shutdown_timeout: float = 5.0
     """Seconds for which answers go on after SIGINT or SIGTERM; the rest then ends with an error that clients read."""
+    otlp_endpoint: Optional[str] = None  # noqa: UP045
+    """OpenTelemetry collector that gets a span of every request, by OTLP over HTTP, as http://HOST:4318/v1/traces; none
+    if not given. Needs the extra otel."""
     access_log: bool = False
     """Whether every request is logged to stderr, as one line of JSON."""
     ssl_certfile: Optional[str] = None  # noqa: UP045
@@ -183,7 +198,7 @@ class ServeConfig(RuntimeConfig):
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError(f"ssl_keyfile={self.ssl_keyfile}: only with ssl_certfile")
         self.launcher.own_process = True  # only a process of its own can restart, and decode several at once
-        for name in ("host", "api_key", "api_keys", "served_name", "ssl_certfile", "ssl_keyfile"):
+        for name in ("host", "api_key", "api_keys", "served_name", "ssl_certfile", "ssl_keyfile", "otlp_endpoint"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name}: is empty")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
@@ -198,13 +213,49 @@ class ServeConfig(RuntimeConfig):
                 raise ConfigError(f"launcher={self.launcher.name}: must be ray with server=ray_serve")
 
 
+def _check_server(
+    url: str | None, path: str | None, api_key: str | None, api_key_file: str | None, served_name: str | None
+) -> None:
+    """Refuse settings that contradict whether a server is asked.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if url is None:
+        for name, value in (("api_key", api_key), ("api_key_file", api_key_file), ("served_name", served_name)):
+            if value is not None:
+                raise ConfigError(f"{name}: only with url")
+    elif path is not None:
+        raise ConfigError(f"model.path={path}: not with url, whose server has its model (see served_name)")
+    elif api_key is not None and api_key_file is not None:
+        raise ConfigError(f"api_key_file={api_key_file}: not with api_key")
+
+
 METHODS = ("hf", "hf_compiled", "hf_prompt_lookup", "plain", "paper", "default")
 
 
 @dataclass
 class BenchConfig(RuntimeConfig):
-    """Settings of lp-bench: a runtime, prompts, and the methods to compare."""
+    """Settings of lp-bench: a runtime, prompts, and the methods to compare; or a server and the load to put on it."""
 
+    url: Optional[str] = None  # noqa: UP045
+    """Server that speaks the OpenAI API, http://HOST:PORT: it is put under load, and no runtime is started."""
+    served_name: Optional[str] = None  # noqa: UP045
+    """Model to ask the server of `url` for; if not given, the first that it lists."""
+    api_key: Optional[str] = None  # noqa: UP045
+    """API key for the server of `url`; '${oc.env:NAME}' takes it from an environment variable."""
+    api_key_file: Optional[str] = None  # noqa: UP045
+    """File that holds the API key for the server of `url`."""
+    rate: Optional[float] = None  # noqa: UP045
+    """With url: requests a second, > 0, which arrive at random (Poisson), however many are being answered."""
+    concurrency: Optional[int] = None  # noqa: UP045
+    """With url: clients, >= 1, each of which asks again when it has its answer; 8 if neither this nor rate is given."""
+    num_requests: int = 64
+    """With url: requests in all, >= 1; the prompts are asked in turn."""
+    chat: bool = False
+    """With url: whether prompts are sent as messages (/v1/chat/completions), not as texts (/v1/completions)."""
+    load_seed: int = 0
+    """With url: seed, >= 0, of the moments at which requests arrive."""
     prompts: Optional[str] = None  # noqa: UP045
     """JSON-lines files of prompts as FILE:FIELD, separated by commas; if not given, three built-in prompts."""
     limit: int = 4
@@ -229,7 +280,7 @@ class BenchConfig(RuntimeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("limit", "max_new_tokens", "rounds"):
+        for name in ("limit", "max_new_tokens", "rounds", "num_requests"):
             require_int(name, getattr(self, name), 1)
         for method in self.methods:
             require_choice("methods", method, METHODS)
@@ -243,6 +294,21 @@ class BenchConfig(RuntimeConfig):
             require_int("threads", self.threads, 1)
         if self.prompts == "":
             raise ConfigError("prompts: is empty; must be FILE:FIELD")
+        self._check_load()
         for name, value in vars(self.sampling).items():
             if value is not None and (name, value) != ("temperature", 0):
                 raise ConfigError(f"sampling.{name}={value}: lp-bench compares greedy decoding, without processors")
+
+    def _check_load(self) -> None:
+        """Refuse settings of a load that are out of range or have no server."""
+        _check_server(self.url, self.model.path, self.api_key, self.api_key_file, self.served_name)
+        require_int("load_seed", self.load_seed, 0)
+        require_number("rate", self.rate, "a number > 0", lambda value: value > 0)
+        if self.concurrency is not None:
+            require_int("concurrency", self.concurrency, 1)
+            if self.rate is not None:
+                raise ConfigError(
+                    f"concurrency={self.concurrency}: not with rate, which asks however many are answered"
+                )
+        if self.url is None and (self.rate is not None or self.concurrency is not None):
+            raise ConfigError(f"{'concurrency' if self.rate is None else 'rate'}: only with url")

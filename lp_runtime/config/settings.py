@@ -155,6 +155,11 @@ class RuntimeConfig:
     """Tokens of every forward pass with exactness=strict, >= 2; a step with more takes several passes. Rounding depends
     on the value, so outputs are comparable at equal values only."""
 
+    prefix_cache_bytes: Optional[int] = 0  # noqa: UP045
+    """Bytes of a replica's memory that hold keys and values of finished sequences at most, for prompts that begin
+    alike, >= 0; 0 keeps none; null takes what is free, on a CPU a quarter of it. No request waits for that memory:
+    what was used least recently is dropped. The draft tables of the last 8 sequences are kept, too. Default of lp-serve
+    and lp-chat: null."""
     cache_dir: Optional[str] = "~/.cache/lp_runtime"  # noqa: UP045
     """Directory that keeps the measurements of a model on a device; null measures at every start."""
     show_progress: bool = False
@@ -177,6 +182,8 @@ class RuntimeConfig:
             raise ConfigError("launcher.backend=nccl: not with device=cpu")
         if self.profile_dir == "":
             raise ConfigError("profile_dir: is empty; must be a directory")
+        if self.prefix_cache_bytes is not None:
+            require_int("prefix_cache_bytes", self.prefix_cache_bytes, 0)
         if self.cache_dir == "":
             raise ConfigError("cache_dir: is empty; must be a directory or null")
         require_choice("compile", self.compile, COMPILES)

@@ -25,6 +25,7 @@ from lp_runtime.engine.delivery import Delivery
 from lp_runtime.engine.draft_pool import DraftPool
 from lp_runtime.engine.drafter_factory import make_drafter
 from lp_runtime.engine.output import Event, StepOutput
+from lp_runtime.engine.prompt_prefix import PromptPrefix
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import SamplerSpec, make_sampler_spec
 from lp_runtime.engine.sequence import MakeExchange, Observer, Sequence, capacity_of
@@ -107,19 +108,20 @@ class Engine:
 
     # Opening and closing: the only places where slots and draft tables are acquired and released.
 
-    def open_decoder(self, request: Request, spec: SamplerSpec, stop: Stop | None = None) -> Decoder:
+    def open_decoder(self, request: Request, spec: SamplerSpec, stop: Stop | None = None, tag: int = 0) -> Decoder:
         """Return the pure core of a request, before its prefill; `close_decoder` ends it.
 
         Args:
             request: what to decode.
             spec: how successors are sampled.
             stop: a condition beyond the request's own, see DecodingState; None for none.
+            tag: names the draft tables that the request goes on with; 0 for empty ones.
         """
         settings, num_replicas = request.lookahead, 1 if spec.processors.are_ordered else self._group.size
         limit = step_limit(settings, self._calibration)
         vocabulary, pool, tables = self._calibration.vocabulary, self._draft_pool, None
         if settings.drafter == "full":
-            tables = pool.acquire(settings.draft_tables != "request", settings.draft_tables_bytes)
+            tables = pool.acquire(settings.draft_tables != "request", settings.draft_tables_bytes, tag)
         try:
             drafter = make_drafter(settings, spec.noise_key, num_replicas * limit, tables, vocabulary)
             num_nodes = drafter.max_nodes + drafter.max_committed
@@ -140,10 +142,10 @@ class Engine:
                 pool.release(tables)
             raise
 
-    def close_decoder(self, decoder: Decoder) -> None:
-        """Release the draft tables of a decoder."""
+    def close_decoder(self, decoder: Decoder, tag: int = 0) -> None:
+        """Release the draft tables of a decoder; under a tag they are kept for a request that goes on from there."""
         if decoder.draft_tables is not None:
-            self._draft_pool.release(decoder.draft_tables)
+            self._draft_pool.release(decoder.draft_tables, tag)
 
     def _open(
         self,
@@ -155,14 +157,15 @@ class Engine:
     ) -> Sequence:
         model = self._model
         spec = spec or make_sampler_spec(model, request, self._plain_kinds)
-        decoder = self.open_decoder(request, spec, stop)
+        prefix = PromptPrefix(model.slots.prefixes, request, self._group, self._draft_pool)
+        decoder = self.open_decoder(request, spec, stop, prefix.tag)
         text = (*request.prompt_ids, *request.committed) if request.committed else ()
         slot = model.slots.acquire(capacity_of(request, decoder), text)
         group, make_exchange, are_late = self._group, self._make_exchange, self._times_are_late
-        return Sequence(model, request, decoder, slot, group, make_exchange, are_late, should_cancel, observe)
+        return Sequence(model, request, decoder, slot, prefix, group, make_exchange, are_late, should_cancel, observe)
 
     def _close(self, sequence: Sequence) -> None:
-        self.close_decoder(sequence.decoder)
+        self.close_decoder(sequence.decoder, sequence.keep_prefix())
         self._model.slots.release(sequence.slot)
 
     # Decoding.

@@ -31,6 +31,7 @@ from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.loading import choose_device, ready_follower, ready_model
 from lp_runtime.engine.output import Event, Report
 from lp_runtime.engine.profiler import check_folder, profiled
+from lp_runtime.engine.prompt_prefix import make_prefix_cache
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import make_sampler_spec
 from lp_runtime.engine.step_meter import measure_steps
@@ -213,6 +214,8 @@ def load_replica(
     any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0))
     make_sampler_spec(model, any_request)  # refuses model defaults that cannot be kept
     num_bytes = _exchange_bytes(config, num_local) if device.type == "cuda" else 0
+    capacity = capacity_in_tokens(model, num_sharing(device, num_local, owns_device), num_bytes)
+    model.slots.prefixes = make_prefix_cache(model, config.prefix_cache_bytes, capacity)
     info = ReplicaInfo(
         vocabulary_size=model.vocabulary_size,
         context_length=model.context_length,
@@ -221,7 +224,7 @@ def load_replica(
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         self_check=self_check,
-        capacity=capacity_in_tokens(model, num_sharing(device, num_local, owns_device), num_bytes),
+        capacity=capacity,
         supports_batching=model.supports_batching and not config.profile,
     )
     # Compiling takes minutes, on one replica longer than on another. It must end before the replicas meet: afterwards

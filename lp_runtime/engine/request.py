@@ -27,6 +27,8 @@ class Request:
         prompt_logprobs: whether log-probabilities of the prompt's tokens are reported with that of the first new token.
         processors: logits processors of the caller's own, run after transformers' processors and before its warpers.
         trace: whether to report which replica has verified each token.
+        request_id: names the request in logs; empty if nobody has named it.
+        cache_salt: keys and values are shared, by the prefix cache, among requests of equal salts alone.
         committed: new tokens that an earlier attempt at the request has committed; decoding goes on behind them, and
             only later tokens are reported.
     """
@@ -44,4 +46,6 @@ class Request:
     prompt_logprobs: bool = False
     processors: tuple[LogitsProcessor, ...] = ()
     trace: bool = False
+    request_id: str = ""
+    cache_salt: str = ""
     committed: tuple[int, ...] = ()

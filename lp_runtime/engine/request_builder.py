@@ -42,6 +42,8 @@ class RequestOptions(TypedDict, total=False):
     prompt_logprobs: whether to report log-probabilities of the prompt's tokens, too: in the `prompt` of the first of a
         generation's `logprobs`. Default False.
     trace: whether to report which replica has verified each new token. Default False.
+    request_id: names the request in logs. Default "".
+    cache_salt: prefixes of prompts are shared among requests of equal salts alone. Default "".
     processors: transformers LogitsProcessors, which must pickle; each request has a copy. One that does not set
         prefix_only = True is called once a new token, in order, on one replica. Default: none.
     """
@@ -57,6 +59,8 @@ class RequestOptions(TypedDict, total=False):
     top_logprobs: int
     prompt_logprobs: bool
     trace: bool
+    request_id: str
+    cache_salt: str
     processors: Sequence[LogitsProcessor]
 
 
@@ -90,6 +94,8 @@ class RequestBuilder:
         top_logprobs: int = 0,
         prompt_logprobs: bool = False,
         trace: bool = False,
+        request_id: str = "",
+        cache_salt: str = "",
         processors: Sequence[LogitsProcessor] = (),
     ) -> Request:
         """Return a checked request: the model's defaults filled in, a seed chosen if need be.
@@ -108,6 +114,8 @@ class RequestBuilder:
             top_logprobs: how many of the likeliest tokens to report with each log-probability.
             prompt_logprobs: whether to report log-probabilities of the prompt's tokens, too.
             trace: whether to report which replica has verified each token.
+            request_id: names the request in logs.
+            cache_salt: prefixes of prompts are shared among requests of equal salts alone.
             processors: logits processors of the caller's own.
 
         Raises:
@@ -120,6 +128,7 @@ class RequestBuilder:
         max_time = defaults.get("max_time") if max_time is None else max_time
         check_limits(max_new_tokens, stop, max_time)
         self._check_processors(processors)
+        _check_texts(request_id=request_id, cache_salt=cache_salt)
         if isinstance(sample, bool) or not isinstance(sample, int) or not 0 <= sample <= MAX_SAMPLE:
             raise ConfigError(f"sample={sample}: must be 0 to 2**32 - 1")
         _check_logprobs(logprobs, top_logprobs, prompt_logprobs)
@@ -145,6 +154,8 @@ class RequestBuilder:
             top_logprobs=min(top_logprobs, self._info.vocabulary_size),
             prompt_logprobs=prompt_logprobs,
             trace=trace,
+            request_id=request_id,
+            cache_salt=cache_salt,
             processors=tuple(processors),
         )
 
@@ -244,6 +255,13 @@ def _check_logprobs(logprobs: bool, top_logprobs: int, prompt_logprobs: bool) ->
     if (top_logprobs or prompt_logprobs) and not logprobs:
         name = "top_logprobs" if top_logprobs else "prompt_logprobs"
         raise ConfigError(f"{name}: only with logprobs")
+
+
+def _check_texts(**values: str) -> None:
+    """Refuse settings, by name, that are not strings."""
+    for name, value in values.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{name}={value!r}: must be a string")
 
 
 def _typed(name: str, value: Config | None, kind: type[Config]) -> Config | None:

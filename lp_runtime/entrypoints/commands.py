@@ -7,11 +7,13 @@ from functools import partial
 from pathlib import Path
 
 from lp_runtime.bench.command import bench, check_bench
+from lp_runtime.bench.load import put_under_load
 from lp_runtime.config.commands import BenchConfig, ChatConfig, GenerateConfig, ServeConfig
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.entrypoints.batch import check_output, generate_file
 from lp_runtime.entrypoints.chat import chat, check_chat
 from lp_runtime.entrypoints.generate import generate_one
+from lp_runtime.entrypoints.remote_chat import chat_with_server
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.server.ray_serve import serve_on_ray
 from lp_runtime.server.serve import check_serve, open_port, serve
@@ -33,6 +35,10 @@ def run_command(config: RuntimeConfig, is_leader: bool) -> None:
     if isinstance(config, ServeConfig) and config.server == "ray_serve":
         check_serve(config)
         serve_on_ray(config)  # the Serve replica has the runtime
+        return
+    if isinstance(config, ChatConfig | BenchConfig) and config.url is not None:
+        if is_leader:
+            chat_with_server(config) if isinstance(config, ChatConfig) else put_under_load(config)
         return
     # Rank 0 refuses bad input before replicas start; its end ends the other ranks.
     work = _prepare(config) if is_leader else None

@@ -119,6 +119,11 @@ class DecodingState:
         return self.tokens[self.prompt_length :]
 
     @property
+    def digest(self) -> int:
+        """Digest of the steps so far, equal on all replicas; 0 where no other replica holds this state."""
+        return self._digest
+
+    @property
     def pending(self) -> list[int]:
         """Tokens whose keys and values are not cached yet."""
         return self.tokens[self.num_cached :]

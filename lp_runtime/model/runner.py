@@ -93,19 +93,17 @@ class ModelRunner:
     def padded_capacity(self, capacity: int) -> int:
         """Capacity in tokens that a slot is allocated with so that `capacity` tokens fit."""
         capacity += self.strict_tokens or 0  # passes are filled up
-        if self.graphs is not None:
-            capacity = -(-capacity // CAPACITY_UNIT) * CAPACITY_UNIT
-        return capacity
+        return capacity if self.graphs is None else -(-capacity // CAPACITY_UNIT) * CAPACITY_UNIT
 
     @property
     def cache_bytes_per_token(self) -> int:
         """Bytes that one token takes in a slot; 0 before anything was fed."""
         return self.slots.bytes_per_token
 
-    def begin(self, slot: CacheSlot, capacity: int) -> None:
-        """Empty a slot and make `capacity` tokens fit: committed ones and one step's."""
+    def begin(self, slot: CacheSlot, capacity: int, length: int = 0) -> None:
+        """Empty a slot but for the first `length` tokens, and make `capacity` fit: committed ones and one step's."""
         num_layers = self.model.config.get_text_config().num_hidden_layers
-        slot.reset(num_layers, self.padded_capacity(capacity))
+        slot.reset(num_layers, self.padded_capacity(capacity), length)
 
     @property
     def tree_model(self) -> PreTrainedModel:
@@ -206,16 +204,17 @@ class ModelRunner:
         """
         tokens = [*prompt, *committed[:-1]]
         num_known = len(os.path.commonprefix([slot.tokens, tokens]))
-        # Bit for bit, what was prefilled is not what a tree's pass gives.
+        # Bit for bit, what was prefilled is not what a tree's pass gives, nor what a chunk of another size gives.
         is_alike = self.strict_tokens is None or slot.num_prefilled == len(prompt)
         if not is_alike or num_known < len(prompt):
-            self.begin(slot, capacity)
-            yield from self.prefill_in_chunks(slot, prompt)
+            if self.strict_tokens is not None:
+                known = min(num_known, slot.num_prefilled, len(prompt) - 1)
+                num_known = known // self.prefill_chunk * self.prefill_chunk
+            self.begin(slot, capacity, num_known)
+            yield from self.prefill_in_chunks(slot, prompt[num_known:])
             yield
             num_known = len(prompt)
-        slot.cache.truncate(num_known)
-        slot.grow(self.padded_capacity(capacity))
-        del slot.tokens[num_known:]
+        self.begin(slot, capacity, num_known)
         rest = tokens[num_known:]
         if self.strict_tokens is None:
             if rest:

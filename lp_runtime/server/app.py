@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import cast
 
 from fastapi import FastAPI, Request, Response
@@ -82,6 +82,11 @@ class Server:
         """Take no new request from now on."""
         self._status.is_draining = True
 
+    def close(self) -> None:
+        """Send the spans that are left."""
+        if self._settings.tracing is not None:
+            self._settings.tracing.close()
+
     def abort(self, error: LookaheadError) -> None:
         """End every answer at once: clients read what there is and the error."""
         for job in list(self._open):
@@ -89,7 +94,7 @@ class Server:
 
     async def complete(self, body: Completion, request: Request) -> Response:
         """Answer POST /v1/completions."""
-        options = self._options(body, body.logprobs)
+        options = self._options(body, request, body.logprobs)
         options["prompt_logprobs"] = body.echo and body.logprobs is not None
         prompts = body.prompts()
         split = body.split_special_tokens
@@ -105,7 +110,7 @@ class Server:
     async def chat(self, body: Chat, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
         num_top = body.num_top_logprobs()
-        options = self._options(body, num_top)
+        options = self._options(body, request, num_top)
         messages = [message.plain() for message in body.messages]
         ids = self._submitter.encode_chat(messages, body.split_special_tokens)
         choices = self._submit(body, [ids], body.length(), options)
@@ -113,16 +118,17 @@ class Server:
 
     async def respond(self, body: Responses, request: Request) -> Response:
         """Answer POST /v1/responses."""
-        options = self._options(body, None)
+        options = self._options(body, request, None)
         ids = self._submitter.encode_chat(body.messages(), body.split_special_tokens)
         choices = self._submit(body, [ids], body.length(), options)
         return await self._answer(body, request, choices, ResponsesForm(self._settings.name, self._token_text, body))
 
-    def _options(self, body: Common, num_top: int | None) -> RequestOptions:
+    def _options(self, body: Common, request: Request, num_top: int | None) -> RequestOptions:
         """Return the options of a body's requests, once the body is checked.
 
         Args:
             body: what the client sent.
+            request: how it came.
             num_top: how many of the likeliest tokens each log-probability is to come with; None without them.
 
         Raises:
@@ -130,8 +136,10 @@ class Server:
             LookaheadError: a field is not supported, or a setting is out of range.
         """
         self._status.check_model(body.model)
-        self._submitter.check_fields(body)
+        self._submitter.check_fields(body, request.state.request_id)
         options = body.options(self._sampling)
+        options["request_id"] = request.state.request_id
+        options["cache_salt"] = f"{request.state.client} {body.cache_salt}"  # no client's name has a space
         options["logprobs"], options["top_logprobs"] = num_top is not None, num_top or 0
         return options
 
@@ -163,6 +171,9 @@ class Server:
             LookaheadError: a job has failed.
         """
         texts = self._texts(choices, time.perf_counter())
+        if (tracing := self._settings.tracing) is not None:
+            request_id = request.state.request_id
+            texts = tracing.traced(texts, request.headers, request.url.path, request_id, body, choices)
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage
             return StreamingResponse(self._events(texts, choices, form, with_usage), media_type="text/event-stream")
@@ -183,7 +194,7 @@ class Server:
         task.result()
         return Response(to_json(form.whole(choices)), media_type="application/json")
 
-    async def _texts(self, choices: list[Choice], arrived: float) -> AsyncIterator[tuple[Choice, str]]:
+    async def _texts(self, choices: list[Choice], arrived: float) -> AsyncGenerator[tuple[Choice, str], None]:
         """Yield (choice, text to show) for every delta, one choice after another, and for each choice's end.
 
         Args:

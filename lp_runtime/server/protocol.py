@@ -27,6 +27,7 @@ MAX_BUDGET_TOKENS = 4096
 MAX_TOKEN_DIGITS = 9  # of a token id in logit_bias: far above any vocabulary, within an int32
 MAX_COMPLETION_LOGPROBS = 5
 MAX_CHAT_LOGPROBS = 20
+MAX_SALT_CHARS = 256
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 NO_SEED = -1  # as some clients write "no seed"
@@ -102,7 +103,7 @@ class Common(_Body):
     """Fields of completions and chats alike.
 
     Fields beyond the OpenAI API: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, max_time,
-    split_special_tokens, lookahead, gpus and trace. Settings that are not given are as in the model's
+    split_special_tokens, cache_salt, lookahead, gpus and trace. Settings that are not given are as in the model's
     generation_config.json. Fields from `user` to `prediction` are accepted and have no effect.
     """
 
@@ -135,6 +136,7 @@ class Common(_Body):
     ignore_eos: bool = False
     split_special_tokens: bool = False
     max_time: float | None = None
+    cache_salt: str = Field(default="", max_length=MAX_SALT_CHARS)
     lookahead: Lookahead | None = None
     gpus: int | None = None
     trace: bool = False

@@ -74,11 +74,15 @@ def usage_of(choices: list[Choice]) -> dict[str, object]:
     prompts = {id(choice.job.request.prompt_ids): len(choice.job.request.prompt_ids) for choice in choices}
     num_new, num_prompt = sum(len(choice.tokens) for choice in choices), sum(prompts.values())
     num_fed, num_accepted = _num_drafted(choices)
+    cached: dict[int, int] = {}  # of each prompt, what its first sample has read; the others may read that one's
+    for choice in choices:
+        if choice.job.generation is not None:
+            cached.setdefault(id(choice.job.request.prompt_ids), choice.job.generation.cached_tokens)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_new,
         "total_tokens": num_prompt + num_new,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
         "completion_tokens_details": {
             "accepted_prediction_tokens": num_accepted,
             "rejected_prediction_tokens": num_fed - num_accepted,

@@ -18,6 +18,7 @@ from lp_runtime.server.gate import GateRules
 from lp_runtime.server.protocol import Common
 from lp_runtime.server.responses import Choice
 from lp_runtime.server.stop_trimmer import StopTrimmer
+from lp_runtime.server.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class ServerSettings:
         max_new_tokens: tokens that a request may generate at most; None for what the model's context allows.
         queue_timeout: seconds that a request may wait in the queue; None for no limit.
         strict_fields: whether requests with unknown fields are refused.
+        tracing: makes spans of requests; None for none.
     """
 
     name: str
@@ -42,6 +44,7 @@ class ServerSettings:
     max_new_tokens: int | None = None
     queue_timeout: float | None = None
     strict_fields: bool = False
+    tracing: Tracing | None = None
 
 
 class Submitter:
@@ -60,11 +63,12 @@ class Submitter:
         self._special_tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._named_fields: set[str] = set()
 
-    def check_fields(self, body: Common) -> None:
+    def check_fields(self, body: Common, request_id: str) -> None:
         """Refuse fields that are unknown, or name each of them in the log once.
 
         Args:
             body: what the client sent.
+            request_id: names the request in the log.
 
         Raises:
             RequestError: names a field that is not supported, or, with `strict_fields`, not known.
@@ -76,7 +80,7 @@ class Submitter:
             shown = ascii(name)[:MAX_NAME_CHARS]
             if shown not in self._named_fields and len(self._named_fields) < MAX_NAMED_FIELDS:
                 self._named_fields.add(shown)
-                log.warning("a request has a field that is not known and has no effect: %s", shown)
+                log.warning("request %s has a field that is not known and has no effect: %s", request_id, shown)
 
     def encode(self, prompt: str, split_special_tokens: bool) -> list[int]:
         """Return the token ids of a prompt; with `split_special_tokens`, special tokens in it are plain text.
