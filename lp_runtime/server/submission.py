@@ -56,7 +56,7 @@ class Submitter:
 
     def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler, settings: ServerSettings, tokenizer: Tokenizer):
         self._scheduler, self._settings, self._tokenizer = scheduler, settings, tokenizer
-        self._builder = RequestBuilder(runtime.config, runtime.info, lambda: tokenizer)
+        self._builder = RequestBuilder(runtime.config, runtime.info, lambda: tokenizer, runtime.compiler)
         self._special_tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._named_fields: set[str] = set()
 
