@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from lp_runtime.config.checks import require_choice, require_int, require_number, require_port, require_seconds
+from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.settings import RuntimeConfig, check_limits
 from lp_runtime.errors import ConfigError
 
@@ -39,6 +40,7 @@ class GenerateConfig(RuntimeConfig):
     stop_strings."""
     max_time: Optional[float] = None  # noqa: UP045
     """Seconds after which decoding stops, at the end of a step; no limit if not given."""
+    constraint: ConstraintConfig = field(default_factory=ConstraintConfig)
     num_samples: int = 1
     """Independent samples of each prompt, >= 1; more than one needs sampling."""
     policy: str = "latency"
