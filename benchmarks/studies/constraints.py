@@ -3,9 +3,9 @@
     python benchmarks/correctness.py constraints                       # 300 draws, about 5 minutes on 2 cores
     python benchmarks/correctness.py constraints --draws 50 --seed 1
 
-A draw is a JSON schema, a regular expression, a grammar or a list of choices; a family of models; W, N, G, a drafter and
-a budget; sampling settings with a seed (or greedy decoding), penalties and biases; and a number of replicas from 1 to 3
-(real processes). Every rank's tokens must be those of tests/support/constrained.py, which masks the logits of
+A draw is a JSON schema, a regular expression, a grammar or a list of choices; a family of models; W, N, G, a drafter
+and a budget; sampling settings with a seed (or greedy decoding), penalties and biases; and a number of replicas from 1
+to 3 (real processes). Every rank's tokens must be those of tests/support/constrained.py, which masks the logits of
 transformers' own forward passes with xgrammar's matcher one token at a time; and every text that has ended must satisfy
 its constraint, by jsonschema or by a regular expression of Python's. The exit status is 1 if any does not.
 """

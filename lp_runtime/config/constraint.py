@@ -47,7 +47,9 @@ class ConstraintConfig:
             if value is not None and (not isinstance(value, str) or not value):
                 raise ConstraintError(f"constraint.{name}={value!r}: must be a text of at least one character")
         if self.choice is not None and (
-            not is_list(self.choice) or not self.choice or not all(isinstance(each, str) and each for each in self.choice)
+            not is_list(self.choice)
+            or not self.choice
+            or not all(isinstance(each, str) and each for each in self.choice)
         ):
             raise ConstraintError(f"constraint.choice={self.choice!r}: must be a list of texts, none of them empty")
         require_choice("constraint.whitespace", self.whitespace, WHITESPACES)

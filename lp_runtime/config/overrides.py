@@ -93,7 +93,8 @@ def load_config(schema: type[Config], overrides: list[str], config_dir: str | No
     Args:
         schema: the class.
         overrides: KEY=VALUE in Hydra's grammar. Values of LITERAL_KEYS are taken literally; one of
-            STRING_KEYS is one string, taken literally, or a JSON list of strings; one of FILE_KEYS names a file; `sampling.logit_bias` is {TOKEN_ID: BIAS, ...}.
+            STRING_KEYS is one string, taken literally, or a JSON list of strings; one of FILE_KEYS names a file;
+            `sampling.logit_bias` is {TOKEN_ID: BIAS, ...}.
         config_dir: a folder with further groups; None is none.
 
     Raises:

@@ -107,7 +107,9 @@ def compile_constraint(config: ConstraintConfig, info: Any) -> CompiledConstrain
     masks = xgrammar.allocate_token_bitmask(1, info.vocab_size)
     matcher.fill_next_token_bitmask(masks)
     if not masks.any():
-        raise ConstraintError(f"constraint.{kind}: no token of the model's vocabulary can begin a text that satisfies it")
+        raise ConstraintError(
+            f"constraint.{kind}: no token of the model's vocabulary can begin a text that satisfies it"
+        )
     matcher.find_jump_forward_string()
     data = compiled.serialize_json().encode()
     if len(data) > MAX_COMPILED_BYTES:
@@ -137,12 +139,26 @@ def _grammar(config: ConstraintConfig) -> Any:
         texts = " | ".join(_quoted(text) for text in json.loads(source))
         grammar = Grammar.from_ebnf(f"root ::= {texts}")
     else:
-        grammar = Grammar.from_structural_tag(source)
+        tag = json.loads(source)
+        grammar = Grammar.from_structural_tag(tag if config.whitespace == "any" else _with_fixed_whitespace(tag))
     if config.reasoning_end is None:
         return grammar
     free = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": config.reasoning_end}
     before = Grammar.from_structural_tag({"type": "structural_tag", "format": free})
     return Grammar.concat(before, Grammar.from_ebnf("root ::= [ \\n\\t]{0,8}"), grammar)
+
+
+def _with_fixed_whitespace(value: Any) -> Any:
+    """Return a structural tag, or a part of one, with JSON schemas as grammars of fixed whitespace."""
+    if isinstance(value, list):
+        return [_with_fixed_whitespace(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("type") == "json_schema" and value.get("style", "json") == "json" and "json_schema" in value:
+        check_schema(value["json_schema"])
+        grammar = library().Grammar.from_json_schema(json.dumps(value["json_schema"]), any_whitespace=False)
+        return {"type": "grammar", "grammar": str(grammar)}
+    return {name: _with_fixed_whitespace(each) for name, each in value.items()}
 
 
 def _quoted(text: str) -> str:

@@ -115,7 +115,9 @@ class GrammarGuide:
         self._masks, self._forced = {}, {}
         for token in committed:
             if not self._matcher.accept_token(token):
-                raise ConstraintError(f"token {token} was chosen, which the constraint forbids: are the logits numbers?")
+                raise ConstraintError(
+                    f"token {token} was chosen, which the constraint forbids: are the logits numbers?"
+                )
 
     def _enter(self, path: Sequence[int]) -> int:
         """Advance the matcher along a path, as far as that is allowed; return by how many tokens."""

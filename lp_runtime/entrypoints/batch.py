@@ -150,6 +150,7 @@ def _settings(runtime: LookaheadRuntime, config: GenerateConfig) -> dict[str, ob
         "gpus": runtime.num_replicas,
         "lookahead": asdict(config.lookahead),
         "sampling": asdict(config.sampling),
+        **({"constraint": config.constraint.key} if config.constraint.kind else {}),
     }
 
 

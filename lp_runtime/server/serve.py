@@ -69,6 +69,8 @@ def make_server(runtime: LookaheadRuntime, scheduler: Scheduler, config: ServeCo
         max_new_tokens=config.max_new_tokens,
         queue_timeout=config.queue_timeout,
         strict_fields=config.strict_fields,
+        tool_format=config.tool_format,
+        reasoning=config.reasoning,
     )
     return Server(runtime, scheduler, settings, load_tokenizer(config.model))
 

@@ -187,7 +187,10 @@ class CountingDrafter(Drafter):
         """Begin a tree with the pending tokens, and with what a constraint says must follow.
 
         Args:
-            tokens, num_cached, max_depth, guide: see `propose`.
+            tokens: see `propose`.
+            num_cached: see `propose`.
+            max_depth: see `propose`.
+            guide: see `propose`.
             budget: largest number of nodes, pending tokens included; None for no limit beside max_nodes.
 
         Returns:
