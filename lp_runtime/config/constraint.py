@@ -42,22 +42,19 @@ class ConstraintConfig:
         given = [name for name in KINDS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConstraintError(f"constraint: {' and '.join(given)} are given; give one of them")
+        self._check_texts()
+        require_choice("constraint.whitespace", self.whitespace, WHITESPACES)
+        if given and len(self.source) > MAX_SOURCE_CHARS:
+            message = f"has {len(self.source)} characters; must be at most {MAX_SOURCE_CHARS}"
+            raise ConstraintError(f"constraint.{given[0]}: {message}")
+
+    def _check_texts(self) -> None:
         for name in ("regex", "grammar", "reasoning_end"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
+            if value is not None and not _is_text(value):
                 raise ConstraintError(f"constraint.{name}={value!r}: must be a text of at least one character")
-        if self.choice is not None and (
-            not is_list(self.choice)
-            or not self.choice
-            or not all(isinstance(each, str) and each for each in self.choice)
-        ):
+        if self.choice is not None and not (is_list(self.choice) and self.choice and all(map(_is_text, self.choice))):
             raise ConstraintError(f"constraint.choice={self.choice!r}: must be a list of texts, none of them empty")
-        require_choice("constraint.whitespace", self.whitespace, WHITESPACES)
-        if given:
-            name = given[0]
-            length = len(self.source)
-            if length > MAX_SOURCE_CHARS:
-                raise ConstraintError(f"constraint.{name}: has {length} characters; must be at most {MAX_SOURCE_CHARS}")
 
     @property
     def kind(self) -> str | None:
@@ -85,6 +82,10 @@ class ConstraintConfig:
             return ""
         others = [getattr(self, item.name) for item in fields(self) if item.name not in KINDS]
         return json.dumps([self.kind, self.source, *others])
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def _json_text(name: str, value: object) -> str:

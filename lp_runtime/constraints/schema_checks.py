@@ -22,7 +22,9 @@ UNSUPPORTED = (
     "$dynamicRef",
     "$recursiveRef",
     "additionalItems",
+    "uniqueItems",
 )
+SHAPES = ("pattern", "format")  # of strings; what else is said of a string's length would be ignored
 # Keywords beside which a schema's other assertions would be ignored.
 COMBINATIONS = ("$ref", "anyOf", "oneOf", "allOf")
 ANNOTATIONS = (
@@ -98,23 +100,25 @@ def _inner(schema: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
 def _check_one(place: str, schema: Mapping[str, Any]) -> None:
     """Refuse a schema for what it says itself, not for what it has inside."""
     for name in UNSUPPORTED:
-        if name in schema:
+        if schema.get(name, False) is not False:
             raise _refuse(f"{place}/{name}", "is not supported")
-    if schema.get("uniqueItems"):
-        raise _refuse(f"{place}/uniqueItems", "is not supported")
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) != 1:
         raise _refuse(f"{place}/allOf", "is supported with one schema only")
     combination = next((name for name in COMBINATIONS if name in schema), None)
     if combination is not None:
-        beside = next((name for name in schema if name != combination and name not in ANNOTATIONS), None)
-        if beside is not None:
-            raise _refuse(f"{place}/{beside}", f"is not supported beside {combination}")
-    if any(name in schema for name in ("pattern", "format")):
-        for name in ("minLength", "maxLength", *(("format",) if "pattern" in schema else ())):
-            if name in schema:
-                raise _refuse(f"{place}/{name}", "is not supported beside pattern or format")
+        _refuse_beside(place, schema, combination, lambda name: name not in ANNOTATIONS)
+    for shape in SHAPES:
+        if shape in schema:
+            _refuse_beside(place, schema, shape, lambda name: name in (*SHAPES, "minLength", "maxLength"))
     _check_values(place, schema)
     _check_required(place, schema)
+
+
+def _refuse_beside(place: str, schema: Mapping[str, Any], keyword: str, excludes: Callable[[str], bool]) -> None:
+    """Refuse a schema that has an excluded keyword beside another one."""
+    beside = next((name for name in schema if name != keyword and excludes(name)), None)
+    if beside is not None:
+        raise _refuse(f"{place}/{beside}", f"is not supported beside {keyword}")
 
 
 def _check_values(place: str, schema: Mapping[str, Any]) -> None:
@@ -123,9 +127,7 @@ def _check_values(place: str, schema: Mapping[str, Any]) -> None:
     if not isinstance(values, list):
         return
     name = "enum" if "enum" in schema else "const"
-    beside = next((each for each in schema if each not in ("type", name, *ANNOTATIONS)), None)
-    if beside is not None:
-        raise _refuse(f"{place}/{beside}", f"is not supported beside {name}")
+    _refuse_beside(place, schema, name, lambda each: each not in ("type", *ANNOTATIONS))
     kinds = schema.get("type", list(TYPES))
     kinds = [kinds] if isinstance(kinds, str) else kinds
     for value in values:

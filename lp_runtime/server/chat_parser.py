@@ -131,7 +131,7 @@ class TextParser(ChatParser):
     ):
         self._marks, self._end, self._bare, self._is_thinking = marks, end, bare, is_thinking
         self._has_reasoning = has_reasoning
-        self._raw = ""  # of a call whose head is not there yet
+        self._is_wrapped = False  # whether a brace closes the call behind its arguments
         super().__init__()
 
     def _start(self, is_end: bool) -> bool:
@@ -184,12 +184,14 @@ class TextParser(ChatParser):
         head = CALL_HEAD.match(self._buffer)
         if head is not None and head.end() < len(self._buffer):
             self._begin_call(json.loads(head.group(1)))
+            self._is_wrapped = True
             self._buffer = self._buffer[head.end() :]
             self._state = self._arguments
             return True
         named = re.match(r"\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)", self._buffer)
         if named is not None and self._marks and not self._end:
             self._begin_call(named.group(1))
+            self._is_wrapped = False
             self._buffer = self._buffer[named.end() :]
             self._state = self._arguments
             return True
@@ -214,7 +216,11 @@ class TextParser(ChatParser):
                 return False
             self._buffer, self._state = self._buffer[place + len(self._end) :], self._between_calls
             return True
-        self._buffer = self._buffer.removeprefix("}")
+        self._buffer = self._buffer.lstrip()
+        if self._is_wrapped and not self._buffer:
+            return False
+        if self._is_wrapped:
+            self._buffer = self._buffer.removeprefix("}")
         self._state = self._between_calls
         return True
 
@@ -225,10 +231,8 @@ class TextParser(ChatParser):
         if not self._end and self._buffer.startswith("{"):
             self._state = self._read_head
             return True
-        self._buffer = self._buffer.removeprefix("}").lstrip()
-        if self._buffer:
-            self._state = self._text
-        return bool(self._buffer)
+        self._state = self._text
+        return True
 
 
 CHANNEL, MESSAGE, ENDS = "<|channel|>", "<|message|>", ("<|end|>", "<|call|>", "<|return|>", "<|start|>")

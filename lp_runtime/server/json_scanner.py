@@ -16,26 +16,29 @@ class JsonScanner:
         for place, character in enumerate(text):
             if self._in_string:
                 self._read_in_string(character)
-            elif character == '"':
-                self._in_string = self._has_begun = True
-            elif character in "{[":
-                self._depth += 1
-                self._has_begun = True
-            elif character in "}]":
-                if not self._depth:  # the end of what the value stands in
-                    self.is_done = True
-                    return place
-                self._depth -= 1
-            elif not self._depth and self._has_begun and character in ", \n\t;":  # behind a number or a word
+            elif not self._depth and self._is_behind(character):
                 self.is_done = True
                 return place
             else:
-                self._has_begun |= not character.isspace()
-                continue
-            if not self._depth and not self._in_string and self._has_begun:
+                self._read(character)
+            # A number or a word ends with what follows it.
+            if not self._depth and not self._in_string and character in '"}]':
                 self.is_done = True
                 return place + 1
         return len(text)
+
+    def _is_behind(self, character: str) -> bool:
+        """Whether a character outside of arrays and objects stands behind the value."""
+        return character in "}]" or (self._has_begun and character in ", \n\t;")
+
+    def _read(self, character: str) -> None:
+        self._has_begun |= not character.isspace()
+        if character == '"':
+            self._in_string = True
+        elif character in "{[":
+            self._depth += 1
+        elif character in "}]":
+            self._depth -= 1
 
     def _read_in_string(self, character: str) -> None:
         if self._is_escaped:

@@ -18,6 +18,7 @@ from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.engine.request_builder import RequestOptions
 from lp_runtime.errors import RequestError
+from lp_runtime.server.messages import Message
 from lp_runtime.server.structure import ResponseFormat, StructuredOutputs, constraint_of
 from lp_runtime.server.tools import MAX_TOOLS, NamedTool, Tool
 
@@ -288,44 +289,6 @@ class Completion(Common):
     def shows_new(self) -> bool:
         """Whether the answer has new tokens, not the prompt alone."""
         return not (self.echo and self.max_tokens == 0)
-
-
-class ContentPart(_Body):
-    """A part of a message's content; text alone is supported."""
-
-    type: Literal["text", "input_text", "output_text"]
-    text: str
-    cache_control: dict[str, object] | None = None
-    annotations: list[object] | None = None
-    logprobs: list[object] | None = None
-
-
-class Message(BaseModel):
-    """A message of a conversation. Unknown fields are passed on to the model's chat template."""
-
-    model_config = ConfigDict(extra="allow")
-
-    role: str
-    content: str | list[ContentPart] | None = None
-
-    def plain(self) -> dict[str, object]:
-        """Return the message as chat templates take it, with its content as one text."""
-        content = self.content
-        if isinstance(content, list):
-            content = "".join(part.text for part in content)
-        more = dict(self.model_extra or {})
-        if isinstance(more.get("tool_calls"), list):
-            more["tool_calls"] = [_with_parsed_arguments(call) for call in more["tool_calls"]]
-        return {**more, "role": self.role, "content": "" if content is None else content}
-
-
-def _with_parsed_arguments(call: object) -> object:
-    """Return a call of an earlier answer with its arguments as an object, as chat templates take it."""
-    try:
-        function = call["function"]  # type: ignore[index]
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}  # type: ignore[dict-item]
-    except (KeyError, TypeError, ValueError, RecursionError):
-        return call
 
 
 class Chat(Common):

@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.errors import RequestError
-from lp_runtime.server.protocol import Common, Message
+from lp_runtime.server.messages import Message
+from lp_runtime.server.protocol import Common
 from lp_runtime.server.responses import Choice, Form, acceptance_of, event, usage_of
 from lp_runtime.server.structure import ResponseFormat, constraint_of
 

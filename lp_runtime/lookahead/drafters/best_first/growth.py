@@ -17,9 +17,9 @@ from lp_runtime.lookahead.drafters.best_first.candidates import (
     source_of,
 )
 from lp_runtime.lookahead.drafters.best_first.estimates import ONE_BITS, Rates, calibrate, learn, merge
+from lp_runtime.lookahead.drafters.best_first.guided import plant_root
 from lp_runtime.lookahead.drafters.best_first.heap import pop, sift_up
 from lp_runtime.lookahead.drafters.best_first.tables import (
-    NUM_HASHES,
     NUM_ORDERS,
     STAMP,
     DraftArrays,
@@ -84,7 +84,9 @@ def smallest(size: Int) -> Int:
 
 @compiled
 def is_open(nodes: Nodes, masks: np.ndarray, root: Int, num_seeds: Int, node: Int, token: Int) -> bool:
-    """Whether a token may follow a seed and no seed says so already; arguments as of `grow`."""
+    """Whether a token may follow a node and no seed says so already; arguments as of `grow`."""
+    if node >= num_seeds:
+        return True
     if node - root < len(masks) and not is_allowed(masks, node - root, token):
         return False
     for child in range(node + 1, num_seeds):  # noqa: SIM110 (Numba compiles no generators)
@@ -164,21 +166,16 @@ def grow_below(
     floor_size, floor, num_counted = 0, np.int64(1), 0
     best = calibrate(rates)
     node = root
-    nodes.path_probabilities[root] = np.int64(1) << PATH_PROBABILITY_BITS
-    for i in range(NUM_HASHES):
-        nodes.hashes[root, i] = drafts.text.hashes[0, i]
-    if num_missing <= 0:
-        return num_nodes
-    while True:
+    plant_root(drafts, nodes, root)
+    while num_missing > 0:
         parent_probability = nodes.path_probabilities[node] >> ONE_BITS
         if nodes.depths[node] < max_depth and parent_probability * best >= floor:
             num_rows = collect(drafts, noise, position + nodes.depths[node], nodes, root, node, candidates)
             for i in range(merge(rates, candidates, num_rows, (floor + parent_probability - 1) // parent_probability)):
                 feature = candidates.best[i]
                 probability = parent_probability * rates.calibrated[candidates.agreeing[i], feature]
-                if probability < floor or num_pushed == len(frontier.heap):
-                    continue
-                if node < num_seeds and not is_open(nodes, masks, root, num_seeds, node, candidates.merged[i]):
+                is_wanted = probability >= floor and num_pushed < len(frontier.heap)
+                if not (is_wanted and is_open(nodes, masks, root, num_seeds, node, candidates.merged[i])):
                     continue
                 frontier.sizes[size_of(probability)] += 1
                 num_counted += 1
@@ -197,7 +194,7 @@ def grow_below(
             node += 1
             continue
         if heap_size == 0 or num_nodes >= max_nodes:
-            return num_nodes
+            break
         top = pop(frontier.heap, heap_size)
         heap_size -= 1
         index = MAX_PUSHED - (top & MAX_PUSHED)
@@ -209,6 +206,7 @@ def grow_below(
         nodes.path_probabilities[node] = top >> SEQUENCE_BITS
         extend_hashes(nodes.hashes, parent, nodes.tokens[node], nodes.hashes, node)
         num_nodes += 1
+    return num_nodes
 
 
 @compiled
