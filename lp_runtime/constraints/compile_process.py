@@ -35,6 +35,9 @@ class ConstraintCompiler:
         vocabulary_size: the model's.
         eos_token_ids: the model's end-of-sequence tokens.
         seconds: that compiling one constraint may take.
+
+    Attributes:
+        seconds: as given.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class ConstraintCompiler:
         seconds: float = COMPILE_SECONDS,
     ):
         self._tokenizer, self._vocabulary_size, self._eos_token_ids = tokenizer, vocabulary_size, eos_token_ids
-        self._seconds = seconds
+        self.seconds = seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen | None = None
         self._pipe: Connection | None = None
@@ -89,10 +92,10 @@ class ConstraintCompiler:
         kind = config.kind
         try:
             pipe.send(config)
-            if not pipe.poll(self._seconds):
+            if not pipe.poll(self.seconds):
                 self._end()
                 raise ConstraintError(
-                    f"constraint.{kind}: takes longer than {self._seconds:g} s to compile; give a simpler one"
+                    f"constraint.{kind}: takes longer than {self.seconds:g} s to compile; give a simpler one"
                 )
             answer = pipe.recv()
         except (EOFError, OSError) as error:
