@@ -37,6 +37,9 @@ class ConstraintConfig:
     certain) or any."""
     reasoning_end: Optional[str] = None  # noqa: UP045
     """Text that ends a free part before the constrained one, such as </think>; if not given, there is no free part."""
+    reasoning_begin: Optional[str] = None  # noqa: UP045
+    """Text that begins the free part, such as <think>, which may then be missing; if not given, the prompt has begun
+    it."""
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) is not None]
@@ -49,12 +52,14 @@ class ConstraintConfig:
             raise ConstraintError(f"constraint.{given[0]}: {message}")
 
     def _check_texts(self) -> None:
-        for name in ("regex", "grammar", "reasoning_end"):
+        for name in ("regex", "grammar", "reasoning_end", "reasoning_begin"):
             value = getattr(self, name)
             if value is not None and not _is_text(value):
                 raise ConstraintError(f"constraint.{name}={value!r}: must be a text of at least one character")
         if self.choice is not None and not (is_list(self.choice) and self.choice and all(map(_is_text, self.choice))):
             raise ConstraintError(f"constraint.choice={self.choice!r}: must be a list of texts, none of them empty")
+        if self.reasoning_begin is not None and self.reasoning_end is None:
+            raise ConstraintError(f"constraint.reasoning_begin={self.reasoning_begin!r}: only with reasoning_end")
 
     @property
     def kind(self) -> str | None:

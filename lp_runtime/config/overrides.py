@@ -30,6 +30,7 @@ LITERAL_KEYS = (
     "system",
     "constraint.regex",
     "constraint.reasoning_end",
+    "constraint.reasoning_begin",
 )
 STRING_KEYS = ("stop", "constraint.choice")  # one string, or a JSON list of strings
 FILE_KEYS = ("constraint.json_schema", "constraint.grammar", "constraint.structural_tag")  # files, read here

@@ -143,7 +143,10 @@ def _grammar(config: ConstraintConfig) -> Any:
         grammar = Grammar.from_structural_tag(tag if config.whitespace == "any" else _with_fixed_whitespace(tag))
     if config.reasoning_end is None:
         return grammar
-    free = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": config.reasoning_end}
+    begin, end = config.reasoning_begin or "", config.reasoning_end
+    free: dict[str, Any] = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}
+    if begin:
+        free = {"type": "optional", "content": free}
     before = Grammar.from_structural_tag({"type": "structural_tag", "format": free})
     return Grammar.concat(before, Grammar.from_ebnf("root ::= [ \\n\\t]{0,8}"), grammar)
 

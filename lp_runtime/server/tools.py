@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -175,10 +176,10 @@ class ChatFormat:
         """Return a constraint of the answer's text alone, which begins behind the reasoning part."""
         if self.is_harmony:
             return _on_final_channel(constraint)
-        if not self.is_thinking(prompt_end):
+        if not self.has_reasoning:
             return constraint
-        values = {name: getattr(constraint, name) for name in vars(constraint)}
-        return ConstraintConfig(**values | {"reasoning_end": END_OF_THINK})
+        begin = None if self.is_thinking(prompt_end) else THINK
+        return replace(constraint, reasoning_begin=begin, reasoning_end=END_OF_THINK)
 
 
 def guess_format(template: str) -> str:

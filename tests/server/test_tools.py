@@ -8,10 +8,14 @@ import shutil
 import jsonschema
 import openai
 import pytest
+import xgrammar
 from support.serving import TEMPLATE, demo_model_that_chats, served
 
-from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
+from lp_runtime import ConstraintConfig, LookaheadConfig, LookaheadRuntime, SamplingConfig
+from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.settings import DEMO_MODEL
+from lp_runtime.constraints.compiled import compile_constraint, load_compiled
+from lp_runtime.server.tools import ChatFormat
 
 MESSAGES = [{"role": "user", "content": "Write a loop."}]
 TOOLS_TEMPLATE = (
@@ -150,12 +154,34 @@ def test_a_template_without_tools(tmp_path):
 
 
 def test_a_seed_gives_one_text_at_any_parallelism(runtime):
-    from lp_runtime import ConstraintConfig
-    from lp_runtime.config.lookahead import PLAIN
-
     options = {"constraint": ConstraintConfig(json_schema=SCHEMA), "sampling": SamplingConfig(temperature=1.0, seed=3)}
     texts = [
         runtime.generate("a", 80, lookahead=each, **options).token_ids
         for each in (None, PLAIN, LookaheadConfig(drafter="recycling"))
     ]
     assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "text", "allowed"),
+    [
+        ("</think>", "assistant:", "<think>so</think>\n\nab", True),
+        ("</think>", "assistant:", "ab", True),
+        ("</think>", "assistant:<think>\n", "so</think>ab", True),
+        ("</think>", "assistant:<think>\n", "so</think>cd", False),
+        ("", "assistant:", "<think>so</think>ab", False),
+        (
+            "<|channel|>",
+            "assistant",
+            "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>ab",
+            True,
+        ),
+        ("<|channel|>", "assistant", "<|channel|>final<|message|>cd", False),
+    ],
+)
+def test_constraints_begin_behind_reasoning(template, end, text, allowed):
+    config = ChatFormat(template).behind_reasoning(ConstraintConfig(choice=["ab"]), end)
+    texts = [chr(each) for each in range(32, 127)] + ["\n", "</s>"]
+    info = xgrammar.TokenizerInfo(texts, stop_token_ids=[len(texts) - 1])
+    matcher = xgrammar.GrammarMatcher(load_compiled(compile_constraint(config, info), info))
+    assert (matcher.accept_string(text) and matcher.is_completed()) == allowed
