@@ -56,7 +56,7 @@ class UnforcedGrammars(Grammars):
 
     def guide(self, constraint):
         guide = super().guide(constraint)
-        guide.__class__ = Unforced
+        guide.__class__ = Unforced  # one class of state for both
         return guide
 
 
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     config = ModelConfig(path=args.model)
     tokenizer = load_tokenizer(config)
     model = load_model(config, torch.device("cpu"), "float32")
-    runner, ends = ModelRunner(model), eos_token_ids(model)
+    runner, ends = ModelRunner(model, ModelConfig.prefill_chunk), eos_token_ids(model)
     made = [kind(lambda: tokenizer, runner.vocabulary_size, ends) for kind in (Grammars, UnforcedGrammars)]
     calibration = Calibration(runner, Group.alone(CPU), cache_dir=None)
     with_forced, without = (Engine(runner, Group.alone(CPU), calibration, grammars=each) for each in made)
