@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import argparse
 import functools
+import random
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from common import Results
 
 from lp_runtime import ConstraintConfig
 from lp_runtime.config.settings import ModelConfig
-from lp_runtime.constraints.compiled import compile_constraint
-from lp_runtime.constraints.grammar_guide import Grammars
+from lp_runtime.constraints.compiled import compile_constraint, library
+from lp_runtime.constraints.grammar_guide import Grammars, Vocabulary
 from lp_runtime.lookahead.drafters.base import VerificationResult
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter, compile_kernels
@@ -38,10 +40,31 @@ TEXT = '{"name": "Ada Lovelace", "notes": ["the first of all programs", "an engi
 TABLES_BYTES = 1 << 22
 
 
+class LargerVocabulary(Grammars):
+    """Grammars of a tokenizer whose vocabulary is made larger by pairs of its tokens.
+
+    Args:
+        tokenizer: the model's.
+        size: of the vocabulary.
+    """
+
+    def __init__(self, tokenizer: Any, size: int):
+        super().__init__(lambda: tokenizer, len(tokenizer), {tokenizer.eos_token_id})
+        texts = list(super().vocabulary(False).info.decoded_vocab)
+        plain, rng = [text for text in texts if text], random.Random(0)
+        texts += [rng.choice(plain) + rng.choice(plain) for _ in range(size - len(texts))]
+        xgrammar = library()
+        info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, stop_token_ids=[tokenizer.eos_token_id])
+        self._larger = Vocabulary(info)
+
+    def vocabulary(self, with_special_tokens: bool) -> Vocabulary:
+        return self._larger
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
     parser.add_argument("--model", help="directory; the demo model if not given")
-    parser.add_argument("--vocabulary", type=int, help="size of the vocabulary, with unused tokens at its end")
+    parser.add_argument("--vocabulary", type=int, help="size of the vocabulary, by pairs of tokens")
     parser.add_argument("--nodes", nargs="+", type=int, default=[16, 64])
     parser.add_argument("--repeats", type=int, default=200)
 
@@ -61,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     compile_kernels()
     tokenizer = load_tokenizer(ModelConfig(path=args.model))
     size = args.vocabulary or len(tokenizer)
-    grammars = Grammars(lambda: tokenizer, size, {tokenizer.eos_token_id})
+    grammars = LargerVocabulary(tokenizer, size)
     vocabulary = grammars.vocabulary(False)
     compiled = compile_constraint(ConstraintConfig(json_schema=SCHEMA), vocabulary.info)
     tokens = tokenizer(TEXT, add_special_tokens=False).input_ids
