@@ -4,6 +4,8 @@ python benchmarks/correctness.py STUDY [ARGUMENT ...]
 
 equality        greedy decoding in float32 against transformers' `generate`
 identity        one seed, one output: random models, settings, numbers of replicas and samplers
+constraints     text under a grammar against masked decoding of one token a step
+forced          steps that a grammar saves, with and without drafting what it forces
 distribution    sampled tokens against the probabilities that transformers gives them
 half_precision  outputs in bfloat16 with exactness=fast and exactness=strict
 types           every type of transformers' causal LM mapping: exact, or refused in one line
@@ -22,6 +24,8 @@ STUDIES = {
     for name in (
         "equality",
         "identity",
+        "constraints",
+        "forced",
         "distribution",
         "half_precision",
         "types",

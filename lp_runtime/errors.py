@@ -18,6 +18,10 @@ class ConfigError(LookaheadError, ValueError):
     """A setting that is unknown, out of range, or contradicts another."""
 
 
+class ConstraintError(RequestError):
+    """A constraint that is invalid, that no text can satisfy, that is too large, or that takes too long to compile."""
+
+
 class ModelError(LookaheadError):
     """A model that cannot be loaded, or that fails the start-up self-check."""
 

@@ -9,6 +9,7 @@ from typing import Unpack
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import LauncherConfig, ModelConfig, RuntimeConfig
+from lp_runtime.constraints.compile_process import ConstraintCompiler
 from lp_runtime.engine.generation import Generation, GenerationStream
 from lp_runtime.engine.replica import ReplicaInfo
 from lp_runtime.engine.request import Request
@@ -43,6 +44,7 @@ class LookaheadRuntime:
 
     Attributes:
         config: the whole configuration.
+        compiler: compiles the constraints of requests.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -83,6 +85,9 @@ class LookaheadRuntime:
         check_location(self.config.model)
         self._tokenizer: Tokenizer | None = None
         self._launcher = launch(self.config)
+        self.compiler = ConstraintCompiler(
+            lambda: self.tokenizer, self._launcher.info.vocabulary_size, self._launcher.info.eos_token_ids
+        )
 
     @classmethod
     def from_config(cls, config: RuntimeConfig) -> LookaheadRuntime:
@@ -246,10 +251,13 @@ class LookaheadRuntime:
             ConfigError: a setting is out of range.
             RequestError: the prompt is empty, has ids out of the vocabulary, or is too long for the model.
         """
-        return RequestBuilder(self.config, self.info, lambda: self.tokenizer).build(prompt, max_new_tokens, **options)
+        return RequestBuilder(self.config, self.info, lambda: self.tokenizer, self.compiler).build(
+            prompt, max_new_tokens, **options
+        )
 
     def close(self) -> None:
         """End every replica. Under torchrun, ranks other than 0 first serve rank 0's remaining requests."""
+        self.compiler.close()
         self._launcher.close()
 
     def __enter__(self) -> LookaheadRuntime:

@@ -6,12 +6,15 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from lp_runtime.config.checks import require_choice, require_int, require_number, require_port, require_seconds
+from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.settings import RuntimeConfig, check_limits
 from lp_runtime.errors import ConfigError
 
 SCHEDULING_POLICIES = ("fair", "latency", "throughput")
 MAX_BATCH = 8  # default: requests that a replica decodes in one forward pass at most
 TIMEOUTS = ("header_timeout", "body_timeout", "keep_alive_timeout", "shutdown_timeout")
+TOOL_FORMATS = ("auto", "hermes", "llama3", "mistral", "harmony", "none")
+REASONINGS = ("auto", "think", "none")
 SERVERS = ("uvicorn", "ray_serve")
 
 
@@ -39,6 +42,7 @@ class GenerateConfig(RuntimeConfig):
     stop_strings."""
     max_time: Optional[float] = None  # noqa: UP045
     """Seconds after which decoding stops, at the end of a step; no limit if not given."""
+    constraint: ConstraintConfig = field(default_factory=ConstraintConfig)
     num_samples: int = 1
     """Independent samples of each prompt, >= 1; more than one needs sampling."""
     policy: str = "latency"
@@ -155,6 +159,12 @@ class ServeConfig(RuntimeConfig):
     """Largest size of an HTTP request's body, in bytes, >= 1."""
     strict_fields: bool = False
     """Whether a request with an unknown field is refused; if not, the field is ignored, and named once in the log."""
+    tool_format: str = "auto"
+    """How the model writes calls of tools: hermes (Qwen, too), llama3, mistral, harmony (gpt-oss), none, or auto, which
+    goes by its chat template."""
+    reasoning: str = "auto"
+    """Whether answers may begin with a reasoning part: think (between <think> and </think>), none, or auto, which goes
+    by the chat template."""
     allowed_hosts: Optional[list[str]] = None  # noqa: UP045
     """Host headers, without port, that are served; *.NAME allows subdomains. If not given: the names of the loopback
     interface where `host` is one of its addresses, else any."""
@@ -185,6 +195,8 @@ class ServeConfig(RuntimeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("policy", self.policy, SCHEDULING_POLICIES)
+        require_choice("tool_format", self.tool_format, TOOL_FORMATS)
+        require_choice("reasoning", self.reasoning, REASONINGS)
         require_port("port", self.port)
         require_int("max_batch", self.max_batch, 1)
         self._check_server()

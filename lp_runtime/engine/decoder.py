@@ -131,7 +131,7 @@ class Decoder:
         """
         budget, state = self.budget, self.state
         budget.set_batch_size(batch_size)
-        if budget.is_resting:
+        if budget.is_resting and not state.has_forced:
             return self._step(state.propose_root(), has_top_k=False)
         return self._step(state.propose(budget.fit, budget.tree_size_hint))
 
@@ -152,12 +152,15 @@ class Decoder:
         owned = step.shares[rank].owned
         found = found.first(len(owned))
         tree, tokens = step.tree, self.state.tokens
+        masks = self.state.masks(tree)
+        if masks is not None:
+            masks = masks[owned - tree.root]
         if self.sampler.is_ordered and len(owned):
             values, scores = self.sampler.sample_in_order(
-                found, tree, owned, tokens, step.has_top_k, functools.partial(self._may_follow, tree)
+                found, tree, owned, tokens, step.has_top_k, functools.partial(self._may_follow, tree), masks
             )
         else:
-            values, scores = self.sampler.sample(found, tree, owned, tokens, step.has_top_k)
+            values, scores = self.sampler.sample(found, tree, owned, tokens, step.has_top_k, masks)
         return Samples(values, found, scores)
 
     def _may_follow(self, tree: TokenTree, node: int) -> bool:

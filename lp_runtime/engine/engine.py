@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.distributed.exchange import Exchange, Outcome, compile_exchange
 from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.partition import compile_partition
@@ -67,6 +68,7 @@ class Engine:
         draft_tables: tables that outlive requests, for requests that ask for them; made when needed by default.
         times_are_late: see Sequence; by default as this replica alone would.
         make_exchange: makes the exchange of a sequence's steps.
+        grammars: makes the state of requests' constraints; None where no request has one.
     """
 
     def __init__(
@@ -77,11 +79,12 @@ class Engine:
         draft_tables: DraftTables | None = None,
         times_are_late: bool | None = None,
         make_exchange: MakeExchange = Exchange,
+        grammars: Grammars | None = None,
     ):
         self._model, self._group, self._make_exchange = model, group, make_exchange
         self._times_are_late = model.timer is not None if times_are_late is None else times_are_late
         self._calibration = calibration or Calibration(model, group, cache_dir=None)
-        self._draft_pool = DraftPool(draft_tables)
+        self._draft_pool, self._grammars = DraftPool(draft_tables), grammars
         self._plain_kinds: set[Hashable] = set()
         self._learned: dict[Hashable, LearnedCosts] = {}  # by (steps are sized, decoding is greedy, replicas)
 
@@ -127,14 +130,13 @@ class Engine:
             num_nodes = drafter.max_nodes + drafter.max_committed
             is_auto, calibration = settings.is_auto, self._calibration
             times = calibration.times(num_nodes)[:num_replicas] if is_auto else assumed_times(num_replicas, num_nodes)
-            sampling = repr((request.sampling, request.sample, request.stop, request.logprobs, request.top_logprobs))
-            rules = DecodingRules(request.max_new_tokens, request.eos_token_ids, repr(settings), sampling)
+            rules = DecodingRules(request.max_new_tokens, request.eos_token_ids, repr(settings), request.sampling_key)
             kind = (settings.is_auto, spec.noise is None, num_replicas)
             learned = self._learned.setdefault(kind, LearnedCosts.initial(num_replicas))
             budget = StepBudget(times, settings.is_auto, limit, learned)
-            state = DecodingState(
-                request.prompt_ids, rules, drafter, stop, request.committed, is_alone=self._group.is_alone
-            )
+            guide = self._grammars.guide(request.constraint) if self._grammars and request.constraint else None
+            is_alone = self._group.is_alone
+            state = DecodingState(request.prompt_ids, rules, drafter, stop, request.committed, is_alone, guide)
             num_followers = self._group.size - num_replicas
             return Decoder(state, budget, spec.build(drafter.num_top_k), tables, num_followers)
         except BaseException:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.group import Group
@@ -117,7 +118,8 @@ class Replica:
         self._draft_store = DraftStore.of(config.lookahead, model.vocabulary_size)
         self._draft_tables = self._draft_store.load(group) if self._draft_store else None
         calibration = Calibration(model, group, config.cache_dir, loaded.known, is_gradual=True)
-        self._engine = Engine(model, group, calibration, self._draft_tables, times_are_late)
+        grammars = Grammars(lambda: self._tokenizer, model.vocabulary_size, self.info.eos_token_ids)
+        self._engine = Engine(model, group, calibration, self._draft_tables, times_are_late, grammars=grammars)
         is_restarted = loaded.known.is_started
         loaded.progress.begin("measuring steps, and asking the model about its vocabulary")
         self._engine.prepare(config.lookahead)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.constraints.compiled import CompiledConstraint
 from lp_runtime.sampling.types import LogitsProcessor
 
 
@@ -31,6 +32,7 @@ class Request:
         cache_salt: keys and values are shared, by the prefix cache, among requests of equal salts alone.
         committed: new tokens that an earlier attempt at the request has committed; decoding goes on behind them, and
             only later tokens are reported.
+        constraint: what the new text must be; None for any text.
     """
 
     prompt_ids: tuple[int, ...]
@@ -49,3 +51,10 @@ class Request:
     request_id: str = ""
     cache_salt: str = ""
     committed: tuple[int, ...] = ()
+    constraint: CompiledConstraint | None = None
+
+    @property
+    def sampling_key(self) -> str:
+        """Text that tells what decides which successors are sampled, beside the prompt and the processors."""
+        constraint = None if self.constraint is None else self.constraint.key
+        return repr((self.sampling, self.sample, self.stop, self.logprobs, self.top_logprobs, constraint))

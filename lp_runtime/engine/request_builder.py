@@ -9,12 +9,15 @@ from dataclasses import replace
 from typing import Any, TypedDict, TypeVar
 
 from lp_runtime.config.checks import require_int
+from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig, check_exactness
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import DEFAULT_MAX_NEW_TOKENS, RuntimeConfig, check_limits
+from lp_runtime.constraints.compile_process import ConstraintCompiler
+from lp_runtime.constraints.compiled import CompiledConstraint
 from lp_runtime.engine.replica import ReplicaInfo
 from lp_runtime.engine.request import Request
-from lp_runtime.errors import ConfigError, RequestError, first_line
+from lp_runtime.errors import ConfigError, ConstraintError, RequestError, first_line
 from lp_runtime.model.tokenizer import encode, encode_chat
 from lp_runtime.model.types import Tokenizer
 from lp_runtime.sampling.gumbel import MAX_SAMPLE
@@ -44,6 +47,7 @@ class RequestOptions(TypedDict, total=False):
     trace: whether to report which replica has verified each new token. Default False.
     request_id: names the request in logs. Default "".
     cache_salt: prefixes of prompts are shared among requests of equal salts alone. Default "".
+    constraint: what the new text must be. Default: any text.
     processors: transformers LogitsProcessors, which must pickle; each request has a copy. One that does not set
         prefix_only = True is called once a new token, in order, on one replica. Default: none.
     """
@@ -62,6 +66,7 @@ class RequestOptions(TypedDict, total=False):
     request_id: str
     cache_salt: str
     processors: Sequence[LogitsProcessor]
+    constraint: ConstraintConfig | None
 
 
 class RequestBuilder:
@@ -71,12 +76,20 @@ class RequestBuilder:
         config: the runtime's.
         info: of the replicas' model.
         tokenizer: returns the model's tokenizer; called where text is met.
+        compiler: compiles constraints.
     """
 
-    def __init__(self, config: RuntimeConfig, info: ReplicaInfo, tokenizer: Callable[[], Tokenizer]):
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        info: ReplicaInfo,
+        tokenizer: Callable[[], Tokenizer],
+        compiler: ConstraintCompiler,
+    ):
         self._config = config
         self._info = info
         self._tokenizer = tokenizer
+        self._compiler = compiler
 
     def build(
         self,
@@ -97,6 +110,7 @@ class RequestBuilder:
         request_id: str = "",
         cache_salt: str = "",
         processors: Sequence[LogitsProcessor] = (),
+        constraint: ConstraintConfig | None = None,
     ) -> Request:
         """Return a checked request: the model's defaults filled in, a seed chosen if need be.
 
@@ -117,10 +131,12 @@ class RequestBuilder:
             request_id: names the request in logs.
             cache_salt: prefixes of prompts are shared among requests of equal salts alone.
             processors: logits processors of the caller's own.
+            constraint: what the new text must be.
 
         Raises:
             ConfigError: if a setting is out of range.
             RequestError: if the prompt is empty, has ids out of the vocabulary, or is too long for the model.
+            ConstraintError: if the constraint is invalid, or cannot be compiled in time.
         """
         defaults = self._info.defaults
         stop = defaults.get("stop_strings", ()) if stop is None else stop
@@ -157,7 +173,17 @@ class RequestBuilder:
             request_id=request_id,
             cache_salt=cache_salt,
             processors=tuple(processors),
+            constraint=self._compiled(constraint, eos),
         )
+
+    def _compiled(self, given: ConstraintConfig | None, eos: bool) -> CompiledConstraint | None:
+        """Return a request's constraint, compiled; None without one."""
+        constraint = _typed("constraint", given, ConstraintConfig)
+        if constraint is None or constraint.kind is None:
+            return None
+        if not eos:
+            raise ConstraintError("constraint: not with eos=false, since the end-of-sequence token ends the text")
+        return self._compiler.compile(constraint)
 
     def _lookahead(self, given: LookaheadConfig | None) -> LookaheadConfig:
         """Return a request's drafting settings, checked against the runtime's."""

@@ -150,9 +150,10 @@ def _settings(runtime: LookaheadRuntime, config: GenerateConfig) -> dict[str, ob
         "gpus": runtime.num_replicas * config.gpus_per_replica,
         "lookahead": asdict(config.lookahead),
         "sampling": asdict(config.sampling),
-    } | (
-        {} if config.gpus_per_replica == 1 else {"gpus_per_replica": config.gpus_per_replica}
-    )  # which rounds otherwise
+        **({"constraint": config.constraint.key} if config.constraint.kind else {}),
+        # which rounds otherwise
+        **({} if config.gpus_per_replica == 1 else {"gpus_per_replica": config.gpus_per_replica}),
+    }
 
 
 def check_output(path: Path) -> None:

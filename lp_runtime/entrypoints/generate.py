@@ -51,7 +51,13 @@ def generate_one(runtime: LookaheadRuntime, config: GenerateConfig, prompt: str 
 
 def request_options(config: GenerateConfig) -> RequestOptions:
     """Return the options of every request of a command."""
-    return RequestOptions(eos=config.eos, stop=config.stop, max_time=config.max_time, logprobs=config.logprobs)
+    return RequestOptions(
+        eos=config.eos,
+        stop=config.stop,
+        max_time=config.max_time,
+        logprobs=config.logprobs,
+        constraint=config.constraint,
+    )
 
 
 def check_num_samples(runtime: LookaheadRuntime, config: GenerateConfig) -> None:

@@ -14,21 +14,25 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from lp_runtime.engine.request_builder import RequestOptions
-from lp_runtime.errors import LookaheadError, ReplicaError
+from lp_runtime.errors import LookaheadError, ReplicaError, RequestError
+from lp_runtime.model.tokenizer import TextStream, chat_template
 from lp_runtime.model.types import Tokenizer
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.job import Job
 from lp_runtime.scheduler.scheduler import Scheduler
+from lp_runtime.server.chat_form import ChatForm
 from lp_runtime.server.errors import ApiError, invalid
 from lp_runtime.server.gate import Gate
 from lp_runtime.server.metrics import Metrics
 from lp_runtime.server.protocol import Chat, Common, Completion
-from lp_runtime.server.responses import ChatForm, Choice, CompletionForm, Form, to_json
+from lp_runtime.server.responses import Choice, CompletionForm, Form, to_json
 from lp_runtime.server.responses_api import Responses, ResponsesForm
 from lp_runtime.server.status import StatusRoutes
 from lp_runtime.server.submission import ServerSettings, Submitter
 from lp_runtime.server.token_routes import TokenRoutes
+from lp_runtime.server.tools import ChatFormat
 
+PROMPT_END_TOKENS = 8  # of a prompt, which show whether it has opened the answer's reasoning part
 POLL_SECONDS = 0.1  # between checks whether a client is still connected
 
 
@@ -52,6 +56,7 @@ class Server:
         self.metrics = Metrics(settings.name, runtime, scheduler, self._open)
         self._status = StatusRoutes(settings.name, runtime, scheduler, self.metrics)
         self._submitter = Submitter(runtime, scheduler, settings, tokenizer)
+        self._chat_format = ChatFormat(chat_template(tokenizer), settings.tool_format, settings.reasoning)
         self._token_routes = TokenRoutes(runtime, self._status, self._submitter, tokenizer)
 
     def app(self) -> FastAPI:
@@ -99,7 +104,7 @@ class Server:
         prompts = body.prompts()
         split = body.split_special_tokens
         ids = [self._submitter.encode(each, split) if isinstance(each, str) else each for each in prompts]
-        choices = self._submit(body, ids, body.length(), options)
+        choices = await self._submit(body, ids, body.length(), options)
         if body.echo:
             for choice in choices:
                 prompt = prompts[choice.index // body.n]
@@ -112,15 +117,29 @@ class Server:
         num_top = body.num_top_logprobs()
         options = self._options(body, request, num_top)
         messages = [message.plain() for message in body.messages]
-        ids = self._submitter.encode_chat(messages, body.split_special_tokens)
-        choices = self._submit(body, [ids], body.length(), options)
-        return await self._answer(body, request, choices, ChatForm(self._settings.name, self._token_text, num_top))
+        chat_format, tools = self._chat_format, body.offered_tools()
+        if tools and not chat_format.takes_tools:
+            raise RequestError("tools: the model's chat template takes none")
+        shown = [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in tools]
+        ids = self._submitter.encode_chat(messages, body.split_special_tokens, shown)
+        prompt_end = self._text(ids[-PROMPT_END_TOKENS:])
+        if body.must_call:
+            is_parallel = body.parallel_tool_calls and body.tool_choice == "required"
+            options["constraint"] = chat_format.constraint_of_calls(tools, is_parallel, prompt_end)
+        elif (constraint := options.get("constraint")) is not None:
+            options["constraint"] = chat_format.behind_reasoning(constraint, prompt_end)
+        choices = await self._submit(body, [ids], body.length(), options)
+        for choice in choices:
+            raw = TextStream(self._tokenizer, False) if chat_format.shows_special_tokens(bool(tools)) else None
+            choice.read_by(chat_format.parser(bool(tools), prompt_end), raw)
+        form = ChatForm(self._settings.name, self._token_text, num_top, None if body.parallel_tool_calls else 1)
+        return await self._answer(body, request, choices, form)
 
     async def respond(self, body: Responses, request: Request) -> Response:
         """Answer POST /v1/responses."""
         options = self._options(body, request, None)
         ids = self._submitter.encode_chat(body.messages(), body.split_special_tokens)
-        choices = self._submit(body, [ids], body.length(), options)
+        choices = await self._submit(body, [ids], body.length(), options)
         return await self._answer(body, request, choices, ResponsesForm(self._settings.name, self._token_text, body))
 
     def _options(self, body: Common, request: Request, num_top: int | None) -> RequestOptions:
@@ -143,7 +162,7 @@ class Server:
         options["logprobs"], options["top_logprobs"] = num_top is not None, num_top or 0
         return options
 
-    def _submit(
+    async def _submit(
         self, body: Common, prompts: list[list[int]], max_new_tokens: int | None, options: RequestOptions
     ) -> list[Choice]:
         """Submit a body's requests; arguments as of Submitter.submit.
@@ -153,6 +172,7 @@ class Server:
         """
         if self._status.is_draining:
             raise ReplicaError("the server is shutting down")
+        await self._submitter.compile(options)
         choices = self._submitter.submit(body, prompts, max_new_tokens, options)
         self._open.update(choice.job for choice in choices)
         return choices

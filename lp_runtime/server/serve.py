@@ -76,6 +76,8 @@ def make_server(runtime: LookaheadRuntime, scheduler: Scheduler, config: ServeCo
         queue_timeout=config.queue_timeout,
         strict_fields=config.strict_fields,
         tracing=None if config.otlp_endpoint is None else Tracing.to(config.otlp_endpoint, name),
+        tool_format=config.tool_format,
+        reasoning=config.reasoning,
     )
     return Server(runtime, scheduler, settings, load_tokenizer(config.model))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,8 @@ class ServerSettings:
         queue_timeout: seconds that a request may wait in the queue; None for no limit.
         strict_fields: whether requests with unknown fields are refused.
         tracing: makes spans of requests; None for none.
+        tool_format: how the model writes calls of tools, one of config.commands.TOOL_FORMATS.
+        reasoning: how it writes a reasoning part, one of config.commands.REASONINGS.
     """
 
     name: str
@@ -45,6 +48,8 @@ class ServerSettings:
     queue_timeout: float | None = None
     strict_fields: bool = False
     tracing: Tracing | None = None
+    tool_format: str = "auto"
+    reasoning: str = "auto"
 
 
 class Submitter:
@@ -59,7 +64,8 @@ class Submitter:
 
     def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler, settings: ServerSettings, tokenizer: Tokenizer):
         self._scheduler, self._settings, self._tokenizer = scheduler, settings, tokenizer
-        self._builder = RequestBuilder(runtime.config, runtime.info, lambda: tokenizer)
+        self._compiler = runtime.compiler
+        self._builder = RequestBuilder(runtime.config, runtime.info, lambda: tokenizer, runtime.compiler)
         self._special_tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._named_fields: set[str] = set()
 
@@ -90,13 +96,28 @@ class Submitter:
         """
         return encode(self._tokenizer, prompt, split_special_tokens=split_special_tokens)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], split_special_tokens: bool) -> list[int]:
-        """Return the token ids of a conversation, ready for the model's answer.
+    async def compile(self, options: RequestOptions) -> None:
+        """Compile the constraint of options, if there is one, while other requests go on; it is kept for `submit`.
+
+        Raises:
+            LookaheadError: the constraint is refused.
+        """
+        constraint = options.get("constraint")
+        if constraint is not None and constraint.kind is not None:
+            await asyncio.to_thread(self._compiler.compile, constraint)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        split_special_tokens: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
+        """Return the token ids of a conversation with tools, ready for the model's answer.
 
         Raises:
             RequestError: the model has no chat template, or it refuses the messages.
         """
-        return encode_chat(self._tokenizer, messages, split_special_tokens)
+        return encode_chat(self._tokenizer, messages, split_special_tokens, tools)
 
     def submit(
         self, body: Common, prompts: Sequence[list[int]], max_new_tokens: int | None, options: RequestOptions

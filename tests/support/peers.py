@@ -14,6 +14,7 @@ import numpy as np
 
 from lp_runtime.lookahead.drafters.base import CountingDrafter, VerificationResult
 from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree
 
 NUM_COPIED = 40  # tokens, model/samd's default
@@ -51,7 +52,12 @@ class SamDrafter(CountingDrafter):
             self._table[token] = row
 
     def propose(
-        self, tokens: Sequence[int], num_cached: int, max_depth: int, tree_size_hint: int | None = None
+        self,
+        tokens: Sequence[int],
+        num_cached: int,
+        max_depth: int,
+        tree_size_hint: int | None = None,
+        guide: Guide | None = None,
     ) -> TokenTree:
         tree = TokenTree(tokens[num_cached:], max_depth)
         text = list(tokens[:-1])  # the last token is not in the automaton yet

@@ -42,7 +42,8 @@ FEATURES_PER_ORDER = NUM_RANKS * NUM_BINS
 TEXT_FEATURES = NUM_LENGTHS * NUM_NOISE_BINS
 POSITION_FEATURES = TEXT_FEATURES + (NUM_ORDERS + 1) * FEATURES_PER_ORDER
 NUM_FEATURES = POSITION_FEATURES + 2 * K
-SOURCES = ("text", *(f"top-k {order + 1}" for order in range(NUM_ORDERS)), "vocabulary", "same position")
+SOURCES = ("text", *(f"top-k {order + 1}" for order in range(NUM_ORDERS)), "vocabulary", "same position", "forced")
+FORCED = len(SOURCES) - 1  # of tokens that a constraint says must follow
 
 MAX_VALUE = 1 << 20  # above any log-probability plus noise, in sixteenths of a nat
 NUM_ROWS = (

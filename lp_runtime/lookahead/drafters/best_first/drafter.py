@@ -20,13 +20,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from lp_runtime.lookahead.drafters.base import Counts, Drafter, VerificationResult
-from lp_runtime.lookahead.drafters.best_first import growth, tables
+from lp_runtime.lookahead.drafters.best_first import growth, guided, tables
 from lp_runtime.lookahead.drafters.best_first.candidates import SOURCES, make_candidates, make_nodes
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
+from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.utils.jit import bound, with_fresh_cache
 
 NO_VOCABULARY = np.zeros((0, tables.ENTRY), np.int32)
+NO_MASKS = np.zeros((0, 0), np.int32)
+GUIDED_ROUNDS = 2  # of a tree under a constraint: the second grows below what the first has planted
 SMALL_BYTES = 1 << 16  # of draft tables that kernels are compiled with
 
 
@@ -70,26 +73,84 @@ class BestFirstDrafter(Drafter):
         self._draft_tables.begin_text(tokens)
 
     def propose(
-        self, tokens: Sequence[int], num_cached: int, max_depth: int, tree_size_hint: int | None = None
+        self,
+        tokens: Sequence[int],
+        num_cached: int,
+        max_depth: int,
+        tree_size_hint: int | None = None,
+        guide: Guide | None = None,
     ) -> TokenTree:
         num_pending = len(tokens) - num_cached
         root = num_pending - 1
         nodes = self._nodes
         nodes.tokens[:num_pending] = tokens[num_cached:]
-        size, digest = self._grow(
-            self._drafts,
-            self._noise,
-            self._draft_tables.rates,
-            nodes,
-            self._frontier,
-            self._candidates,
-            len(tokens),
-            root,
-            max(root + 1, min(self.max_nodes, tree_size_hint or self.max_nodes)),
-            min(max_depth, self._max_depth),
-        )
+        max_nodes = max(root + 1, min(self.max_nodes, tree_size_hint or self.max_nodes))
+        depth = min(max_depth, self._max_depth)
+        digest, masks = None, None
+        if guide is None:
+            size, digest = self._grow_below(root + 1, NO_MASKS, len(tokens), root, max_nodes, depth)
+        else:
+            size, masks = self._grow_guided(guide, len(tokens), root, max_nodes, depth)
         tree_tokens, parents, depths, path_probabilities = nodes.rows[:, :size].copy()
-        return TokenTree.from_arrays(tree_tokens, parents, depths, path_probabilities, root, max_depth, digest)
+        tree = TokenTree.from_arrays(tree_tokens, parents, depths, path_probabilities, root, max_depth, digest)
+        tree.masks = masks
+        return tree
+
+    def _grow_below(
+        self, num_seeds: int, masks: np.ndarray, position: int, root: int, max_nodes: int, max_depth: int
+    ) -> tuple[int, int]:
+        """Grow the tree below the nodes that it has; see growth.grow."""
+        state = (self._drafts, self._noise, self._draft_tables.rates, self._nodes, self._frontier, self._candidates)
+        return self._grow(*state, position, root, num_seeds, masks, max_nodes, max_depth)
+
+    def _grow_guided(
+        self, guide: Guide, position: int, root: int, max_nodes: int, max_depth: int
+    ) -> tuple[int, np.ndarray]:
+        """Grow the tree of a text under a constraint: nothing that is forbidden, and all that is certain.
+
+        Returns:
+            (T, masks): number of nodes; [n, words] int32 which tokens may follow each node from the root on.
+        """
+        nodes = self._nodes
+        guided.plant_root(self._drafts, nodes, root)
+        chain = np.array(guide.forced((), max_depth), np.int64)
+        size = guided.plant(nodes, root + 1, root, chain, max_nodes)
+        masks = guide.masks(nodes.tokens[:size], nodes.parents[:size], root)
+        for _ in range(GUIDED_ROUNDS):
+            num_grown, _ = self._grow_below(size, masks, position, root, max_nodes, max_depth)
+            masks = guide.masks(nodes.tokens[:num_grown], nodes.parents[:num_grown], root)
+            kept = guided.prune(nodes, masks, guide.ends, self._path, root, num_grown)
+            masks = masks[: kept - root]
+            size = self._plant_certain(guide, masks, root, kept, max_depth)
+            if size == kept == num_grown:
+                break
+        if size > kept:
+            masks = guide.masks(nodes.tokens[:size], nodes.parents[:size], root)
+        order = guided.sort(nodes, root, size)
+        size = min(size, max_nodes)
+        return size, masks[order][: size - root]
+
+    def _plant_certain(self, guide: Guide, masks: np.ndarray, root: int, size: int, max_depth: int) -> int:
+        """Add what is certain behind the nodes of a tree; return the new number of nodes.
+
+        Args:
+            guide: the constraint.
+            masks: [n, words] int32 which tokens may follow each node from the root on.
+            root: index of the root.
+            size: number of nodes.
+            max_depth: largest depth below the root of a node.
+        """
+        nodes, certain = self._nodes, np.zeros(size - root, np.bool_)
+        guided.find_certain(masks, certain)
+        num_planted = size
+        for node in np.flatnonzero(certain[1:]) + root + 1:
+            path, at = [], int(node)
+            while at != root:
+                path.append(int(nodes.tokens[at]))
+                at = int(nodes.parents[at])
+            if chain := guide.forced(path[::-1], max_depth - len(path)):
+                num_planted = guided.plant(nodes, num_planted, node, np.array(chain, np.int64), len(nodes.tokens))
+        return num_planted
 
     def accept(self, tree: TokenTree, found: VerificationResult) -> tuple[list[int], list[int]]:
         nodes, successors = self._nodes, found.successor_array
@@ -140,7 +201,7 @@ def _bind_kernels() -> tuple[Callable, Callable, Callable]:
     integers, entries = np.zeros(1, np.int64), np.zeros((1, tables.ENTRY), np.int32)
     state = (draft_tables.drafts(NO_VOCABULARY), tables.make_noise(False, 0, 0), draft_tables.rates, nodes)
     return (
-        bound(growth.grow, *state, growth.make_frontier(1), candidates, 0, 0, 0, 0),
+        bound(growth.grow, *state, growth.make_frontier(1), candidates, 0, 0, 0, NO_MASKS, 0, 0),
         bound(growth.accept, nodes.tokens, nodes.parents, 0, 0, integers, integers),
         bound(growth.advance, *state, counted, candidates, 0, *[integers] * 3, entries, 0),
     )
