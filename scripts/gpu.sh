@@ -118,7 +118,7 @@ run() {
     experts) "${micro[@]}" experts --output "$results" --model "$experts" "${half[@]}" "${floor[@]}" --tokens "${few[@]}" ;;
     real)
         if [ ! -f "$models/real/config.json" ]; then
-            echo "no model in $models/real: docs/decisions/gpu.md says how to make one"
+            echo "no model in $models/real: scripts/get_real_model.sh makes one"
         else
             lp_bench model.path="$models/real" limit=2 "methods=[hf,hf_prompt_lookup,plain,default]" ${PROMPTS:+prompts="$PROMPTS"}
         fi
