@@ -266,11 +266,7 @@ class BenchConfig(RuntimeConfig):
         super().__post_init__()
         for name in ("limit", "max_new_tokens", "rounds"):
             require_int(name, getattr(self, name), 1)
-        if self.each is not None:
-            require_int("each", self.each, 1)
-        check_chat_settings(self.chat, self.turns)
-        if self.chat and self.prompts is None:
-            raise ConfigError("chat=true: only with prompts")
+        self._check_prompts()
         for method in self.methods:
             require_choice("methods", method, METHODS)
         for degree in self.degrees:
@@ -281,11 +277,18 @@ class BenchConfig(RuntimeConfig):
             raise ConfigError("exchange_us=[]: must have at least one number")
         if self.threads is not None:
             require_int("threads", self.threads, 1)
-        if self.prompts == "":
-            raise ConfigError("prompts: is empty; must be FILE:FIELD")
         for name, value in vars(self.sampling).items():
             if value is not None and (name, value) != ("temperature", 0):
                 raise ConfigError(f"sampling.{name}={value}: lp-bench compares greedy decoding, without processors")
+
+    def _check_prompts(self) -> None:
+        if self.prompts == "":
+            raise ConfigError("prompts: is empty; must be FILE:FIELD")
+        if self.each is not None:
+            require_int("each", self.each, 1)
+        check_chat_settings(self.chat, self.turns)
+        if self.chat and self.prompts is None:
+            raise ConfigError("chat=true: only with prompts")
 
     @property
     def stops_at_eos(self) -> bool:

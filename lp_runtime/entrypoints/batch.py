@@ -9,28 +9,26 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 from tqdm import tqdm
 
 from lp_runtime.config.commands import GenerateConfig
-from lp_runtime.config.sampling import MAX_SEED
 from lp_runtime.distributed.context import restarted_by_torchrun
 from lp_runtime.engine.generation import Generation
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.request_builder import RequestOptions
 from lp_runtime.entrypoints.generate import check_num_samples, request_options
+from lp_runtime.entrypoints.items import Item, Key, item_request, rounds_of, turn_request
 from lp_runtime.errors import ConfigError, LookaheadError, RequestError
-from lp_runtime.model.tokenizer import conversation
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.job import Job
 from lp_runtime.scheduler.scheduler import Scheduler
 from lp_runtime.utils.prompt_file import Prompt
 
-Key = tuple[int, int, int]  # of a result: index of the prompt, sample, turn
 MAX_AHEAD = 4  # jobs submitted for each that can run at once: enough that no replica waits for the file
 
 
@@ -52,37 +50,15 @@ def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: li
     free = ("gpus",) if restarted_by_torchrun() else ()
     assert config.output is not None  # GenerateConfig requires it beside `prompts`
     output = OutputFile(Path(config.output), _settings(runtime, config), seed, free)
-    num_turns = max(len(prompt.turns) for prompt in prompts) if config.turns == "all" else 1
-    # A turn's answers go into the prompts of the next one, so turn by turn. The first one is there of token ids, too.
-    rounds = [
-        [
-            _Item(prompt, sample, turn)
-            for prompt in prompts
-            for sample in range(config.num_samples)
-            if turn == 0 or turn < len(prompt.turns)
-        ]
-        for turn in range(num_turns)
-    ]
+    rounds = rounds_of(config, prompts)
     wanted = {item.key for items in rounds for item in items}
     answers = {key: text for key, text in output.resume().items() if key in wanted}
-
-    def make_request(item: _Item) -> Request:
-        more = options.copy()
-        more["sample"] = item.sample
-        if output.seed is not None:  # each prompt has noise of its own
-            more["sampling"] = replace(config.sampling, seed=(output.seed + item.prompt.index) % (MAX_SEED + 1))
-        before = [answers[item.prompt.index, item.sample, turn] for turn in range(item.turn)]
-        try:
-            return _request(runtime, config, item.prompt, before, more)
-        except RequestError as error:  # of later turns: the first one's were checked before
-            raise RequestError(f"{config.prompts} line {item.prompt.line}, turn {item.turn + 1}: {error}") from error
-
     tokens = steps = 0
     started = time.perf_counter()
     with output, tqdm(total=len(wanted), initial=len(answers), unit="prompt", file=sys.stderr) as bar:
         for items in rounds:
             left = [item for item in items if item.key not in answers]
-            requests = (make_request(item) for item in left)
+            requests = (item_request(runtime, config, item, answers, output.seed, options) for item in left)
             # The generator, with its scheduler, must be closed before the replicas are, even after an error.
             with contextlib.closing(_generations(runtime, config, requests)) as generations:
                 for item, generation in zip(left, generations, strict=True):
@@ -92,34 +68,6 @@ def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: li
                     speed = tokens / (time.perf_counter() - started)
                     bar.set_postfix_str(f"{speed:.1f} tokens/s, S {tokens / steps:.2f}")
                     bar.update()
-
-
-class _Item(NamedTuple):
-    """One line of the output.
-
-    Attributes:
-        prompt: the record that it answers.
-        sample: which of its samples.
-        turn: which of its turns.
-    """
-
-    prompt: Prompt
-    sample: int
-    turn: int
-
-    @property
-    def key(self) -> Key:
-        return self.prompt.index, self.sample, self.turn
-
-
-def _request(
-    runtime: LookaheadRuntime, config: GenerateConfig, prompt: Prompt, before: Sequence[str], options: RequestOptions
-) -> Request:
-    """Return the request of a prompt's turn, which comes behind the answers `before`."""
-    if not config.chat:
-        return runtime.request(prompt.value, config.max_new_tokens, **options)
-    messages: RequestOptions = {**options, "messages": conversation(prompt.turns, before)}
-    return runtime.request(None, config.max_new_tokens, **messages)
 
 
 def _check_prompts(
@@ -132,7 +80,7 @@ def _check_prompts(
     """
     for prompt in prompts:
         try:
-            request = _request(runtime, config, prompt, (), options)
+            request = turn_request(runtime, config, prompt, (), options)
         except RequestError as error:
             raise RequestError(f"{config.prompts} line {prompt.line}: {error}") from error
     return request.sampling.seed
@@ -153,7 +101,7 @@ def _generations(
             yield jobs.popleft().result()
 
 
-def _result(item: _Item, generation: Generation, has_turn: bool) -> dict[str, object]:
+def _result(item: Item, generation: Generation, has_turn: bool) -> dict[str, object]:
     """Return the JSON object of a result, with its turn where turns are told apart."""
     prompt = item.prompt
     result: dict[str, object] = {
