@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from common import load_prompts_by_kind
@@ -70,18 +70,20 @@ class Bench:
         args: of the command: model, prompts, limit, each, max_new_tokens, eos, chat, record.
 
     Attributes:
+        model: the model.
+        calibration: of it.
         prompts: (kind, token ids) of every prompt.
     """
 
     def __init__(self, args: argparse.Namespace):
         config = ModelConfig(path=args.model)
-        self._model = ModelRunner(load_model(config, CPU, "float32"), config.prefill_chunk)
+        self.model = ModelRunner(load_model(config, CPU, "float32"), config.prefill_chunk)
         if args.record is not None:
             args.record.mkdir(parents=True, exist_ok=True)
         cache = None if args.record is None else str(args.record)
-        self._calibration = Calibration(self._model, Group.alone(), cache)
+        self.calibration = Calibration(self.model, Group.alone(), cache)
         self._max_new_tokens: int = args.max_new_tokens
-        self._eos = eos_token_ids(self._model.model) if args.eos else frozenset()
+        self._eos = eos_token_ids(self.model.model) if args.eos else frozenset()
         tokenizer = load_tokenizer(config)
         if args.chat:
             check_chat_template(tokenizer, config.location)
@@ -92,11 +94,18 @@ class Bench:
             return tokenizer(text, add_special_tokens=False)["input_ids"]
 
         self.prompts: list[tuple[str, list[int]]] = [(kind, encode(text)) for kind, text in load_prompts_by_kind(args)]
-        self._recorded = [
-            RecordedModel(self._model, prompt, config.location, args.record) for _, prompt in self.prompts
-        ]
+        self._recorded = [RecordedModel(self.model, prompt, config.location, args.record) for _, prompt in self.prompts]
         kinds = [kind for kind, _ in self.prompts]
         self._seeds = [kinds[:index].count(kind) for index, kind in enumerate(kinds)]  # the same with more prompts
+
+    @property
+    def num_fed(self) -> int:
+        """Nodes that nobody had asked for before, and so were fed, one token a step excluded."""
+        return sum(each.num_fed for each in self._recorded)
+
+    def recordings(self, index: int) -> Iterator[Recording]:
+        """Yield what is kept of a prompt, by way of sampling."""
+        return self._recorded[index].recordings()
 
     def decode_all(self, drafting: Drafting, degree: int = 1, sampling: Mapping[str, float] = GREEDY) -> list[Run]:
         """Decode all prompts in order; the first time with a way of sampling, one token a step, too, to compare with.
@@ -106,13 +115,13 @@ class Bench:
             degree: number of replicas.
             sampling: settings of SamplingConfig; the seed is the prompt's index among those of its kind.
         """
-        engine = Engine(self._model, Group(0, degree, CPU), self._calibration)
+        engine = Engine(self.model, Group(0, degree, CPU), self.calibration)
         runs = []
         for index in range(len(self.prompts)):
             asked = (self._sampling(index, sampling), self._max_new_tokens, *sorted(self._eos))
             recording = self._recorded[index].recording(repr(asked))
             if recording.text is None:
-                alone = Engine(self._model, Group.alone(), self._calibration)
+                alone = Engine(self.model, Group.alone(), self.calibration)
                 recording.text = self._decode(alone, index, PLAIN, 1, sampling, None).tokens
             run = self._decode(engine, index, drafting, degree, sampling, recording)
             if run.tokens != recording.text:
@@ -135,7 +144,7 @@ class Bench:
         config = self._sampling(index, sampling)
         prompt = tuple(self.prompts[index][1])
         request = Request(prompt, settings, self._max_new_tokens, self._eos, config)
-        spec = make_sampler_spec(self._model, request)
+        spec = make_sampler_spec(self.model, request)
         if isinstance(drafting, LookaheadConfig):
             decoder = engine.open_decoder(request, spec)
         else:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +127,9 @@ class RecordedModel:
         prompt: token ids.
         name: of the model, part of the files' names.
         folder: gets the files; None for memory alone.
+
+    Attributes:
+        num_fed: nodes that were not known and so were fed, one token a step excluded.
     """
 
     def __init__(self, model: ModelRunner, prompt: Sequence[int], name: str, folder: Path | None):
@@ -136,7 +139,7 @@ class RecordedModel:
         self._last_logits: torch.Tensor | None = None  # [1, V] behind the prompt
         self._shown: tuple[np.ndarray, np.ndarray] | None = None
         self._recordings: dict[str, Recording] = {}
-        self.num_asked = self.num_fed = 0  # nodes, and tokens that were fed for them
+        self.num_fed = 0
 
     def _file(self, what: str) -> Path | None:
         if self._folder is None:
@@ -149,6 +152,10 @@ class RecordedModel:
         if sampling not in self._recordings:
             self._recordings[sampling] = Recording(self._file(sampling))
         return self._recordings[sampling]
+
+    def recordings(self) -> Iterator[Recording]:
+        """Yield what is kept, by way of sampling."""
+        return iter(self._recordings.values())
 
     @torch.inference_mode()
     def shown_of_prompt(self) -> tuple[np.ndarray, np.ndarray]:
@@ -201,9 +208,10 @@ class RecordedModel:
             places.append(recording.child(places[tree.parents[node] - tree.root], tree.tokens[node]))
         unknown = [tree.root + i for i, place in enumerate(places) if recording.row(place) is None]
         if unknown:
-            for node, row in zip(unknown, self._ask(decoder, tree, unknown, sampler), strict=True):
+            rows = self._ask(decoder, tree, unknown, sampler)
+            self.num_fed += len(unknown)
+            for node, row in zip(unknown, rows, strict=True):
                 recording.keep(places[node - tree.root], row)
-        self.num_asked += len(places)
         return Answers(np.array([recording.row(place) for place in places]), sampler.width)
 
     def _ask(self, decoder: Decoder, tree: TokenTree, nodes: list[int], sampler: Sampler) -> np.ndarray:
@@ -223,7 +231,6 @@ class RecordedModel:
             added = fed.add(index[tree.parents[node]], tree.tokens[node])
             assert added is not None
             index[node] = added
-        self.num_fed += len(fed)
         wanted = np.array([index[node] for node in nodes])
         found = self._model.forward(StepInputs(slot, fed, np.arange(len(fed)), wanted))
         return _rows(found.logits, tree, nodes, tokens, sampler)
