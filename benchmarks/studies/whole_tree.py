@@ -7,7 +7,6 @@ Letters: R replicas, T nodes in the tree, n of them from the root on, V vocabula
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -39,14 +38,10 @@ class DecodedStep:
     Attributes:
         step: the step.
         values: [T, width] int64 what all replicas sample; -1 before the root.
-        propose_seconds: what making the tree and the shares took; 0 for the prefill's step.
-        advance_seconds: what accepting, committing and learning took; 0 for the prefill's step.
     """
 
     step: Step
     values: np.ndarray
-    propose_seconds: float = 0.0
-    advance_seconds: float = 0.0
 
 
 def decode_whole_trees(
@@ -55,7 +50,6 @@ def decode_whole_trees(
     request: Request,
     clocks: Clocks = unknown_times,
     times_are_late: bool = False,
-    on_prefill: Callable[[], None] = lambda: None,
 ) -> Iterator[DecodedStep]:
     """Decode a request to its end.
 
@@ -65,7 +59,6 @@ def decode_whole_trees(
         request: what to decode.
         clocks: what the replicas tell of their times.
         times_are_late: whether a step's clocks are of the pass of the step before.
-        on_prefill: called before the prefill's token is committed.
 
     Yields:
         every step, the prefill's first, once its tokens are committed.
@@ -77,19 +70,15 @@ def decode_whole_trees(
         step = decoder.propose_prefill()
         values = sample_for_all(decoder, step, model.prefill(slot, request.prompt_ids))
         clocks(step.shares)
-        on_prefill()
         decoder.advance_prefill(step, decoder.verify(step, values))
         yield DecodedStep(step, values)
         while decoder.state.finish_reason is None:
-            started = time.perf_counter()
             step = decoder.propose()
-            proposed = time.perf_counter()
             found = model.forward(StepInputs.whole(slot, step.tree))
             values = sample_for_all(decoder, step, found.logits)
-            sampled = time.perf_counter()
             verified = decoder.verify(step, values)
             decoder.advance(step, verified, *StepTimer.unpacked(clocks(step.shares)), times_are_late)
-            yield DecodedStep(step, values, proposed - started, time.perf_counter() - sampled)
+            yield DecodedStep(step, values)
 
 
 def sample_for_all(decoder: Decoder, step: Step, logits: torch.Tensor) -> np.ndarray:

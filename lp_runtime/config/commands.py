@@ -16,6 +16,18 @@ TIMEOUTS = ("header_timeout", "body_timeout", "keep_alive_timeout", "shutdown_ti
 TOOL_FORMATS = ("auto", "hermes", "llama3", "mistral", "harmony", "none")
 REASONINGS = ("auto", "think", "none")
 SERVERS = ("uvicorn", "ray_serve")
+TURNS = ("first", "all")
+
+
+def check_chat_settings(chat: bool, turns: str) -> None:
+    """Refuse turns that are none, and all turns of prompts that are no conversations.
+
+    Raises:
+        ConfigError: names `turns`.
+    """
+    require_choice("turns", turns, TURNS)
+    if turns == "all" and not chat:
+        raise ConfigError("turns=all: only with chat=true")
 
 
 @dataclass
@@ -27,8 +39,13 @@ class GenerateConfig(RuntimeConfig):
     prompts: Optional[str] = None  # noqa: UP045
     """JSON-lines file of prompts; results go to `output`."""
     prompt_field: str = "prompt"
-    """Field of each line of `prompts` that holds the prompt; if the field is a list, its first element is the
-    prompt."""
+    """Field of each line of `prompts` that holds the prompt; if the field is a list of texts, they are the turns of a
+    conversation, and the first one is the prompt."""
+    chat: bool = False
+    """Whether a prompt is a user's message, put through the model's chat template, and not a text to continue."""
+    turns: str = "first"
+    """Which turns of a conversation are played, with chat=true and `prompts`: first, or all: each answer goes into the
+    next turn's prompt, and has a line of the output."""
     ids: bool = False
     """Whether prompts are token ids, not text: in the field of `prompts`, or in `prompt` as a JSON list."""
     limit: Optional[int] = None  # noqa: UP045
@@ -67,7 +84,15 @@ class GenerateConfig(RuntimeConfig):
         if self.limit is not None:
             require_int("limit", self.limit, 1)
         self._check_prompts()
+        self._check_chat()
         self._check_compare()
+
+    def _check_chat(self) -> None:
+        check_chat_settings(self.chat, self.turns)
+        if self.chat and self.ids:
+            raise ConfigError("chat=true: not with ids=true")
+        if self.turns == "all" and self.prompts is None:
+            raise ConfigError("turns=all: only with prompts")
 
     def _check_policy(self) -> None:
         require_choice("policy", self.policy, SCHEDULING_POLICIES)
@@ -271,9 +296,19 @@ class BenchConfig(RuntimeConfig):
     prompts: Optional[str] = None  # noqa: UP045
     """JSON-lines files of prompts as FILE:FIELD, separated by commas; if not given, three built-in prompts."""
     limit: int = 4
-    """Number of prompts to take from each file, >= 1."""
+    """Number of lines to read of each file, >= 1."""
+    each: Optional[int] = None  # noqa: UP045
+    """Number of prompts to take of each category, >= 1: of the lines' field `category` (conversations of several turns
+    are one), else of each file; all if not given."""
+    chat: bool = False
+    """Whether prompts are users' messages, put through the model's chat template, and not texts to continue."""
+    turns: str = "first"
+    """Which turns of a conversation are decoded, with chat=true: first, or all, each a prompt of its own, with the
+    runtime's own greedy answers to the turns before it."""
     max_new_tokens: int = 128
-    """Tokens to generate, >= 1; end-of-sequence tokens do not stop decoding."""
+    """Tokens to generate at most, >= 1."""
+    eos: Optional[bool] = None  # noqa: UP045
+    """Whether decoding stops at the end-of-sequence token, for every method; if not given, with chat=true alone."""
     rounds: int = 1
     """Times that every method decodes every prompt, >= 1."""
     methods: list[str] = field(default_factory=list)
@@ -294,6 +329,7 @@ class BenchConfig(RuntimeConfig):
         super().__post_init__()
         for name in ("limit", "max_new_tokens", "rounds", "num_requests"):
             require_int(name, getattr(self, name), 1)
+        self._check_prompts()
         for method in self.methods:
             require_choice("methods", method, METHODS)
         for degree in self.degrees:
@@ -304,8 +340,6 @@ class BenchConfig(RuntimeConfig):
             raise ConfigError("exchange_us=[]: must have at least one number")
         if self.threads is not None:
             require_int("threads", self.threads, 1)
-        if self.prompts == "":
-            raise ConfigError("prompts: is empty; must be FILE:FIELD")
         self._check_load()
         for name, value in vars(self.sampling).items():
             if value is not None and (name, value) != ("temperature", 0):
@@ -324,3 +358,17 @@ class BenchConfig(RuntimeConfig):
                 )
         if self.url is None and (self.rate is not None or self.concurrency is not None):
             raise ConfigError(f"{'concurrency' if self.rate is None else 'rate'}: only with url")
+
+    def _check_prompts(self) -> None:
+        if self.prompts == "":
+            raise ConfigError("prompts: is empty; must be FILE:FIELD")
+        if self.each is not None:
+            require_int("each", self.each, 1)
+        check_chat_settings(self.chat, self.turns)
+        if self.chat and self.prompts is None:
+            raise ConfigError("chat=true: only with prompts")
+
+    @property
+    def stops_at_eos(self) -> bool:
+        """Whether decoding stops at the end-of-sequence token."""
+        return self.chat if self.eos is None else self.eos

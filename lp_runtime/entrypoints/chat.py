@@ -13,7 +13,7 @@ from types import FrameType
 from lp_runtime.config.commands import ChatConfig
 from lp_runtime.errors import LookaheadError, ReplicaError
 from lp_runtime.model.loader import load_tokenizer
-from lp_runtime.model.tokenizer import encode_chat
+from lp_runtime.model.tokenizer import conversation, encode_chat
 from lp_runtime.runtime import LookaheadRuntime
 
 HELP = "/reset starts again, /undo takes back the last question, /quit (or Ctrl-D) ends; Ctrl-C stops an answer"
@@ -28,7 +28,7 @@ def check_chat(config: ChatConfig) -> None:
         ModelError: the model has no tokenizer.
         RequestError: the model has no chat template.
     """
-    encode_chat(load_tokenizer(config.model), [{"role": "user", "content": "Hello"}])
+    encode_chat(load_tokenizer(config.model), conversation(["Hello"]))
 
 
 def chat(runtime: LookaheadRuntime, config: ChatConfig) -> None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from lp_runtime.errors import RequestError, first_line
+from lp_runtime.errors import ConfigError, RequestError, first_line
 
 REPLACEMENT = "\ufffd"  # a decoder shows it for bytes that are no whole character yet
 BREAK = "\ufdd0"  # stands in text that is no special token though it reads like one; Unicode keeps it for such uses
@@ -80,6 +80,32 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the text of a model's chat templates; empty without any."""
     template = getattr(tokenizer, "chat_template", None) or ""
     return template if isinstance(template, str) else "\n".join(map(str, template.values()))
+
+
+def conversation(turns: Sequence[str], answers: Sequence[str] = ()) -> list[dict[str, str]]:
+    """Return a conversation's messages up to the turn behind the last answer.
+
+    Args:
+        turns: the user's texts, more than there are answers.
+        answers: the assistant's texts, one to each of the first turns.
+    """
+    said = [{"role": "user", "content": text} for text in turns[: len(answers) + 1]]
+    answered = [{"role": "assistant", "content": text} for text in answers]
+    return [message for pair in zip(said, answered, strict=False) for message in pair] + said[len(answers) :]
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase, location: str) -> None:
+    """Refuse, for chat=true, a model that has no chat template.
+
+    Args:
+        tokenizer: the model's.
+        location: the model's directory or hub id, for the error's message.
+
+    Raises:
+        ConfigError: the model has none.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(f"chat=true: the model {location} has no chat template")
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
