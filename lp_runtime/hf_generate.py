@@ -27,12 +27,13 @@ from lp_runtime.engine.step import Step
 from lp_runtime.errors import ConfigError, RequestError, first_line
 from lp_runtime.kernels.dispatch import kernels_for
 from lp_runtime.lookahead.state import Stop
+from lp_runtime.model.attention.choice import ATTENTIONS
 from lp_runtime.model.cuda_graph import can_capture
 from lp_runtime.model.families import check_family
 from lp_runtime.model.generate_call import GenerateCall, LayerStates
 from lp_runtime.model.hf_config import attention_of, attention_settings
 from lp_runtime.model.kept_runner import RunnerKeeper
-from lp_runtime.model.runner import ATTENTIONS, ModelRunner
+from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.self_check import check_model_or_disable_graphs
 from lp_runtime.model.types import CausalLM, GenerationConfig, StoppingCriteriaList
 from lp_runtime.model.view import view_of

@@ -18,6 +18,7 @@ from lp_runtime.distributed.exchange import Exchange, Outcome
 from lp_runtime.distributed.group import Group
 from lp_runtime.engine.decoder import Committed, Decoder, Samples, Verified
 from lp_runtime.engine.output import Report, StepOutput
+from lp_runtime.engine.prompt_harvest import PromptHarvest
 from lp_runtime.engine.prompt_scorer import SCORED_TOKENS, PromptScorer
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.step import Step
@@ -150,10 +151,15 @@ class Sequence:
         model.begin(self.slot, self.capacity)
         step = self.decoder.propose_prefill()
         scorer: PromptScorer | None = None
+        harvest: PromptHarvest | None = None
         chunks, chunk_tokens = model.prefill_in_chunks(self.slot, prompt), model.prefill_chunk
         if self._request.prompt_logprobs:
             scorer = PromptScorer(model, self.slot, prompt, self._request.top_logprobs)
             chunks, chunk_tokens = scorer.prefill_in_chunks(), SCORED_TOKENS
+        elif self.decoder.num_harvested:
+            sampler, num_harvested = self.decoder.sampler, self.decoder.num_harvested
+            harvest = PromptHarvest(model, self.slot, prompt, num_harvested, sampler, self._group)
+            chunks, chunk_tokens = harvest.prefill_in_chunks(), harvest.chunk_tokens
         for num_left in range(len(prompt) - chunk_tokens, 0, -chunk_tokens):
             next(chunks)
             yield
@@ -167,6 +173,8 @@ class Sequence:
         if self._observe:
             self._observe([0], step, self._group.rank, samples)
         output = self._output(step, verified, self.decoder.advance_prefill(step, verified), outcome.control)
+        if harvest is not None and not self.is_finished:
+            self.decoder.drafter.learn_prompt(prompt, harvest.share())
         return output if scorer is None else scorer.attach(output)
 
     def _agree_to_cancel(self, step: Step, num_left: int) -> bool:

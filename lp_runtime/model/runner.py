@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 from lp_runtime.errors import ModelError
 from lp_runtime.kernels.dispatch import on
 from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.attention.choice import choose_attention
 from lp_runtime.model.attention.mask import CHUNKED, LayerMasks, MaskBuilder
 from lp_runtime.model.attention.strict import NAME as STRICT
 from lp_runtime.model.attention.strict_passes import strict_passes
-from lp_runtime.model.attention.tree_attention import NAME as TREE
 from lp_runtime.model.batch_inputs import batch_inputs
 from lp_runtime.model.cuda_graph import FixedPasses, GraphOptions
 from lp_runtime.model.families import check_family
-from lp_runtime.model.hf_config import attention_of, context_length, of_text_model, takes_attention
+from lp_runtime.model.hf_config import context_length
 from lp_runtime.model.inputs import InputLayout, compile_layout, lay_out
 from lp_runtime.model.kv_cache.batch import BatchedCache
 from lp_runtime.model.kv_cache.cache import TreeCache
@@ -35,7 +35,6 @@ from lp_runtime.model.view import view_of
 from lp_runtime.utils.generators import result_of
 from lp_runtime.utils.tensors import tensor_on
 
-ATTENTIONS = ("sdpa", "eager")
 CAPACITY_UNIT = 1024  # tokens; with passes of fixed sizes a slot's capacity is a multiple, so that slots fit often
 
 
@@ -73,12 +72,7 @@ class ModelRunner:
         if model.device.type == "meta":
             raise ModelError(f"{type(model).__name__}: weights that are offloaded cannot be fed a token tree")
         config = model.config.get_text_config()
-        attention = attention_of(config)
-        if attention not in (*ATTENTIONS, TREE):
-            raise ModelError(f"attn_implementation={attention}: must be one of {', '.join(ATTENTIONS)}")
-        if own_attention and attention == "sdpa" and strict_tokens is None and takes_attention(model):
-            model.set_attn_implementation(of_text_model(model, TREE))
-            attention = TREE
+        attention = choose_attention(model, own_attention and strict_tokens is None)
         compile_layout()
         self.model = model
         self.device: torch.device = model.device
@@ -151,11 +145,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prefill_in_chunks(self, slot: CacheSlot, prompt: Sequence[int]) -> Generator[None, None, torch.Tensor]:
-        """Feed and commit a prompt, `prefill_chunk` tokens at a time.
-
-        Args:
-            slot: where keys and values go, behind its committed tokens.
-            prompt: token ids, at least one.
+        """Feed and commit a prompt, behind a slot's committed tokens, `prefill_chunk` tokens at a time.
 
         Yields:
             None between chunks; other slots may be fed meanwhile.
@@ -163,20 +153,30 @@ class ModelRunner:
         Returns:
             [1, V] float32 logits of the last token.
         """
-        ids = tensor_on(self.device, prompt)
-        before = slot.cache.length
         for start in range(0, len(prompt), self.prefill_chunk):
             if start:
                 yield
-            chunk = ids[start : start + self.prefill_chunk]
-            positions = torch.arange(before + start, before + start + len(chunk), device=self.device)
-            mask = self.masks.build_chunk(positions, before + start)
-            logits = self._forward(chunk, positions, mask, slot.cache, 1).float()
-            slot.cache.commit(len(chunk))
-            slot.tokens += prompt[start : start + len(chunk)]
-            slot.num_prefilled = len(slot.tokens)
-            self.num_prefilled_tokens += len(chunk)
+            logits = self.feed_prompt(slot, prompt[start : start + self.prefill_chunk])
         return logits
+
+    @torch.inference_mode()
+    def feed_prompt(self, slot: CacheSlot, chunk: Sequence[int], rows: Sequence[int] | None = None) -> torch.Tensor:
+        """Feed and commit a part of a prompt, behind a slot's committed tokens; return [n, V] float32 logits.
+
+        Args:
+            slot: where keys and values go.
+            chunk: token ids, at least one.
+            rows: [n] places in the chunk whose logits are wanted; the last one alone if None.
+        """
+        before, kept = slot.cache.length, 1 if rows is None else tensor_on(self.device, rows)
+        positions = torch.arange(before, before + len(chunk), device=self.device)
+        mask = self.masks.build_chunk(positions, before)
+        logits = self._forward(tensor_on(self.device, chunk), positions, mask, slot.cache, kept)
+        slot.cache.commit(len(chunk))
+        slot.tokens += chunk
+        slot.num_prefilled = len(slot.tokens)
+        self.num_prefilled_tokens += len(chunk)
+        return logits.float()
 
     @torch.inference_mode()
     def resume(self, slot: CacheSlot, prompt: Sequence[int], committed: Sequence[int], capacity: int) -> Iterator[None]:
@@ -217,15 +217,16 @@ class ModelRunner:
             yield
 
     @torch.inference_mode()
-    def logits_after_each(self, slot: CacheSlot, tokens: Sequence[int]) -> StepLogits:
-        """Return the logits of n tokens, each as if it were a whole text; empties the slot."""
+    def logits_after_each(self, slot: CacheSlot, tokens: Sequence[int], behind: Sequence[int] = ()) -> StepLogits:
+        """Return the logits of n tokens, each as the end of a text of its own that begins with `behind`."""
         slot.cache.clear()
         slot.tokens = []
-        ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
-        positions = torch.zeros_like(ids)
-        mask = self.masks.build([-1] * len(tokens), positions, 0)
-        rows = torch.arange(len(tokens), device=self.device)
-        return StepLogits(self._forward(ids, positions, mask, slot.cache, rows))
+        if behind:
+            self.feed_prompt(slot, behind)
+        ids = tensor_on(self.device, tokens)
+        positions = torch.full_like(ids, len(behind))
+        mask = self.masks.build([-1] * len(tokens), positions, len(behind))
+        return StepLogits(self._forward(ids, positions, mask, slot.cache, len(tokens)))
 
     # Trees.
 
