@@ -15,6 +15,7 @@ from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.lookahead.drafters.base import Drafter
 from lp_runtime.lookahead.drafters.token_recycling import TokenRecyclingDrafter
 from studies.drafting_bench import GREEDY, Bench, Drafting, Run
+from studies.starting_rates import fit_calibration, fit_rates, promised_and_accepted, source_of, starting_rates_of
 
 BUDGETS = (16, 32, 46, 54, 83, 160, 320, 640)
 DEGREES = (1, 2, 4, 8, 16)
@@ -114,6 +115,12 @@ class Study:
     def add_row(self, row: Mapping[str, Value]) -> None:
         """Add a row of any columns."""
         self._results.add(row)
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file of the study's where there is a folder."""
+        if self._output is not None:
+            self._output.mkdir(parents=True, exist_ok=True)
+            (self._output / name).write_text(text)
 
     def finish(self, about: str) -> None:
         """Print and write the table, and the plot where the study has one and matplotlib is installed."""
@@ -298,6 +305,18 @@ def sources(study: Study) -> None:
             study.add_row(row)
 
 
+def starting_rates(study: Study) -> None:
+    """Promised against accepted by level of the estimate; the rates that estimates should start from go to OUTPUT."""
+    fitted = {}
+    for name, ways in (("GREEDY", [GREEDY]), ("SAMPLED", [{"temperature": 1.0}, {"temperature": 0.7}])):
+        counted = [run.counted for way in ways for run in study.bench.decode_all(full(64), sampling=way)]
+        requests = [each for each in counted if each is not None]
+        for level, (promised, accepted) in enumerate(promised_and_accepted(requests)):
+            study.add_row({"decoding": name, "level": level, "promised": promised, "accepted": accepted})
+        fitted[name] = starting_rates_of(fit_rates([requests]), fit_calibration([requests]))
+    study.write("starting_rates.py", source_of(fitted, "the prompts and the model of the command"))
+
+
 def host(study: Study) -> None:
     """Milliseconds a step of proposing and advancing on the host; nothing else must run on the machine."""
     for settings in (GREEDY, {"temperature": 1.0}):
@@ -322,5 +341,6 @@ STUDIES = (
     peers_sampled,
     peers_kept,
     sources,
+    starting_rates,
     host,
 )

@@ -20,6 +20,8 @@ from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import SamplerSpec, make_sampler_spec
 from lp_runtime.lookahead.drafters.base import Drafter
+from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
+from lp_runtime.lookahead.drafters.best_first.estimates import Rates
 from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.lookahead.state import DecodingRules, DecodingState
 from lp_runtime.model.loader import eos_token_ids, load_model, load_tokenizer
@@ -47,6 +49,7 @@ class Run:
         drafter: the request's, at the end.
         propose_seconds: over all steps.
         advance_seconds: over all steps.
+        counted: what the drafter `full` has counted of candidates; None for other drafters.
     """
 
     tokens: list[int]
@@ -55,6 +58,7 @@ class Run:
     drafter: Drafter
     propose_seconds: float
     advance_seconds: float
+    counted: Rates | None
 
     @property
     def repeated(self) -> float:
@@ -180,7 +184,8 @@ class Bench:
             decoder.advance(step, verified, unknown, unknown)
             advance_seconds += time.perf_counter() - started
             num_fed += max(step.shares.sizes)
-        return Run(state.new_tokens, state.num_steps, num_fed, drafter, propose_seconds, advance_seconds)
+        counted = drafter.counted() if isinstance(drafter, BestFirstDrafter) else None
+        return Run(state.new_tokens, state.num_steps, num_fed, drafter, propose_seconds, advance_seconds, counted)
 
     def _open_peer(self, drafter: Drafter, request: Request, spec: SamplerSpec, degree: int) -> Decoder:
         """Return the decoder of a drafter that the runtime does not have."""

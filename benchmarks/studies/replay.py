@@ -59,6 +59,9 @@ class AssumedCalibration(Calibration):
     def max_step_tokens(self) -> int:
         return SIZES[-1]
 
+    def harvest_ns(self) -> int:
+        return 0
+
 
 class AssumedClocks:
     """What the replicas of a group tell of their times while one request is decoded.

@@ -13,14 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.partition import Shares
 from lp_runtime.engine.decoder import Decoder
+from lp_runtime.engine.prompt_harvest import PromptHarvest
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.step import Step
 from lp_runtime.engine.step_timer import StepTimer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.step_inputs import StepInputs
 from lp_runtime.sampling.step_logits import StepLogits
+from lp_runtime.utils.generators import result_of
 
 # What all replicas tell of their times in the exchange of a step with these shares: [R] integers of StepTimer.packed.
 Clocks = Callable[[Shares], list[int]]
@@ -68,9 +71,13 @@ def decode_whole_trees(
         one_step = drafter.max_nodes + drafter.max_committed
         model.begin(slot, len(request.prompt_ids) + request.max_new_tokens + one_step)
         step = decoder.propose_prefill()
-        values = sample_for_all(decoder, step, model.prefill(slot, request.prompt_ids))
+        prompt, alone = request.prompt_ids, Group.alone()
+        harvest = PromptHarvest(model, slot, prompt, decoder.num_harvested, decoder.sampler, alone)
+        values = sample_for_all(decoder, step, result_of(harvest.prefill_in_chunks()))
         clocks(step.shares)
         decoder.advance_prefill(step, decoder.verify(step, values))
+        if decoder.num_harvested:
+            drafter.learn_prompt(prompt, harvest.share())
         yield DecodedStep(step, values)
         while decoder.state.finish_reason is None:
             step = decoder.propose()

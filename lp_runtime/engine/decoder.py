@@ -93,9 +93,10 @@ class Decoder:
         draft_tables: what the drafter remembers; None for a drafter without tables.
         num_followers: replicas beside those of the budget, which own no node: an ordered sampler's processors are
             called on one replica.
+        num_harvested: the drafter learns the top-k candidates behind so many of the prompt's last tokens.
 
     Attributes:
-        state, budget, sampler, draft_tables: as given.
+        state, budget, sampler, draft_tables, num_harvested: as given.
     """
 
     def __init__(
@@ -105,8 +106,9 @@ class Decoder:
         sampler: Sampler,
         draft_tables: DraftTables | None = None,
         num_followers: int = 0,
+        num_harvested: int = 0,
     ):
-        self._num_followers = num_followers
+        self._num_followers, self.num_harvested = num_followers, num_harvested
         self.state, self.budget, self.sampler, self.draft_tables = state, budget, sampler, draft_tables
 
     @property

@@ -26,6 +26,7 @@ from lp_runtime.engine.delivery import Delivery
 from lp_runtime.engine.draft_pool import DraftPool
 from lp_runtime.engine.drafter_factory import make_drafter
 from lp_runtime.engine.output import Event, StepOutput
+from lp_runtime.engine.prompt_harvest import num_to_harvest
 from lp_runtime.engine.prompt_prefix import PromptPrefix
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import SamplerSpec, make_sampler_spec
@@ -124,7 +125,10 @@ class Engine:
         limit = step_limit(settings, self._calibration)
         vocabulary, pool, tables = self._calibration.vocabulary, self._draft_pool, None
         if settings.drafter == "full":
-            tables = pool.acquire(settings.draft_tables != "request", settings.draft_tables_bytes, tag)
+            # Of several replicas each may know other samples of a prompt, and their trees would differ.
+            prompt = (request.prompt_ids, repr(request.sampling), repr(settings)) if self._group.is_alone else None
+            is_shared = settings.draft_tables != "request"
+            tables = pool.acquire(is_shared, settings.draft_tables_bytes, prompt, request.sample, tag)
         try:
             drafter = make_drafter(settings, spec.noise_key, num_replicas * limit, tables, vocabulary)
             num_nodes = drafter.max_nodes + drafter.max_committed
@@ -138,7 +142,8 @@ class Engine:
             is_alone = self._group.is_alone
             state = DecodingState(request.prompt_ids, rules, drafter, stop, request.committed, is_alone, guide)
             num_followers = self._group.size - num_replicas
-            return Decoder(state, budget, spec.build(drafter.num_top_k), tables, num_followers)
+            harvested = num_to_harvest(request, drafter, self._model, calibration, self._group.size)
+            return Decoder(state, budget, spec.build(drafter.num_top_k), tables, num_followers, harvested)
         except BaseException:
             if tables is not None:
                 pool.release(tables)

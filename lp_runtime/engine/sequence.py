@@ -19,6 +19,7 @@ from lp_runtime.distributed.exchange import Exchange, Outcome
 from lp_runtime.distributed.group import Group
 from lp_runtime.engine.decoder import Committed, Decoder, Samples, Verified
 from lp_runtime.engine.output import Report, StepOutput
+from lp_runtime.engine.prompt_harvest import PromptHarvest
 from lp_runtime.engine.prompt_prefix import PromptPrefix, read_for_resume
 from lp_runtime.engine.prompt_scorer import SCORED_TOKENS, PromptScorer
 from lp_runtime.engine.request import Request
@@ -169,10 +170,15 @@ class Sequence:
         prompt = prompt[self._prefix.read_into(self.slot) :]
         step = self.decoder.propose_prefill()
         scorer: PromptScorer | None = None
+        harvest: PromptHarvest | None = None
         chunks, chunk_tokens = model.prefill_in_chunks(self.slot, prompt), model.prefill_chunk
         if self._request.prompt_logprobs:
             scorer = PromptScorer(model, self.slot, prompt, self._request.top_logprobs)
             chunks, chunk_tokens = scorer.prefill_in_chunks(), SCORED_TOKENS
+        elif self.decoder.num_harvested:
+            sampler, num_harvested = self.decoder.sampler, min(self.decoder.num_harvested, len(prompt))
+            harvest = PromptHarvest(model, self.slot, prompt, num_harvested, sampler, self._group)
+            chunks, chunk_tokens = harvest.prefill_in_chunks(), harvest.chunk_tokens
         for num_left in range(len(prompt) - chunk_tokens, 0, -chunk_tokens):
             next(chunks)
             yield
@@ -187,6 +193,8 @@ class Sequence:
             self._observe([0], step, self._group.rank, samples)
         output = self._output(step, verified, self.decoder.advance_prefill(step, verified), outcome.control)
         self._prefix.keep(self.slot)  # others with the same prompt may wait for it
+        if harvest is not None and not self.is_finished:
+            self.decoder.drafter.learn_prompt(self._request.prompt_ids, harvest.share())
         return output if scorer is None else scorer.attach(output)
 
     def _agree_to_cancel(self, step: Step, num_left: int) -> bool:

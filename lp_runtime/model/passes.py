@@ -57,22 +57,25 @@ class Passes:
         return logits
 
     @torch.inference_mode()
-    def chunk(self, caches: Sequence[TreeCache], tokens: Sequence[int]) -> torch.Tensor:
-        """Feed T tokens of a text behind the one cache; return the last one's logits, [1, V]."""
+    def chunk(
+        self, caches: Sequence[TreeCache], tokens: Sequence[int], rows: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Feed T tokens of a text behind the one cache; return the logits of n of them, or of the last, [n, V]."""
         (cache,) = caches
         start = cache.length
         positions = torch.arange(start, start + len(tokens), device=self._device)
         mask = self._masks.build_chunk(positions, start)
-        return self._forward(tensor_on(self._device, tokens), positions, mask, cache, 1)
+        kept = 1 if rows is None else tensor_on(self._device, rows)
+        return self._forward(tensor_on(self._device, tokens), positions, mask, cache, kept)
 
     @torch.inference_mode()
     def each_alone(self, caches: Sequence[TreeCache], tokens: Sequence[int]) -> torch.Tensor:
-        """Return the logits of T tokens, each as if it were a whole text, [T, V]; the one cache is empty."""
+        """Return the logits of T tokens, each as the end of a text of its own behind the one cache, [T, V]."""
         (cache,) = caches
         ids = tensor_on(self._device, tokens)
-        positions = torch.zeros_like(ids)
-        mask = self._masks.build([-1] * len(tokens), positions, 0)
-        return self._forward(ids, positions, mask, cache, torch.arange(len(tokens), device=self._device))
+        positions = torch.full_like(ids, cache.length)
+        mask = self._masks.build([-1] * len(tokens), positions, cache.length)
+        return self._forward(ids, positions, mask, cache, len(tokens))
 
     @torch.inference_mode()
     def share(self, caches: Sequence[TreeCache], layout: InputLayout) -> torch.Tensor:

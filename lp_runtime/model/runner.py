@@ -164,11 +164,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prefill_in_chunks(self, slot: CacheSlot, prompt: Sequence[int]) -> Generator[None, None, torch.Tensor]:
-        """Feed and commit a prompt, `prefill_chunk` tokens at a time.
-
-        Args:
-            slot: where keys and values go, behind its committed tokens.
-            prompt: token ids, at least one.
+        """Feed and commit a prompt, behind a slot's committed tokens, `prefill_chunk` tokens at a time.
 
         Yields:
             None between chunks; other slots may be fed meanwhile.
@@ -179,13 +175,24 @@ class ModelRunner:
         for start in range(0, len(prompt), self.prefill_chunk):
             if start:
                 yield
-            chunk = prompt[start : start + self.prefill_chunk]
-            logits = self.feed("chunk", [slot.cache], chunk).float()
-            slot.cache.commit(len(chunk))
-            slot.tokens += chunk
-            slot.num_prefilled = len(slot.tokens)
-            self.num_prefilled_tokens += len(chunk)
+            logits = self.feed_prompt(slot, prompt[start : start + self.prefill_chunk])
         return logits
+
+    @torch.inference_mode()
+    def feed_prompt(self, slot: CacheSlot, chunk: Sequence[int], rows: Sequence[int] | None = None) -> torch.Tensor:
+        """Feed and commit a part of a prompt, behind a slot's committed tokens; return [n, V] float32 logits.
+
+        Args:
+            slot: where keys and values go.
+            chunk: token ids, at least one.
+            rows: [n] places in the chunk whose logits are wanted; the last one alone if None.
+        """
+        logits = self.feed("chunk", [slot.cache], chunk, rows)
+        slot.cache.commit(len(chunk))
+        slot.tokens += chunk
+        slot.num_prefilled = len(slot.tokens)
+        self.num_prefilled_tokens += len(chunk)
+        return logits.float()
 
     @torch.inference_mode()
     def resume(self, slot: CacheSlot, prompt: Sequence[int], committed: Sequence[int], capacity: int) -> Iterator[None]:
@@ -227,10 +234,12 @@ class ModelRunner:
             yield
 
     @torch.inference_mode()
-    def logits_after_each(self, slot: CacheSlot, tokens: Sequence[int]) -> StepLogits:
-        """Return the logits of n tokens, each as if it were a whole text; empties the slot."""
+    def logits_after_each(self, slot: CacheSlot, tokens: Sequence[int], behind: Sequence[int] = ()) -> StepLogits:
+        """Return the logits of n tokens, each as the end of a text of its own that begins with `behind`."""
         slot.cache.clear()
         slot.tokens = []
+        if behind:
+            self.feed_prompt(slot, behind)
         return StepLogits(self.feed("each_alone", [slot.cache], tokens))
 
     # Trees.

@@ -147,6 +147,15 @@ class TreeProcessors:
                         scores[row : row + 1] = self._call(processor, prefix, scores[row : row + 1].clone())
         return scores
 
+    def without_prefixes(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return [n, V] float32 scores: logits, [n, V], as processors that look at nothing but scores leave them."""
+        scores = logits.clone() if self._processors else logits
+        no_prefixes = torch.empty((len(logits), 0), dtype=torch.int64, device=self.device)
+        for processor in self._processors:
+            if type(processor) in CONTEXT_FREE:
+                scores = processor(no_prefixes, scores)
+        return scores
+
     def process_next(
         self, logits: torch.Tensor, prefix: Sequence[int], masks: np.ndarray | None = None
     ) -> torch.Tensor:

@@ -187,6 +187,16 @@ class Sampler:
             packed = self._pack(scores, first, with_top_k)
         return self._add_logprobs(packed, found)
 
+    def pack_candidates(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return [n, width] integers for `unpack`: the top-k candidates of rows of logits, and no successors.
+
+        Args:
+            logits: [n, V] float32 behind any texts; processors that look at a text are left out.
+        """
+        scores = self._processors.without_prefixes(logits)
+        packed = self._pack(scores, torch.zeros(len(logits), dtype=torch.int64, device=logits.device), with_top_k=True)
+        return torch.nn.functional.pad(packed, (0, self.width - packed.shape[1]))
+
     def _add_logprobs(self, packed: torch.Tensor, found: StepLogits) -> torch.Tensor:
         """Return [n, width] integers: packed successors with the log-probabilities that are wanted."""
         if self._with_logprobs and len(packed):

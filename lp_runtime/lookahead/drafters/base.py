@@ -94,12 +94,14 @@ class Drafter(ABC):
 
     Attributes:
         num_top_k: K, how many top-k candidates of every node the drafter wants to know; 0 for none.
+        learns_prompt: whether `learn_prompt` makes use of the top-k candidates behind a prompt's tokens.
         max_nodes: largest number of nodes of a tree, the root counted; pending tokens before it may come on top.
         max_committed: largest number of tokens that one step commits.
         counts: nodes fed and accepted so far, by source and depth.
     """
 
     num_top_k: int = 0
+    learns_prompt: bool = False
     max_nodes: int
     max_committed: int
     counts: Counts
@@ -140,6 +142,15 @@ class Drafter(ABC):
     def may_accept(self, node: int) -> bool:
         """Whether `accept` may go on to a node of the tree that was proposed last."""
         return True
+
+    def learn_prompt(self, tokens: Sequence[int], entries: np.ndarray) -> None:  # noqa: B027 (most have no use for it)
+        """Learn what a forward pass found behind the prompt's last tokens; called once, before the first step.
+
+        Args:
+            tokens: [P] the prompt.
+            entries: [n, ENTRY] int32 top-k candidates behind its last n tokens, n <= P, as best_first/tables.py lays
+                them out.
+        """
 
     @abstractmethod
     def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:

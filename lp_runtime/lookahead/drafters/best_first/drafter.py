@@ -20,9 +20,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from lp_runtime.lookahead.drafters.base import Counts, Drafter, VerificationResult
-from lp_runtime.lookahead.drafters.best_first import growth, guided, tables
+from lp_runtime.lookahead.drafters.best_first import growth, guided, outcome, tables
 from lp_runtime.lookahead.drafters.best_first.candidates import SOURCES, make_candidates, make_nodes
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
+from lp_runtime.lookahead.drafters.best_first.estimates import Rates
+from lp_runtime.lookahead.drafters.best_first.starting_rates import GREEDY, SAMPLED
 from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.utils.jit import bound, with_fresh_cache
@@ -45,6 +47,7 @@ class BestFirstDrafter(Drafter):
     """
 
     num_top_k = tables.K
+    learns_prompt = True
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class BestFirstDrafter(Drafter):
         self.counts = Counts(SOURCES)
         self._max_depth = max_depth
         self._draft_tables = draft_tables
+        draft_tables.start(GREEDY if noise is None else SAMPLED)
         self._drafts = draft_tables.drafts(NO_VOCABULARY if vocabulary is None else vocabulary)
         seed, sample = noise or (0, 0)
         self._noise = tables.make_noise(noise is not None, seed, sample)
@@ -67,7 +71,11 @@ class BestFirstDrafter(Drafter):
         self._frontier = growth.make_frontier(capacity)
         self._candidates = make_candidates()
         self._path = np.zeros(capacity, np.int64)
-        self._grow, self._accept, self._advance = _bind_kernels()
+        self._grow, self._accept, self._advance, self._store_prompt = _bind_kernels()
+
+    def counted(self) -> Rates:
+        """Return a copy of what was counted of candidates, and of what is estimated from that."""
+        return Rates(*(values.copy() for values in self._draft_tables.rates))
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._draft_tables.begin_text(tokens)
@@ -158,6 +166,15 @@ class BestFirstDrafter(Drafter):
         path = self._path[:num]
         return successors[path].tolist(), path[1:].tolist()
 
+    def learn_prompt(self, tokens: Sequence[int], entries: np.ndarray) -> None:
+        self._store_prompt(
+            self._drafts.top_k,
+            np.array(tokens, np.int64),
+            np.array(entries, np.int32),
+            np.zeros((1, tables.NUM_HASHES), np.int64),
+            self._draft_tables.next_stamp(),
+        )
+
     def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
         self._draft_tables.append_text(tokens[-1:])
 
@@ -189,8 +206,8 @@ class BestFirstDrafter(Drafter):
 
 
 @functools.cache
-def _bind_kernels() -> tuple[Callable, Callable, Callable]:
-    """Return (grow, accept, advance) of growth.py, compiled for the arrays that a drafter has."""
+def _bind_kernels() -> tuple[Callable, Callable, Callable, Callable]:
+    """Return (grow, accept, advance, store_prompt) of growth.py and outcome.py, compiled for a drafter's arrays."""
     draft_tables, nodes, counts, candidates = (
         DraftTables(SMALL_BYTES),
         make_nodes(1),
@@ -202,8 +219,11 @@ def _bind_kernels() -> tuple[Callable, Callable, Callable]:
     state = (draft_tables.drafts(NO_VOCABULARY), tables.make_noise(False, 0, 0), draft_tables.rates, nodes)
     return (
         bound(growth.grow, *state, growth.make_frontier(1), candidates, 0, 0, 0, NO_MASKS, 0, 0),
-        bound(growth.accept, nodes.tokens, nodes.parents, 0, 0, integers, integers),
-        bound(growth.advance, *state, counted, candidates, 0, *[integers] * 3, entries, 0),
+        bound(outcome.accept, nodes.tokens, nodes.parents, 0, 0, integers, integers),
+        bound(outcome.advance, *state, counted, candidates, 0, *[integers] * 3, entries, 0),
+        bound(
+            outcome.store_prompt, draft_tables.top_k, integers, entries, np.zeros((1, tables.NUM_HASHES), np.int64), 0
+        ),
     )
 
 
@@ -219,6 +239,7 @@ def _try_kernels() -> None:
         drafter = BestFirstDrafter(4, DraftTables(SMALL_BYTES), None, noise, max_depth=3)
         drafter.begin([1, 2, 1])
         tokens = [1, 2, 1, 2]
+        drafter.learn_prompt([1, 2, 1], np.zeros((3, tables.ENTRY), np.int32))
         drafter.advance_prefill(tokens, VerificationResult([2]))
         tree = drafter.propose(tokens, 3, max_depth=3)
         found = VerificationResult([1] * len(tree), np.zeros((len(tree), tables.ENTRY), np.int32))

@@ -1,6 +1,6 @@
-"""Trees that grow best first, and what a step's outcome leaves in the draft tables. Compiled by Numba.
+"""Trees that grow best first. Compiled by Numba.
 
-Letters: T nodes in the tree, n of them from the root on.
+Letters: T nodes in the tree.
 """
 
 from __future__ import annotations
@@ -16,21 +16,15 @@ from lp_runtime.lookahead.drafters.best_first.candidates import (
     collect,
     source_of,
 )
-from lp_runtime.lookahead.drafters.best_first.estimates import ONE_BITS, Rates, calibrate, learn, merge
+from lp_runtime.lookahead.drafters.best_first.estimates import ONE_BITS, Rates, calibrate, merge
 from lp_runtime.lookahead.drafters.best_first.guided import plant_root
 from lp_runtime.lookahead.drafters.best_first.heap import pop, sift_up
 from lp_runtime.lookahead.drafters.best_first.tables import (
-    NUM_ORDERS,
-    STAMP,
     DraftArrays,
     Int,
     Noise,
-    append_text,
     extend_hashes,
     mix,
-    position_key,
-    store_entry,
-    store_successor,
 )
 from lp_runtime.lookahead.guide import is_allowed
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS
@@ -207,122 +201,3 @@ def grow_below(
         extend_hashes(nodes.hashes, parent, nodes.tokens[node], nodes.hashes, node)
         num_nodes += 1
     return num_nodes
-
-
-@compiled
-def store_results(
-    drafts: DraftArrays,
-    position: Int,
-    nodes: Nodes,
-    root: Int,
-    successors: np.ndarray,
-    entries: np.ndarray,
-    stamp: Int,
-) -> None:
-    """Store the top-k candidates of all nodes from the root on by context, and their successors by position.
-
-    Of nodes with equal contexts, the first one's candidates are kept.
-
-    Args:
-        drafts: the draft tables.
-        position: absolute position of what follows the root.
-        nodes: the tree.
-        root: index of the root.
-        successors: [T] int64 successor of each node.
-        entries: [n, ENTRY] int32 top-k candidates; the stamp is written into them.
-        stamp: the step's.
-    """
-    table = drafts.top_k
-    for i in range(len(entries) - 1, -1, -1):
-        node = root + i
-        entries[i, STAMP] = stamp
-        for order in range(1, NUM_ORDERS + 1):
-            if nodes.hashes[node, order] == 0:
-                break
-            store_entry(table, nodes.hashes[node, order], entries, i)
-        place = position + nodes.depths[node]
-        store_successor(table, position_key(drafts.text, place, nodes.tokens[node]), successors[node], stamp)
-        store_successor(table, position_key(drafts.text, place, -1), successors[node], stamp)
-
-
-@compiled
-def accept(
-    tokens: np.ndarray, parents: np.ndarray, root: Int, size: Int, successors: np.ndarray, path: np.ndarray
-) -> Int:
-    """Follow the model's own choices from the root: see lp_runtime.lookahead.tree.accept.
-
-    Args:
-        tokens: [T] int64 token ids.
-        parents: [T] int64 index of each node's parent.
-        root: index of the root.
-        size: T.
-        successors: [T] int64 successor of each node; read from the root on.
-        path: the root and the accepted nodes are written to it.
-
-    Returns:
-        How many nodes were written.
-    """
-    path[0] = node = root
-    num = 1
-    for child in range(root + 1, size):  # children stand behind their parents
-        if parents[child] == node and tokens[child] == successors[node]:
-            path[num] = node = child
-            num += 1
-    return num
-
-
-@compiled
-def count(nodes: Nodes, root: Int, size: Int, path: np.ndarray, fed: np.ndarray, accepted: np.ndarray) -> None:
-    """Count a step's nodes below the root by source and depth: see lp_runtime.lookahead.drafters.base.Counts.
-
-    Args:
-        nodes: the tree.
-        root: index of the root.
-        size: T.
-        path: [m] int64 the root and the accepted nodes.
-        fed: [sources, MAX_DEPTH_COUNTED] int64, counted up.
-        accepted: [sources, MAX_DEPTH_COUNTED] int64, counted up.
-    """
-    for node in range(root + 1, size):
-        fed[nodes.sources[node], min(nodes.depths[node], fed.shape[1]) - 1] += 1
-    for i in range(1, len(path)):
-        node = path[i]
-        accepted[nodes.sources[node], min(nodes.depths[node], fed.shape[1]) - 1] += 1
-
-
-@compiled
-def advance(
-    drafts: DraftArrays,
-    noise: Noise,
-    rates: Rates,
-    nodes: Nodes,
-    counts: tuple[np.ndarray, np.ndarray],
-    candidates: Candidates,
-    position: Int,
-    path: np.ndarray,
-    committed: np.ndarray,
-    successors: np.ndarray,
-    entries: np.ndarray,
-    stamp: Int,
-) -> None:
-    """Count a step's nodes, learn from its committed tokens, store its results and append the tokens to the text.
-
-    Args:
-        drafts: the draft tables.
-        noise: the noise of sampling.
-        rates: the estimates.
-        nodes: the tree.
-        counts: (fed, accepted), see `count`.
-        candidates: scratch.
-        position: absolute position of what follows the root.
-        path: [m] int64 the root, and the nodes that carry the committed tokens.
-        committed: [m] int64 committed tokens.
-        successors: [T] int64 successor of each node; read from the root on.
-        entries: [n, ENTRY] int32 top-k candidates of the nodes from the root on.
-        stamp: the step's.
-    """
-    root = path[0]
-    count(nodes, root, root + len(entries), path, counts[0], counts[1])
-    learn(drafts, noise, position, nodes, root, path, committed, rates, candidates)
-    store_results(drafts, position, nodes, root, successors, entries, stamp)
-    append_text(drafts.text, committed)
