@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from support import reference
@@ -12,8 +14,10 @@ from support.processes import own_replicas, wait_until
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.config.settings import FailureConfig, ModelConfig, RuntimeConfig
+from lp_runtime.distributed.process_group import new_segment_name
 from lp_runtime.distributed.shards import FOLDER
 from lp_runtime.errors import ConfigError, ModelError
+from lp_runtime.launchers import spawn
 from lp_runtime.scheduler.scheduler import Scheduler
 
 FIXED = LookaheadConfig(W=5, N=3, G=5, draft_tables="request")
@@ -46,14 +50,28 @@ def runtime(shared_runtime):
     return shared_runtime
 
 
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """No replica is left of those that are started meanwhile, and no file of memory that their shards share."""
+    before, names = own_replicas(), []
+
+    def named() -> str:
+        names.append(new_segment_name())
+        return names[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spawn, "new_segment_name", named)
+        yield
+    assert own_replicas() == before
+    assert names and not [path for name in names for path in FOLDER.glob(f"{name}*")]
+
+
 @pytest.fixture(scope="module")
 def sampled() -> list[int]:
     """Of one replica of two shards, with its steps sized by measurements, and batches."""
-    before = own_replicas(), set(FOLDER.iterdir())
-    with start(2, 2, lookahead=LookaheadConfig(draft_tables="request")) as runtime:
+    with nothing_left(), start(2, 2, lookahead=LookaheadConfig(draft_tables="request")) as runtime:
         assert (runtime.num_replicas, runtime.info.supports_batching) == (1, True)
         out = runtime.generate(reference.PROMPTS[1], LENGTH, eos=False, sampling=reference.SAMPLING)
-    assert (own_replicas(), set(FOLDER.iterdir())) == before
     return out.token_ids
 
 
@@ -137,11 +155,9 @@ def test_settings_that_contradict_are_refused_before_anything_starts(settings, m
 
 
 def test_too_many_shards_for_the_heads_are_refused_in_one_line():
-    before = own_replicas(), set(FOLDER.iterdir())
-    with pytest.raises(ModelError) as caught:
+    with nothing_left(), pytest.raises(ModelError) as caught:
         start(4, 4)
     assert "gpus_per_replica=4: llama: num_key_value_heads=2: must be a multiple of gpus_per_replica" in str(
         caught.value
     )
     assert "\n" not in str(caught.value)
-    assert (own_replicas(), set(FOLDER.iterdir())) == before

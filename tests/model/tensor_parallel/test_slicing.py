@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.process_group import new_segment_name
-from lp_runtime.distributed.shards import FOLDER, ShardLink, ShardPlace
+from lp_runtime.distributed.shards import ShardLink, ShardPlace
 from lp_runtime.errors import ModelError
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.loader import load_model
@@ -106,7 +106,6 @@ def test_slices_compute_what_the_whole_model_does(model_dirs):
         norms = sum(each.numel() for name, each in runner.model.named_parameters() if "proj" not in name)
         assert first[2] + second[2] < num_weights + 2 * norms, case
         assert first[4] and second[4], case
-    assert not list(FOLDER.glob("lp_runtime-*-load*"))
 
 
 def test_three_shards_and_heads_of_a_kind(tmp_path, random_model):
