@@ -111,6 +111,11 @@ def add_settings_argument(parser: argparse.ArgumentParser, settings: Sequence[st
     )
 
 
+def add_shards_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --gpus-per-replica."""
+    parser.add_argument("--gpus-per-replica", type=int, default=1, metavar="P", help="shards of each replica")
+
+
 def load_prompts(args: argparse.Namespace) -> list[Prompt]:
     """Return the prompts of the first `limit` lines of every file, in order."""
     prompts = []
@@ -123,16 +128,13 @@ def load_prompts(args: argparse.Namespace) -> list[Prompt]:
 def load_prompts_by_kind(args: argparse.Namespace) -> list[tuple[str, str]]:
     """Return (kind, prompt) of the first `each` prompts of every kind among the first `limit` lines of every file.
 
-    The kind of a line is its field `category`, or, in a file without categories, the name of the file.
+    The kind is the prompt's task: see lp_runtime/utils/prompt_file.py. Of a conversation the first turn is the prompt.
     """
     by_kind: dict[str, list[str]] = {}
-    for source in args.prompts:
-        path, _, field = source.rpartition(":")
-        for line in Path(path).read_text().splitlines()[: args.limit]:
-            row = json.loads(line)
-            prompts = by_kind.setdefault(row.get("category", Path(path).stem), [])
-            if len(prompts) < args.each:
-                prompts.append(row[field][0] if isinstance(row[field], list) else row[field])
+    for prompt in load_prompts(args):
+        prompts = by_kind.setdefault(prompt.task, [])
+        if len(prompts) < args.each:
+            prompts.append(prompt.turns[0])
     return [(kind, prompt) for kind, prompts in by_kind.items() for prompt in prompts]
 
 

@@ -4,6 +4,8 @@ python benchmarks/correctness.py STUDY [ARGUMENT ...]
 
 equality        greedy decoding in float32 against transformers' `generate`
 identity        one seed, one output: random models, settings, numbers of replicas and samplers
+constraints     text under a grammar against masked decoding of one token a step
+forced          steps that a grammar saves, with and without drafting what it forces
 distribution    sampled tokens against the probabilities that transformers gives them
 half_precision  outputs in bfloat16 with exactness=fast and exactness=strict
 types           every type of transformers' causal LM mapping: exact, or refused in one line
@@ -12,6 +14,7 @@ chains          models with recurrent states, which are fed chains of guesses
 shared_model    one model object under several threads and interrupts
 wrapped_models  adapters, caches, compiled and offloaded models, and other wrappers: exact, or refused in one line
 transformers_tests  transformers' own generation tests, with `generate` routed through the drop-in
+prefix_cache    turns of conversations with the prefix cache and without; bounded memory
 fuzz            malformed HTTP requests and command lines are refused
 """
 
@@ -22,6 +25,8 @@ STUDIES = {
     for name in (
         "equality",
         "identity",
+        "constraints",
+        "forced",
         "distribution",
         "half_precision",
         "types",
@@ -30,6 +35,7 @@ STUDIES = {
         "shared_model",
         "wrapped_models",
         "transformers_tests",
+        "prefix_cache",
         "fuzz",
     )
 }

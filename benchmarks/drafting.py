@@ -3,11 +3,16 @@
     python benchmarks/drafting.py drafters --prompts humaneval.jsonl:prompt gsm8k.jsonl:question --output out/
     python benchmarks/drafting.py headline degrees ablation sampling draft_tables sources host --prompts ...
     python benchmarks/drafting.py categories --prompts spec_bench.jsonl:turns --limit 480 --each 4
+    python benchmarks/drafting.py peers peers_sampled peers_kept --model DIR --chat --eos --each 8 --limit 480 \\
+        --prompts spec_bench.jsonl:turns humaneval.jsonl:prompt --record RECORDED --output out/
 
 S = new tokens / steps over all prompts, the prefill's step included, past end-of-text to exactly --max-new-tokens
 (unless --eos). Each output is compared with one token a step; the command ends with status 1 at the first that differs.
 `step tokens` is the mean over steps of what the busiest replica feeds. `least repetitive` is S over the third of the
 prompts whose outputs repeat the fewest 4-grams.
+
+What the model says behind a node is asked once for all drafters (studies/recorded_model.py). With --record it is kept
+in files: a study that was cut off, or is repeated with another drafter, feeds what is new alone.
 
 With several replicas a step is computed as one forward pass of the whole tree: the tree, the partition and so the
 number of steps are what so many replicas have. Nothing is timed but by the study `host`. Results go to
@@ -32,12 +37,15 @@ def main() -> None:
     add_prompt_arguments(parser)
     parser.add_argument("--each", type=int, default=1 << 30, help="prompts of each kind at most")
     parser.add_argument("--eos", action="store_true", help="stop at the end of the text, else go on past it")
+    parser.add_argument("--chat", action="store_true", help="put prompts through the model's chat template")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep there what the model says")
     add_output_argument(parser)
     args = parser.parse_args()
     bench = Bench(args)
     sources = ", ".join(Path(source.rpartition(":")[0]).stem for source in args.prompts)
     about = f"{len(bench.prompts)} prompts ({sources}), {args.max_new_tokens} new tokens each"
     about += " at most, to the end of the text" if args.eos else ""
+    about += ", by the chat template" if args.chat else ""
     for fill in STUDIES:
         if fill.__name__ in args.studies:
             study = Study(fill.__name__, bench, args.output)

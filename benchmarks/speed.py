@@ -5,9 +5,13 @@ python benchmarks/speed.py STUDY [ARGUMENT ...]
 requests         nucleus sampling, long prefixes and batches, beside one token a step
 kinds            tokens per second by kind of prompt and temperature, over one token a step
 tensor_parallel  lookahead parallelism beside transformers' tensor parallelism; under torchrun
+first_answer     the first answers of a new process, with and without the vocabulary prior on disk
+where_lp_pays    S and step time by LP degree: dense models, experts, quantized weights, long prefixes
 """
 
 from common import run_command
 
 if __name__ == "__main__":
-    run_command(__doc__, {name: name for name in ("requests", "kinds", "tensor_parallel")})
+    run_command(
+        __doc__, {name: name for name in ("requests", "kinds", "tensor_parallel", "first_answer", "where_lp_pays")}
+    )

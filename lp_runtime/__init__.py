@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lp_runtime.config.constraint import ConstraintConfig
     from lp_runtime.config.lookahead import LookaheadConfig
     from lp_runtime.config.sampling import SamplingConfig
     from lp_runtime.config.settings import LauncherConfig, ModelConfig
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from lp_runtime.errors import (
         BusyError,
         ConfigError,
+        ConstraintError,
         DeadlineError,
         LaunchError,
         LookaheadError,
@@ -40,6 +42,8 @@ __version__ = "0.2.0"
 _HOMES = {
     "BusyError": "errors",
     "ConfigError": "errors",
+    "ConstraintConfig": "config.constraint",
+    "ConstraintError": "errors",
     "DeadlineError": "errors",
     "Delta": "engine.generation",
     "Generation": "engine.generation",
@@ -65,6 +69,8 @@ __all__ = [
     "__version__",
     "BusyError",
     "ConfigError",
+    "ConstraintConfig",
+    "ConstraintError",
     "DeadlineError",
     "Delta",
     "Generation",

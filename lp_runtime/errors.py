@@ -18,6 +18,10 @@ class ConfigError(LookaheadError, ValueError):
     """A setting that is unknown, out of range, or contradicts another."""
 
 
+class ConstraintError(RequestError):
+    """A constraint that is invalid, that no text can satisfy, that is too large, or that takes too long to compile."""
+
+
 class ModelError(LookaheadError):
     """A model that cannot be loaded, or that fails the start-up self-check."""
 
@@ -55,6 +59,11 @@ class StateMismatchError(ReplicaError):
 
     def __reduce__(self) -> tuple[type[StateMismatchError], tuple[list[int]]]:
         return StateMismatchError, (self.digests,)
+
+
+class ShardError(Exception):
+    """A replica that has lost one of its shards. It is no request's and no setting's fault, so it passes through all
+    that handles a LookaheadError: the replica's processes end, and it is started again whole."""
 
 
 def first_line(error: BaseException) -> str:

@@ -10,20 +10,22 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import LauncherConfig, ModelConfig, RuntimeConfig
+from lp_runtime.constraints.compiled import CompiledConstraint, compile_constraint
+from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.distributed.context import started_by_torchrun
-from lp_runtime.distributed.exchange import broadcast_object, gather_rows, merge_rows
+from lp_runtime.distributed.exchange import broadcast_object, gather_rows
 from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.process_group import existing_or_new_group
 from lp_runtime.engine.calibration import Calibration, Measured
-from lp_runtime.engine.decoder import Samples
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.output import Report
+from lp_runtime.engine.recorder import Recorder
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import SamplerSpec
-from lp_runtime.engine.step import Step
 from lp_runtime.errors import ConfigError, RequestError, first_line
 from lp_runtime.kernels.dispatch import kernels_for
 from lp_runtime.lookahead.state import Stop
@@ -35,8 +37,9 @@ from lp_runtime.model.hf_config import attention_of, attention_settings
 from lp_runtime.model.kept_runner import RunnerKeeper
 from lp_runtime.model.make_runner import check_runner, make_runner
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.types import CausalLM, GenerationConfig, StoppingCriteriaList
+from lp_runtime.model.types import CausalLM, GenerationConfig, StoppingCriteriaList, Tokenizer
 from lp_runtime.model.view import view_of
+from lp_runtime.sampling.grammar_mask import with_grammar_mask
 from lp_runtime.sampling.gumbel import GumbelNoise
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.types import LogitsProcessor
@@ -63,6 +66,8 @@ def lookahead_generate(
     share_ranks: bool = True,
     exactness: str = "fast",
     strict_tokens: int = RuntimeConfig.strict_tokens,
+    constraint: ConstraintConfig | None = None,
+    constraint_tokenizer: Tokenizer | None = None,
     **model_kwargs: object,
 ) -> torch.Tensor | object:
     """Decode as `generate` would, in fewer steps.
@@ -92,6 +97,8 @@ def lookahead_generate(
         share_ranks: False where torchrun's ranks decode different prompts, each its own.
         exactness: "fast" or "strict", see RuntimeConfig.
         strict_tokens: see RuntimeConfig.
+        constraint: what the new text must be; compiled here, for as long as it takes.
+        constraint_tokenizer: the model's tokenizer; only with a constraint.
         model_kwargs: what `generate` would give to the model.
 
     Returns:
@@ -126,7 +133,30 @@ def lookahead_generate(
         if call.do_sample and seed is None:
             sampling.seed = broadcast_object(int(torch.randint(2**63 - 1, ())), group)
             call.samples = list(range(len(call.rows)))
-        return _Rows(call, runner, group, lookahead, sampling, calibration).decode()
+        constrained = _compiled(constraint, constraint_tokenizer, runner.vocabulary_size, call.eos_token_ids)
+        return _Rows(call, runner, group, lookahead, sampling, calibration, *constrained).decode()
+
+
+def _compiled(
+    constraint: ConstraintConfig | None,
+    tokenizer: Tokenizer | None,
+    vocabulary_size: int,
+    eos_token_ids: frozenset[int],
+) -> tuple[CompiledConstraint | None, Grammars | None]:
+    """Return a call's constraint, compiled, and what makes its state for each row.
+
+    Raises:
+        ConfigError: there is no tokenizer, or no end-of-sequence token.
+        ConstraintError: the constraint is invalid, or no text can satisfy it.
+    """
+    if constraint is None or constraint.kind is None:
+        return None, None
+    if tokenizer is None or not eos_token_ids:
+        missing = "constraint_tokenizer=" if tokenizer is None else "an end-of-sequence token, which ends the text"
+        raise ConfigError(f"constraint: needs {missing}")
+    grammars = Grammars(lambda: tokenizer, vocabulary_size, eos_token_ids)
+    info = grammars.vocabulary(with_special_tokens=constraint.kind == "structural_tag").info
+    return compile_constraint(constraint, info), grammars
 
 
 def _make_runner(model: CausalLM, strict_tokens: int | None) -> ModelRunner:
@@ -185,16 +215,19 @@ class _Rows:
         lookahead: LookaheadConfig,
         sampling: SamplingConfig,
         calibration: Calibration,
+        constraint: CompiledConstraint | None = None,
+        grammars: Grammars | None = None,
     ):
+        self._constraint = constraint
         self._call, self._model, self._group = call, model, group
         self._lookahead, self._sampling = lookahead, sampling
-        self._engine = Engine(model, group, calibration)
+        self._engine = Engine(model, group, calibration, grammars=grammars)
 
     def decode(self) -> torch.Tensor | object:
         """Return what `generate` returns."""
         call = self._call
         tokens: list[list[int]] = []
-        recorders = [_Recorder(self._model.vocabulary_size, self._group) for _ in call.rows]
+        recorders = [Recorder(self._model.vocabulary_size, self._group) for _ in call.rows]
         states: list[list[LayerStates]] = []
         for row, recorder in enumerate(recorders):
             tokens.append(self._decode_row(row, recorder))
@@ -220,7 +253,7 @@ class _Rows:
         model.slots.release(slot)
         return states
 
-    def _decode_row(self, row: int, recorder: _Recorder) -> list[int]:
+    def _decode_row(self, row: int, recorder: Recorder) -> list[int]:
         """Return the new tokens of one row."""
         call, model = self._call, self._model
         prompt = call.rows[row]
@@ -238,12 +271,16 @@ class _Rows:
             sampling=self._sampling,
             sample=call.samples[row],
             max_time=call.time_left(),
+            constraint=self._constraint,
         )
         noise = None
         if call.do_sample:
             assert self._sampling.seed is not None  # lookahead_generate has drawn one
             noise = GumbelNoise(self._sampling.seed, request.sample, model.vocabulary_size, model.device)
-        spec = SamplerSpec(TreeProcessors(call.processors(row), model.device), noise)
+        processors = call.processors(row)
+        if self._constraint is not None:
+            processors = with_grammar_mask(processors)
+        spec = SamplerSpec(TreeProcessors(processors, model.device), noise)
         observe = recorder if call.wants_scores or call.wants_logits else None
         new_tokens: list[int] = []
         for event in self._engine.run(request, spec, self._stop(prompt, recorder), observe=observe):
@@ -254,7 +291,7 @@ class _Rows:
                         call.streamer.put(torch.tensor([token]))
         return new_tokens
 
-    def _stop(self, prompt: Sequence[int], recorder: _Recorder) -> Stop | None:
+    def _stop(self, prompt: Sequence[int], recorder: Recorder) -> Stop | None:
         """Return the caller's own criteria as a stop condition, asked after every token; None without any.
 
         Where ranks share the work, rank 0 asks the criteria and tells the others in a collective of its own: the tokens
@@ -289,38 +326,3 @@ class _Rows:
             return answer
 
         return stop
-
-
-class _Recorder:
-    """Keeps the rows of logits and scores behind accepted tokens.
-
-    Args:
-        vocabulary_size: V.
-        group: the ranks that share the work.
-
-    Attributes:
-        scores: [V] for each accepted token, the processed logits that the token was chosen from.
-        logits: [V] for each accepted token, the model's.
-    """
-
-    def __init__(self, vocabulary_size: int, group: Group):
-        self._size, self._group = vocabulary_size, group
-        self._num_merged = 0
-        self.scores: list[torch.Tensor] = []
-        self.logits: list[torch.Tensor] = []
-
-    def __call__(self, nodes: list[int], step: Step, rank: int, samples: Samples) -> None:
-        """Record a step: an engine's Observer. Rows that another rank has are -inf until `merge`."""
-        row_of = {node: row for row, node in enumerate(step.shares[rank].owned.tolist())}
-        for node in nodes:
-            for recorded, values in ((self.scores, samples.scores), (self.logits, samples.logits)):
-                row = row_of.get(node)
-                missing = values.new_full((self._size,), float("-inf"))
-                recorded.append(missing if row is None else values[row].clone())
-
-    def merge(self) -> None:
-        """Complete the rows recorded since the last call, in a collective of all ranks."""
-        first, self._num_merged = self._num_merged, len(self.scores)
-        if not self._group.is_alone and first < self._num_merged:
-            for recorded in (self.scores, self.logits):
-                recorded[first:] = merge_rows(torch.stack(recorded[first:]), self._group).unbind()

@@ -9,6 +9,7 @@ from typing import Unpack
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import LauncherConfig, ModelConfig, RuntimeConfig
+from lp_runtime.constraints.compile_process import ConstraintCompiler
 from lp_runtime.engine.generation import Generation, GenerationStream
 from lp_runtime.engine.replica import ReplicaInfo
 from lp_runtime.engine.request import Request
@@ -30,7 +31,7 @@ class LookaheadRuntime:
 
     Args:
         model: a directory or hub id, or a ModelConfig; the demo model if not given.
-        gpus: number of replicas, >= 1, on CPUs too; default 1, under torchrun WORLD_SIZE.
+        gpus: number of GPUs (on CPUs: of processes), >= 1; default gpus_per_replica, under torchrun WORLD_SIZE.
         launcher: "auto", "local", "torchrun", "ray", or a LauncherConfig.
         device: "auto", "cpu" or "cuda".
         dtype: "auto", "float32", "bfloat16" or "float16".
@@ -38,10 +39,12 @@ class LookaheadRuntime:
         sampling: settings of sampling; default: the model's own, from its generation_config.json.
         exactness: "fast", or "strict": bit for bit the output of one token a step, in half precision, too.
         strict_tokens: tokens of every forward pass with exactness="strict", >= 2.
+        gpus_per_replica: GPUs (on CPUs: processes) that one replica spans, >= 1; gpus is a multiple.
         config: a whole configuration, given alone; see `from_config`.
 
     Attributes:
         config: the whole configuration.
+        compiler: compiles the constraints of requests.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -61,11 +64,13 @@ class LookaheadRuntime:
         exactness: str = "fast",
         strict_tokens: int = RuntimeConfig.strict_tokens,
         *,
+        gpus_per_replica: int = 1,
         config: RuntimeConfig | None = None,
     ):
         given = RuntimeConfig(
             model=model if isinstance(model, ModelConfig) else ModelConfig(path=None if model is None else str(model)),
             gpus=gpus,
+            gpus_per_replica=gpus_per_replica,
             launcher=launcher if isinstance(launcher, LauncherConfig) else LauncherConfig(name=launcher),
             device=device,
             dtype=dtype,
@@ -80,6 +85,9 @@ class LookaheadRuntime:
         check_location(self.config.model)
         self._tokenizer: Tokenizer | None = None
         self._launcher = launch(self.config)
+        self.compiler = ConstraintCompiler(
+            lambda: self.tokenizer, self._launcher.info.vocabulary_size, self._launcher.info.eos_token_ids
+        )
 
     @classmethod
     def from_config(cls, config: RuntimeConfig) -> LookaheadRuntime:
@@ -243,10 +251,13 @@ class LookaheadRuntime:
             ConfigError: a setting is out of range.
             RequestError: the prompt is empty, has ids out of the vocabulary, or is too long for the model.
         """
-        return RequestBuilder(self.config, self.info, lambda: self.tokenizer).build(prompt, max_new_tokens, **options)
+        return RequestBuilder(self.config, self.info, lambda: self.tokenizer, self.compiler).build(
+            prompt, max_new_tokens, **options
+        )
 
     def close(self) -> None:
         """End every replica. Under torchrun, ranks other than 0 first serve rank 0's remaining requests."""
+        self.compiler.close()
         self._launcher.close()
 
     def __enter__(self) -> LookaheadRuntime:

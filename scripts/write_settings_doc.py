@@ -22,7 +22,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import yaml
 
 from lp_runtime.config.commands import BenchConfig, ChatConfig, GenerateConfig, ServeConfig
-from lp_runtime.config.overrides import LITERAL_KEYS
+from lp_runtime.config.overrides import FILE_KEYS, LITERAL_KEYS
 from lp_runtime.config.settings import RuntimeConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,7 +47,8 @@ gpus: 2
 - `--help` lists the keys, `--cfg` prints every setting with its value and stops.
 - Values are in [Hydra](https://hydra.cc)'s grammar: `null`, `true`, `[1,2]`, `{{a: 1}}`.
 - Text needs none of Hydra's quoting in {literal}.
-- `stop` is one string, or a JSON list of strings.
+- `stop` and `constraint.choice` are one string, or a JSON list of strings.
+- {files} are names of files, which are read.
 - An unknown key is refused with the closest known one. A value out of range is refused with the allowed range.
 - In Python the groups are dataclasses: `LookaheadConfig(W=15)`, `SamplingConfig(...)`, `LauncherConfig(...)`.
 
@@ -108,6 +109,12 @@ def table(schema: type, names: list[str], prefix: str = "") -> list[str]:
     return lines
 
 
+def group_table(schema: type, group: str) -> list[str]:
+    """Return a group's description and the lines of its table."""
+    docstring = " ".join(inspect.getdoc(schema).split())
+    return [docstring, "", *table(schema, [item.name for item in fields(schema)], f"{group}.")]
+
+
 def presets() -> list[str]:
     """Return the lines of one table for each group of conf/."""
     lines = []
@@ -126,7 +133,8 @@ def presets() -> list[str]:
 def document() -> str:
     """Return the text of docs/settings.md."""
     literal = ", ".join(f"`{key}`" for key in sorted(LITERAL_KEYS))
-    lines = [HEAD.format(literal=literal), "## Presets", ""]
+    files = ", ".join(f"`{key}`" for key in sorted(FILE_KEYS))
+    lines = [HEAD.format(literal=literal, files=files), "## Presets", ""]
     lines += ["The default presets are `model=demo`, `lookahead=auto`, `sampling=model` and `launcher=auto`.", ""]
     lines += [*presets(), "## Settings of every command", ""]
     hints = get_type_hints(RuntimeConfig)
@@ -134,13 +142,14 @@ def document() -> str:
     common = [item.name for item in fields(RuntimeConfig) if item.name not in groups]
     lines += ["### The runtime", "", *table(RuntimeConfig, common), ""]
     for group in groups:
-        schema = hints[group]
-        docstring = " ".join(inspect.getdoc(schema).split())
-        names = [item.name for item in fields(schema)]
-        lines += [f"### `{group}.`", "", docstring, "", *table(schema, names, f"{group}."), ""]
+        lines += [f"### `{group}.`", "", *group_table(hints[group], group), ""]
     for command, schema in COMMANDS.items():
         own = [item.name for item in fields(schema) if item.name not in {*groups, *common}]
-        lines += [f"## {command}", "", *table(schema, own), ""]
+        hints = get_type_hints(schema)
+        own_groups = [name for name in own if is_dataclass(hints[name])]
+        lines += [f"## {command}", "", *table(schema, [name for name in own if name not in own_groups]), ""]
+        for group in own_groups:
+            lines += [f"### `{group}.`", "", *group_table(hints[group], group), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -408,7 +408,9 @@ def test_a_profile_that_cannot_be_written_is_refused(tmp_path):
 
 
 def test_a_request_that_does_not_fit_into_memory_is_refused(single):
-    builder = RequestBuilder(single.config, replace(single.info, capacity=20), lambda: single.tokenizer)
+    builder = RequestBuilder(
+        single.config, replace(single.info, capacity=20), lambda: single.tokenizer, single.compiler
+    )
     with pytest.raises(RequestError, match=r"no room in memory: 3 tokens \+ max_new_tokens=18 .* 20 "):
         builder.build(IDS, 18)
     assert builder.build(IDS, 17).max_new_tokens == 17

@@ -68,11 +68,13 @@ POINTS = {  # of steps
     "tokens": np.array([1, 16, 32]),
     "nanoseconds": np.array([1_000_000, 1_050_000, 1_200_000]),
     "num_padded": np.array(0),
+    "harvest_ns": np.array(0),
 }
 ONCE = (
     "hf_settings.py: build_processors",
     "cuda_graph.py: _capture",
     "cuda_graph.py: _refusing_waits",
+    "prompt_harvest.py: share",
 )  # a request, or a size
 FEW = ("fixed", "sampled")
 NOTHING: Counter = Counter()

@@ -21,7 +21,7 @@ LAYERS = [
     {"config"},
     {"lookahead"},
     {"distributed", "kernels"},
-    {"sizing", "sampling"},
+    {"sizing", "sampling", "constraints"},
     {"model"},
     {"engine"},
     {"launchers", "hf_generate"},

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from common import Results, Value
+from support.goose import GooseDrafter
 from support.peers import SamDrafter
+from support.racer import RacerDrafter
 
 from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.lookahead.drafters.base import Drafter
+from lp_runtime.lookahead.drafters.token_recycling import TokenRecyclingDrafter
 from studies.drafting_bench import GREEDY, Bench, Drafting, Run
+from studies.starting_rates import fit_calibration, fit_rates, promised_and_accepted, source_of, starting_rates_of
 
 BUDGETS = (16, 32, 46, 54, 83, 160, 320, 640)
 DEGREES = (1, 2, 4, 8, 16)
@@ -110,6 +115,12 @@ class Study:
     def add_row(self, row: Mapping[str, Value]) -> None:
         """Add a row of any columns."""
         self._results.add(row)
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file of the study's where there is a folder."""
+        if self._output is not None:
+            self._output.mkdir(parents=True, exist_ok=True)
+            (self._output / name).write_text(text)
 
     def finish(self, about: str) -> None:
         """Print and write the table, and the plot where the study has one and matplotlib is installed."""
@@ -213,19 +224,73 @@ def draft_tables(study: Study) -> None:
 
 def categories(study: Study) -> None:
     """S by kind of prompt."""
-    kinds = [kind for kind, _ in study.bench.prompts]
-    for label, drafting in (
+    methods = (
         ("paper (15, 5, 15)", paper(15, 5, 15)),
         ("prompt lookup", PROMPT_LOOKUP),
         ("token recycling", RECYCLING),
         ("full, 54", full(54)),
         ("full, 83", full(83)),
-    ):
-        runs = study.bench.decode_all(drafting)
-        row = study.row(label, runs)
+    )
+    add_by_kind(study, methods, GREEDY)
+
+
+def kept(drafter: Drafter) -> Callable[[], Drafter]:
+    """Return a drafting of one drafter for all prompts, whose tables are never reset."""
+    return lambda: drafter
+
+
+def reset_peers(budget: int) -> list[tuple[str, Drafting]]:
+    """Return the methods that are compared at a budget, their tables reset for each prompt."""
+    at = {
+        16: [("prompt lookup", PROMPT_LOOKUP), ("RACER, 16", lambda: RacerDrafter(16))],
+        64: [
+            ("RACER, 64", lambda: RacerDrafter(64)),
+            ("Goose, 64", lambda: GooseDrafter(64)),
+            ("token recycling, 64", LookaheadConfig(drafter="recycling", budget=64)),
+            (SAM, SamDrafter),
+        ],
+        83: [("paper (15, 5, 15)", paper(15, 5, 15))],
+    }
+    return [(f"full, {budget}", full(budget)), *at[budget]]
+
+
+def kept_peers() -> list[tuple[str, Drafting]]:
+    """Return the methods whose tables can outlive prompts, at 64 nodes, with tables that do."""
+    return [
+        ("full, 64, kept", full(64, draft_tables="runtime")),
+        ("RACER, 64, kept", kept(RacerDrafter(64))),
+        ("Goose, 64, kept", kept(GooseDrafter(64))),
+        ("token recycling, 64, kept", kept(TokenRecyclingDrafter(64))),
+    ]
+
+
+def add_by_kind(study: Study, methods: Sequence[tuple[str, Drafting]], sampling: Mapping[str, float]) -> None:
+    """Decode all prompts by some methods, and add a row a method, with S by kind of prompt."""
+    kinds = [kind for kind, _ in study.bench.prompts]
+    for label, drafting in methods:
+        runs = study.bench.decode_all(drafting, sampling=sampling)
+        row = study.row(label, runs, sampling=sampling) | {"outputs equal": f"{len(runs)} of {len(runs)}"}
         for kind in dict.fromkeys(kinds):
             row[kind] = compression_ratio([run for run, of in zip(runs, kinds, strict=True) if of == kind])
         study.add_row(row)
+
+
+def peers(study: Study) -> None:
+    """S beside the published draft-free methods at 64, 16 and 83 nodes, by kind of prompt, greedy; tables reset."""
+    for budget in (64, 16, 83):
+        add_by_kind(study, reset_peers(budget), GREEDY)
+
+
+def peers_sampled(study: Study) -> None:
+    """As `peers`, at temperature 1.0 and 0.7."""
+    for temperature in (1.0, 0.7):
+        for budget in (83, 64, 16):
+            add_by_kind(study, reset_peers(budget), {"temperature": temperature})
+
+
+def peers_kept(study: Study) -> None:
+    """As `peers` at 64 nodes, greedy, with tables that are kept from prompt to prompt."""
+    add_by_kind(study, kept_peers(), GREEDY)
 
 
 def sources(study: Study) -> None:
@@ -240,6 +305,18 @@ def sources(study: Study) -> None:
             study.add_row(row)
 
 
+def starting_rates(study: Study) -> None:
+    """Promised against accepted by level of the estimate; the rates that estimates should start from go to OUTPUT."""
+    fitted = {}
+    for name, ways in (("GREEDY", [GREEDY]), ("SAMPLED", [{"temperature": 1.0}, {"temperature": 0.7}])):
+        counted = [run.counted for way in ways for run in study.bench.decode_all(full(64), sampling=way)]
+        requests = [each for each in counted if each is not None]
+        for level, (promised, accepted) in enumerate(promised_and_accepted(requests)):
+            study.add_row({"decoding": name, "level": level, "promised": promised, "accepted": accepted})
+        fitted[name] = starting_rates_of(fit_rates([requests]), fit_calibration([requests]))
+    study.write("starting_rates.py", source_of(fitted, "the prompts and the model of the command"))
+
+
 def host(study: Study) -> None:
     """Milliseconds a step of proposing and advancing on the host; nothing else must run on the machine."""
     for settings in (GREEDY, {"temperature": 1.0}):
@@ -252,4 +329,18 @@ def host(study: Study) -> None:
             study.add_row(row)
 
 
-STUDIES = (drafters, headline, degrees, ablation, sampling, draft_tables, categories, sources, host)
+STUDIES = (
+    drafters,
+    headline,
+    degrees,
+    ablation,
+    sampling,
+    draft_tables,
+    categories,
+    peers,
+    peers_sampled,
+    peers_kept,
+    sources,
+    starting_rates,
+    host,
+)

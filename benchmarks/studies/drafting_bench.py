@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from common import load_prompts_by_kind
-from support.peers import SamDrafter
+from support.peers import Peer
 
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
@@ -20,13 +20,16 @@ from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import SamplerSpec, make_sampler_spec
 from lp_runtime.lookahead.drafters.base import Drafter
+from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
+from lp_runtime.lookahead.drafters.best_first.estimates import Rates
+from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.lookahead.state import DecodingRules, DecodingState
 from lp_runtime.model.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.sampling.step_logits import StepLogits
+from lp_runtime.model.tokenizer import check_chat_template, conversation, encode_chat
 from lp_runtime.sizing.budget import StepBudget
 from lp_runtime.sizing.cost_model import assumed_times
-from studies.whole_tree import decode_whole_trees
+from studies.recorded_model import RecordedModel, Recording
 
 NGRAM = 4  # tokens of the n-grams by which repetition is measured
 GREEDY: Mapping[str, float] = {"temperature": 0.0}
@@ -46,6 +49,7 @@ class Run:
         drafter: the request's, at the end.
         propose_seconds: over all steps.
         advance_seconds: over all steps.
+        counted: what the drafter `full` has counted of candidates; None for other drafters.
     """
 
     tokens: list[int]
@@ -54,6 +58,7 @@ class Run:
     drafter: Drafter
     propose_seconds: float
     advance_seconds: float
+    counted: Rates | None
 
     @property
     def repeated(self) -> float:
@@ -66,23 +71,45 @@ class Bench:
     """A model and prompts.
 
     Args:
-        args: of the command: model, prompts, limit, each, max_new_tokens, eos.
+        args: of the command: model, prompts, limit, each, max_new_tokens, eos, chat, record.
 
     Attributes:
+        model: the model.
+        calibration: of it.
         prompts: (kind, token ids) of every prompt.
     """
 
     def __init__(self, args: argparse.Namespace):
         config = ModelConfig(path=args.model)
-        self._model = ModelRunner(load_model(config, CPU, "float32"), config.prefill_chunk)
-        self._calibration = Calibration(self._model, Group.alone(), None)
+        self.model = ModelRunner(load_model(config, CPU, "float32"), config.prefill_chunk)
+        if args.record is not None:
+            args.record.mkdir(parents=True, exist_ok=True)
+        cache = None if args.record is None else str(args.record)
+        self.calibration = Calibration(self.model, Group.alone(), cache)
         self._max_new_tokens: int = args.max_new_tokens
-        self._eos = eos_token_ids(self._model.model) if args.eos else frozenset()
+        self._eos = eos_token_ids(self.model.model) if args.eos else frozenset()
         tokenizer = load_tokenizer(config)
-        self.prompts: list[tuple[str, list[int]]] = [
-            (kind, tokenizer(text, add_special_tokens=False)["input_ids"]) for kind, text in load_prompts_by_kind(args)
-        ]
-        self._expected: dict[tuple[int, str], list[int]] = {}
+        if args.chat:
+            check_chat_template(tokenizer, config.location)
+
+        def encode(text: str) -> list[int]:
+            if args.chat:
+                return encode_chat(tokenizer, conversation([text]))
+            return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+        self.prompts: list[tuple[str, list[int]]] = [(kind, encode(text)) for kind, text in load_prompts_by_kind(args)]
+        self._recorded = [RecordedModel(self.model, prompt, config.location, args.record) for _, prompt in self.prompts]
+        kinds = [kind for kind, _ in self.prompts]
+        self._seeds = [kinds[:index].count(kind) for index, kind in enumerate(kinds)]  # the same with more prompts
+
+    @property
+    def num_fed(self) -> int:
+        """Nodes that nobody had asked for before, and so were fed, one token a step excluded."""
+        return sum(each.num_fed for each in self._recorded)
+
+    def recordings(self, index: int) -> Iterator[Recording]:
+        """Yield what is kept of a prompt, by way of sampling."""
+        return self._recorded[index].recordings()
 
     def decode_all(self, drafting: Drafting, degree: int = 1, sampling: Mapping[str, float] = GREEDY) -> list[Run]:
         """Decode all prompts in order; the first time with a way of sampling, one token a step, too, to compare with.
@@ -90,42 +117,75 @@ class Bench:
         Args:
             drafting: what drafts. Draft tables that outlive requests are empty before the first prompt.
             degree: number of replicas.
-            sampling: settings of SamplingConfig; the seed is the prompt's index.
+            sampling: settings of SamplingConfig; the seed is the prompt's index among those of its kind.
         """
+        engine = Engine(self.model, Group(0, degree, CPU), self.calibration)
+        runs = []
         for index in range(len(self.prompts)):
-            if (index, repr(sampling)) not in self._expected:
-                self._decode(Engine(self._model, Group.alone(), self._calibration), index, PLAIN, 1, sampling)
-        engine = Engine(self._model, Group(0, degree, CPU), self._calibration)
-        return [self._decode(engine, index, drafting, degree, sampling) for index in range(len(self.prompts))]
+            asked = (self._sampling(index, sampling), self._max_new_tokens, *sorted(self._eos))
+            recording = self._recorded[index].recording(repr(asked))
+            if recording.text is None:
+                alone = Engine(self.model, Group.alone(), self.calibration)
+                recording.text = self._decode(alone, index, PLAIN, 1, sampling, None).tokens
+            run = self._decode(engine, index, drafting, degree, sampling, recording)
+            if run.tokens != recording.text:
+                raise SystemExit(f"prompt {index}: the output is not that of one token a step")
+            recording.save()
+            runs.append(run)
+        return runs
 
     def _decode(
-        self, engine: Engine, index: int, drafting: Drafting, degree: int, sampling: Mapping[str, float]
+        self,
+        engine: Engine,
+        index: int,
+        drafting: Drafting,
+        degree: int,
+        sampling: Mapping[str, float],
+        recording: Recording | None,
     ) -> Run:
+        """Decode a prompt; with no recording the model is asked for every node."""
         settings = drafting if isinstance(drafting, LookaheadConfig) else LookaheadConfig()
-        config = SamplingConfig(**sampling, seed=index if sampling["temperature"] else None)
+        config = self._sampling(index, sampling)
         prompt = tuple(self.prompts[index][1])
         request = Request(prompt, settings, self._max_new_tokens, self._eos, config)
-        spec = make_sampler_spec(self._model, request)
+        spec = make_sampler_spec(self.model, request)
         if isinstance(drafting, LookaheadConfig):
             decoder = engine.open_decoder(request, spec)
         else:
             decoder = self._open_peer(drafting(), request, spec, degree)
-        num_fed, propose_seconds, advance_seconds = 0, 0.0, 0.0
         try:
-            steps = decode_whole_trees(
-                self._model, decoder, request, on_prefill=lambda: self._show_prompt(decoder, prompt)
-            )
-            next(steps)  # the prefill's
-            for decoded in steps:
-                num_fed += max(decoded.step.shares.sizes)
-                propose_seconds += decoded.propose_seconds
-                advance_seconds += decoded.advance_seconds
+            return self._run(decoder, self._recorded[index], spec, recording)
         finally:
             engine.close_decoder(decoder)
-        state = decoder.state
-        if state.new_tokens != self._expected.setdefault((index, repr(sampling)), state.new_tokens):
-            raise SystemExit(f"prompt {index}: the output is not that of one token a step")
-        return Run(state.new_tokens, state.num_steps, num_fed, decoder.drafter, propose_seconds, advance_seconds)
+
+    def _sampling(self, index: int, sampling: Mapping[str, float]) -> SamplingConfig:
+        """Return the settings that a prompt is sampled with."""
+        return SamplingConfig(**sampling, seed=self._seeds[index] if sampling["temperature"] else None)
+
+    def _run(self, decoder: Decoder, model: RecordedModel, spec: SamplerSpec, recording: Recording | None) -> Run:
+        """Decode a request to its end."""
+        state, drafter, sampler, width = decoder.state, decoder.drafter, spec.build(K), decoder.sampler.width
+        step = decoder.propose_prefill()
+        answers = model.prefill(decoder, step, sampler, recording)
+        if isinstance(drafter, Peer):
+            drafter.note_prompt(state.tokens, *model.shown_of_prompt())
+        decoder.advance_prefill(step, decoder.verify(step, answers.values(0, width)))
+        num_fed, propose_seconds, advance_seconds = 0, 0.0, 0.0
+        while state.finish_reason is None:
+            started = time.perf_counter()
+            step = decoder.propose()
+            propose_seconds += time.perf_counter() - started
+            answers = model.answer(decoder, step, sampler, recording)
+            started = time.perf_counter()
+            if isinstance(drafter, Peer):
+                drafter.note_nodes(step.tree, answers.ids, answers.logits)
+            verified = decoder.verify(step, answers.values(step.tree.root, width))
+            unknown = [0] * len(step.shares)
+            decoder.advance(step, verified, unknown, unknown)
+            advance_seconds += time.perf_counter() - started
+            num_fed += max(step.shares.sizes)
+        counted = drafter.counted() if isinstance(drafter, BestFirstDrafter) else None
+        return Run(state.new_tokens, state.num_steps, num_fed, drafter, propose_seconds, advance_seconds, counted)
 
     def _open_peer(self, drafter: Drafter, request: Request, spec: SamplerSpec, degree: int) -> Decoder:
         """Return the decoder of a drafter that the runtime does not have."""
@@ -133,16 +193,3 @@ class Bench:
         num_nodes = drafter.max_nodes + drafter.max_committed
         budget = StepBudget(assumed_times(degree, num_nodes), False, None)
         return Decoder(DecodingState(request.prompt_ids, rules, drafter), budget, spec.build(drafter.num_top_k))
-
-    @torch.inference_mode()
-    def _show_prompt(self, decoder: Decoder, prompt: tuple[int, ...]) -> None:
-        """Show SAM decoding the top-k candidates of the prompt's tokens; other drafters do not look at them."""
-        drafter, sampler = decoder.drafter, decoder.sampler
-        if not isinstance(drafter, SamDrafter):
-            return
-        logits = self._model.model(torch.tensor([prompt])).logits[0].float()
-        tree = decoder.propose_prefill().tree
-        values, _ = sampler.sample(StepLogits(logits), tree, [0] * len(prompt), prompt)
-        top_k = sampler.unpack(values.numpy())[2]
-        assert top_k is not None
-        drafter.note_prompt(prompt, top_k)

@@ -5,7 +5,8 @@
 
 Every request loses one replica, chosen at random, at a random step; greedy and sampled requests take turns. A replica
 is lost by SIGKILL (kill), by SIGSTOP, after which it hangs (stop), or by memory that it cannot allocate (memory).
-The next request begins when the lost replica is back. The exit status is 1 if any output differs. Spawned replicas,
+With --gpus-per-replica any shard may be the one that is lost, and its replica with it. The
+next request begins when the lost replica is back. The exit status is 1 if any output differs. Spawned replicas,
 float32; sizes of steps are given, so that nothing is measured at a start.
 """
 
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
-from common import Results, add_prompt_arguments, load_prompts, replica_processes
+from common import Results, add_prompt_arguments, add_shards_argument, load_prompts, replica_processes
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.config.settings import FailureConfig, LauncherConfig, ModelConfig, RuntimeConfig
@@ -49,6 +50,7 @@ class Decoded:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
     add_prompt_arguments(parser)
+    add_shards_argument(parser)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--gpus", nargs="+", type=int, default=[2, 3, 4])
@@ -82,7 +84,8 @@ def decode(
 def wait_for_all(runtime: LookaheadRuntime) -> None:
     """Wait until every replica runs and is loaded again."""
     deadline = time.monotonic() + RESTART_TIMEOUT_SECONDS
-    while min(runtime.num_ready, len(replica_processes())) < runtime.num_replicas:
+    num_processes = runtime.num_replicas * runtime.config.gpus_per_replica
+    while runtime.num_ready < runtime.num_replicas or len(replica_processes()) < num_processes:
         time.sleep(0.05)
         if time.monotonic() > deadline:
             raise SystemExit(f"a lost replica was not back within {RESTART_TIMEOUT_SECONDS:g} s")
@@ -92,7 +95,10 @@ def run(args: argparse.Namespace) -> int:
     """Decode and kill; 1 if any output differs."""
     prompts = [prompt.value for prompt in load_prompts(args)]
     model = ModelConfig(path=args.model)
-    config = RuntimeConfig(model=model, gpus=1, device=args.device, dtype="float32", lookahead=FIXED)
+    num_shards = args.gpus_per_replica
+    config = RuntimeConfig(
+        model, FIXED, gpus=num_shards, gpus_per_replica=num_shards, device=args.device, dtype="float32"
+    )
     with LookaheadRuntime.from_config(config) as runtime:
         expected = [
             decode(runtime, prompts[number % len(prompts)], args.max_new_tokens, number) for number in range(args.kills)
@@ -104,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         config.launcher = LauncherConfig(backend=backend)
         row = lose_many(config, prompts, expected, how, args)
         num_wrong += int(row["outputs that differ"])
-        results.add({"backend": backend, "how": how, "replicas": gpus} | row)
+        results.add({"backend": backend, "how": how, "replicas": gpus // num_shards, "shards": num_shards} | row)
     results.finish(f"{args.max_new_tokens} new tokens a request")
     return 1 if num_wrong else 0
 

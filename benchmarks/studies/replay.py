@@ -59,6 +59,9 @@ class AssumedCalibration(Calibration):
     def max_step_tokens(self) -> int:
         return SIZES[-1]
 
+    def harvest_ns(self) -> int:
+        return 0
+
 
 class AssumedClocks:
     """What the replicas of a group tell of their times while one request is decoded.
@@ -181,7 +184,9 @@ class ReplayPasses(FixedPasses):
     """
 
     def __init__(self, runner: ReplayRunner):
-        super().__init__(runner.model, runner.masks, GraphOptions(capture=False, compiled=False), runner.keeps_logits)
+        super().__init__(
+            runner.model, runner.masks, GraphOptions(capture=False, compiled=False), runner.passes.keeps_logits
+        )
         self._replay_device = runner.replay_device
         self.inputs: StepInputs | None = None
 

@@ -7,21 +7,23 @@ Letters: R replicas, T nodes in the tree, n of them from the root on, V vocabula
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.partition import Shares
 from lp_runtime.engine.decoder import Decoder
+from lp_runtime.engine.prompt_harvest import PromptHarvest
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.step import Step
 from lp_runtime.engine.step_timer import StepTimer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.step_inputs import StepInputs
 from lp_runtime.sampling.step_logits import StepLogits
+from lp_runtime.utils.generators import result_of
 
 # What all replicas tell of their times in the exchange of a step with these shares: [R] integers of StepTimer.packed.
 Clocks = Callable[[Shares], list[int]]
@@ -39,14 +41,10 @@ class DecodedStep:
     Attributes:
         step: the step.
         values: [T, width] int64 what all replicas sample; -1 before the root.
-        propose_seconds: what making the tree and the shares took; 0 for the prefill's step.
-        advance_seconds: what accepting, committing and learning took; 0 for the prefill's step.
     """
 
     step: Step
     values: np.ndarray
-    propose_seconds: float = 0.0
-    advance_seconds: float = 0.0
 
 
 def decode_whole_trees(
@@ -55,7 +53,6 @@ def decode_whole_trees(
     request: Request,
     clocks: Clocks = unknown_times,
     times_are_late: bool = False,
-    on_prefill: Callable[[], None] = lambda: None,
 ) -> Iterator[DecodedStep]:
     """Decode a request to its end.
 
@@ -65,7 +62,6 @@ def decode_whole_trees(
         request: what to decode.
         clocks: what the replicas tell of their times.
         times_are_late: whether a step's clocks are of the pass of the step before.
-        on_prefill: called before the prefill's token is committed.
 
     Yields:
         every step, the prefill's first, once its tokens are committed.
@@ -75,21 +71,21 @@ def decode_whole_trees(
         one_step = drafter.max_nodes + drafter.max_committed
         model.begin(slot, len(request.prompt_ids) + request.max_new_tokens + one_step)
         step = decoder.propose_prefill()
-        values = sample_for_all(decoder, step, model.prefill(slot, request.prompt_ids))
+        prompt, alone = request.prompt_ids, Group.alone()
+        harvest = PromptHarvest(model, slot, prompt, decoder.num_harvested, decoder.sampler, alone)
+        values = sample_for_all(decoder, step, result_of(harvest.prefill_in_chunks()))
         clocks(step.shares)
-        on_prefill()
         decoder.advance_prefill(step, decoder.verify(step, values))
+        if decoder.num_harvested:
+            drafter.learn_prompt(prompt, harvest.share())
         yield DecodedStep(step, values)
         while decoder.state.finish_reason is None:
-            started = time.perf_counter()
             step = decoder.propose()
-            proposed = time.perf_counter()
             found = model.forward(StepInputs.whole(slot, step.tree))
             values = sample_for_all(decoder, step, found.logits)
-            sampled = time.perf_counter()
             verified = decoder.verify(step, values)
             decoder.advance(step, verified, *StepTimer.unpacked(clocks(step.shares)), times_are_late)
-            yield DecodedStep(step, values, proposed - started, time.perf_counter() - sampled)
+            yield DecodedStep(step, values)
 
 
 def sample_for_all(decoder: Decoder, step: Step, logits: torch.Tensor) -> np.ndarray:

@@ -17,36 +17,15 @@ from lp_runtime.bench.methods import (
     huggingface_methods,
     runtime_methods,
 )
+from lp_runtime.bench.prompts import encode_prompts, read_sources
 from lp_runtime.bench.report import BenchReport
 from lp_runtime.config.commands import METHODS, BenchConfig
 from lp_runtime.errors import ConfigError, ReplicaError, first_line, unforeseen_as
+from lp_runtime.model.loader import load_tokenizer
+from lp_runtime.model.tokenizer import check_chat_template
 from lp_runtime.runtime import LookaheadRuntime
-from lp_runtime.utils.prompt_file import read_prompts
 
 log = logging.getLogger(__name__)
-
-OWN_PROMPTS = (
-    'def fibonacci(n: int) -> int:\n    """Return the n-th Fibonacci number."""\n',
-    "class Stack:\n    def __init__(self):\n        self._items = []\n\n    def push(self, item):\n",
-    "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser()\n",
-)
-
-
-def read_sources(config: BenchConfig) -> list[str | list[int]]:
-    """Return the prompts of the files that are given, else the built-in ones: texts or token ids.
-
-    Raises:
-        ConfigError: a file cannot be read, or lacks the field.
-    """
-    if config.prompts is None:
-        return list(OWN_PROMPTS[: config.limit])
-    prompts: list[str | list[int]] = []
-    for source in config.prompts.split(","):
-        path, colon, name = source.rpartition(":")
-        if not colon or not path or not name:
-            raise ConfigError(f"prompts={source}: must be FILE:FIELD")
-        prompts += [prompt.value for prompt in read_prompts(path, name, config.limit)]
-    return prompts
 
 
 def check_bench(config: BenchConfig) -> None:
@@ -54,12 +33,19 @@ def check_bench(config: BenchConfig) -> None:
 
     Raises:
         ConfigError: names the setting.
+        ModelError: there is no usable tokenizer, which chat=true needs.
     """
     read_sources(config)
+    if config.chat:
+        check_chat_template(load_tokenizer(config.model), config.model.location)
     if config.threads is not None:
-        if (config.gpus or 1) > 1:
+        if config.num_gpus > 1:
             raise ConfigError(f"threads={config.threads}: only with gpus=1; replicas of one machine share its cores")
         torch.set_num_threads(config.threads)  # before steps are timed
+    if config.degrees and config.gpus_per_replica > 1:
+        raise ConfigError(
+            f"degrees={list(config.degrees)}: only with gpus_per_replica=1, as one process runs all shares"
+        )
     if config.output is not None:
         try:
             Path(config.output).mkdir(parents=True, exist_ok=True)
@@ -80,14 +66,14 @@ def bench(runtime: LookaheadRuntime, config: BenchConfig) -> None:
         ModelError: transformers' methods cannot load the model.
         ReplicaError: a method has failed.
     """
-    prompts = _token_ids(runtime, read_sources(config))
+    prompts = encode_prompts(runtime, config)
     for prompt in prompts:  # raises before anything runs
-        runtime.request(prompt, config.max_new_tokens)
+        runtime.request(prompt.token_ids, config.max_new_tokens)
     is_cuda = runtime.info.device.startswith("cuda")
     names = config.methods or [name for name in METHODS if is_cuda or name != "hf_compiled"]
     with unforeseen_as(ReplicaError, "the comparison failed"):
-        results = _run(config, runtime, names, prompts)
-    report = BenchReport(config, runtime, len(prompts), results)
+        results = _run(config, runtime, names, [prompt.token_ids for prompt in prompts])
+    report = BenchReport(config, runtime, [prompt.task for prompt in prompts], results)
     print(report.markdown())
     if config.output is not None:
         try:
@@ -96,21 +82,14 @@ def bench(runtime: LookaheadRuntime, config: BenchConfig) -> None:
             raise ConfigError(f"output={config.output}: {error.strerror or error}") from error
 
 
-def _token_ids(runtime: LookaheadRuntime, prompts: list[str | list[int]]) -> list[list[int]]:
-    """Return prompts as token ids, without the special tokens that a tokenizer adds."""
-    return [
-        runtime.tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
-        for prompt in prompts
-    ]
-
-
 def _run(
     config: BenchConfig, runtime: LookaheadRuntime, names: list[str], prompts: list[list[int]]
 ) -> dict[str, list[Result]]:
     """Decode every prompt by every method in every round; return the results by method, in order."""
-    methods: dict[str, Decode] = huggingface_methods(config, names)
+    eos = runtime.info.eos_token_ids if config.stops_at_eos else frozenset()
+    methods: dict[str, Decode] = huggingface_methods(config, names, eos)
     methods |= runtime_methods(config, runtime, names)
-    methods |= critical_path_methods(config, config.degrees)
+    methods |= critical_path_methods(config, config.degrees, eos)
     results: dict[str, list[Result]] = {name: [] for name in methods}
     for name, decode in list(methods.items()):  # a first request compiles and measures, which is not to be timed
         if name != "hf_compiled":

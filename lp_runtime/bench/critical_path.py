@@ -22,6 +22,7 @@ from lp_runtime.distributed.group import Group
 from lp_runtime.engine.calibration import Calibration
 from lp_runtime.engine.decoder import Decoder
 from lp_runtime.engine.engine import Engine
+from lp_runtime.engine.prompt_harvest import PromptHarvest
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import make_sampler_spec
 from lp_runtime.engine.sequence import capacity_of
@@ -29,6 +30,7 @@ from lp_runtime.engine.step import Step
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.step_inputs import StepLogits
+from lp_runtime.utils.generators import result_of
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,9 @@ class _EqualReplicas(Calibration):
     def max_step_tokens(self) -> int:
         return self._measured.max_step_tokens()
 
+    def harvest_ns(self) -> int:
+        return self._measured.harvest_ns()
+
     def vocabulary(self) -> np.ndarray:
         return self._measured.vocabulary()
 
@@ -112,8 +117,14 @@ class CriticalPathRunner:
             model.prefill(slot, request.prompt_ids)
         started = time.perf_counter()
         step = decoder.propose_prefill()
-        samples = decoder.sample(step, 0, StepLogits(model.prefill(slots[0], request.prompt_ids)))
+        # All that replicas would harvest in parts is harvested here, so that a prefill takes longer than theirs.
+        harvest = PromptHarvest(
+            model, slots[0], request.prompt_ids, decoder.num_harvested, decoder.sampler, Group(0, 1, model.device)
+        )
+        samples = decoder.sample(step, 0, StepLogits(result_of(harvest.prefill_in_chunks())))
         decoder.advance_prefill(step, decoder.verify(step, samples.values.cpu().numpy()))
+        if decoder.num_harvested:
+            decoder.drafter.learn_prompt(request.prompt_ids, harvest.share())
         prefill_seconds = time.perf_counter() - started
 
         num_fed, forward_seconds, other_seconds, other = 0, 0.0, 0.0, 0.0

@@ -14,9 +14,9 @@ from typing import Any, cast
 import torch
 
 from lp_runtime.bench.critical_path import CriticalPathRunner
+from lp_runtime.bench.prompts import GREEDY
 from lp_runtime.config.commands import BenchConfig
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
-from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.distributed.group import Group
 from lp_runtime.engine.calibration import Calibration
 from lp_runtime.engine.loading import choose_device, ready_model
@@ -28,7 +28,6 @@ from lp_runtime.runtime import LookaheadRuntime
 
 NO_TOKEN = -1  # as end of text: matches no token id
 NUM_COPIED = 10  # tokens that transformers' prompt lookup copies: its own default
-GREEDY = SamplingConfig(temperature=0.0)
 PAPER = LookaheadConfig(W=15, N=5, G=15, drafter="paper")
 
 
@@ -42,6 +41,7 @@ class Result:
             None where no exchange is assumed.
         num_steps: number of forward passes.
         step_tokens: tokens fed in a step, the prefill excluded; None where it is not known.
+        prefill_seconds: of the seconds, those to the first token; None where they are not known.
         other_share: share of the time that was neither forward pass nor exchange; None where it is not known.
         other_us: microseconds a step that were neither, the prefill excluded; None where it is not known.
     """
@@ -50,6 +50,7 @@ class Result:
     seconds: dict[float | None, float]
     num_steps: int
     step_tokens: float | None
+    prefill_seconds: float | None = None
     other_share: float | None = None
     other_us: float | None = None
 
@@ -57,16 +58,39 @@ class Result:
 Decode = Callable[[list[int]], Result]
 
 
+class _FirstTokenClock:
+    """A streamer for transformers' `generate` that notes when the first new token was there.
+
+    Attributes:
+        seconds: value of the clock at the first token; None before.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+        self._has_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take what `generate` hands on: first the prompt, then new tokens, already on the host."""
+        if self._has_prompt and self.seconds is None:
+            self.seconds = time.perf_counter()
+        self._has_prompt = True
+
+    def end(self) -> None:
+        """Do nothing at the end of the text."""
+
+
 class HuggingFace:
     """transformers' own `generate`, greedy.
 
     Args:
         model: a causal language model, as transformers loaded it.
-        max_new_tokens: tokens to generate for every prompt.
+        max_new_tokens: tokens to generate for every prompt at most.
+        eos_token_ids: decoding stops behind any of these; empty to go on.
     """
 
-    def __init__(self, model: CausalLM, max_new_tokens: int):
+    def __init__(self, model: CausalLM, max_new_tokens: int, eos_token_ids: frozenset[int] = frozenset()):
         self._model, self._max_new_tokens = model, max_new_tokens
+        self._eos = sorted(eos_token_ids) or NO_TOKEN
         # GenerationMixin is a base of the model's own class, not of CausalLM.
         self._generate = cast(Callable[..., torch.Tensor], model.generate)
         self._num_passes = 0
@@ -76,7 +100,7 @@ class HuggingFace:
         self._num_passes += 1
 
     def decode(self, prompt: list[int], **options: object) -> Result:
-        """Decode a prompt, past any end of text.
+        """Decode a prompt.
 
         Args:
             prompt: token ids.
@@ -84,6 +108,7 @@ class HuggingFace:
         """
         ids = torch.tensor([prompt], device=self._model.device)
         self._num_passes = 0
+        clock = _FirstTokenClock()
         started = time.perf_counter()
         with torch.inference_mode(), QUIET:  # transformers warns of decoding without an end-of-sequence token
             output = self._generate(
@@ -93,13 +118,15 @@ class HuggingFace:
                 num_beams=1,
                 min_new_tokens=None,
                 max_new_tokens=self._max_new_tokens,
-                eos_token_id=NO_TOKEN,
+                eos_token_id=self._eos,
                 pad_token_id=0,
+                streamer=clock,
                 **options,
             )
         token_ids = output[0, len(prompt) :].tolist()
         seconds = time.perf_counter() - started
-        return Result(token_ids, {None: seconds}, self._num_passes, None)
+        prefill_seconds = None if clock.seconds is None else clock.seconds - started
+        return Result(token_ids, {None: seconds}, self._num_passes, None, prefill_seconds)
 
 
 def replica_model(config: BenchConfig) -> tuple[ModelRunner, Calibration]:
@@ -109,8 +136,8 @@ def replica_model(config: BenchConfig) -> tuple[ModelRunner, Calibration]:
     return model, Calibration(model, Group.alone(), config.cache_dir)
 
 
-def huggingface_methods(config: BenchConfig, names: list[str]) -> dict[str, Decode]:
-    """Return those of the named methods that are transformers', by name."""
+def huggingface_methods(config: BenchConfig, names: list[str], eos_token_ids: frozenset[int]) -> dict[str, Decode]:
+    """Return those of the named methods that are transformers', by name; they stop behind `eos_token_ids`."""
     options: dict[str, dict[str, Any]] = {
         "hf": {},
         "hf_compiled": {"cache_implementation": "static"},  # which transformers compiles on its own on CUDA
@@ -119,7 +146,8 @@ def huggingface_methods(config: BenchConfig, names: list[str]) -> dict[str, Deco
     wanted = [name for name in names if name in options]
     if not wanted:
         return {}
-    model = HuggingFace(load_model(config.model, choose_device(config.device, 0), config.dtype), config.max_new_tokens)
+    loaded = load_model(config.model, choose_device(config.device, 0), config.dtype)
+    model = HuggingFace(loaded, config.max_new_tokens, eos_token_ids)
     return {name: partial(model.decode, **options[name]) for name in wanted}
 
 
@@ -129,30 +157,47 @@ def runtime_methods(config: BenchConfig, runtime: LookaheadRuntime, names: list[
 
     def decode(prompt: list[int], lookahead: LookaheadConfig) -> Result:
         started = time.perf_counter()
-        generation = runtime.generate(prompt, config.max_new_tokens, eos=False, lookahead=lookahead, sampling=GREEDY)
+        generation = runtime.generate(
+            prompt, config.max_new_tokens, eos=config.stops_at_eos, lookahead=lookahead, sampling=GREEDY
+        )
         seconds = time.perf_counter() - started
         times = generation.times
         other_share = times.other / max(1e-9, times.forward + times.exchange + times.other)
         other_us = 1e6 * times.other / max(1, generation.steps - 1)
         return Result(
-            generation.token_ids, {None: seconds}, generation.steps, generation.step_tokens, other_share, other_us
+            token_ids=generation.token_ids,
+            seconds={None: seconds},
+            num_steps=generation.steps,
+            step_tokens=generation.step_tokens,
+            prefill_seconds=generation.prefill_seconds,
+            other_share=other_share,
+            other_us=other_us,
         )
 
     return {name: partial(decode, lookahead=settings[name]) for name in names if name in settings}
 
 
-def critical_path_methods(config: BenchConfig, degrees: list[int]) -> dict[str, Decode]:
-    """Return a method for each LP degree: the critical path of default decoding, by `critical path, DEGREE`."""
+def critical_path_methods(config: BenchConfig, degrees: list[int], eos_token_ids: frozenset[int]) -> dict[str, Decode]:
+    """Return a method for each LP degree: the critical path of default decoding, by `critical path, DEGREE`; they stop
+    behind `eos_token_ids`."""
     if not degrees:
         return {}
     model, calibration = replica_model(config)
 
     def decode(prompt: list[int], runner: CriticalPathRunner) -> Result:
-        path = runner.run(Request(tuple(prompt), config.lookahead, config.max_new_tokens, sampling=GREEDY))
+        path = runner.run(Request(tuple(prompt), config.lookahead, config.max_new_tokens, eos_token_ids, GREEDY))
         seconds: dict[float | None, float] = {each: path.seconds(1e-6 * each) for each in config.exchange_us}
         other_share = path.other_seconds / max(1e-9, path.other_seconds + path.forward_seconds)
         other_us = 1e6 * path.other_seconds / max(1, path.num_steps - 1)
-        return Result(path.token_ids, seconds, path.num_steps, path.step_tokens, other_share, other_us)
+        return Result(
+            token_ids=path.token_ids,
+            seconds=seconds,
+            num_steps=path.num_steps,
+            step_tokens=path.step_tokens,
+            prefill_seconds=path.prefill_seconds,
+            other_share=other_share,
+            other_us=other_us,
+        )
 
     runners = {degree: CriticalPathRunner(model, calibration, degree) for degree in degrees}
     return {f"critical path, {degree}": partial(decode, runner=runner) for degree, runner in runners.items()}

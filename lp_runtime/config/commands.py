@@ -6,13 +6,28 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from lp_runtime.config.checks import require_choice, require_int, require_number, require_port, require_seconds
+from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.settings import RuntimeConfig, check_limits
 from lp_runtime.errors import ConfigError
 
 SCHEDULING_POLICIES = ("fair", "latency", "throughput")
 MAX_BATCH = 8  # default: requests that a replica decodes in one forward pass at most
 TIMEOUTS = ("header_timeout", "body_timeout", "keep_alive_timeout", "shutdown_timeout")
+TOOL_FORMATS = ("auto", "hermes", "llama3", "mistral", "harmony", "none")
+REASONINGS = ("auto", "think", "none")
 SERVERS = ("uvicorn", "ray_serve")
+TURNS = ("first", "all")
+
+
+def check_chat_settings(chat: bool, turns: str) -> None:
+    """Refuse turns that are none, and all turns of prompts that are no conversations.
+
+    Raises:
+        ConfigError: names `turns`.
+    """
+    require_choice("turns", turns, TURNS)
+    if turns == "all" and not chat:
+        raise ConfigError("turns=all: only with chat=true")
 
 
 @dataclass
@@ -24,8 +39,13 @@ class GenerateConfig(RuntimeConfig):
     prompts: Optional[str] = None  # noqa: UP045
     """JSON-lines file of prompts; results go to `output`."""
     prompt_field: str = "prompt"
-    """Field of each line of `prompts` that holds the prompt; if the field is a list, its first element is the
-    prompt."""
+    """Field of each line of `prompts` that holds the prompt; if the field is a list of texts, they are the turns of a
+    conversation, and the first one is the prompt."""
+    chat: bool = False
+    """Whether a prompt is a user's message, put through the model's chat template, and not a text to continue."""
+    turns: str = "first"
+    """Which turns of a conversation are played, with chat=true and `prompts`: first, or all: each answer goes into the
+    next turn's prompt, and has a line of the output."""
     ids: bool = False
     """Whether prompts are token ids, not text: in the field of `prompts`, or in `prompt` as a JSON list."""
     limit: Optional[int] = None  # noqa: UP045
@@ -39,6 +59,7 @@ class GenerateConfig(RuntimeConfig):
     stop_strings."""
     max_time: Optional[float] = None  # noqa: UP045
     """Seconds after which decoding stops, at the end of a step; no limit if not given."""
+    constraint: ConstraintConfig = field(default_factory=ConstraintConfig)
     num_samples: int = 1
     """Independent samples of each prompt, >= 1; more than one needs sampling."""
     policy: str = "latency"
@@ -63,7 +84,15 @@ class GenerateConfig(RuntimeConfig):
         if self.limit is not None:
             require_int("limit", self.limit, 1)
         self._check_prompts()
+        self._check_chat()
         self._check_compare()
+
+    def _check_chat(self) -> None:
+        check_chat_settings(self.chat, self.turns)
+        if self.chat and self.ids:
+            raise ConfigError("chat=true: not with ids=true")
+        if self.turns == "all" and self.prompts is None:
+            raise ConfigError("turns=all: only with prompts")
 
     def _check_policy(self) -> None:
         require_choice("policy", self.policy, SCHEDULING_POLICIES)
@@ -94,7 +123,16 @@ class GenerateConfig(RuntimeConfig):
 
 @dataclass
 class ChatConfig(RuntimeConfig):
-    """Settings of lp-chat: a runtime, and limits of an answer."""
+    """Settings of lp-chat: a runtime, or a server, and limits of an answer."""
+
+    url: Optional[str] = None  # noqa: UP045
+    """Server that speaks the OpenAI API, http://HOST:PORT: it answers, and no runtime is started."""
+    served_name: Optional[str] = None  # noqa: UP045
+    """Model to ask the server of `url` for; if not given, the first that it lists."""
+    api_key: Optional[str] = None  # noqa: UP045
+    """API key for the server of `url`; '${oc.env:NAME}' takes it from an environment variable."""
+    api_key_file: Optional[str] = None  # noqa: UP045
+    """File that holds the API key for the server of `url`."""
 
     system: Optional[str] = None  # noqa: UP045
     """System message that every conversation begins with; none if not given."""
@@ -105,16 +143,19 @@ class ChatConfig(RuntimeConfig):
     stop_strings."""
     max_time: Optional[float] = None  # noqa: UP045
     """Seconds after which an answer stops, at the end of a step; no limit if not given."""
+    prefix_cache_bytes: Optional[int] = None  # noqa: UP045
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_limits(self.max_new_tokens, self.stop, self.max_time)
+        _check_server(self.url, self.model.path, self.api_key, self.api_key_file, self.served_name)
 
 
 @dataclass
 class ServeConfig(RuntimeConfig):
     """Settings of lp-serve: a runtime, the scheduler, and the HTTP server."""
 
+    prefix_cache_bytes: Optional[int] = None  # noqa: UP045
     server: str = "uvicorn"
     """HTTP server: uvicorn (in this process) or ray_serve (an application of Ray Serve, with launcher=ray)."""
     host: str = "127.0.0.1"
@@ -143,6 +184,12 @@ class ServeConfig(RuntimeConfig):
     """Largest size of an HTTP request's body, in bytes, >= 1."""
     strict_fields: bool = False
     """Whether a request with an unknown field is refused; if not, the field is ignored, and named once in the log."""
+    tool_format: str = "auto"
+    """How the model writes calls of tools: hermes (Qwen, too), llama3, mistral, harmony (gpt-oss), none, or auto, which
+    goes by its chat template."""
+    reasoning: str = "auto"
+    """Whether answers may begin with a reasoning part: think (between <think> and </think>), none, or auto, which goes
+    by the chat template."""
     allowed_hosts: Optional[list[str]] = None  # noqa: UP045
     """Host headers, without port, that are served; *.NAME allows subdomains. If not given: the names of the loopback
     interface where `host` is one of its addresses, else any."""
@@ -159,6 +206,9 @@ class ServeConfig(RuntimeConfig):
     idle longest is closed, or, if none is, the new one is refused with status 503 (uvicorn only)."""
     shutdown_timeout: float = 5.0
     """Seconds for which answers go on after SIGINT or SIGTERM; the rest then ends with an error that clients read."""
+    otlp_endpoint: Optional[str] = None  # noqa: UP045
+    """OpenTelemetry collector that gets a span of every request, by OTLP over HTTP, as http://HOST:4318/v1/traces; none
+    if not given. Needs the extra otel."""
     access_log: bool = False
     """Whether every request is logged to stderr, as one line of JSON."""
     ssl_certfile: Optional[str] = None  # noqa: UP045
@@ -170,6 +220,8 @@ class ServeConfig(RuntimeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("policy", self.policy, SCHEDULING_POLICIES)
+        require_choice("tool_format", self.tool_format, TOOL_FORMATS)
+        require_choice("reasoning", self.reasoning, REASONINGS)
         require_port("port", self.port)
         require_int("max_batch", self.max_batch, 1)
         self._check_server()
@@ -183,7 +235,7 @@ class ServeConfig(RuntimeConfig):
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError(f"ssl_keyfile={self.ssl_keyfile}: only with ssl_certfile")
         self.launcher.own_process = True  # only a process of its own can restart, and decode several at once
-        for name in ("host", "api_key", "api_keys", "served_name", "ssl_certfile", "ssl_keyfile"):
+        for name in ("host", "api_key", "api_keys", "served_name", "ssl_certfile", "ssl_keyfile", "otlp_endpoint"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name}: is empty")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
@@ -198,19 +250,65 @@ class ServeConfig(RuntimeConfig):
                 raise ConfigError(f"launcher={self.launcher.name}: must be ray with server=ray_serve")
 
 
+def _check_server(
+    url: str | None, path: str | None, api_key: str | None, api_key_file: str | None, served_name: str | None
+) -> None:
+    """Refuse settings that contradict whether a server is asked.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if url is None:
+        for name, value in (("api_key", api_key), ("api_key_file", api_key_file), ("served_name", served_name)):
+            if value is not None:
+                raise ConfigError(f"{name}: only with url")
+    elif path is not None:
+        raise ConfigError(f"model.path={path}: not with url, whose server has its model (see served_name)")
+    elif api_key is not None and api_key_file is not None:
+        raise ConfigError(f"api_key_file={api_key_file}: not with api_key")
+
+
 METHODS = ("hf", "hf_compiled", "hf_prompt_lookup", "plain", "paper", "default")
 
 
 @dataclass
 class BenchConfig(RuntimeConfig):
-    """Settings of lp-bench: a runtime, prompts, and the methods to compare."""
+    """Settings of lp-bench: a runtime, prompts, and the methods to compare; or a server and the load to put on it."""
 
+    url: Optional[str] = None  # noqa: UP045
+    """Server that speaks the OpenAI API, http://HOST:PORT: it is put under load, and no runtime is started."""
+    served_name: Optional[str] = None  # noqa: UP045
+    """Model to ask the server of `url` for; if not given, the first that it lists."""
+    api_key: Optional[str] = None  # noqa: UP045
+    """API key for the server of `url`; '${oc.env:NAME}' takes it from an environment variable."""
+    api_key_file: Optional[str] = None  # noqa: UP045
+    """File that holds the API key for the server of `url`."""
+    rate: Optional[float] = None  # noqa: UP045
+    """With url: requests a second, > 0, which arrive at random (Poisson), however many are being answered."""
+    concurrency: Optional[int] = None  # noqa: UP045
+    """With url: clients, >= 1, each of which asks again when it has its answer; 8 if neither this nor rate is given."""
+    num_requests: int = 64
+    """With url: requests in all, >= 1; the prompts are asked in turn."""
+    chat: bool = False
+    """With url: whether prompts are sent as messages (/v1/chat/completions), not as texts (/v1/completions)."""
+    load_seed: int = 0
+    """With url: seed, >= 0, of the moments at which requests arrive."""
     prompts: Optional[str] = None  # noqa: UP045
     """JSON-lines files of prompts as FILE:FIELD, separated by commas; if not given, three built-in prompts."""
     limit: int = 4
-    """Number of prompts to take from each file, >= 1."""
+    """Number of lines to read of each file, >= 1."""
+    each: Optional[int] = None  # noqa: UP045
+    """Number of prompts to take of each category, >= 1: of the lines' field `category` (conversations of several turns
+    are one), else of each file; all if not given."""
+    chat: bool = False
+    """Whether prompts are users' messages, put through the model's chat template, and not texts to continue."""
+    turns: str = "first"
+    """Which turns of a conversation are decoded, with chat=true: first, or all, each a prompt of its own, with the
+    runtime's own greedy answers to the turns before it."""
     max_new_tokens: int = 128
-    """Tokens to generate, >= 1; end-of-sequence tokens do not stop decoding."""
+    """Tokens to generate at most, >= 1."""
+    eos: Optional[bool] = None  # noqa: UP045
+    """Whether decoding stops at the end-of-sequence token, for every method; if not given, with chat=true alone."""
     rounds: int = 1
     """Times that every method decodes every prompt, >= 1."""
     methods: list[str] = field(default_factory=list)
@@ -229,8 +327,9 @@ class BenchConfig(RuntimeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("limit", "max_new_tokens", "rounds"):
+        for name in ("limit", "max_new_tokens", "rounds", "num_requests"):
             require_int(name, getattr(self, name), 1)
+        self._check_prompts()
         for method in self.methods:
             require_choice("methods", method, METHODS)
         for degree in self.degrees:
@@ -241,8 +340,35 @@ class BenchConfig(RuntimeConfig):
             raise ConfigError("exchange_us=[]: must have at least one number")
         if self.threads is not None:
             require_int("threads", self.threads, 1)
-        if self.prompts == "":
-            raise ConfigError("prompts: is empty; must be FILE:FIELD")
+        self._check_load()
         for name, value in vars(self.sampling).items():
             if value is not None and (name, value) != ("temperature", 0):
                 raise ConfigError(f"sampling.{name}={value}: lp-bench compares greedy decoding, without processors")
+
+    def _check_load(self) -> None:
+        """Refuse settings of a load that are out of range or have no server."""
+        _check_server(self.url, self.model.path, self.api_key, self.api_key_file, self.served_name)
+        require_int("load_seed", self.load_seed, 0)
+        require_number("rate", self.rate, "a number > 0", lambda value: value > 0)
+        if self.concurrency is not None:
+            require_int("concurrency", self.concurrency, 1)
+            if self.rate is not None:
+                raise ConfigError(
+                    f"concurrency={self.concurrency}: not with rate, which asks however many are answered"
+                )
+        if self.url is None and (self.rate is not None or self.concurrency is not None):
+            raise ConfigError(f"{'concurrency' if self.rate is None else 'rate'}: only with url")
+
+    def _check_prompts(self) -> None:
+        if self.prompts == "":
+            raise ConfigError("prompts: is empty; must be FILE:FIELD")
+        if self.each is not None:
+            require_int("each", self.each, 1)
+        check_chat_settings(self.chat, self.turns)
+        if self.chat and self.prompts is None:
+            raise ConfigError("chat=true: only with prompts")
+
+    @property
+    def stops_at_eos(self) -> bool:
+        """Whether decoding stops at the end-of-sequence token."""
+        return self.chat if self.eos is None else self.eos

@@ -45,8 +45,8 @@ class LookaheadConfig:
     full it caps the whole tree. Whatever it says, a replica feeds at most 1,024 tokens in a step, and more than 128
     only as far as steps were measured: until one takes 12 times as long as a step of one token."""
     prior: str = "vocabulary"
-    """Drafter full: what it knows before any token is seen: vocabulary (the model's prediction behind each token alone,
-    computed once and kept on disk) or none."""
+    """Drafter full: what it knows before any token is seen: vocabulary (the model's prediction behind each token, which
+    itself stands behind a common one; computed once and kept on disk) or none."""
     draft_tables: str = "request"
     """Drafter full: how long the draft tables live: request, runtime, or, across runs, in the file of this path."""
     draft_tables_bytes: int = 16 * 2**20
@@ -85,7 +85,7 @@ class LookaheadConfig:
 
     @property
     def has_vocabulary_prior(self) -> bool:
-        """Whether the drafter asks what the model says follows each token alone."""
+        """Whether the drafter asks what the model says follows each token."""
         return self.drafter == "full" and self.prior == "vocabulary"
 
     @property

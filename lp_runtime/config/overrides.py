@@ -21,7 +21,19 @@ from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.errors import ConfigError, first_line
 
 # Free text and paths are taken literally: Hydra's grammar would need quotes around most Python code.
-LITERAL_KEYS = ("prompt", "prompts", "output", "prompt_field", "model.path", "system")
+LITERAL_KEYS = (
+    "prompt",
+    "prompts",
+    "output",
+    "prompt_field",
+    "model.path",
+    "system",
+    "constraint.regex",
+    "constraint.reasoning_end",
+    "constraint.reasoning_begin",
+)
+STRING_KEYS = ("stop", "constraint.choice")  # one string, or a JSON list of strings
+FILE_KEYS = ("constraint.json_schema", "constraint.grammar", "constraint.structural_tag")  # files, read here
 # Settings by the names they had before, for the "did you mean" line.
 RENAMED = {
     "lookahead.policy": "lookahead.drafter",
@@ -81,8 +93,9 @@ def load_config(schema: type[Config], overrides: list[str], config_dir: str | No
 
     Args:
         schema: the class.
-        overrides: KEY=VALUE in Hydra's grammar. Values of LITERAL_KEYS are taken literally; `stop` is one string, taken
-            literally, or a JSON list of strings; `sampling.logit_bias` is {TOKEN_ID: BIAS, ...}.
+        overrides: KEY=VALUE in Hydra's grammar. Values of LITERAL_KEYS are taken literally; one of
+            STRING_KEYS is one string, taken literally, or a JSON list of strings; one of FILE_KEYS names a file;
+            `sampling.logit_bias` is {TOKEN_ID: BIAS, ...}.
         config_dir: a folder with further groups; None is none.
 
     Raises:
@@ -109,8 +122,10 @@ def _split(schema: type, overrides: list[str], config_dir: str | None) -> tuple[
             raise ConfigError(f"{_cut(override)}: settings are written KEY=VALUE, all keys are there (no + or ~)")
         if key in LITERAL_KEYS and key in _keys(schema):
             literal[key] = value
-        elif key == "stop":
+        elif key in STRING_KEYS and key in _keys(schema):
             literal[key] = _strings(key, value)
+        elif key in FILE_KEYS and key in _keys(schema):
+            literal[key] = _text_of(key, value)
         elif key == "sampling.logit_bias":
             literal[key] = _biases(key, value)
         elif key.partition(".")[0] == "hydra":
@@ -200,6 +215,18 @@ def _strings(key: str, value: str) -> list[str]:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{key}={_cut(value)}: must be a string or a JSON list of strings ({error})") from error
+
+
+def _text_of(key: str, path: str) -> str:
+    """Return the text of the file that a setting names.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not UTF-8.
+    """
+    try:
+        return Path(path).expanduser().read_text()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}={_cut(path)}: cannot be read: {first_line(error)}") from error
 
 
 def _biases(key: str, value: str) -> dict[int, float]:

@@ -134,9 +134,11 @@ class RuntimeConfig:
     failure: FailureConfig = field(default_factory=FailureConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     gpus: Optional[int] = None  # noqa: UP045
-    """Number of replicas, >= 1, on CPUs too. If not given: WORLD_SIZE under torchrun, else 1."""
+    """Number of GPUs (on CPUs: of processes), >= 1, a multiple of gpus_per_replica; gpus / gpus_per_replica replicas
+    share them. If not given: WORLD_SIZE under torchrun, else gpus_per_replica."""
     gpus_per_replica: int = 1
-    """GPUs that one replica spans; must be 1."""
+    """GPUs (on CPUs: processes) that one replica spans, >= 1: each is a shard, which holds a slice of every layer
+    (tensor parallelism). More than 1 for a model that one GPU cannot hold, and for shorter steps."""
     device: str = "auto"
     """Device of the replicas: auto (cuda where there is a GPU), cpu or cuda."""
     dtype: str = "auto"
@@ -153,6 +155,11 @@ class RuntimeConfig:
     """Tokens of every forward pass with exactness=strict, >= 2; a step with more takes several passes. Rounding depends
     on the value, so outputs are comparable at equal values only."""
 
+    prefix_cache_bytes: Optional[int] = 0  # noqa: UP045
+    """Bytes of a replica's memory that hold keys and values of finished sequences at most, for prompts that begin
+    alike, >= 0; 0 keeps none; null takes what is free, on a CPU a quarter of it. No request waits for that memory:
+    what was used least recently is dropped. The draft tables of the last 8 sequences are kept, too. Default of lp-serve
+    and lp-chat: null."""
     cache_dir: Optional[str] = "~/.cache/lp_runtime"  # noqa: UP045
     """Directory that keeps the measurements of a model on a device; null measures at every start."""
     show_progress: bool = False
@@ -165,24 +172,44 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         if self.gpus is not None:
             require_int("gpus", self.gpus, 1)
-        if self.gpus_per_replica != 1:
-            raise ConfigError(
-                f"gpus_per_replica={self.gpus_per_replica}: must be 1 (larger replicas are not supported)"
-            )
+        require_int("gpus_per_replica", self.gpus_per_replica, 1)
+        self._check_shards()
         require_choice("device", self.device, DEVICES)
         require_choice("dtype", self.dtype, DTYPES)
-        if self.model.device_map is not None and (self.gpus or 1) > 1:
+        if self.model.device_map is not None and self.num_gpus > 1:
             raise ConfigError(f"model.device_map={self.model.device_map}: only with gpus=1")
         if self.launcher.backend == "nccl" and self.device == "cpu":
             raise ConfigError("launcher.backend=nccl: not with device=cpu")
         if self.profile_dir == "":
             raise ConfigError("profile_dir: is empty; must be a directory")
+        if self.prefix_cache_bytes is not None:
+            require_int("prefix_cache_bytes", self.prefix_cache_bytes, 0)
         if self.cache_dir == "":
             raise ConfigError("cache_dir: is empty; must be a directory or null")
         require_choice("compile", self.compile, COMPILES)
         require_choice("exactness", self.exactness, EXACTNESSES)
         require_int("strict_tokens", self.strict_tokens, 2)
         check_exactness(self.exactness, self.lookahead)
+
+    def _check_shards(self) -> None:
+        """Refuse what replicas of several shards cannot be."""
+        if self.num_gpus % self.gpus_per_replica:
+            raise ConfigError(f"gpus={self.gpus}: must be a multiple of gpus_per_replica={self.gpus_per_replica}")
+        if self.gpus_per_replica == 1:
+            return
+        for name in ("device_map", "quantization_config"):
+            if (value := getattr(self.model, name)) is not None:
+                raise ConfigError(f"model.{name}={value}: only with gpus_per_replica=1")
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs, or of processes on CPUs; under torchrun WORLD_SIZE counts."""
+        return self.gpus or self.gpus_per_replica
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas; under torchrun WORLD_SIZE / gpus_per_replica counts."""
+        return self.num_gpus // self.gpus_per_replica
 
 
 def check_limits(max_new_tokens: int | None, stop: object, max_time: float | None) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from lp_runtime.errors import LaunchError
+from lp_runtime.errors import ConfigError, LaunchError
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,24 @@ class ReplicaContext:
             hosts_store=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
             attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
+
+    def divided(self, num_shards: int) -> tuple[ReplicaContext, int]:
+        """Return the context of the replica that a process of torchrun belongs to, where ranks in a row are the shards
+        of one replica, and which of its shards the process is.
+
+        Args:
+            num_shards: shards of each replica.
+
+        Raises:
+            ConfigError: If the processes, or those of this machine, do not make whole replicas.
+        """
+        for number, where in ((self.num_replicas, ""), (self.num_local, " on this machine")):
+            if number % num_shards:
+                raise ConfigError(
+                    f"gpus_per_replica={num_shards}: torchrun has started {number} processes{where}; must be a multiple"
+                )
+        replica, shard = divmod(self.rank, num_shards)
+        return replace(self, rank=replica, num_replicas=self.num_replicas // num_shards), shard
 
 
 def visible_gpus() -> list[str] | None:

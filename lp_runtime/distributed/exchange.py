@@ -305,7 +305,7 @@ def merge_rows(rows: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def gather_rows(row: np.ndarray, group: Group) -> np.ndarray:
-    """Return every replica's row, on every replica: when a runtime starts, never inside a step.
+    """Return every replica's row, on every replica: when a runtime or a request starts, never inside a step.
 
     Args:
         row: [n] int64, of the same n on every replica.

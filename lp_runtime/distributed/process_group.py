@@ -48,6 +48,13 @@ def _settings(interface: str | None) -> Iterator[None]:
     variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     if interface is not None:
         variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # without = a prefix
+    with environment(variables):
+        yield
+
+
+@contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables that a library reads for the duration of a `with` block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

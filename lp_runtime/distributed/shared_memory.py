@@ -18,7 +18,7 @@ import functools
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -60,18 +60,13 @@ def why_unavailable(num_replicas: int) -> str | None:
     return None
 
 
-def _num_words(num_replicas: int) -> int:
-    """Return the words of a segment: a line and two buffers for each replica."""
-    return num_replicas * (LINE_WORDS + 2 * (1 + BUFFER_WORDS))
-
-
-def _map(path: Path, num_replicas: int) -> mmap.mmap:
-    """Open a segment, or make it if it is not there, and map it.
+def _map(path: Path, num_replicas: int, buffer_words: int = BUFFER_WORDS) -> mmap.mmap:
+    """Open a segment, or make it if it is not there, and map it: a line and two buffers for each replica.
 
     Raises:
         OSError: if the folder is not there or has no room; without room a later write would end the process.
     """
-    size = 8 * _num_words(num_replicas)
+    size = 8 * num_replicas * (LINE_WORDS + 2 * (1 + buffer_words))
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, size)
@@ -90,6 +85,7 @@ class SharedMemoryTransport(Transport):
         timeout: seconds within which all replicas must join.
         step_timeout: seconds after which a peer that does not answer is an error.
         is_abandoned: asked while peers are waited for that join; true ends the wait.
+        buffer_words: integers that each replica can send in one round, of 64 bits.
 
     Raises:
         LaunchError: if memory cannot be shared here, or replicas are missing when the wait ends.
@@ -103,18 +99,19 @@ class SharedMemoryTransport(Transport):
         timeout: float,
         step_timeout: float,
         is_abandoned: Callable[[], bool],
+        buffer_words: int = BUFFER_WORDS,
     ):
         super().__init__("shared", CPU)
         compile_shared_memory()
-        self._rank, self._step_timeout = rank, step_timeout
+        self._rank, self._step_timeout, self._buffer_words = rank, step_timeout, buffer_words
         self._is_aborted = False
         path = FOLDER / name
         try:
             # Not closed: views of it may be in use when the group is left. It is unmapped with the last of them.
-            words = np.frombuffer(_map(path, num_replicas), dtype=np.int64)
+            words = np.frombuffer(_map(path, num_replicas, buffer_words), dtype=np.int64)
             lines, buffers = np.split(words, [num_replicas * LINE_WORDS])
             self._lines = lines.reshape(num_replicas, LINE_WORDS)
-            self._buffers = buffers.reshape(2, num_replicas, 1 + BUFFER_WORDS)
+            self._buffers = buffers.reshape(2, num_replicas, 1 + buffer_words)
             self._processes: dict[int, psutil.Process] = {}  # of the peers that can be seen from here
             self._round = JOINED
             self._join(timeout, is_abandoned)
@@ -144,15 +141,31 @@ class SharedMemoryTransport(Transport):
                 self._processes[rank] = psutil.Process(process_id)
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        rows, row = received.numpy().reshape(len(self._lines), -1), sent.numpy()
-        for first in range(0, len(row), BUFFER_WORDS):
-            part = row[first : first + BUFFER_WORDS]
+        rows = received.numpy().reshape(len(self._lines), -1)
+        for first, theirs in self.rounds(sent.numpy()):
+            rows[:, first : first + theirs.shape[1]] = theirs
+
+    def rounds(self, row: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Gather a row of any length, in as many rounds as it takes.
+
+        Args:
+            row: [n] int64, of the same n on every replica.
+
+        Yields:
+            (first, rows): where a round's integers stand in the row, and everybody's, [R, m]: a view of the shared
+            memory, valid until the next round.
+
+        Raises:
+            ReplicaError: if a peer is gone, does not answer in time, or the group was aborted.
+        """
+        for first in range(0, len(row), self._buffer_words):
+            part = row[first : first + self._buffer_words]
             theirs = self._exchange(part)
             num_sent = theirs[:, 0]
             if (num_sent != len(part)).any():
                 counts = num_sent.tolist()
                 raise ReplicaError(f"rank {self._rank}: replicas sent different numbers of integers, {counts}")
-            rows[:, first : first + len(part)] = theirs[:, 1 : 1 + len(part)]
+            yield first, theirs[:, 1 : 1 + len(part)]
 
     def broadcast(self, data: bytes | None, is_patient: bool) -> bytes:
         nothing = np.empty(0, np.int64)
@@ -160,8 +173,8 @@ class SharedMemoryTransport(Transport):
         num_bytes = int(self._exchange(mine, is_patient)[0, 1])
         padded = b"" if data is None else data + bytes(-len(data) % 8)
         words, found = np.frombuffer(padded, np.int64), np.empty(-(-num_bytes // 8), np.int64)
-        for first in range(0, len(found), BUFFER_WORDS):
-            end = min(first + BUFFER_WORDS, len(found))
+        for first in range(0, len(found), self._buffer_words):
+            end = min(first + self._buffer_words, len(found))
             found[first:end] = self._exchange(words[first:end])[0, 1 : 1 + end - first]
         return found.tobytes()[:num_bytes]
 
@@ -169,11 +182,11 @@ class SharedMemoryTransport(Transport):
         """Publish a row and wait for those of all others.
 
         Args:
-            row: [n] int64, n <= BUFFER_WORDS.
+            row: [n] int64, n <= the words of a buffer.
             is_patient: whether there is no limit to the wait, as long as the peers live.
 
         Returns:
-            [R, 1 + BUFFER_WORDS] view of all rows, each behind its number of integers; valid until the next call.
+            [R, 1 + words of a buffer] view of all rows, each behind its number of integers; valid until the next call.
         """
         if self._is_aborted:
             raise self._lost("the group was aborted")

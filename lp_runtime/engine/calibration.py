@@ -28,7 +28,7 @@ from lp_runtime.sizing.cost_model import interpolate
 
 SWEEP_SECONDS = 8.0  # that asking about the vocabulary at once may take, about; what is left of it is left out
 START_SECONDS = 1.0  # that asking may take of a start, where the rest is asked between requests
-FORMAT_VERSION = 3  # of the files
+FORMAT_VERSION = 4  # of the files
 
 
 @dataclass
@@ -101,6 +101,11 @@ class Calibration:
     def max_step_tokens(self) -> int:
         """Return M, the tokens of the largest step that was measured on all replicas."""
         return min(int(steps.tokens[-1]) for steps in self._all_steps())
+
+    def harvest_ns(self) -> int:
+        """Return how many nanoseconds longer a prefill takes, on the slowest replica, for each token whose top-k
+        candidates it finds."""
+        return max(int(steps.harvest_ns) for steps in self._all_steps())
 
     def vocabulary(self) -> np.ndarray:
         """Return the vocabulary prior, [V, ENTRY] as draft tables store top-k candidates; equal on all replicas.

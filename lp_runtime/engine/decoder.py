@@ -94,9 +94,10 @@ class Decoder:
         draft_tables: what the drafter remembers; None for a drafter without tables.
         num_followers: replicas beside those of the budget, which own no node: an ordered sampler's processors are
             called on one replica.
+        num_harvested: the drafter learns the top-k candidates behind so many of the prompt's last tokens.
 
     Attributes:
-        state, budget, sampler, draft_tables: as given.
+        state, budget, sampler, draft_tables, num_harvested: as given.
     """
 
     def __init__(
@@ -106,8 +107,9 @@ class Decoder:
         sampler: Sampler,
         draft_tables: DraftTables | None = None,
         num_followers: int = 0,
+        num_harvested: int = 0,
     ):
-        self._num_followers = num_followers
+        self._num_followers, self.num_harvested = num_followers, num_harvested
         self.state, self.budget, self.sampler, self.draft_tables = state, budget, sampler, draft_tables
 
     @property
@@ -132,7 +134,7 @@ class Decoder:
         """
         budget, state = self.budget, self.state
         budget.set_batch_size(batch_size)
-        if budget.is_resting:
+        if budget.is_resting and not state.has_forced:
             return self._step(state.propose_root(), has_top_k=False)
         if isinstance(budget, ChainBudget):
             return self._step(state.propose(None, budget.tree_size_hint, budget.select))
@@ -155,12 +157,15 @@ class Decoder:
         owned = step.shares[rank].owned
         found = found.first(len(owned))
         tree, tokens = step.tree, self.state.tokens
+        masks = self.state.masks(tree)
+        if masks is not None:
+            masks = masks[owned - tree.root]
         if self.sampler.is_ordered and len(owned):
             values, scores = self.sampler.sample_in_order(
-                found, tree, owned, tokens, step.has_top_k, functools.partial(self._may_follow, tree)
+                found, tree, owned, tokens, step.has_top_k, functools.partial(self._may_follow, tree), masks
             )
         else:
-            values, scores = self.sampler.sample(found, tree, owned, tokens, step.has_top_k)
+            values, scores = self.sampler.sample(found, tree, owned, tokens, step.has_top_k, masks)
         return Samples(values, found, scores)
 
     def _may_follow(self, tree: TokenTree, node: int) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.distributed.chains import compile_chains
 from lp_runtime.distributed.exchange import Exchange, Outcome, compile_exchange
 from lp_runtime.distributed.group import Group
@@ -24,23 +25,19 @@ from lp_runtime.engine.calibration import Calibration
 from lp_runtime.engine.decoder import Decoder, Samples
 from lp_runtime.engine.delivery import Delivery
 from lp_runtime.engine.draft_pool import DraftPool
-from lp_runtime.engine.drafter_factory import check_chain_settings, make_drafter
 from lp_runtime.engine.output import Event, StepOutput
+from lp_runtime.engine.prompt_prefix import PromptPrefix
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import SamplerSpec, make_sampler_spec
 from lp_runtime.engine.sequence import MakeExchange, Observer, Sequence, capacity_of
 from lp_runtime.engine.step import Step
-from lp_runtime.engine.step_limit import step_limit
 from lp_runtime.errors import LookaheadError
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import compile_kernels
-from lp_runtime.lookahead.state import DecodingRules, DecodingState, Stop
+from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sampling.packing import compile_sampler
-from lp_runtime.sizing.budget import StepBudget, compile_budget
-from lp_runtime.sizing.chain_budget import MAX_REFED, ChainBudget
-from lp_runtime.sizing.cost_model import assumed_times
-from lp_runtime.sizing.learned_costs import LearnedCosts
+from lp_runtime.sizing.budget import compile_budget
 from lp_runtime.utils.generators import result_of
 
 
@@ -68,6 +65,7 @@ class Engine:
         draft_tables: tables that outlive requests, for requests that ask for them; made when needed by default.
         times_are_late: see Sequence; by default as this replica alone would.
         make_exchange: makes the exchange of a sequence's steps.
+        grammars: makes the state of requests' constraints; None where no request has one.
     """
 
     def __init__(
@@ -78,13 +76,14 @@ class Engine:
         draft_tables: DraftTables | None = None,
         times_are_late: bool | None = None,
         make_exchange: MakeExchange = Exchange,
+        grammars: Grammars | None = None,
     ):
         self._model, self._group, self._make_exchange = model, group, make_exchange
         self._times_are_late = model.timer is not None if times_are_late is None else times_are_late
         self._calibration = calibration or Calibration(model, group, cache_dir=None)
         self._draft_pool = DraftPool(draft_tables)
+        self._decoders = DecoderFactory(model, group, self._calibration, self._draft_pool, grammars)
         self._plain_kinds: set[Hashable] = set()
-        self._learned: dict[Hashable, LearnedCosts] = {}  # by (steps are sized, decoding is greedy, replicas)
 
     @property
     def draft_pool(self) -> DraftPool:
@@ -111,46 +110,14 @@ class Engine:
 
     # Opening and closing: the only places where slots and draft tables are acquired and released.
 
-    def open_decoder(self, request: Request, spec: SamplerSpec, stop: Stop | None = None) -> Decoder:
-        """Return the pure core of a request, before its prefill; `close_decoder` ends it.
+    def open_decoder(self, request: Request, spec: SamplerSpec, stop: Stop | None = None, tag: int = 0) -> Decoder:
+        """Return the pure core of a request, before its prefill: see `DecoderFactory.make`."""
+        return self._decoders.make(request, spec, stop, tag)
 
-        Args:
-            request: what to decode.
-            spec: how successors are sampled.
-            stop: a condition beyond the request's own, see DecodingState; None for none.
-        """
-        settings, num_replicas = request.lookahead, 1 if spec.processors.are_ordered else self._group.size
-        if chains := self._model.feeds_chains:
-            check_chain_settings(settings, num_replicas < self._group.size)
-        limit = step_limit(settings, self._calibration)
-        vocabulary, pool, tables = self._calibration.vocabulary, self._draft_pool, None
-        if settings.drafter == "full":
-            tables = pool.acquire(settings.draft_tables != "request", settings.draft_tables_bytes)
-        try:
-            max_nodes = num_replicas * limit + MAX_REFED * chains
-            drafter = make_drafter(settings, spec.noise_key, max_nodes, tables, vocabulary)
-            num_nodes = drafter.max_nodes + drafter.max_committed
-            is_auto, calibration = settings.is_auto, self._calibration
-            times = calibration.times(num_nodes)[:num_replicas] if is_auto else assumed_times(num_replicas, num_nodes)
-            sampling = repr((request.sampling, request.sample, request.stop, request.logprobs, request.top_logprobs))
-            rules = DecodingRules(request.max_new_tokens, request.eos_token_ids, repr(settings), sampling)
-            kind = (settings.is_auto, spec.noise is None, num_replicas)
-            learned = self._learned.setdefault(kind, LearnedCosts.initial(num_replicas))
-            budget = (ChainBudget if chains else StepBudget)(times, is_auto, limit, learned)
-            state = DecodingState(
-                request.prompt_ids, rules, drafter, stop, request.committed, is_alone=self._group.is_alone
-            )
-            num_followers = self._group.size - num_replicas
-            return Decoder(state, budget, spec.build(drafter.num_top_k), tables, num_followers)
-        except BaseException:
-            if tables is not None:
-                pool.release(tables)
-            raise
-
-    def close_decoder(self, decoder: Decoder) -> None:
-        """Release the draft tables of a decoder."""
+    def close_decoder(self, decoder: Decoder, tag: int = 0) -> None:
+        """Release the draft tables of a decoder; under a tag they are kept for a request that goes on from there."""
         if decoder.draft_tables is not None:
-            self._draft_pool.release(decoder.draft_tables)
+            self._draft_pool.release(decoder.draft_tables, tag)
 
     def _open(
         self,
@@ -162,14 +129,15 @@ class Engine:
     ) -> Sequence:
         model = self._model
         spec = spec or make_sampler_spec(model, request, self._plain_kinds)
-        decoder = self.open_decoder(request, spec, stop)
+        prefix = PromptPrefix(model.slots.prefixes, request, self._group, self._draft_pool)
+        decoder = self.open_decoder(request, spec, stop, prefix.tag)
         text = (*request.prompt_ids, *request.committed) if request.committed else ()
         slot = model.slots.acquire(capacity_of(request, decoder), text)
         group, make_exchange, are_late = self._group, self._make_exchange, self._times_are_late
-        return Sequence(model, request, decoder, slot, group, make_exchange, are_late, should_cancel, observe)
+        return Sequence(model, request, decoder, slot, prefix, group, make_exchange, are_late, should_cancel, observe)
 
     def _close(self, sequence: Sequence) -> None:
-        self.close_decoder(sequence.decoder)
+        self.close_decoder(sequence.decoder, sequence.keep_prefix())
         self._model.slots.release(sequence.slot)
 
     # Decoding.

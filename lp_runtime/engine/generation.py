@@ -25,7 +25,7 @@ class Generation:
         finish_reason: "eos", "stop" (a stop string), "length", "time" or "cancelled".
         seed: of the sample; None if decoding was greedy.
         logprobs: the model's log-probability of each new token, before processors; None if not asked for.
-        prefill_seconds, times, exchange_bytes, counts, pool, losses: see engine.output.Report.
+        prefill_seconds, times, exchange_bytes, counts, pool, cached_tokens, losses: see engine.output.Report.
     """
 
     text: str
@@ -41,6 +41,7 @@ class Generation:
     exchange_bytes: float
     counts: Counts
     pool: PoolStatistics | None
+    cached_tokens: int = 0
     losses: int = 0
 
     @classmethod
@@ -61,6 +62,7 @@ class Generation:
             exchange_bytes=report.exchange_bytes,
             counts=report.counts,
             pool=report.pool,
+            cached_tokens=report.cached_tokens,
             losses=report.losses,
         )
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import torch
 
 from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.distributed.shards import ShardLink, ShardPlace
 from lp_runtime.errors import ConfigError, ModelError
 from lp_runtime.model.cuda_graph import can_capture
 from lp_runtime.model.families import why_chains
 from lp_runtime.model.kv_cache.capacity import free_bytes
-from lp_runtime.model.loader import load_model
+from lp_runtime.model.loader import WHOLE, load_model
 from lp_runtime.model.make_runner import check_runner, make_runner
 from lp_runtime.model.optimize.fusing import fuse_blocks
 from lp_runtime.model.optimize.packing import pack_if_faster, pack_linears
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.tensor_parallel.following import Follower, LeadingShard
+from lp_runtime.model.tensor_parallel.slicing import slice_model
 from lp_runtime.model.types import CausalLM
 from lp_runtime.utils.progress import Progress
 
@@ -21,9 +24,9 @@ GIB = 1 << 30
 
 
 def ready_model(
-    config: RuntimeConfig, device: torch.device, progress: Progress | None = None
+    config: RuntimeConfig, device: torch.device, progress: Progress | None = None, place: ShardPlace = WHOLE
 ) -> tuple[ModelRunner, float]:
-    """Load a model and check it.
+    """Load a model, or shard 0 of it, and check it.
 
     Returns:
         (model, difference): the largest relative difference that the self-check saw.
@@ -35,7 +38,9 @@ def ready_model(
     progress.begin(f"loading {config.model.location} on {device}")
     free = free_bytes(device)
     try:
-        return prepare_model(load_model(config.model, device, config.dtype), config, device, progress)
+        loaded, link = _load(config, device, place)
+        leading = None if link is None else LeadingShard(link)
+        return prepare_model(loaded, config, device, progress, leading)
     except (ModelError, torch.OutOfMemoryError) as error:
         if not _is_out_of_memory(error):
             raise
@@ -50,10 +55,42 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     return error is not None
 
 
+def ready_follower(config: RuntimeConfig, device: torch.device, place: ShardPlace) -> Follower:
+    """Load a shard other than 0; return what follows shard 0, which checks the model.
+
+    Raises:
+        ModelError: if it cannot be loaded.
+    """
+    loaded, link = _load(config, device, place)
+    assert link is not None, "a whole model has no followers"
+    _optimize(loaded, config, device, is_slice=True)
+    model = ModelRunner(loaded, config.model.prefill_chunk, _strict_tokens(config), own_attention=True)
+    return Follower(model.passes, loaded.config.get_text_config().num_hidden_layers, link)
+
+
+def _load(config: RuntimeConfig, device: torch.device, place: ShardPlace) -> tuple[CausalLM, ShardLink | None]:
+    """Return a loaded model, or a slice of it that computes what the whole does, with the link to the other shards."""
+    timeout = config.launcher.start_timeout
+    loaded = load_model(config.model, device, config.dtype, place, timeout)
+    if place.is_whole:
+        return loaded, None
+    link = ShardLink(place, device, timeout)
+    slice_model(loaded, link)
+    return loaded, link
+
+
+def _strict_tokens(config: RuntimeConfig) -> int | None:
+    return config.strict_tokens if config.exactness == "strict" else None
+
+
 def prepare_model(
-    loaded: CausalLM, config: RuntimeConfig, device: torch.device, progress: Progress | None = None
+    loaded: CausalLM,
+    config: RuntimeConfig,
+    device: torch.device,
+    progress: Progress | None = None,
+    leading: LeadingShard | None = None,
 ) -> tuple[ModelRunner, float]:
-    """Fuse, pack and check a Hugging Face causal LM that is on its device already.
+    """Fuse, pack and check a Hugging Face causal LM that is on its device already, or shard 0's slice of it.
 
     Returns:
         (model, difference): the largest relative difference that the self-check saw.
@@ -61,13 +98,14 @@ def prepare_model(
     Raises:
         ModelError: if the model failed the self-check.
     """
-    strict_tokens = config.strict_tokens if config.exactness == "strict" else None
+    strict_tokens = _strict_tokens(config)
     progress = progress or Progress(is_shown=False)
     progress.begin("fusing and packing layers")
-    changes = _optimize(loaded, config, device)
+    changes = _optimize(loaded, config, device, is_slice=leading is not None)
     progress.begin("checking trees against plain forward passes")
-    model = make_runner(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True)
-    if config.compile != "off" and not model.feeds_chains and can_capture(model.tree_model):
+    model = make_runner(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True, leading=leading)
+    may_capture = leading is None and not model.feeds_chains and config.compile != "off"
+    if may_capture and can_capture(model.tree_model):
         model.enable_graphs(capture=True, compiled=config.compile == "full")
     try:
         return model, check_runner(model)
@@ -76,7 +114,7 @@ def prepare_model(
         raise ModelError(f"{error}{hint}") from error
 
 
-def _optimize(loaded: CausalLM, config: RuntimeConfig, device: torch.device) -> list[str]:
+def _optimize(loaded: CausalLM, config: RuntimeConfig, device: torch.device, is_slice: bool) -> list[str]:
     """Fuse and pack a model's layers, as the settings say; return the settings that would undo what was done."""
     undo = []
     may_fuse = config.model.fusing == "auto" and config.model.device_map is None and why_chains(loaded) is None
@@ -85,8 +123,8 @@ def _optimize(loaded: CausalLM, config: RuntimeConfig, device: torch.device) -> 
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what was freed, for others that share the GPU
     if config.model.packing == "auto":
-        # With exactness=strict all replicas must compute alike, whatever each of them would measure.
-        pack = pack_linears if config.exactness == "strict" else pack_if_faster
+        # With exactness=strict all replicas must compute alike, and always all shards of one, whatever each measures.
+        pack = pack_linears if config.exactness == "strict" or is_slice else pack_if_faster
         if pack(loaded):
             undo.append("model.packing=off")
     return undo

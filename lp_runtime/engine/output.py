@@ -65,6 +65,7 @@ class Report:
         counts: draft tokens fed and accepted, by source and depth.
         pool: the n-gram pool at the end; None if the drafter has none.
         seed: of the sample; None if decoding was greedy.
+        cached_tokens: tokens of the prompt whose keys and values came out of the prefix cache.
         losses: replicas that were lost on the way; times, tokens and counts are then those after the last loss.
     """
 
@@ -78,6 +79,7 @@ class Report:
     counts: Counts
     pool: PoolStatistics | None
     seed: int | None
+    cached_tokens: int = 0
     losses: int = 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,26 +17,30 @@ import torch.distributed as dist
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.process_group import GroupOptions, process_group
+from lp_runtime.distributed.shards import ShardPlace
 from lp_runtime.distributed.store import address_of
 from lp_runtime.engine.background_prior import BackgroundPrior
 from lp_runtime.engine.batch import Arrival, never_cancel
 from lp_runtime.engine.calibration import Calibration, Measured
 from lp_runtime.engine.draft_store import DraftStore
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.loading import choose_device, ready_model
+from lp_runtime.engine.loading import choose_device, ready_follower, ready_model
 from lp_runtime.engine.output import Event, Report
 from lp_runtime.engine.profiler import check_folder, profiled
+from lp_runtime.engine.prompt_prefix import make_prefix_cache
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import make_sampler_spec
 from lp_runtime.engine.step_meter import measure_steps
 from lp_runtime.errors import LookaheadError
 from lp_runtime.model.kv_cache.capacity import capacity_in_tokens, exchange_bytes, num_sharing
-from lp_runtime.model.loader import eos_token_ids, load_tokenizer
+from lp_runtime.model.loader import WHOLE, eos_token_ids, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.tensor_parallel.following import Follower
 from lp_runtime.model.tokenizer import StopStrings
 from lp_runtime.sampling.hf_settings import defaults_of
 from lp_runtime.utils.progress import Progress
@@ -102,18 +106,20 @@ class Replica:
     Attributes:
         group: as given.
         info: what a driver must know of the model.
+        leading: has the replica's other shards run what this one does; None where there are none.
     """
 
     def __init__(self, config: RuntimeConfig, loaded: LoadedModel, group: Group, times_are_late: bool):
         model = loaded.model
-        self.group, self.info = group, loaded.info
+        self.group, self.info, self.leading = group, loaded.info, model.leading
         self._config = config.model
         self._device = model.device
         self._profile_dir = config.profile_dir if config.profile else None
         self._draft_store = DraftStore.of(config.lookahead, model.vocabulary_size)
         self._draft_tables = self._draft_store.load(group) if self._draft_store else None
         calibration = Calibration(model, group, config.cache_dir, loaded.known, is_gradual=True)
-        self._engine = Engine(model, group, calibration, self._draft_tables, times_are_late)
+        grammars = Grammars(lambda: self._tokenizer, model.vocabulary_size, self.info.eos_token_ids)
+        self._engine = Engine(model, group, calibration, self._draft_tables, times_are_late, grammars=grammars)
         is_restarted = loaded.known.is_started
         loaded.progress.begin("measuring steps, and asking the model about its vocabulary")
         self._engine.prepare(config.lookahead)
@@ -183,21 +189,60 @@ class Replica:
 
 
 def load_replica(
-    config: RuntimeConfig, device_index: int, num_local: int, owns_process: bool, owns_device: bool = False
+    config: RuntimeConfig,
+    device_index: int,
+    num_local: int,
+    owns_process: bool,
+    owns_device: bool = False,
+    place: ShardPlace = WHOLE,
 ) -> LoadedModel:
-    """Load and check the model of a replica.
+    """Load and check the model of a replica; of one with several shards, shard 0, which leads the others.
 
     Args:
         config: the runtime's.
-        device_index: which of the GPUs that this process sees is the replica's.
-        num_local: replicas on this machine.
+        device_index: which of the GPUs that this process sees is the replica's, or the shard's.
+        num_local: processes on this machine: replicas, and of those with several shards all shards.
         owns_process: whether the process is there for this replica alone, which then sets its thread count.
         owns_device: whether a GPU is booked for this replica alone, which then has all of its memory.
+        place: which shard of its replica this process is.
 
     Raises:
         ConfigError: if a setting cannot be met on this machine.
         ModelError: if the model cannot be loaded, or fails the self-check.
     """
+    device = _prepare_process(config, device_index, num_local, owns_process)
+    progress = Progress(config.show_progress and device_index == 0)  # each of a machine's replicas does the same
+    model, self_check = ready_model(config, device, progress, place)
+    any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0))
+    make_sampler_spec(model, any_request)  # refuses model defaults that cannot be kept
+    num_bytes = _exchange_bytes(config, num_local) if device.type == "cuda" else 0
+    capacity = capacity_in_tokens(model, num_sharing(device, num_local, owns_device), num_bytes)
+    model.slots.prefixes = make_prefix_cache(model, config.prefix_cache_bytes, capacity)
+    info = ReplicaInfo(
+        vocabulary_size=model.vocabulary_size,
+        context_length=model.context_length,
+        eos_token_ids=eos_token_ids(model.model),
+        defaults=defaults_of(model.model),
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        self_check=self_check,
+        capacity=capacity,
+        supports_batching=model.supports_batching and not config.profile,
+    )
+    # Compiling takes minutes, on one replica longer than on another. It must end before the replicas meet: afterwards
+    # nobody waits longer than failure.timeout for a peer.
+    is_compiled = model.graphs is not None and model.graphs.compiled
+    return LoadedModel(model, info, Measured(steps=measure_steps(model) if is_compiled else None), progress)
+
+
+def load_follower(config: RuntimeConfig, device_index: int, num_local: int, place: ShardPlace) -> Follower:
+    """Load a shard other than 0 of a replica; arguments and errors as those of `load_replica`."""
+    device = _prepare_process(config, device_index, num_local, owns_process=True)
+    return ready_follower(config, device, place)
+
+
+def _prepare_process(config: RuntimeConfig, device_index: int, num_local: int, owns_process: bool) -> torch.device:
+    """Return this process's device, and have torch use it; arguments and errors as those of `load_replica`."""
     if config.launcher.interface is not None:
         address_of(config.launcher.interface)  # refused before a model is loaded
     is_shared = config.launcher.backend in ("gloo", "shared") and torch.cuda.is_available()
@@ -209,33 +254,14 @@ def load_replica(
         torch.cuda.set_device(device)
     elif owns_process:  # replicas that share a machine share its cores
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local))
-    progress = Progress(config.show_progress and device_index == 0)  # each of a machine's replicas does the same
-    model, self_check = ready_model(config, device, progress)
-    any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0))
-    make_sampler_spec(model, any_request)  # refuses model defaults that cannot be kept
-    num_bytes = _exchange_bytes(config, num_local) if device.type == "cuda" else 0
-    info = ReplicaInfo(
-        vocabulary_size=model.vocabulary_size,
-        context_length=model.context_length,
-        eos_token_ids=eos_token_ids(model.model),
-        defaults=defaults_of(model.model),
-        device=str(model.device),
-        dtype=str(model.dtype).removeprefix("torch."),
-        self_check=self_check,
-        capacity=capacity_in_tokens(model, num_sharing(device, num_local, owns_device), num_bytes),
-        supports_batching=model.supports_batching and not config.profile,
-    )
-    # Compiling takes minutes, on one replica longer than on another. It must end before the replicas meet: afterwards
-    # nobody waits longer than failure.timeout for a peer.
-    is_compiled = model.graphs is not None and model.graphs.compiled
-    return LoadedModel(model, info, Measured(steps=measure_steps(model) if is_compiled else None), progress)
+    return device
 
 
 def _exchange_bytes(config: RuntimeConfig, num_local: int) -> int:
     """Return the bytes of a replica's GPU that exchanging with the others will take."""
     # Replicas of one machine share memory, and those of several talk over gloo if any machine has several.
     may_use_nccl = config.launcher.backend == "nccl" or (config.launcher.backend == "auto" and num_local == 1)
-    return exchange_bytes(max(num_local, config.gpus or 1), may_use_nccl)
+    return exchange_bytes(max(num_local, config.num_replicas), may_use_nccl)
 
 
 @contextmanager
@@ -288,12 +314,14 @@ def join_group(
 
 
 @contextmanager
-def start_replica(config: RuntimeConfig, context: ReplicaContext) -> Iterator[Replica]:
+def start_replica(config: RuntimeConfig, context: ReplicaContext, place: ShardPlace = WHOLE) -> Iterator[Replica]:
     """Load the model, check it and join the group: `load_replica` and `join_group` in one.
 
     Its peers load, compile and check at the same time, and may take launcher.start_timeout for it.
     """
-    loaded = load_replica(config, context.device_index, context.num_local, context.owns_process)
+    loaded = load_replica(config, context.device_index, context.num_local, context.owns_process, place=place)
     timeout = max(config.launcher.timeout, config.launcher.start_timeout)
-    with join_group(config, loaded, context, timeout=timeout) as replica:
-        yield replica
+    with ExitStack() as stack:
+        if loaded.model.leading is not None:
+            stack.callback(loaded.model.leading.close)
+        yield stack.enter_context(join_group(config, loaded, context, timeout=timeout))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.constraints.compiled import CompiledConstraint
 from lp_runtime.sampling.types import LogitsProcessor
 
 
@@ -27,8 +28,11 @@ class Request:
         prompt_logprobs: whether log-probabilities of the prompt's tokens are reported with that of the first new token.
         processors: logits processors of the caller's own, run after transformers' processors and before its warpers.
         trace: whether to report which replica has verified each token.
+        request_id: names the request in logs; empty if nobody has named it.
+        cache_salt: keys and values are shared, by the prefix cache, among requests of equal salts alone.
         committed: new tokens that an earlier attempt at the request has committed; decoding goes on behind them, and
             only later tokens are reported.
+        constraint: what the new text must be; None for any text.
     """
 
     prompt_ids: tuple[int, ...]
@@ -44,4 +48,13 @@ class Request:
     prompt_logprobs: bool = False
     processors: tuple[LogitsProcessor, ...] = ()
     trace: bool = False
+    request_id: str = ""
+    cache_salt: str = ""
     committed: tuple[int, ...] = ()
+    constraint: CompiledConstraint | None = None
+
+    @property
+    def sampling_key(self) -> str:
+        """Text that tells what decides which successors are sampled, beside the prompt and the processors."""
+        constraint = None if self.constraint is None else self.constraint.key
+        return repr((self.sampling, self.sample, self.stop, self.logprobs, self.top_logprobs, constraint))

@@ -9,12 +9,15 @@ from dataclasses import replace
 from typing import Any, TypedDict, TypeVar
 
 from lp_runtime.config.checks import require_int
+from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig, check_exactness
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import DEFAULT_MAX_NEW_TOKENS, RuntimeConfig, check_limits
+from lp_runtime.constraints.compile_process import ConstraintCompiler
+from lp_runtime.constraints.compiled import CompiledConstraint
 from lp_runtime.engine.replica import ReplicaInfo
 from lp_runtime.engine.request import Request
-from lp_runtime.errors import ConfigError, RequestError, first_line
+from lp_runtime.errors import ConfigError, ConstraintError, RequestError, first_line
 from lp_runtime.model.tokenizer import encode, encode_chat
 from lp_runtime.model.types import Tokenizer
 from lp_runtime.sampling.gumbel import MAX_SAMPLE
@@ -42,6 +45,9 @@ class RequestOptions(TypedDict, total=False):
     prompt_logprobs: whether to report log-probabilities of the prompt's tokens, too: in the `prompt` of the first of a
         generation's `logprobs`. Default False.
     trace: whether to report which replica has verified each new token. Default False.
+    request_id: names the request in logs. Default "".
+    cache_salt: prefixes of prompts are shared among requests of equal salts alone. Default "".
+    constraint: what the new text must be. Default: any text.
     processors: transformers LogitsProcessors, which must pickle; each request has a copy. One that does not set
         prefix_only = True is called once a new token, in order, on one replica. Default: none.
     """
@@ -57,7 +63,10 @@ class RequestOptions(TypedDict, total=False):
     top_logprobs: int
     prompt_logprobs: bool
     trace: bool
+    request_id: str
+    cache_salt: str
     processors: Sequence[LogitsProcessor]
+    constraint: ConstraintConfig | None
 
 
 class RequestBuilder:
@@ -67,12 +76,20 @@ class RequestBuilder:
         config: the runtime's.
         info: of the replicas' model.
         tokenizer: returns the model's tokenizer; called where text is met.
+        compiler: compiles constraints.
     """
 
-    def __init__(self, config: RuntimeConfig, info: ReplicaInfo, tokenizer: Callable[[], Tokenizer]):
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        info: ReplicaInfo,
+        tokenizer: Callable[[], Tokenizer],
+        compiler: ConstraintCompiler,
+    ):
         self._config = config
         self._info = info
         self._tokenizer = tokenizer
+        self._compiler = compiler
 
     def build(
         self,
@@ -90,7 +107,10 @@ class RequestBuilder:
         top_logprobs: int = 0,
         prompt_logprobs: bool = False,
         trace: bool = False,
+        request_id: str = "",
+        cache_salt: str = "",
         processors: Sequence[LogitsProcessor] = (),
+        constraint: ConstraintConfig | None = None,
     ) -> Request:
         """Return a checked request: the model's defaults filled in, a seed chosen if need be.
 
@@ -108,11 +128,15 @@ class RequestBuilder:
             top_logprobs: how many of the likeliest tokens to report with each log-probability.
             prompt_logprobs: whether to report log-probabilities of the prompt's tokens, too.
             trace: whether to report which replica has verified each token.
+            request_id: names the request in logs.
+            cache_salt: prefixes of prompts are shared among requests of equal salts alone.
             processors: logits processors of the caller's own.
+            constraint: what the new text must be.
 
         Raises:
             ConfigError: if a setting is out of range.
             RequestError: if the prompt is empty, has ids out of the vocabulary, or is too long for the model.
+            ConstraintError: if the constraint is invalid, or cannot be compiled in time.
         """
         defaults = self._info.defaults
         stop = defaults.get("stop_strings", ()) if stop is None else stop
@@ -120,6 +144,7 @@ class RequestBuilder:
         max_time = defaults.get("max_time") if max_time is None else max_time
         check_limits(max_new_tokens, stop, max_time)
         self._check_processors(processors)
+        _check_texts(request_id=request_id, cache_salt=cache_salt)
         if isinstance(sample, bool) or not isinstance(sample, int) or not 0 <= sample <= MAX_SAMPLE:
             raise ConfigError(f"sample={sample}: must be 0 to 2**32 - 1")
         _check_logprobs(logprobs, top_logprobs, prompt_logprobs)
@@ -145,8 +170,20 @@ class RequestBuilder:
             top_logprobs=min(top_logprobs, self._info.vocabulary_size),
             prompt_logprobs=prompt_logprobs,
             trace=trace,
+            request_id=request_id,
+            cache_salt=cache_salt,
             processors=tuple(processors),
+            constraint=self._compiled(constraint, eos),
         )
+
+    def _compiled(self, given: ConstraintConfig | None, eos: bool) -> CompiledConstraint | None:
+        """Return a request's constraint, compiled; None without one."""
+        constraint = _typed("constraint", given, ConstraintConfig)
+        if constraint is None or constraint.kind is None:
+            return None
+        if not eos:
+            raise ConstraintError("constraint: not with eos=false, since the end-of-sequence token ends the text")
+        return self._compiler.compile(constraint)
 
     def _lookahead(self, given: LookaheadConfig | None) -> LookaheadConfig:
         """Return a request's drafting settings, checked against the runtime's."""
@@ -244,6 +281,13 @@ def _check_logprobs(logprobs: bool, top_logprobs: int, prompt_logprobs: bool) ->
     if (top_logprobs or prompt_logprobs) and not logprobs:
         name = "top_logprobs" if top_logprobs else "prompt_logprobs"
         raise ConfigError(f"{name}: only with logprobs")
+
+
+def _check_texts(**values: str) -> None:
+    """Refuse settings, by name, that are not strings."""
+    for name, value in values.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{name}={value!r}: must be a string")
 
 
 def _typed(name: str, value: Config | None, kind: type[Config]) -> Config | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from lp_runtime.engine.request import Request
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.sampling.grammar_mask import with_grammar_mask
 from lp_runtime.sampling.gumbel import GumbelNoise
 from lp_runtime.sampling.hf_settings import build_processors
 from lp_runtime.sampling.penalties import penalties_of
@@ -68,6 +69,8 @@ def make_sampler_spec(model: ModelRunner, request: Request, plain_kinds: set[Has
         processors = build_processors(model.model, request.prompt_ids, sampling, length, ends, own)
         if plain_kinds is not None and kind is not None and not processors and len(plain_kinds) < MAX_PLAIN_KINDS:
             plain_kinds.add(kind)
+    if request.constraint is not None:
+        processors = with_grammar_mask(processors)
     noise = None
     if sampling.draws(defaults):
         assert sampling.seed is not None, "a request that samples has a seed"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -18,6 +19,8 @@ from lp_runtime.distributed.exchange import Exchange, Outcome
 from lp_runtime.distributed.group import Group
 from lp_runtime.engine.decoder import Committed, Decoder, Samples, Verified
 from lp_runtime.engine.output import Report, StepOutput
+from lp_runtime.engine.prompt_harvest import PromptHarvest
+from lp_runtime.engine.prompt_prefix import PromptPrefix, read_for_resume
 from lp_runtime.engine.prompt_scorer import SCORED_TOKENS, PromptScorer
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.step import Step
@@ -38,6 +41,19 @@ Observer = Callable[[list[int], Step, int, Samples], None]
 MakeExchange = Callable[[Group, int, int], Exchange]  # of the group, the capacity in nodes, the integers a node
 
 
+@dataclass
+class _Fed:
+    """What a sequence's steps have fed.
+
+    Attributes:
+        tokens: mean over replicas, summed over steps, the prefill's excluded.
+        extra_passes: forward passes beyond one a step.
+    """
+
+    tokens: float = 0.0
+    extra_passes: int = 0
+
+
 class Sequence:
     """A request being decoded.
 
@@ -46,6 +62,7 @@ class Sequence:
         request: what to decode.
         decoder: the request's state, budget and sampler.
         slot: KV-cache slot that holds the sequence's keys and values; acquired and released by the engine.
+        prefix: what of the prompt comes out of the prefix cache.
         group: the replicas that share the request's steps.
         make_exchange: makes the group's exchange.
         times_are_late: whether all replicas tell the duration of a forward pass one step late, as they must if any
@@ -64,6 +81,7 @@ class Sequence:
         request: Request,
         decoder: Decoder,
         slot: CacheSlot,
+        prefix: PromptPrefix,
         group: Group,
         make_exchange: MakeExchange,
         times_are_late: bool,
@@ -71,12 +89,12 @@ class Sequence:
         observe: Observer | None,
     ):
         self.decoder, self.slot, self.timer = decoder, slot, StepTimer()
-        self._model, self._request, self._group = model, request, group
+        self._model, self._request, self._prefix, self._group = model, request, prefix, group
         self._times_are_late, self._should_cancel, self._observe = times_are_late, should_cancel, observe
         self._exchange = make_exchange(group, decoder.max_owned, decoder.sampler.width)
         self._started = time.perf_counter()
         self._ended_by = 0  # bits of the control word
-        self._num_fed, self._num_extra_passes = 0.0, 0
+        self._fed = _Fed()
         self._prefill_seconds = 0.0
 
     @property
@@ -118,6 +136,7 @@ class Sequence:
     def _resume(self) -> Generator[None, None, None]:
         """Feed the prompt and the tokens that an earlier attempt has committed, as far as the slot lacks them."""
         request, model = self._request, self._model
+        read_for_resume(model, self.slot, request, self.capacity)
         chunks: Iterator[None] = model.resume(self.slot, request.prompt_ids, request.committed, self.capacity)
         if self.decoder.sampler.is_ordered and self._group.rank == 0:
             chunks = self._replay()
@@ -148,12 +167,18 @@ class Sequence:
         """Feed the prompt, and agree on its first token."""
         model, prompt = self._model, self._request.prompt_ids
         model.begin(self.slot, self.capacity)
+        prompt = prompt[self._prefix.read_into(self.slot) :]
         step = self.decoder.propose_prefill()
         scorer: PromptScorer | None = None
+        harvest: PromptHarvest | None = None
         chunks, chunk_tokens = model.prefill_in_chunks(self.slot, prompt), model.prefill_chunk
         if self._request.prompt_logprobs:
             scorer = PromptScorer(model, self.slot, prompt, self._request.top_logprobs)
             chunks, chunk_tokens = scorer.prefill_in_chunks(), SCORED_TOKENS
+        elif self.decoder.num_harvested:
+            sampler, num_harvested = self.decoder.sampler, min(self.decoder.num_harvested, len(prompt))
+            harvest = PromptHarvest(model, self.slot, prompt, num_harvested, sampler, self._group)
+            chunks, chunk_tokens = harvest.prefill_in_chunks(), harvest.chunk_tokens
         for num_left in range(len(prompt) - chunk_tokens, 0, -chunk_tokens):
             next(chunks)
             yield
@@ -167,6 +192,9 @@ class Sequence:
         if self._observe:
             self._observe([0], step, self._group.rank, samples)
         output = self._output(step, verified, self.decoder.advance_prefill(step, verified), outcome.control)
+        self._prefix.keep(self.slot)  # others with the same prompt may wait for it
+        if harvest is not None and not self.is_finished:
+            self.decoder.drafter.learn_prompt(self._request.prompt_ids, harvest.share())
         return output if scorer is None else scorer.attach(output)
 
     def _agree_to_cancel(self, step: Step, num_left: int) -> bool:
@@ -235,8 +263,8 @@ class Sequence:
             self._observe(self.decoder.accepted_nodes(step, verified), step, self._group.rank, samples)
         committed = self.decoder.advance(step, verified, *times, self._times_are_late)
         sizes = step.shares.sizes
-        self._num_fed += sum(sizes) / len(sizes)
-        self._num_extra_passes += self._model.num_passes(max(sizes)) - 1
+        self._fed.tokens += sum(sizes) / len(sizes)
+        self._fed.extra_passes += self._model.num_passes(max(sizes)) - 1
         return self._output(step, verified, committed, outcome.control)
 
     def _output(self, step: Step, verified: Verified, committed: Committed, control: int) -> StepOutput:
@@ -253,9 +281,9 @@ class Sequence:
         num_tree_steps = max(0, state.num_steps - 1)
         num_bytes = 0 if self._group.is_alone else self._exchange.bytes_sent
         return Report(
-            num_steps=state.num_steps + self._num_extra_passes,
+            num_steps=state.num_steps + self._fed.extra_passes,
             finish_reason=state.finish_reason or ("cancelled" if self._ended_by & CANCEL else "time"),
-            step_tokens=self._num_fed / num_tree_steps if num_tree_steps else 0.0,
+            step_tokens=self._fed.tokens / num_tree_steps if num_tree_steps else 0.0,
             seconds=time.perf_counter() - self._started,
             prefill_seconds=self._prefill_seconds,
             times=StepTimes(**self.timer.seconds),
@@ -263,7 +291,22 @@ class Sequence:
             counts=drafter.counts,
             pool=drafter.pool.statistics() if isinstance(drafter, PaperDrafter) else None,
             seed=self._request.sampling.seed,
+            cached_tokens=self._prefix.num_read,
         )
+
+    def keep_prefix(self) -> int:
+        """Keep the keys and values of a sequence that has ended, for others to begin with; nothing of one that failed.
+
+        Returns:
+            the tag under which the sequence's draft tables are to be kept; 0 for not at all.
+        """
+        settings, state = self._request.lookahead, self.decoder.state
+        if not self.is_finished:
+            return 0
+        has_tables = self.decoder.draft_tables is not None and settings.draft_tables == "request"
+        tag = self._prefix.next_tag(state.digest) if has_tables else 0
+        self._prefix.keep(self.slot, tag)
+        return tag
 
 
 def capacity_of(request: Request, decoder: Decoder) -> int:

@@ -25,6 +25,8 @@ MAX_ROUNDS = 5
 MAX_COST_MULTIPLE = 12  # no step is measured that costs this multiple of one token's: none so large ever pays
 BRANCH_TOKENS = 8  # of a measured tree's branches, as drafted trees have about
 MAX_POINTS = 64  # measured steps of a replica
+HARVESTED_TOKENS = 32  # of the prompts whose prefill is timed with and without their top-k candidates
+HARVEST_ROUNDS = 3
 
 
 class StepMeasurement(NamedTuple):
@@ -34,27 +36,29 @@ class StepMeasurement(NamedTuple):
         tokens: [points] tokens of each measured step, ascending.
         nanoseconds: [points] the median duration of each.
         num_padded: [] up to so many tokens a pass is padded to the next of `tokens`; 0 for none.
+        harvest_ns: [] how much longer a prefill takes for each token whose top-k candidates are found.
     """
 
     tokens: np.ndarray
     nanoseconds: np.ndarray
     num_padded: np.ndarray
+    harvest_ns: np.ndarray
 
 
 def row_of(steps: StepMeasurement) -> np.ndarray:
-    """Return measured steps as [1 + 2 MAX_POINTS] int64, for a gather."""
-    row = np.zeros(1 + 2 * MAX_POINTS, dtype=np.int64)
+    """Return measured steps as [2 + 2 MAX_POINTS] int64, for a gather."""
+    row = np.zeros(2 + 2 * MAX_POINTS, dtype=np.int64)
     num_points = len(steps.tokens)
-    row[0], row[1 : 1 + num_points] = steps.num_padded, steps.tokens
-    row[1 + MAX_POINTS :][:num_points] = steps.nanoseconds
+    row[0], row[1], row[2 : 2 + num_points] = steps.num_padded, steps.harvest_ns, steps.tokens
+    row[2 + MAX_POINTS :][:num_points] = steps.nanoseconds
     return row
 
 
 def measurement_of(row: np.ndarray) -> StepMeasurement:
     """Return measured steps from what `row_of` returned."""
-    tokens, nanoseconds = row[1:].reshape(2, MAX_POINTS)
+    tokens, nanoseconds = row[2:].reshape(2, MAX_POINTS)
     num_points = int((tokens > 0).sum())
-    return StepMeasurement(tokens[:num_points], nanoseconds[:num_points], row[0])
+    return StepMeasurement(tokens[:num_points], nanoseconds[:num_points], row[0], row[1])
 
 
 def make_greedy_sampler(model: ModelRunner) -> Sampler:
@@ -114,7 +118,20 @@ class _StepMeter:
             for size, times in zip(sizes, durations, strict=True):
                 times.append(self._step(size))
         medians = np.array([int(statistics.median(times)) for times in durations])
-        return StepMeasurement(np.array(sizes), medians, np.array(self._num_padded))
+        return StepMeasurement(np.array(sizes), medians, np.array(self._num_padded), np.array(self._harvest_ns()))
+
+    def _harvest_ns(self) -> int:
+        """Return how many nanoseconds longer a prefill takes for each token whose top-k candidates are found."""
+        prompt = self._context[:HARVESTED_TOKENS]
+        durations: dict[bool, list[int]] = {False: [], True: []}
+        for _ in range(HARVEST_ROUNDS):
+            for harvests, times in durations.items():
+                self._model.begin(self._slot, len(prompt))
+                start = time.perf_counter_ns()
+                logits = self._model.feed_prompt(self._slot, prompt, range(len(prompt)) if harvests else None)
+                self._sampler.pack_candidates(logits).cpu()
+                times.append(time.perf_counter_ns() - start)
+        return max(0, min(durations[True]) - min(durations[False])) // len(prompt)
 
     def _begin(self) -> None:
         self._model.begin(self._slot, len(self._context) + 3 * len(self._sizes) + self._sizes[-1])

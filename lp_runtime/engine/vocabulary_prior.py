@@ -1,4 +1,8 @@
-"""The vocabulary prior: which tokens a model says follow each token alone, asked bit by bit and equal on all replicas.
+"""The vocabulary prior: which tokens a model says follow each token, asked bit by bit and equal on all replicas.
+
+A model says little of use behind the first token of a text: attention rests on that place, whatever stands there
+(attention sinks, arXiv 2309.17453). So every token is asked about behind a common one. On SmolLM2-135M-Instruct 34 to
+38% of a text's tokens are then among the eight candidates behind the token before, and 18% without.
 
 Each replica asks its model about a part of the vocabulary, in slices of a tenth of a second, whenever it has time. What
 it finds takes effect once all replicas have it: they share it when they agree, at a request's start.
@@ -32,6 +36,7 @@ MIN_SLICE_TOKENS = 8
 MAX_SLICE_TOKENS = {"cpu": 256, "cuda": 1024}  # a GPU is busy with so many
 MAX_SLICE_LOGITS = 1 << 28  # numbers
 MIN_NEW_PART = 8  # replicas share what is new once it is one part of so many of the vocabulary, or all that is left
+NUM_SPACED = 64  # tokens, evenly spaced in the vocabulary, of which the likeliest successors tell a common token
 NO_CANDIDATES = -1  # packed: a token that nothing is known to follow
 
 
@@ -95,6 +100,7 @@ class VocabularyPrior:
         self._has_begun = False
         self._entries: np.ndarray | None = None  # of what is agreed
         self._num_saved = 0
+        self._common_token: int | None = None
         self._max_tokens = min(MAX_SLICE_TOKENS[model.device.type], max(1, MAX_SLICE_LOGITS // model.vocabulary_size))
         self._num_tokens = min(FIRST_SLICE_TOKENS, self._max_tokens)  # of the next slice
         self._seconds_left = MAX_ASKING_SECONDS
@@ -146,10 +152,19 @@ class VocabularyPrior:
         return len(mine) > len(tokens) and self._seconds_left > 0
 
     def _ask_about(self, tokens: np.ndarray) -> np.ndarray:
-        """Return [m, width] packed top-k candidates after each of tokens, [m], each as a text of its own."""
+        """Return [m, width] packed top-k candidates after each of tokens, [m], behind a common token."""
+        if self._common_token is None:
+            size = self._model.vocabulary_size
+            num_spaced = min(NUM_SPACED, self._num_tokens)
+            packed = self._ask_behind(size // 2, np.arange(num_spaced) * size // num_spaced)
+            self._common_token = int(np.bincount(self._sampler.unpack(packed)[0]).argmax())
+        return self._ask_behind(self._common_token, tokens)
+
+    def _ask_behind(self, first: int, tokens: np.ndarray) -> np.ndarray:
+        """Return [m, width] packed top-k candidates after each of tokens, [m], in a text of `first` and this token."""
         with self._model.slots.borrowed() as slot:
-            self._model.begin(slot, len(tokens))
-            found = self._model.logits_after_each(slot, tokens.tolist())
+            self._model.begin(slot, 1 + len(tokens))
+            found = self._model.logits_after_each(slot, tokens.tolist(), [first])
             packed, _ = self._sampler.sample(found, TokenTree([0], max_depth=1), [0] * len(tokens), [0])
             return packed.cpu().numpy()
 

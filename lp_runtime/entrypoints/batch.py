@@ -10,19 +10,19 @@ import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
 from tqdm import tqdm
 
 from lp_runtime.config.commands import GenerateConfig
-from lp_runtime.config.sampling import MAX_SEED
 from lp_runtime.distributed.context import restarted_by_torchrun
 from lp_runtime.engine.generation import Generation
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.request_builder import RequestOptions
 from lp_runtime.entrypoints.generate import check_num_samples, request_options
+from lp_runtime.entrypoints.items import Item, Key, item_request, rounds_of, turn_request
 from lp_runtime.errors import ConfigError, LookaheadError, RequestError
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.job import Job
@@ -50,29 +50,24 @@ def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: li
     free = ("gpus",) if restarted_by_torchrun() else ()
     assert config.output is not None  # GenerateConfig requires it beside `prompts`
     output = OutputFile(Path(config.output), _settings(runtime, config), seed, free)
-    work = [(prompt, sample) for prompt in prompts for sample in range(config.num_samples)]
-    done = output.resume() & {(prompt.index, sample) for prompt, sample in work}
-
-    def make_request(prompt: Prompt, sample: int) -> Request:
-        more = options.copy()
-        more["sample"] = sample
-        if output.seed is not None:  # each prompt has noise of its own
-            more["sampling"] = replace(config.sampling, seed=(output.seed + prompt.index) % (MAX_SEED + 1))
-        return runtime.request(prompt.value, config.max_new_tokens, **more)
-
-    left = [(prompt, sample) for prompt, sample in work if (prompt.index, sample) not in done]
+    rounds = rounds_of(config, prompts)
+    wanted = {item.key for items in rounds for item in items}
+    answers = {key: text for key, text in output.resume().items() if key in wanted}
     tokens = steps = 0
     started = time.perf_counter()
-    with output, tqdm(total=len(work), initial=len(done), unit="prompt", file=sys.stderr) as bar:
-        requests = (make_request(*each) for each in left)
-        # The generator, with its scheduler, must be closed before the replicas are, even after an error.
-        with contextlib.closing(_generations(runtime, config, requests)) as generations:
-            for (prompt, sample), generation in zip(left, generations, strict=True):
-                output.write(_result(prompt, sample, generation))
-                tokens, steps = tokens + generation.num_tokens, steps + generation.steps
-                speed = tokens / (time.perf_counter() - started)
-                bar.set_postfix_str(f"{speed:.1f} tokens/s, S {tokens / steps:.2f}")
-                bar.update()
+    with output, tqdm(total=len(wanted), initial=len(answers), unit="prompt", file=sys.stderr) as bar:
+        for items in rounds:
+            left = [item for item in items if item.key not in answers]
+            requests = (item_request(runtime, config, item, answers, output.seed, options) for item in left)
+            # The generator, with its scheduler, must be closed before the replicas are, even after an error.
+            with contextlib.closing(_generations(runtime, config, requests)) as generations:
+                for item, generation in zip(left, generations, strict=True):
+                    output.write(_result(item, generation, has_turn=config.turns == "all"))
+                    answers[item.key] = generation.text
+                    tokens, steps = tokens + generation.num_tokens, steps + generation.steps
+                    speed = tokens / (time.perf_counter() - started)
+                    bar.set_postfix_str(f"{speed:.1f} tokens/s, S {tokens / steps:.2f}")
+                    bar.update()
 
 
 def _check_prompts(
@@ -85,7 +80,7 @@ def _check_prompts(
     """
     for prompt in prompts:
         try:
-            request = runtime.request(prompt.value, config.max_new_tokens, **options)
+            request = turn_request(runtime, config, prompt, (), options)
         except RequestError as error:
             raise RequestError(f"{config.prompts} line {prompt.line}: {error}") from error
     return request.sampling.seed
@@ -106,12 +101,13 @@ def _generations(
             yield jobs.popleft().result()
 
 
-def _result(prompt: Prompt, sample: int, generation: Generation) -> dict[str, object]:
-    """Return the JSON object of a result."""
+def _result(item: Item, generation: Generation, has_turn: bool) -> dict[str, object]:
+    """Return the JSON object of a result, with its turn where turns are told apart."""
+    prompt = item.prompt
     result: dict[str, object] = {
         "index": prompt.index,
-        "sample": sample,
-        "prompt": prompt.value,
+        "sample": item.sample,
+        "prompt": prompt.turns[item.turn] if item.turn else prompt.value,
         "text": generation.text,
         "token_ids": generation.token_ids,
         "num_tokens": generation.num_tokens,
@@ -122,6 +118,8 @@ def _result(prompt: Prompt, sample: int, generation: Generation) -> dict[str, ob
         "finish_reason": generation.finish_reason,
         "seed": generation.seed,
     }
+    if has_turn:
+        result["turn"] = item.turn
     if generation.logprobs is not None:
         result["logprobs"] = generation.logprobs
     return result
@@ -139,6 +137,8 @@ def _settings(runtime: LookaheadRuntime, config: GenerateConfig) -> dict[str, ob
         "prompts": digest,
         "prompt_field": config.prompt_field,
         "ids": config.ids,
+        "chat": config.chat,
+        "turns": config.turns,
         "max_new_tokens": config.max_new_tokens,
         "stop": config.stop,
         "max_time": config.max_time,
@@ -147,9 +147,12 @@ def _settings(runtime: LookaheadRuntime, config: GenerateConfig) -> dict[str, ob
         "dtype": runtime.info.dtype,
         "exactness": [config.exactness, config.strict_tokens] if config.exactness == "strict" else config.exactness,
         "device": runtime.info.device.split(":")[0],
-        "gpus": runtime.num_replicas,
+        "gpus": runtime.num_replicas * config.gpus_per_replica,
         "lookahead": asdict(config.lookahead),
         "sampling": asdict(config.sampling),
+        **({"constraint": config.constraint.key} if config.constraint.kind else {}),
+        # which rounds otherwise
+        **({} if config.gpus_per_replica == 1 else {"gpus_per_replica": config.gpus_per_replica}),
     }
 
 
@@ -195,8 +198,8 @@ class OutputFile:
         self.seed = seed
         self._file: TextIO | None = None
 
-    def resume(self) -> set[tuple[int, int]]:
-        """Open the file for appending; return the (index, sample) pairs that have a result.
+    def resume(self) -> dict[Key, str]:
+        """Open the file for appending; return the texts of the results that it has.
 
         Raises:
             ConfigError: the file cannot be written, is damaged, or holds results of other settings.
@@ -207,7 +210,7 @@ class OutputFile:
                 self._check_settings()
                 done = self._read_done()
             else:
-                done = set()
+                done = {}
                 with open(path, "a"):  # raises, before settings are written, if the output cannot be
                     pass
                 self._settings_path.write_text(json.dumps(self._settings | {"seed": self.seed}, indent=1) + "\n")
@@ -234,13 +237,13 @@ class OutputFile:
                 )
         self.seed = before.get("seed")
 
-    def _read_done(self) -> set[tuple[int, int]]:
-        """Return the (index, sample) pairs of the file's lines; a last line that was cut off is removed from the file.
+    def _read_done(self) -> dict[Key, str]:
+        """Return the texts of the file's results; a last line that was cut off is removed from the file.
 
         Raises:
             ConfigError: a line is not a result.
         """
-        done: set[tuple[int, int]] = set()
+        done: dict[Key, str] = {}
         num_bytes = 0  # of whole lines
         with open(self._path, "rb") as file:
             for number, line in enumerate(file, start=1):
@@ -248,7 +251,7 @@ class OutputFile:
                     break
                 try:
                     result = json.loads(line)
-                    done.add((int(result["index"]), int(result["sample"])))
+                    done[int(result["index"]), int(result["sample"]), int(result.get("turn", 0))] = str(result["text"])
                 except (ValueError, KeyError, TypeError) as error:
                     raise ConfigError(f"output={self._path} line {number}: is no result of lp-generate") from error
                 num_bytes += len(line)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from types import FrameType
 
 from lp_runtime.config.commands import ChatConfig
-from lp_runtime.errors import RequestError
+from lp_runtime.errors import LookaheadError, ReplicaError
 from lp_runtime.model.loader import load_tokenizer
-from lp_runtime.model.tokenizer import encode_chat
+from lp_runtime.model.tokenizer import conversation, encode_chat
 from lp_runtime.runtime import LookaheadRuntime
 
 HELP = "/reset starts again, /undo takes back the last question, /quit (or Ctrl-D) ends; Ctrl-C stops an answer"
+
+Messages = Sequence[dict[str, str]]
 
 
 def check_chat(config: ChatConfig) -> None:
@@ -25,12 +28,26 @@ def check_chat(config: ChatConfig) -> None:
         ModelError: the model has no tokenizer.
         RequestError: the model has no chat template.
     """
-    encode_chat(load_tokenizer(config.model), [{"role": "user", "content": "Hello"}])
+    encode_chat(load_tokenizer(config.model), conversation(["Hello"]))
 
 
 def chat(runtime: LookaheadRuntime, config: ChatConfig) -> None:
-    """Answer messages from stdin, a line each, until it ends. Answers go to stdout, everything else to stderr."""
-    system = [{"role": "system", "content": config.system}] if config.system else []
+    """Hold a conversation with a runtime's model."""
+    converse(config.system, partial(_answer, runtime, config))
+
+
+def converse(system_message: str | None, answer_to: Callable[[Messages], str]) -> None:
+    """Answer messages from stdin, a line each, until it ends. Answers go to stdout, everything else to stderr.
+
+    Args:
+        system_message: what every conversation begins with; None for nothing.
+        answer_to: shows the answer to a conversation and returns its text. It raises a LookaheadError where a question
+            cannot be answered: the next one may be.
+
+    Raises:
+        ReplicaError: the runtime has failed.
+    """
+    system = [{"role": "system", "content": system_message}] if system_message else []
     messages: list[dict[str, str]] = []  # questions and answers in turn
     print(HELP, file=sys.stderr)
     while (text := _read_line()) is not None:
@@ -47,8 +64,13 @@ def chat(runtime: LookaheadRuntime, config: ChatConfig) -> None:
                 del messages[-2:]
             case _:
                 question = {"role": "user", "content": text}
-                answer = _answer(runtime, config, [*system, *messages, question])
-                if answer is not None:
+                try:
+                    answer = answer_to([*system, *messages, question])
+                except ReplicaError:
+                    raise
+                except LookaheadError as error:
+                    print(f"error: {error} (/reset starts again)", file=sys.stderr)
+                else:
                     messages += [question, {"role": "assistant", "content": answer}]
 
 
@@ -60,17 +82,13 @@ def _read_line() -> str | None:
     return line.rstrip("\n") if line else None
 
 
-def _answer(runtime: LookaheadRuntime, config: ChatConfig, messages: list[dict[str, str]]) -> str | None:
-    """Stream an answer; return the text that was shown, or None if the request was refused."""
-    try:
-        stream = runtime.stream(
-            messages=messages, max_new_tokens=config.max_new_tokens, stop=config.stop, max_time=config.max_time
-        )
-    except RequestError as error:
-        print(f"error: {error} (/reset starts again)", file=sys.stderr)
-        return None
+def _answer(runtime: LookaheadRuntime, config: ChatConfig, messages: Messages) -> str:
+    """Stream an answer; return the text that was shown."""
+    stream = runtime.stream(
+        messages=messages, max_new_tokens=config.max_new_tokens, stop=config.stop, max_time=config.max_time
+    )
     shown = []
-    with _interruptible() as interrupted, closing(stream):
+    with interruptible() as interrupted, closing(stream):
         for delta in stream:
             shown.append(delta.text)
             print(delta.text, end="", flush=True)
@@ -83,7 +101,7 @@ def _answer(runtime: LookaheadRuntime, config: ChatConfig, messages: list[dict[s
 
 
 @contextmanager
-def _interruptible() -> Iterator[threading.Event]:
+def interruptible() -> Iterator[threading.Event]:
     """Yield an event that the first Ctrl-C in the block sets; the next Ctrl-C raises KeyboardInterrupt."""
     interrupted = threading.Event()
 

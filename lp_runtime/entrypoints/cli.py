@@ -24,12 +24,14 @@ GENERATE_USAGE = """\
 lp-generate prompt="def fib(n):" [gpus=2] [lookahead.W=15 lookahead.N=5 lookahead.G=15] [KEY=VALUE ...]
        lp-generate prompts=FILE.jsonl output=OUT.jsonl [prompt_field=prompt] [KEY=VALUE ...]"""
 CHAT_USAGE = """\
-lp-chat model.path=PATH_OR_ID [gpus=2] [system="You are ..."] [sampling.temperature=0.7] [KEY=VALUE ...]"""
+lp-chat model.path=PATH_OR_ID [gpus=2] [system="You are ..."] [sampling.temperature=0.7] [KEY=VALUE ...]
+       lp-chat url=http://HOST:PORT [api_key_file=FILE] [KEY=VALUE ...]"""
 
 SERVE_USAGE = """\
 lp-serve model.path=PATH_OR_ID [gpus=2] [host=127.0.0.1] [port=8000] [api_key=KEY] [KEY=VALUE ...]"""
 BENCH_USAGE = """\
-lp-bench [prompts=FILE.jsonl:FIELD] [gpus=2] [degrees=[1,2,4,8]] [output=FOLDER] [KEY=VALUE ...]"""
+lp-bench [prompts=FILE.jsonl:FIELD] [gpus=2] [degrees=[1,2,4,8]] [output=FOLDER] [KEY=VALUE ...]
+       lp-bench url=http://HOST:PORT [rate=REQUESTS_A_SECOND | concurrency=CLIENTS] [num_requests=64] [KEY=VALUE ...]"""
 
 
 def main(arguments: list[str] | None = None) -> None:

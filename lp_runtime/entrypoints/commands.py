@@ -7,15 +7,19 @@ from functools import partial
 from pathlib import Path
 
 from lp_runtime.bench.command import bench, check_bench
+from lp_runtime.bench.load import put_under_load
 from lp_runtime.config.commands import BenchConfig, ChatConfig, GenerateConfig, ServeConfig
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.entrypoints.batch import check_output, generate_file
 from lp_runtime.entrypoints.chat import chat, check_chat
 from lp_runtime.entrypoints.generate import generate_one
+from lp_runtime.entrypoints.remote_chat import chat_with_server
+from lp_runtime.model.loader import load_tokenizer
+from lp_runtime.model.tokenizer import check_chat_template
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.server.ray_serve import serve_on_ray
 from lp_runtime.server.serve import check_serve, open_port, serve
-from lp_runtime.utils.prompt_file import parse_ids, read_prompts
+from lp_runtime.utils.prompt_file import check_conversations, parse_ids, read_prompts
 
 Work = Callable[[LookaheadRuntime], None]
 
@@ -33,6 +37,10 @@ def run_command(config: RuntimeConfig, is_leader: bool) -> None:
     if isinstance(config, ServeConfig) and config.server == "ray_serve":
         check_serve(config)
         serve_on_ray(config)  # the Serve replica has the runtime
+        return
+    if isinstance(config, ChatConfig | BenchConfig) and config.url is not None:
+        if is_leader:
+            chat_with_server(config) if isinstance(config, ChatConfig) else put_under_load(config)
         return
     # Rank 0 refuses bad input before replicas start; its end ends the other ranks.
     work = _prepare(config) if is_leader else None
@@ -55,10 +63,14 @@ def _prepare(config: RuntimeConfig) -> Work:
 
 def _prepare_generate(config: GenerateConfig) -> Work:
     """Refuse bad input; return the work of lp-generate."""
+    if config.chat:
+        check_chat_template(load_tokenizer(config.model), config.model.location)
     if config.prompts is not None:
         assert config.output is not None  # GenerateConfig requires it beside `prompts`
         check_output(Path(config.output))
         prompts = read_prompts(config.prompts, config.prompt_field, config.limit, config.ids)
+        if config.turns == "all":
+            check_conversations(prompts, config.prompts, config.prompt_field)
         return partial(generate_file, config=config, prompts=prompts)
     assert config.prompt is not None  # GenerateConfig requires it where `prompts` is not given
     prompt = parse_ids(config.prompt, "prompt") if config.ids else config.prompt

@@ -13,6 +13,7 @@ from lp_runtime.config.sampling import WARPERS, SamplingConfig
 from lp_runtime.engine.generation import Generation, GenerationStream
 from lp_runtime.engine.request_builder import RequestOptions
 from lp_runtime.errors import ConfigError
+from lp_runtime.model.tokenizer import conversation
 from lp_runtime.runtime import LookaheadRuntime
 
 
@@ -32,26 +33,37 @@ def generate_one(runtime: LookaheadRuntime, config: GenerateConfig, prompt: str 
     """
     options = request_options(config)
     check_num_samples(runtime, config)
+    asked: str | list[int] | None = prompt
+    if config.chat:
+        assert isinstance(prompt, str)  # GenerateConfig refuses chat=true with ids=true
+        asked, options["messages"] = None, conversation([prompt])
+        prompt += "\n"  # on the terminal an answer begins a line
     rows = []
     for sample in range(config.num_samples):
         if config.num_samples > 1:
             print(f"--- sample {sample}:", file=sys.stderr)
         options["sample"] = sample
-        stream = runtime.stream(prompt, config.max_new_tokens, **options)
+        stream = runtime.stream(asked, config.max_new_tokens, **options)
         generation = _echo(stream, prompt)
         options["sampling"] = replace(runtime.config.sampling, seed=generation.seed)
         rows.append(("lookahead", generation))
     if config.compare:
         print("\n--- the same prompt, one token a step:", file=sys.stderr)
         options["lookahead"] = PLAIN
-        plain = runtime.generate(prompt, config.max_new_tokens, **options)
+        plain = runtime.generate(asked, config.max_new_tokens, **options)
         rows.append(("one token a step", plain))
     print(summary(runtime, config.lookahead, rows, config.compare), file=sys.stderr)
 
 
 def request_options(config: GenerateConfig) -> RequestOptions:
     """Return the options of every request of a command."""
-    return RequestOptions(eos=config.eos, stop=config.stop, max_time=config.max_time, logprobs=config.logprobs)
+    return RequestOptions(
+        eos=config.eos,
+        stop=config.stop,
+        max_time=config.max_time,
+        logprobs=config.logprobs,
+        constraint=config.constraint,
+    )
 
 
 def check_num_samples(runtime: LookaheadRuntime, config: GenerateConfig) -> None:

@@ -23,14 +23,14 @@ def launch(config: RuntimeConfig) -> Launcher:
             f"launcher={name}: torchrun started this process; leave launcher out, or start without torchrun"
         )
     if name == "torchrun":
-        from lp_runtime.launchers.torchrun import TorchrunLauncher
+        from lp_runtime.launchers.torchrun import launch_under_torchrun
 
-        return TorchrunLauncher(config)
+        return launch_under_torchrun(config)
     if name == "ray":
         from lp_runtime.launchers.ray_launcher import RayLauncher
 
         return RayLauncher(config)
-    if (config.gpus or 1) == 1 and not config.launcher.own_process:
+    if config.num_gpus == 1 and not config.launcher.own_process:
         from lp_runtime.launchers.local import LocalLauncher
 
         return LocalLauncher(config)

@@ -5,12 +5,20 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from lp_runtime.launchers.inbox import Inbox, ReplicaLost
 from lp_runtime.launchers.messages import PING, PONG, Abort, GroupBroken, Refused, Streamed
 from lp_runtime.launchers.replica_pool import ReplicaPool
 
 PINGS_PER_HEARTBEAT = 5
+QUIET_SECONDS = 0.1  # without an answer, after which whoever reads is told so
+NOBODY = -1  # index of Quiet
+
+
+@dataclass(frozen=True)
+class Quiet:
+    """Nothing was answered for QUIET_SECONDS."""
 
 
 class AnswerReader:
@@ -37,13 +45,16 @@ class AnswerReader:
         self._end: float | None = None  # when those must have ended that are left, once something went wrong
 
     def read(self) -> Iterator[tuple[int, object]]:
-        """Yield (index, message) of each answer, until every member had its last word or is lost."""
+        """Yield (index, message) of each answer, until every member had its last word or is lost; (NOBODY, Quiet)
+        where none comes for a while."""
         while self._waiting:
             try:
                 left = max(0.0, self._next_ping - time.monotonic())
-                index, message = self._inbox.messages.get(timeout=left)
+                index, message = self._inbox.messages.get(timeout=min(left, QUIET_SECONDS))
             except queue.Empty:
-                self._check_silent()
+                if time.monotonic() >= self._next_ping:
+                    self._check_silent()
+                yield NOBODY, Quiet()
                 continue
             self._num_unanswered[index] = 0
             if message == PONG or index not in self._waiting:
@@ -78,6 +89,6 @@ class AnswerReader:
 
 
 def read_answers(pool: ReplicaPool, inbox: Inbox, waiting: set[int]) -> Iterator[tuple[int, object]]:
-    """Yield (index, message) of each answer to an order, until every member had its last word or is lost: see
-    AnswerReader."""
+    """Yield (index, message) of each answer to an order, until every member had its last word or is lost, and
+    (NOBODY, Quiet) where none comes for a while: see AnswerReader."""
     return AnswerReader(pool, inbox, waiting).read()

@@ -80,7 +80,8 @@ class Launcher(ABC):
 
     @property
     def process_ids(self) -> dict[int, int]:
-        """Process ids by replica index, of replicas that this launcher started as processes of this machine."""
+        """Process ids by replica index, of replicas that this launcher started as processes of this machine; that of
+        shard 0 where a replica has several shards."""
         return {}
 
     def run_on(self, request: Request, lease: ReplicaLease) -> Generator[Event, None, None]:

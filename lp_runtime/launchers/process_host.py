@@ -6,20 +6,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lp_runtime.distributed.shards import ShardPlace
+
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a replica is.
+    """Where a replica is; of one with several shards, where a shard is.
 
     Attributes:
-        device_index: which of the GPUs that its process sees is the replica's.
-        num_local: replicas on its machine, itself included.
+        device_index: which of the GPUs that its process sees is the process's own.
+        num_local: processes of replicas on its machine, itself included.
         owns_device: whether that GPU is booked for this replica, so that no other one shares the GPU's memory.
+        shard: which shard of its replica the process is.
     """
 
     device_index: int
     num_local: int
     owns_device: bool = False
+    shard: ShardPlace = ShardPlace()
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class Rendezvous:
 
 
 class ProcessHost(ABC):
-    """The processes of all replicas of a pool, one a replica, known by the replica's index.
+    """The processes of all replicas of a pool, known by the replica's index. A replica of several shards is as many
+    processes, of which only the host knows: shard 0 is spoken with, all are started together, and end together.
 
     Construction reserves what they need, or raises with everything cleaned up. `receive` is called by one thread only,
     all else by any thread.

@@ -6,6 +6,7 @@ from types import ModuleType
 
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import visible_gpus
+from lp_runtime.distributed.shards import ShardPlace
 from lp_runtime.errors import ConfigError, LaunchError
 from lp_runtime.launchers.process_host import Placement
 
@@ -15,7 +16,8 @@ CPU_SHARE = 0.01
 
 class Booking:
     """What Ray has set aside for the replicas: a placement group with a bundle for each, in the order of their indices.
-    Bundles of a node that is lost go to another one as soon as that has the capacity.
+    The shards of a replica share its bundle, and with it a node. Bundles of a node that is lost go to another one as
+    soon as that has the capacity.
 
     Args:
         ray: the module, connected.
@@ -31,13 +33,15 @@ class Booking:
 
     def __init__(self, ray: ModuleType, config: RuntimeConfig):
         self._ray = ray
-        num_replicas, launcher = config.gpus or 1, config.launcher
+        num_replicas, launcher = config.num_replicas, config.launcher
+        self._num_shards = config.gpus_per_replica
         num_gpus = int(ray.cluster_resources().get("GPU", 0))
         on_gpus = config.device == "cuda" or (config.device == "auto" and num_gpus > 0)
-        if on_gpus and num_replicas > num_gpus:
-            raise ConfigError(f"gpus={num_replicas}: the Ray cluster has {num_gpus} (on CPUs: device=cpu)")
+        if on_gpus and config.num_gpus > num_gpus:
+            raise ConfigError(f"gpus={config.num_gpus}: the Ray cluster has {num_gpus} (on CPUs: device=cpu)")
         # Cores are for what feeds a GPU; a cluster may have fewer than one to spare for each.
-        self._bundle = {"GPU": 1.0, "CPU": CPU_SHARE} if on_gpus else {"CPU": CPU_SHARE}
+        self._shard = {"GPU": 1.0, "CPU": CPU_SHARE} if on_gpus else {"CPU": CPU_SHARE}
+        self._bundle = {name: self._num_shards * amount for name, amount in self._shard.items()}
         self.device = "cuda" if on_gpus else "cpu"
         self._group = ray.util.placement_group([self._bundle] * num_replicas, strategy=launcher.placement.upper())
         try:
@@ -51,11 +55,11 @@ class Booking:
             raise
 
     def options(self, index: int) -> dict[str, object]:
-        """Return the options that give an actor a replica's bundle."""
+        """Return the options that give an actor its part of a replica's bundle: all of it, or a shard's."""
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=index
         )
-        return {"num_cpus": CPU_SHARE, "num_gpus": self._bundle.get("GPU", 0), "scheduling_strategy": strategy}
+        return {"num_cpus": CPU_SHARE, "num_gpus": self._shard.get("GPU", 0), "scheduling_strategy": strategy}
 
     def nodes(self) -> list[str]:
         """Return the id of each replica's node."""
@@ -65,11 +69,14 @@ class Booking:
     def placement(self, index: int) -> Placement:
         """Return where a replica is, but for its GPU, which only the replica itself knows: see `placement_here`."""
         nodes = self.nodes()
-        return Placement(0, nodes.count(nodes[index]), owns_device=self.device == "cuda")
+        return Placement(0, self._num_shards * nodes.count(nodes[index]), owns_device=self.device == "cuda")
 
     @staticmethod
-    def placement_here() -> Placement:
+    def placement_here(shard: ShardPlace = ShardPlace()) -> Placement:  # noqa: B008 (it is frozen)
         """Return where the replica is whose actor calls this, and which of the GPUs that it sees is assigned to it.
+
+        Args:
+            shard: which shard of its replica the actor is.
 
         Raises:
             LaunchError: if the actor does not see the GPU that Ray has assigned to it.
@@ -77,11 +84,11 @@ class Booking:
         import ray
 
         found = ray.util.placement_group_table(ray.util.get_current_placement_group())["bundles_to_node_id"]
-        num_local = list(found.values()).count(ray.get_runtime_context().get_node_id())
+        num_local = shard.num_shards * list(found.values()).count(ray.get_runtime_context().get_node_id())
         assigned = ray.get_gpu_ids()
         if not assigned:
-            return Placement(0, num_local)
-        return Placement(device_index(assigned[0], visible_gpus()), num_local, owns_device=True)
+            return Placement(0, num_local, shard=shard)
+        return Placement(device_index(assigned[0], visible_gpus()), num_local, owns_device=True, shard=shard)
 
     def release(self) -> None:
         """Give the bundles back to the cluster."""

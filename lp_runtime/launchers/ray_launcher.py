@@ -20,8 +20,10 @@ import torch.distributed as dist
 
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.process_group import GroupOptions, new_segment_name
+from lp_runtime.distributed.shards import ShardPlace
 from lp_runtime.distributed.store import address_of, host_store
 from lp_runtime.errors import LaunchError, first_line
+from lp_runtime.launchers.follower_server import FollowerServer
 from lp_runtime.launchers.messages import Failed
 from lp_runtime.launchers.process_host import Placement, ProcessHost, Rendezvous
 from lp_runtime.launchers.ray_booking import Booking
@@ -36,26 +38,28 @@ CONCURRENCY_GROUPS = {"serve": 1, "post": 1, "host": 1}  # of an actor: calls of
 
 
 class ReplicaActor:
-    """One replica in a Ray actor.
+    """One replica, or one shard of a replica, in a Ray actor.
 
     Args:
         config: the runtime's settings.
+        shard: which shard of its replica the actor is.
 
     Attributes:
         outgoing: messages to the driver; None comes last.
     """
 
-    def __init__(self, config: RuntimeConfig):
+    def __init__(self, config: RuntimeConfig, shard: ShardPlace | None = None):
         self.outgoing: queue.Queue[object] = queue.Queue()
-        self._config = config
-        self._server: ReplicaServer | None = None
+        self._config, self._shard = config, shard or ShardPlace()
+        self._server: ReplicaServer | FollowerServer | None = None
         self._store: dist.TCPStore | None = None  # type: ignore[name-defined]  # torch does not re-export it
 
     def serve(self) -> Iterator[list[object]]:
         """Be a replica, in a thread of its own, and stream its messages in small batches: no step waits for that."""
         # Asked here, not by the driver: a replica that is started again may have got another node since.
-        place = Booking.placement_here()
-        server = ReplicaServer(self._config, place, self.outgoing.put)
+        place = Booking.placement_here(self._shard)
+        serving = ReplicaServer if self._shard.is_leader else FollowerServer
+        server = serving(self._config, place, self.outgoing.put)
 
         def run() -> None:
             server.run()
@@ -141,23 +145,24 @@ def _probe(address: str | None) -> None:
 
 
 class RayHost(ProcessHost):
-    """Replicas as actors of a Ray cluster: a placement group, one actor a GPU.
+    """Replicas as actors of a Ray cluster: a placement group, one actor a GPU, and so one a shard.
 
     Args:
         ray: the module; connected to a cluster here, if it is not.
         config: the runtime's settings.
 
     Attributes:
-        actors: the latest actor of each replica that has not been killed from here, by index.
+        actors: the latest actors that have not been killed from here, by number; those of replica i, of P shards, are
+            i P, i P + 1 ... (i + 1) P - 1.
 
     Raises:
-        ConfigError: if the cluster has fewer GPUs than replicas.
+        ConfigError: if the cluster has fewer GPUs than are asked for.
         LaunchError: if the cluster cannot be reached, or has no capacity for the replicas.
     """
 
     def __init__(self, ray: ModuleType, config: RuntimeConfig):
         self.actors: dict[int, Any] = {}
-        self._ray = ray
+        self._ray, self._num_shards = ray, config.gpus_per_replica
         self._streams: dict[int, Any] = {}  # of what each replica says
         self._connected_here = not ray.is_initialized()
         if self._connected_here:
@@ -172,16 +177,23 @@ class RayHost(ProcessHost):
 
     def start_process(self, index: int) -> None:
         actor_class = self._ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(ReplicaActor)
-        actor = actor_class.options(max_restarts=MAX_RESTARTS, **self._booking.options(index)).remote(self._config)
-        serve = actor.serve.options(num_returns="streaming", concurrency_group="serve")
-        self.actors[index], self._streams[index] = actor, serve.remote()
+        options, segment = self._booking.options(index), new_segment_name()
+        for number in self._numbers(index):
+            shard = ShardPlace(number % self._num_shards, self._num_shards, segment, self._config.failure.timeout)
+            actor = actor_class.options(max_restarts=MAX_RESTARTS, **options).remote(self._config, shard)
+            serve = actor.serve.options(num_returns="streaming", concurrency_group="serve")
+            self.actors[number], self._streams[number] = actor, serve.remote()
+
+    def _numbers(self, index: int) -> range:
+        """Return the numbers of a replica's actors; the first is shard 0's."""
+        return range(index * self._num_shards, (index + 1) * self._num_shards)
 
     def placement(self, index: int) -> Placement:
         return self._booking.placement(index)
 
     def rendezvous(self, members: Sequence[int]) -> Rendezvous | None:
         leader, nodes = members[0], self._booking.nodes()
-        actor = self.actors.get(leader)
+        actor = self.actors.get(self._numbers(leader)[0])
         if actor is None:
             return None
         num_nodes = len({nodes[index] for index in members})
@@ -198,29 +210,29 @@ class RayHost(ProcessHost):
         return answer
 
     def send(self, index: int, message: object) -> None:
-        actor = self.actors.get(index)
+        actor = self.actors.get(self._numbers(index)[0])
         if actor is not None:
             # Pickled here as Ray would, so that the replica can say so if it cannot be read there.
             actor.post.options(concurrency_group="post").remote(self._ray.cloudpickle.dumps(message))
 
     def receive(self, timeout: float) -> list[tuple[int, object]]:
-        indices = {stream: index for index, stream in list(self._streams.items())}
-        if not indices:
+        numbers = {stream: number for number, stream in list(self._streams.items())}
+        if not numbers:
             time.sleep(timeout)
             return []
-        ready, _ = self._ray.wait(list(indices), num_returns=1, timeout=timeout)
+        ready, _ = self._ray.wait(list(numbers), num_returns=1, timeout=timeout)
         messages = []
         for stream in ready:
-            index = indices[stream]
+            number = numbers[stream]
             try:
                 batch = self._ray.get(next(stream))
             except (self._ray.exceptions.RayError, StopIteration) as error:
                 batch = [Failed(f"its actor ended ({self._reason(error)})", None)]
-            if self._streams.get(index) is not stream:  # it was killed from here
+            if self._streams.get(number) is not stream:  # it was killed from here
                 continue
             if isinstance(batch[-1], Failed):
-                self._streams.pop(index, None)
-            messages += [(index, message) for message in batch]
+                self._streams.pop(number, None)
+            messages += [(number // self._num_shards, message) for message in batch]
         return messages
 
     @staticmethod
@@ -230,11 +242,13 @@ class RayHost(ProcessHost):
         return lines[-1].strip() if lines and "creation task" in lines[0] else type(error).__name__
 
     def kill(self, index: int) -> Callable[[], None]:
-        self._streams.pop(index, None)
-        actor = self.actors.pop(index, None)
+        numbers = self._numbers(index)
+        for number in numbers:
+            self._streams.pop(number, None)
+        actors = [self.actors.pop(number) for number in numbers if number in self.actors]
 
         def end() -> None:  # asks the cluster, which may take its time to answer
-            if actor is not None:
+            for actor in actors:
                 self._ray.kill(actor)
 
         return end

@@ -8,6 +8,7 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 
+from lp_runtime.launchers.follower_server import FollowerServer
 from lp_runtime.launchers.messages import Failed
 from lp_runtime.launchers.replica_server import ReplicaServer
 
@@ -24,7 +25,7 @@ def be_replica(pipe: Connection) -> None:
         with lock, contextlib.suppress(OSError):  # the driver is gone: see `listen`
             pipe.send(message)
 
-    def listen(server: ReplicaServer) -> None:
+    def listen(server: ReplicaServer | FollowerServer) -> None:
         while True:
             try:
                 server.post(pipe.recv())
@@ -38,7 +39,7 @@ def be_replica(pipe: Connection) -> None:
         config, place = pipe.recv()
     except (EOFError, OSError):
         return  # the driver was gone before it could say what to do
-    server = ReplicaServer(config, place, send)
+    server = ReplicaServer(config, place, send) if place.shard.is_leader else FollowerServer(config, place, send)
     threading.Thread(target=listen, args=(server,), daemon=True).start()
     server.run()
     os._exit(1)  # not through atexit, where a broken group may block

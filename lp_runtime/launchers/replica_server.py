@@ -13,6 +13,7 @@ from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.store import StoreConnection
 from lp_runtime.engine.output import Event, Report
+from lp_runtime.engine.prompt_prefix import read_for_resume
 from lp_runtime.engine.replica import LoadedModel, Replica, join_group, load_replica
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, StateMismatchError
@@ -74,7 +75,9 @@ class ReplicaServer:
         """Load the model, then carry out orders. Returns when this replica cannot go on; the driver knows then."""
         try:
             place = self._place
-            loaded = load_replica(self._config, place.device_index, place.num_local, True, place.owns_device)
+            loaded = load_replica(
+                self._config, place.device_index, place.num_local, True, place.owns_device, place.shard
+            )
             self._send(ModelLoaded(loaded.info))
             while True:
                 order = self._orders.get()
@@ -144,6 +147,7 @@ class ReplicaServer:
         capacity = len(request.prompt_ids) + request.max_new_tokens + MAX_STEP_TOKENS
         in_use = contextlib.nullcontext() if self._replica is None else self._replica.in_use()
         with in_use, model.slots.borrowed(capacity, (*request.prompt_ids, *request.committed)) as slot:
+            read_for_resume(model, slot, request, capacity)
             for _ in model.resume(slot, request.prompt_ids, request.committed, capacity):
                 if self._orders.is_cancelled(order.order):
                     break

@@ -6,6 +6,7 @@ What one group has not finished, the next resumes behind the last token that any
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from lp_runtime.engine.output import Event, Report, StepOutput
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import ReplicaError
-from lp_runtime.launchers.answers import read_answers
+from lp_runtime.launchers.answers import Quiet, read_answers
 from lp_runtime.launchers.group_former import GroupFormer
 from lp_runtime.launchers.inbox import Inbox, Members, ReplicaLost
 from lp_runtime.launchers.lease import ReplicaLease
@@ -30,6 +31,8 @@ from lp_runtime.launchers.messages import (
     Streamed,
 )
 from lp_runtime.launchers.replica_pool import ReplicaPool
+
+log = logging.getLogger(__name__)
 
 MAX_FRUITLESS_ATTEMPTS = 2  # in a row: groups that a request may lose as a whole without a token in between
 MIN_SECONDS_LEFT = 1e-3  # of a request's time, when a group resumes it: the group ends it after a step
@@ -133,6 +136,9 @@ class RequestDriver:
 
     def _note_losses(self, lost: Iterable[int]) -> None:
         lost = set(lost)
+        if lost:
+            name, num_tokens = self._request.request_id or "without a name", len(self._delivered)
+            log.warning("request %s: replicas %s were lost after %d tokens", name, sorted(lost), num_tokens)
         self._lease.lose(lost)
         self._num_lost += len(lost)
 
@@ -168,6 +174,7 @@ class RequestDriver:
             raise refusal.kind(refusal.message)
         self._drop_suspects(inbox, broken)
         progress = {index: message.progress for index, message in (last_words.done | broken).items()}
+        progress |= dict.fromkeys(waiting, Progress())  # a member that was left has told nothing
         if progress:
             yield from self._deliver_rest(request, max(progress.values(), key=lambda each: len(each.token_ids)))
         report = next((last_words.done[index].report for index in group if index in last_words.done), None)
@@ -177,7 +184,8 @@ class RequestDriver:
         self, inbox: Inbox, waiting: set[int], joining: _JoiningReplicas, last_words: LastWords
     ) -> Generator[Event, None, None]:
         """Yield what a group's rank 0 streams, until every member had its last word. Where other replicas are wanted,
-        have the new ones prefill, then end the group's work.
+        have the new ones prefill, then end the group's work. A replica that has told nothing yet is not waited for,
+        where the request is to move to others: it may be deep in a step of another request, which nobody can end.
 
         Args:
             inbox: of the order to decode.
@@ -187,6 +195,12 @@ class RequestDriver:
         """
         group = inbox.members
         for index, message in read_answers(self._pool, inbox, waiting):
+            if isinstance(message, Quiet):
+                if self._may_leave(group):
+                    last_words.is_paused = True
+                    self._send_cancel(inbox, group)
+                    return
+                continue
             if not isinstance(message, Streamed):
                 last_words.add(index, message)
                 continue
@@ -199,6 +213,12 @@ class RequestDriver:
                 last_words.is_paused = True
                 self._send_cancel(inbox, group[:1])
 
+    def _may_leave(self, group: Members) -> bool:
+        """Whether the request is to move from one replica to others, and nothing of it was delivered: it begins anew
+        there at once, and what the one still does for it is dropped."""
+        wanted = self._lease.wanted
+        return bool(wanted) and len(group) == 1 and wanted.isdisjoint(group) and not self._delivered
+
     def _send_cancel(self, inbox: Inbox, members: Iterable[int]) -> None:
         for index in members:
             self._pool.send(index, Cancel(inbox.order))
@@ -210,7 +230,7 @@ class RequestDriver:
             return
         self._send_cancel(inbox, waiting)
         for _, message in read_answers(pool, inbox, waiting):
-            if not isinstance(message, Streamed | Finished) and len(inbox.members) > 1:
+            if not isinstance(message, Streamed | Finished | Quiet) and len(inbox.members) > 1:
                 pool.disband(inbox.members)
 
     def _drop_suspects(self, inbox: Inbox, broken: dict[int, GroupBroken]) -> None:

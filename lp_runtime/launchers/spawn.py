@@ -1,4 +1,5 @@
-"""Replicas as processes of this machine, one a GPU, each run by launchers/replica_process.py.
+"""Replicas as processes of this machine, one a GPU, each run by launchers/replica_process.py. A replica of several
+shards is as many processes.
 
 Plain child processes and pipes: unlike multiprocessing's spawn, they do not import the caller's main module, so a
 script needs no main guard. A child ends by itself when its pipe closes, however the driver died.
@@ -20,6 +21,7 @@ import torch
 
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.process_group import GroupOptions, new_segment_name
+from lp_runtime.distributed.shards import ShardPlace, clear_up
 from lp_runtime.distributed.store import address_of, host_store
 from lp_runtime.errors import ConfigError
 from lp_runtime.launchers.messages import Failed
@@ -84,24 +86,26 @@ class SpawnHost(ProcessHost):
         config: the runtime's settings.
 
     Attributes:
-        processes: the latest process of each replica, by index.
+        processes: the latest processes; those of replica i, of P shards, are i P, i P + 1 ... (i + 1) P - 1.
+        num_shards: P, shards of each replica.
 
     Raises:
-        ConfigError: if this machine has fewer GPUs than replicas.
+        ConfigError: if this machine has fewer GPUs than are asked for.
         LaunchError: if the store cannot be opened.
     """
 
     def __init__(self, config: RuntimeConfig):
         self.processes: dict[int, subprocess.Popen] = {}
         self._config = config
-        self._num_replicas = config.gpus or 1
+        self._num_replicas, self.num_shards = config.num_replicas, config.gpus_per_replica
         self._pipes: dict[int, ReplicaPipe] = {}
+        self._segments: dict[int, str] = {}  # name of the memory that a replica's shards share, by its index
         self._ended_pipes: list[ReplicaPipe] = []  # to replicas that have ended; closed by the listening thread
         if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
             available = torch.cuda.device_count()
-            may_share = config.launcher.backend in ("gloo", "shared")
-            if self._num_replicas > available and not (available and may_share):
-                raise ConfigError(f"gpus={self._num_replicas}: this machine has {available} (on CPUs: device=cpu)")
+            may_share = config.launcher.backend in ("gloo", "shared") and self.num_shards == 1
+            if config.num_gpus > available and not (available and may_share):
+                raise ConfigError(f"gpus={config.num_gpus}: this machine has {available} (on CPUs: device=cpu)")
         launcher = config.launcher
         self._address = LOOPBACK if launcher.interface is None else address_of(launcher.interface)
         options = GroupOptions(launcher.timeout, backend=launcher.backend, interface=launcher.interface)
@@ -111,14 +115,25 @@ class SpawnHost(ProcessHost):
             self._store = host_store(self._address, launcher.port, launcher.start_timeout)
 
     def start_process(self, index: int) -> None:
-        ours, theirs = Pipe()
-        with theirs:
-            self.processes[index] = start_process(theirs)
-        pipe = self._pipes[index] = ReplicaPipe(ours)
-        pipe.send((self._config, self.placement(index)))
+        segment = self._segments[index] = new_segment_name()
+        for number in self._numbers(index):
+            ours, theirs = Pipe()
+            with theirs:
+                self.processes[number] = start_process(theirs)
+            pipe = self._pipes[number] = ReplicaPipe(ours)
+            shard = ShardPlace(number % self.num_shards, self.num_shards, segment, self._config.failure.timeout)
+            pipe.send((self._config, Placement(number, self._num_processes, shard=shard)))
+
+    def _numbers(self, index: int) -> range:
+        """Return the numbers of a replica's processes; the first is shard 0's."""
+        return range(index * self.num_shards, (index + 1) * self.num_shards)
+
+    @property
+    def _num_processes(self) -> int:
+        return self._num_replicas * self.num_shards
 
     def placement(self, index: int) -> Placement:
-        return Placement(index, self._num_replicas)
+        return Placement(self._numbers(index)[0], self._num_processes)
 
     def rendezvous(self, members: Sequence[int]) -> Rendezvous:
         if self._store is None:
@@ -126,52 +141,53 @@ class SpawnHost(ProcessHost):
         return Rendezvous(self._address, self._store.port)
 
     def send(self, index: int, message: object) -> None:
-        pipe = self._pipes.get(index)
+        pipe = self._pipes.get(self._numbers(index)[0])
         if pipe is not None:
             pipe.send(message)
 
     def receive(self, timeout: float) -> list[tuple[int, object]]:
-        replicas = {pipe.pipe: (index, pipe) for index, pipe in list(self._pipes.items())}
+        replicas = {pipe.pipe: (number, pipe) for number, pipe in list(self._pipes.items())}
         if not replicas:
             time.sleep(timeout)
         messages = []
         for connection in wait(list(replicas), timeout):
             assert isinstance(connection, Connection)
-            index, pipe = replicas[connection]
+            number, pipe = replicas[connection]
             try:
                 message = connection.recv()
             except (EOFError, OSError):
-                message = self._death(index, pipe)
-            if message is not None and (self._pipes.get(index) is pipe or isinstance(message, Failed)):
-                messages.append((index, message))
+                message = self._death(number, pipe)
+            if message is not None and (self._pipes.get(number) is pipe or isinstance(message, Failed)):
+                messages.append((number // self.num_shards, message))
         while self._ended_pipes:  # here, where nobody waits for them
             self._ended_pipes.pop().close()
         return messages
 
-    def _death(self, index: int, pipe: ReplicaPipe) -> Failed | None:
+    def _death(self, number: int, pipe: ReplicaPipe) -> Failed | None:
         """Say what became of the process whose pipe is closed; None if it was killed from here."""
-        if self._pipes.get(index) is not pipe:
+        if self._pipes.get(number) is not pipe:
             return None
-        self._ended_pipes.append(self._pipes.pop(index))
-        process = self.processes[index]
+        self._ended_pipes.append(self._pipes.pop(number))
+        process = self.processes[number]
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(CLOSE_GRACE_SECONDS)
         code = process.returncode
         how = f"signal {-code}" if code is not None and code < 0 else f"exit status {code}"
-        return Failed(f"its process ended ({how})", None)
+        whose = "its process" if self.num_shards == 1 else f"the process of its shard {number % self.num_shards}"
+        return Failed(f"{whose} ended ({how})", None)
 
     def kill(self, index: int) -> Callable[[], None]:
-        pipe = self._pipes.pop(index, None)
-        process = self.processes.get(index)
-        if process is not None:
+        numbers = self._numbers(index)
+        processes = [self.processes[number] for number in numbers if number in self.processes]
+        for process in processes:
             process.kill()
-        if pipe is not None:
-            self._ended_pipes.append(pipe)
+        self._ended_pipes += [self._pipes.pop(number) for number in numbers if number in self._pipes]
 
         def wait_for_end() -> None:
-            if process is not None:
+            for process in processes:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(KILL_TIMEOUT_SECONDS)
+            clear_up(self._segments[index])
 
         return wait_for_end
 
@@ -188,6 +204,8 @@ class SpawnHost(ProcessHost):
                 process.wait()
         for pipe in pipes:
             pipe.close()
+        for segment in self._segments.values():
+            clear_up(segment)
         self._pipes, self.processes = {}, {}
 
 
@@ -210,4 +228,6 @@ class SpawnLauncher(TeamLauncher):
 
     @property
     def process_ids(self) -> dict[int, int]:
-        return {index: process.pid for index, process in sorted(self.host.processes.items())}
+        num_shards = self.host.num_shards
+        processes = sorted(self.host.processes.items())
+        return {number // num_shards: each.pid for number, each in processes if number % num_shards == 0}

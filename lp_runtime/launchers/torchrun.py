@@ -9,12 +9,14 @@ from collections.abc import Generator, Iterator
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import broadcast_object
-from lp_runtime.engine.output import Event
-from lp_runtime.engine.replica import ReplicaInfo, start_replica
+from lp_runtime.distributed.shards import ShardPlace, meet_in_store
+from lp_runtime.engine.output import Event, Report, StepOutput
+from lp_runtime.engine.replica import ReplicaInfo, load_follower, start_replica
 from lp_runtime.engine.request import Request
-from lp_runtime.errors import LaunchError, ReplicaError, unforeseen_as
+from lp_runtime.errors import LaunchError, ReplicaError, ShardError, unforeseen_as
 from lp_runtime.launchers.base import Launcher
 
+STORE_SECONDS = 60.0  # that shards wait for one another before they load: torchrun has started them together
 logger = logging.getLogger(__name__)
 
 
@@ -25,20 +27,20 @@ class TorchrunLauncher(Launcher):
     call `close` at once: it serves rank 0's requests until rank 0 closes.
 
     Args:
-        config: the runtime's settings; its `gpus` gives way to torchrun's WORLD_SIZE.
+        config: the runtime's settings.
+        context: of this process's replica, whose shard 0 the process is.
+        place: of this process among the shards of its replica.
 
     Raises:
         LookaheadError: if this rank's replica cannot be started.
     """
 
-    def __init__(self, config: RuntimeConfig):
-        context = ReplicaContext.from_torchrun()
+    def __init__(self, config: RuntimeConfig, context: ReplicaContext, place: ShardPlace):
         super().__init__(context.num_replicas, is_leader=context.rank == 0)
-        if config.gpus is not None and config.gpus != context.num_replicas:
-            logger.warning("gpus=%d: under torchrun it is WORLD_SIZE, %d", config.gpus, context.num_replicas)
         self._stack = contextlib.ExitStack()
-        with unforeseen_as(LaunchError, f"rank {context.rank} failed at start"):
-            self._replica = self._stack.enter_context(start_replica(config, context))
+        with unforeseen_as(LaunchError, f"rank {context.rank * place.num_shards} failed at start"):
+            self._replica = self._stack.enter_context(start_replica(config, context, place))
+            self._tell(self._replica.info)
         self._is_open = True
         self._events: Iterator[Event] = iter(())  # of the latest request
         self._is_cancelled = False
@@ -57,7 +59,8 @@ class TorchrunLauncher(Launcher):
         self._is_cancelled = False
         self._events = self._replica.decode(request, lambda: self._is_cancelled)
         try:
-            for event in self._events:  # noqa: UP028 (yield from would close them; they must be finished)
+            for event in self._events:
+                self._tell(event)
                 yield event
         except GeneratorExit:  # the caller stopped early
             self._cancel()
@@ -69,8 +72,13 @@ class TorchrunLauncher(Launcher):
     def _cancel(self) -> None:
         """End what is being decoded, in step with the other ranks."""
         self._is_cancelled = True
-        for _ in self._events:
-            pass
+        for event in self._events:
+            self._tell(event)
+
+    def _tell(self, message: object) -> None:
+        """Tell the other shards of this replica, whose ranks run the same script, what this one yields."""
+        if self._replica.leading is not None:
+            self._replica.leading.tell(message)
 
     def _share(self, request: Request | None) -> Request | None:
         """Return rank 0's request on every rank; None if rank 0 closes."""
@@ -87,5 +95,85 @@ class TorchrunLauncher(Launcher):
                     while (request := self._share(None)) is not None:
                         for _ in self._decode(request):
                             pass
+                self._tell(None)
         finally:
             self._stack.close()
+
+
+class TorchrunFollower(Launcher):
+    """launcher=torchrun on a rank that is a shard other than 0 of its replica. It yields what shard 0 does.
+
+    Args:
+        config: the runtime's settings.
+        context: of this process's replica.
+        place: of this process among the shards of its replica.
+
+    Raises:
+        LookaheadError: if this shard cannot be started, or shard 0 is not.
+    """
+
+    def __init__(self, config: RuntimeConfig, context: ReplicaContext, place: ShardPlace):
+        super().__init__(context.num_replicas, is_leader=False)
+        with unforeseen_as(LaunchError, f"rank {context.rank * place.num_shards + place.shard} failed at start"):
+            self._follower = load_follower(config, context.device_index, context.num_local, place)
+            self._messages = self._follower.messages()
+            info = next(self._messages)
+        assert isinstance(info, ReplicaInfo)
+        self._info = info
+        self._has_ended = False  # as shard 0 has
+
+    @property
+    def info(self) -> ReplicaInfo:
+        return self._info
+
+    def _run(self, request: Request) -> Generator[Event, None, None]:
+        for event in self._until_end():
+            try:
+                yield event
+            except GeneratorExit:  # the caller stopped early; shard 0 may have, too, and goes on to the request's end
+                with contextlib.suppress(ShardError):
+                    for _ in self._until_end() if isinstance(event, StepOutput) else ():
+                        pass
+                raise
+        if self._has_ended:
+            raise ReplicaError("rank 0 has closed while this rank asked for one more request")
+
+    def _until_end(self) -> Iterator[Event]:
+        """Yield what shard 0 yields, to the end of a request, or of the runtime."""
+        while not self._has_ended:
+            event = next(self._messages)
+            if event is None:
+                self._has_ended = True
+                return
+            assert isinstance(event, StepOutput | Report)
+            yield event
+            if isinstance(event, Report):
+                return
+
+    def _close(self) -> None:
+        with contextlib.suppress(ShardError):  # shard 0 has ended without a word
+            while not self._has_ended:
+                for _ in self._until_end():
+                    pass
+        self._has_ended = True
+        self._follower.close()
+
+
+def launch_under_torchrun(config: RuntimeConfig) -> Launcher:
+    """Start this rank's part of its replica; the shards of a replica are ranks in a row.
+
+    Args:
+        config: the runtime's settings; its `gpus` gives way to torchrun's WORLD_SIZE.
+
+    Raises:
+        LookaheadError: if this rank's replica cannot be started.
+    """
+    world = ReplicaContext.from_torchrun()
+    if config.gpus is not None and config.gpus != world.num_replicas:
+        logger.warning("gpus=%d: under torchrun it is WORLD_SIZE, %d", config.gpus, world.num_replicas)
+    num_shards = config.gpus_per_replica
+    context, shard = world.divided(num_shards)
+    if num_shards == 1:
+        return TorchrunLauncher(config, context, ShardPlace())
+    place = meet_in_store(context, shard, num_shards, STORE_SECONDS, config.failure.timeout)
+    return (TorchrunLauncher if place.is_leader else TorchrunFollower)(config, context, place)

@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from lp_runtime.lookahead.drafters.base import Drafter, VerificationResult
+from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree
 
 DIGEST_BYTES = 7  # 56 bits: an int64 of the exchange holds a digest whatever its sign
@@ -82,6 +83,7 @@ class DecodingState:
         committed: new tokens that an earlier attempt at the request has committed. With any, the state starts behind
             them with all tokens but the last cached, and there is no prefill to advance by.
         is_alone: whether no other replica holds this state. Its digests are then not chained from step to step.
+        guide: the constraint that the new text is under, before the first of `committed`; None without one.
 
     Attributes:
         rules: what fixes the request's decoding besides its prompt.
@@ -101,6 +103,7 @@ class DecodingState:
         stop: Stop | None = None,
         committed: Sequence[int] = (),
         is_alone: bool = False,
+        guide: Guide | None = None,
     ):
         assert prompt and rules.max_new_tokens >= 1
         self.rules = rules
@@ -113,6 +116,7 @@ class DecodingState:
         self.finish_reason: str | None = None
         self._digest = 0
         self._is_alone = is_alone
+        self._guide = guide
         if committed:
             self._resume(committed)
         else:
@@ -122,6 +126,11 @@ class DecodingState:
     def new_tokens(self) -> list[int]:
         """Committed tokens, without the prompt."""
         return self.tokens[self.prompt_length :]
+
+    @property
+    def digest(self) -> int:
+        """Digest of the steps so far, equal on all replicas; 0 where no other replica holds this state."""
+        return self._digest
 
     @property
     def pending(self) -> list[int]:
@@ -140,7 +149,7 @@ class DecodingState:
             select: says which of the nodes to feed, in place of `fit`; it must answer alike on all replicas.
         """
         num_left = self.rules.max_new_tokens - (len(self.tokens) - self.prompt_length)
-        tree = self.drafter.propose(self.tokens, self.num_cached, num_left - 1, tree_size_hint)
+        tree = self.drafter.propose(self.tokens, self.num_cached, num_left - 1, tree_size_hint, self._guide)
         if select is not None:
             tree = self.drafter.keep(tree, select(tree))
         elif fit is not None and tree.path_probabilities is not None:
@@ -150,6 +159,18 @@ class DecodingState:
     def propose_root(self) -> Proposal:
         """Return the tree of a step without guesses: the pending tokens alone."""
         return self._proposal(TokenTree(self.pending, max_depth=0))
+
+    def masks(self, tree: TokenTree) -> np.ndarray | None:
+        """Return which tokens may follow the nodes of a step's tree: see TokenTree; None without a constraint."""
+        if tree.masks is None and self._guide is not None:
+            tokens, parents, _ = tree.arrays()
+            tree.masks = self._guide.masks(tokens, parents, tree.root)
+        return tree.masks
+
+    @property
+    def has_forced(self) -> bool:
+        """Whether a constraint says what must come next."""
+        return self._guide is not None and bool(self._guide.forced((), 1))
 
     def _proposal(self, tree: TokenTree) -> Proposal:
         """Return a proposal whose digest covers the steps so far."""
@@ -229,6 +250,8 @@ class DecodingState:
             committed = committed[:num_kept]
             self.finish_reason = "stop"
         self.tokens += committed
+        if self._guide is not None:
+            self._guide.advance(committed)
         self.num_steps += 1
         if self.finish_reason is None and len(committed) == num_left:
             self.finish_reason = "length"

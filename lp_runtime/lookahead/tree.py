@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lp_runtime.lookahead.guide import Guide
+
 PATH_PROBABILITY_BITS = 40  # path probabilities are fixed point, 1 << 40 is certain; sums over a tree stay within int64
 
 
@@ -29,11 +31,15 @@ class TokenTree:
             added to it. None for a tree that starts with the pending tokens alone.
         path_probabilities: [T] int64, see Attributes; None where the drafter does not estimate them.
         digest: a number that tells `arrays` apart from other trees'; None to digest the arrays themselves.
+        guide: the constraint that the text is under; tokens that the guide forbids are not added. None without one.
 
     Attributes:
         root: index of the root, P - 1.
         max_depth: no node is added below this depth.
         max_nodes: no node is added to a tree of this many nodes; None for no limit.
+        guide: see Args.
+        masks: [T - root, words] int32, bits of the tokens that the constraint allows behind each node from the root on,
+            once they are known; None without a constraint.
         path_probabilities: [T] int64, estimated probability that each node is on the accepted path, fixed point of
             PATH_PROBABILITY_BITS; None where the drafter does not estimate them. With estimates, nodes stand in
             descending order of them, so that any first nodes of a tree are the best tree of their number.
@@ -47,6 +53,8 @@ class TokenTree:
         "max_depth",
         "max_nodes",
         "path_probabilities",
+        "guide",
+        "masks",
         "_children",
         "_arrays",
         "_digest",
@@ -60,12 +68,15 @@ class TokenTree:
         arrays: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
         path_probabilities: np.ndarray | None = None,
         digest: int | None = None,
+        guide: Guide | None = None,
     ):
         assert len(pending), "a tree has a root"
         self.root = len(pending) - 1
         self.max_depth = max_depth
         self.max_nodes = max_nodes
         self.path_probabilities = path_probabilities
+        self.guide = guide
+        self.masks: np.ndarray | None = None
         # Lists of a tree that comes as arrays are made when they are asked for: of most trees they are not.
         self._tokens: list[int] | None = None if arrays else list(pending)
         self._parents: list[int] | None = None if arrays else list(range(-1, len(pending) - 1))
@@ -110,7 +121,9 @@ class TokenTree:
         places[nodes] = np.arange(len(nodes))
         arrays = tokens[nodes], places[parents[nodes]], depths[nodes]
         probabilities = None if self.path_probabilities is None else self.path_probabilities[nodes]
-        return TokenTree(tokens[: self.root + 1], self.max_depth, None, arrays, probabilities)
+        part = TokenTree(tokens[: self.root + 1], self.max_depth, None, arrays, probabilities)
+        part.masks = None if self.masks is None else self.masks[nodes[self.root :] - self.root]
+        return part
 
     def truncate(self, num_nodes: int) -> None:
         """Keep the first `num_nodes` nodes only, which must include the pending tokens."""
@@ -121,6 +134,8 @@ class TokenTree:
             del values[num_nodes:]
         if self.path_probabilities is not None:
             self.path_probabilities = self.path_probabilities[:num_nodes]
+        if self.masks is not None:
+            self.masks = self.masks[: num_nodes - self.root]
         if self._arrays is not None:
             tokens, parents, depths = self._arrays
             self._arrays = tokens[:num_nodes], parents[:num_nodes], depths[:num_nodes]
@@ -191,7 +206,7 @@ class TokenTree:
             token: token id.
 
         Returns:
-            The child's index, or None where max_depth or max_nodes forbids a new node.
+            The child's index, or None where max_depth, max_nodes or the guide forbids a new node.
         """
         assert self._arrays is None
         key = (parent, token)
@@ -200,6 +215,8 @@ class TokenTree:
             depth = self.depths[parent] + 1
             if depth > self.max_depth or (self.max_nodes is not None and len(self.tokens) >= self.max_nodes):
                 return None
+            if self.guide is not None and not self.guide.allows(self.path(parent), token):
+                return None
             node = len(self.tokens)
             self.tokens.append(token)
             self.parents.append(parent)
@@ -207,10 +224,10 @@ class TokenTree:
             self._children[key] = node
         return node
 
-    def add_branch(self, tokens: Sequence[int]) -> list[int]:
-        """Add a chain of tokens under the root, as far as max_depth and max_nodes allow; return its nodes."""
+    def add_branch(self, tokens: Sequence[int], below: int | None = None) -> list[int]:
+        """Add a chain of tokens under the root or the node `below`, as far as is allowed; return its nodes."""
         nodes: list[int] = []
-        node = self.root
+        node = self.root if below is None else below
         for token in tokens:
             child = self.add(node, token)
             if child is None:

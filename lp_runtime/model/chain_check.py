@@ -103,6 +103,6 @@ def _difference_at(model: ChainRunner, slot: CacheSlot, length: int) -> float:
 
 def _plain_logits(model: ChainRunner, text: Sequence[int], num_last: int) -> torch.Tensor:
     """Return [num_last, V] float32 logits of a text's last tokens, fed without a cache."""
-    keep = {"logits_to_keep": num_last} if model.keeps_logits else {}
+    keep = {"logits_to_keep": num_last} if model.passes.keeps_logits else {}
     ids = torch.tensor([text], device=model.device)
     return model.model(input_ids=ids, use_cache=False, **keep).logits[0, -num_last:].float()

@@ -23,9 +23,48 @@ from lp_runtime.model.families import check_chain_family
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.kv_cache.states import StateCache
+from lp_runtime.model.passes import Passes
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.step_inputs import StepInputs, StepLogits
-from lp_runtime.utils.tensors import tensor_on
+
+
+class ChainPasses(Passes):
+    """Runs a model that makes its own masks, and knows positions by its cache, if it takes none.
+
+    Args:
+        model: in eval mode.
+        masks: not read.
+    """
+
+    def __init__(self, model: PreTrainedModel, masks: MaskBuilder):
+        super().__init__(model, masks, None)
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in parameters
+        self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache_params"
+
+    def _forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: LayerMasks | None,
+        cache: object,
+        rows: torch.Tensor | int,
+        view: PreTrainedModel | None = None,
+    ) -> torch.Tensor:
+        """Run the model on [T] tokens that go on from the cache.
+
+        Returns:
+            [n, V] logits of rows [n], or of the n last, in the model's dtype.
+        """
+        arguments: dict[str, object] = {"logits_to_keep": rows} if self.keeps_logits else {}
+        if self._takes_positions:
+            arguments["position_ids"] = positions[None]
+        arguments[self._cache_name] = cache
+        with on(ids.device):
+            logits: torch.Tensor = self.tree_model(input_ids=ids[None], use_cache=True, **arguments).logits[0]
+        if not self.keeps_logits:
+            logits = logits[-rows:] if isinstance(rows, int) else logits[rows]
+        return logits
 
 
 class ChainRunner(ModelRunner):
@@ -45,15 +84,15 @@ class ChainRunner(ModelRunner):
         super().__init__(model, prefill_chunk)
         self.supports_batching = False
         self._config: PreTrainedConfig = model.config.get_text_config(decoder=True)
-        parameters = inspect.signature(model.forward).parameters
-        self._takes_positions = "position_ids" in parameters
-        self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache_params"
 
     def _check_family(self, model: PreTrainedModel) -> None:
         check_chain_family(model)
 
     def _make_masks(self, config: PreTrainedConfig, attention: str) -> MaskBuilder:
         return MaskBuilder(config, attention, self.dtype, self.device, kinds=frozenset())  # the model makes its own
+
+    def _make_passes(self, model: PreTrainedModel) -> ChainPasses:
+        return ChainPasses(model, self.masks)
 
     def _make_cache(self, capacity: int) -> TreeCache:
         return StateCache(self._config, capacity)
@@ -85,9 +124,12 @@ class ChainRunner(ModelRunner):
             yield from self.prefill_in_chunks(slot, rest)
 
     @torch.inference_mode()
-    def logits_after_each(self, slot: CacheSlot, tokens: Sequence[int]) -> StepLogits:
-        """Return the logits of n tokens, each as if it were a whole text; the slot is not used."""
-        ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)[:, None]
+    def logits_after_each(self, slot: CacheSlot, tokens: Sequence[int], behind: Sequence[int] = ()) -> StepLogits:
+        """Return the logits of n tokens, each as the end of a text of its own that begins with `behind`.
+
+        The slot is not used: texts of one length are a batch.
+        """
+        ids = torch.tensor([[*behind, token] for token in tokens], dtype=torch.int64, device=self.device)
         return StepLogits(self.model(input_ids=ids, use_cache=False).logits[:, -1])
 
     @torch.inference_mode()
@@ -107,40 +149,14 @@ class ChainRunner(ModelRunner):
         are_certain = commit and int(nodes[-1]) <= tree.root
         if not are_certain:
             cache.save()
-        begin = len(slot.tokens)
-        positions = torch.arange(begin, begin + len(fed), device=self.device)
         rows = np.searchsorted(nodes, wanted)
-        logits = self._forward(tensor_on(self.device, fed), positions, None, cache, tensor_on(self.device, rows))
+        logits = self.feed("chunk", [cache], fed.tolist(), rows.tolist())
         slot.undecided = fed.tolist() if commit else []
         if are_certain:
             self._keep(slot, cache)
         elif not commit:
             cache.restore()
         return StepLogits(logits)
-
-    def _forward(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        mask: LayerMasks | None,
-        cache: object,
-        rows: torch.Tensor | int,
-        view: PreTrainedModel | None = None,
-    ) -> torch.Tensor:
-        """Run the model on [T] tokens that go on from the cache; it makes its own masks.
-
-        Returns:
-            [n, V] logits of rows [n], or of the n last, in the model's dtype.
-        """
-        arguments: dict[str, object] = {"logits_to_keep": rows} if self.keeps_logits else {}
-        if self._takes_positions:
-            arguments["position_ids"] = positions[None]
-        arguments[self._cache_name] = cache
-        with on(self.device):
-            logits = self.model(input_ids=ids[None], use_cache=True, **arguments).logits[0]
-        if not self.keeps_logits:
-            logits = logits[-rows:] if isinstance(rows, int) else logits[rows]
-        return logits
 
     def _settle(self, slot: CacheSlot, cache: StateCache, start: int) -> None:
         """Keep what was fed last, or take it back, so that the slot holds `start` tokens."""

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lp_runtime.errors import ModelError
 from lp_runtime.model.attention.mask import layer_kinds
+from lp_runtime.model.tensor_parallel.layers import is_sliced
 
 ALIBI_MODELS = ("bloom", "mpt")  # add ALiBi whatever their configuration says
 
@@ -101,12 +102,12 @@ def check_whole(model: PreTrainedModel) -> None:
     of its own, and the collectives inside the model's layers would not match.
 
     Args:
-        model: tensor-parallel by transformers' `tp_plan`, sharded by FSDP, or whole.
+        model: tensor-parallel by transformers' `tp_plan`, sharded by FSDP, or whole; a shard of ours counts as whole.
 
     Raises:
         ModelError: naming how many ranks share the weights.
     """
-    num_ranks = getattr(model, "tp_size", None) or 1
+    num_ranks = 1 if is_sliced(model) else getattr(model, "tp_size", None) or 1
     for parameter in model.parameters():
         mesh = getattr(parameter, "device_mesh", None)  # a DTensor has one
         num_ranks = max(num_ranks, 1 if mesh is None else mesh.size())

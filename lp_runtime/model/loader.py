@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,14 +10,17 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub.utils import logging as hub_logging
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from lp_runtime.config.settings import ModelConfig
-from lp_runtime.errors import ModelError, first_line
+from lp_runtime.distributed.shards import ShardPlace, loading_group
+from lp_runtime.errors import LookaheadError, ModelError, first_line
 from lp_runtime.model.location import check_location
+from lp_runtime.model.tensor_parallel.slicing import check_shards, own_plan
 from lp_runtime.utils.warnings import WITHOUT_WARNINGS, SharedContext
 
+WHOLE = ShardPlace()  # a process that holds a whole model
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -42,25 +46,37 @@ def _quiet() -> Iterator[None]:
 QUIET = SharedContext(_quiet)
 
 
-def load_model(config: ModelConfig, device: torch.device, dtype: str) -> PreTrainedModel:
-    """Load a causal LM in eval mode.
+def load_model(
+    config: ModelConfig, device: torch.device, dtype: str, place: ShardPlace = WHOLE, timeout: float = 600.0
+) -> PreTrainedModel:
+    """Load a causal LM in eval mode, or this shard's slices of it, as transformers leaves them.
 
     Args:
         config: where the model is, and how it is loaded.
         device: the replica's device, which the model is put on unless `config.device_map` says otherwise.
         dtype: "auto" is the checkpoint's on CUDA and float32 on a CPU; else a name in DTYPES.
+        place: which shard of its replica this process is; `slice_model` makes a model of what is returned to a shard.
+        timeout: seconds within which all shards of the replica must have loaded.
 
     Raises:
         ModelError: if anything is missing, broken or does not match the architecture.
+        LaunchError: if the shards of the replica do not meet.
     """
     check_location(config)
+    options = _load_options(config, device, dtype)
     try:
-        with QUIET:
-            loaded = AutoModelForCausalLM.from_pretrained(config.location, **_load_options(config, device, dtype))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(QUIET)
+            if not place.is_whole:
+                options |= _slice_options(config, place)
+                stack.enter_context(loading_group(place, device, timeout))
+            loaded = AutoModelForCausalLM.from_pretrained(config.location, **options)
             model, loading = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)  # a pair, with output_loading_info
             if config.device_map is None and model.device != device:
                 model = model.to(device)  # type: ignore[arg-type]  # its decorator hides that it is a method
             model = model.eval()
+    except LookaheadError:
+        raise
     except Exception as error:  # from_pretrained raises what its many back ends raise
         what = (
             "cannot be loaded" if Path(config.location).is_dir() else "no such directory, and no such model on the hub"
@@ -82,6 +98,21 @@ def _load_options(config: ModelConfig, device: torch.device, dtype: str) -> dict
         "ignore_mismatched_sizes": True,  # _check_weights reports them, in one line
         **{name: value for name, value in optional.items() if value is not None},
     }
+
+
+def _slice_options(config: ModelConfig, place: ShardPlace) -> dict[str, Any]:
+    """Return the keyword arguments that have `from_pretrained` load slices, which it puts on the shard's device.
+
+    Raises:
+        ModelError: if the model cannot be sliced, as far as its configuration tells.
+    """
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    hf_config = AutoConfig.from_pretrained(
+        config.location, revision=config.revision or "main", trust_remote_code=config.trust_remote_code
+    )
+    check_shards(hf_config, place.num_shards)
+    return {"distributed_config": DistributedConfig(tp_size=place.num_shards, tp_plan=own_plan(hf_config))}
 
 
 def _check_weights(config: ModelConfig, loading: dict[str, Any]) -> None:

@@ -10,10 +10,15 @@ from lp_runtime.model.chain_runner import ChainRunner
 from lp_runtime.model.families import why_chains
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.self_check import check_model_or_disable_graphs
+from lp_runtime.model.tensor_parallel.following import LeadingShard
 
 
 def make_runner(
-    model: PreTrainedModel, prefill_chunk: int, strict_tokens: int | None = None, own_attention: bool = False
+    model: PreTrainedModel,
+    prefill_chunk: int,
+    strict_tokens: int | None = None,
+    own_attention: bool = False,
+    leading: LeadingShard | None = None,
 ) -> ModelRunner:
     """Return the runner of a model: one that is fed token trees, or one that is fed chains.
 
@@ -22,15 +27,18 @@ def make_runner(
         prefill_chunk: see ModelRunner.
         strict_tokens: see ModelRunner.
         own_attention: see ModelRunner.
+        leading: see ModelRunner.
 
     Raises:
-        ModelError: if the model can be fed neither, or chains alone with exactness=strict.
+        ModelError: if the model can be fed neither, or chains alone with exactness=strict or in several shards.
     """
     reason = why_chains(model)
     if reason is None:
-        return ModelRunner(model, prefill_chunk, strict_tokens, own_attention)
+        return ModelRunner(model, prefill_chunk, strict_tokens, own_attention, leading)
     if strict_tokens is not None:
         raise ModelError(f"{reason}; it is fed chains of guesses, which exactness=strict cannot be computed with")
+    if leading is not None:
+        raise ModelError(f"{reason}; it is fed chains of guesses, which takes gpus_per_replica=1")
     try:
         return ChainRunner(model, prefill_chunk)
     except ModelError as error:

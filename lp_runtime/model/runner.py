@@ -5,35 +5,28 @@ Letters: T tokens fed, n nodes whose successors are wanted, V vocabulary.
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Generator, Iterator, Sequence
 
-import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lp_runtime.errors import ModelError
-from lp_runtime.kernels.dispatch import on
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.attention.choice import choose_attention
-from lp_runtime.model.attention.mask import CHUNKED, LayerMasks, MaskBuilder
-from lp_runtime.model.attention.strict import NAME as STRICT
-from lp_runtime.model.attention.strict_passes import strict_passes
-from lp_runtime.model.batch_inputs import batch_inputs
+from lp_runtime.model.attention.mask import CHUNKED, MaskBuilder
 from lp_runtime.model.cuda_graph import FixedPasses, GraphOptions
 from lp_runtime.model.families import check_family
 from lp_runtime.model.hf_config import context_length
-from lp_runtime.model.inputs import InputLayout, compile_layout, lay_out
-from lp_runtime.model.kv_cache.batch import BatchedCache
+from lp_runtime.model.inputs import compile_layout, lay_out
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.slots import CacheSlot, SlotPool
 from lp_runtime.model.pass_inputs import Part
 from lp_runtime.model.pass_timer import PassTimer
+from lp_runtime.model.passes import Passes
 from lp_runtime.model.step_inputs import StepInputs, StepLogits
-from lp_runtime.model.view import view_of
+from lp_runtime.model.tensor_parallel.following import LeadingShard
 from lp_runtime.utils.generators import result_of
-from lp_runtime.utils.tensors import tensor_on
 
 CAPACITY_UNIT = 1024  # tokens; with passes of fixed sizes a slot's capacity is a multiple, so that slots fit often
 
@@ -49,14 +42,15 @@ class ModelRunner:
             pass of any size.
         own_attention: whether to give the model the attention of attention/tree_attention.py in place of its own, for
             good, as attention/choice.py says.
+        leading: has the replica's other shards run every pass, too; None where there are none.
 
     Attributes:
         slots: the free slots.
-        tree_model: what trees are fed to: the model, or with `strict_tokens` a view of it.
         num_prefilled_tokens: tokens of prompts and of resumed sequences fed so far.
         fixed_passes: feeds trees in passes of fixed sizes; None if trees are fed in passes of any size.
         supports_batching: whether several sequences can be fed in one pass.
         feeds_chains: whether a share is fed as one path, pending tokens included, from `StepInputs.start` on.
+        leading: has the replica's other shards run every pass, too; None where there are none.
         timer: times passes where the device works asynchronously, so that the host is free meanwhile; else None.
 
     Raises:
@@ -71,6 +65,7 @@ class ModelRunner:
         prefill_chunk: int,
         strict_tokens: int | None = None,
         own_attention: bool = False,
+        leading: LeadingShard | None = None,
     ):
         self._check_family(model)
         if model.device.type == "meta":
@@ -87,9 +82,9 @@ class ModelRunner:
         if strict_tokens is not None and CHUNKED in self.masks.windows_by_kind:
             raise ModelError(f"{config.model_type}: chunked attention cannot be computed with exactness=strict")
         self.strict_tokens = strict_tokens
-        self.tree_model = model if strict_tokens is None else view_of(model, STRICT)
         self.prefill_chunk = prefill_chunk
-        self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.passes = self._make_passes(model)
+        self.leading = leading
         self.num_prefilled_tokens = 0
         self.slots = SlotPool(self.padded_capacity)
         self.fixed_passes: FixedPasses | None = None
@@ -104,6 +99,10 @@ class ModelRunner:
         """Return what makes the masks that the model is fed with."""
         return MaskBuilder(config, attention, self.dtype, self.device)
 
+    def _make_passes(self, model: PreTrainedModel) -> Passes:
+        """Return what runs passes of any size."""
+        return Passes(model, self.masks, self.strict_tokens)
+
     def _make_cache(self, capacity: int) -> TreeCache:
         """Return an empty cache of one sequence with this capacity in tokens."""
         return TreeCache(self.model.config.get_text_config().num_hidden_layers, capacity)
@@ -113,18 +112,21 @@ class ModelRunner:
     def padded_capacity(self, capacity: int) -> int:
         """Capacity in tokens that a slot is allocated with so that `capacity` tokens fit."""
         capacity += self.strict_tokens or 0  # passes are filled up
-        if self.graphs is not None:
-            capacity = -(-capacity // CAPACITY_UNIT) * CAPACITY_UNIT
-        return capacity
+        return capacity if self.graphs is None else -(-capacity // CAPACITY_UNIT) * CAPACITY_UNIT
 
     @property
     def cache_bytes_per_token(self) -> int:
         """Bytes that one token takes in a slot; 0 before anything was fed."""
         return self.slots.bytes_per_token
 
-    def begin(self, slot: CacheSlot, capacity: int) -> None:
-        """Empty a slot and make `capacity` tokens fit: committed ones and one step's."""
-        slot.reset(self._make_cache, self.padded_capacity(capacity))
+    def begin(self, slot: CacheSlot, capacity: int, length: int = 0) -> None:
+        """Empty a slot but for the first `length` tokens, and make `capacity` fit: committed ones and one step's."""
+        slot.reset(self._make_cache, self.padded_capacity(capacity), length)
+
+    @property
+    def tree_model(self) -> PreTrainedModel:
+        """What trees are fed to: the model, or with `strict_tokens` a view of it."""
+        return self.passes.tree_model
 
     @property
     def graphs(self) -> GraphOptions | None:
@@ -148,9 +150,24 @@ class ModelRunner:
         assert is_strict or self.masks.is_own
         options = GraphOptions(capture, compiled)
         self.fixed_passes = FixedPasses(
-            self.tree_model, self.masks, options, self.keeps_logits, refuses_waits, self.strict_tokens
+            self.tree_model, self.masks, options, self.passes.keeps_logits, refuses_waits, self.strict_tokens
         )
         self.supports_batching |= is_strict
+
+    def feed(self, kind: str, caches: Sequence[TreeCache], *what: object) -> torch.Tensor:
+        """Run a pass of any size, on all shards of the replica.
+
+        Args:
+            kind: name of a method of Passes.
+            caches: where keys and values go, of each sequence.
+            what: further arguments of that method.
+
+        Returns:
+            [n, V] logits.
+        """
+        if self.leading is not None:
+            return self.leading.run(self.passes, kind, caches, what)
+        return self.passes.run(kind, caches, what)
 
     def disable_graphs(self) -> None:
         """Feed trees in passes of any size from now on."""
@@ -165,11 +182,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prefill_in_chunks(self, slot: CacheSlot, prompt: Sequence[int]) -> Generator[None, None, torch.Tensor]:
-        """Feed and commit a prompt, `prefill_chunk` tokens at a time.
-
-        Args:
-            slot: where keys and values go, behind its committed tokens.
-            prompt: token ids, at least one.
+        """Feed and commit a prompt, behind a slot's committed tokens, `prefill_chunk` tokens at a time.
 
         Yields:
             None between chunks; other slots may be fed meanwhile.
@@ -177,20 +190,27 @@ class ModelRunner:
         Returns:
             [1, V] float32 logits of the last token.
         """
-        ids = tensor_on(self.device, prompt)
-        before = slot.cache.length
         for start in range(0, len(prompt), self.prefill_chunk):
             if start:
                 yield
-            chunk = ids[start : start + self.prefill_chunk]
-            positions = torch.arange(before + start, before + start + len(chunk), device=self.device)
-            mask = self.masks.build_chunk(positions, before + start)
-            logits = self._forward(chunk, positions, mask, slot.cache, 1).float()
-            slot.cache.commit(len(chunk))
-            slot.tokens += prompt[start : start + len(chunk)]
-            slot.num_prefilled = len(slot.tokens)
-            self.num_prefilled_tokens += len(chunk)
+            logits = self.feed_prompt(slot, prompt[start : start + self.prefill_chunk])
         return logits
+
+    @torch.inference_mode()
+    def feed_prompt(self, slot: CacheSlot, chunk: Sequence[int], rows: Sequence[int] | None = None) -> torch.Tensor:
+        """Feed and commit a part of a prompt, behind a slot's committed tokens; return [n, V] float32 logits.
+
+        Args:
+            slot: where keys and values go.
+            chunk: token ids, at least one.
+            rows: [n] places in the chunk whose logits are wanted; the last one alone if None.
+        """
+        logits = self.feed("chunk", [slot.cache], chunk, rows)
+        slot.cache.commit(len(chunk))
+        slot.tokens += chunk
+        slot.num_prefilled = len(slot.tokens)
+        self.num_prefilled_tokens += len(chunk)
+        return logits.float()
 
     @torch.inference_mode()
     def resume(self, slot: CacheSlot, prompt: Sequence[int], committed: Sequence[int], capacity: int) -> Iterator[None]:
@@ -209,16 +229,17 @@ class ModelRunner:
         """
         tokens = [*prompt, *committed[:-1]]
         num_known = len(os.path.commonprefix([slot.tokens, tokens]))
-        # Bit for bit, what was prefilled is not what a tree's pass gives.
+        # Bit for bit, what was prefilled is not what a tree's pass gives, nor what a chunk of another size gives.
         is_alike = self.strict_tokens is None or slot.num_prefilled == len(prompt)
         if not is_alike or num_known < len(prompt):
-            self.begin(slot, capacity)
-            yield from self.prefill_in_chunks(slot, prompt)
+            if self.strict_tokens is not None:
+                known = min(num_known, slot.num_prefilled, len(prompt) - 1)
+                num_known = known // self.prefill_chunk * self.prefill_chunk
+            self.begin(slot, capacity, num_known)
+            yield from self.prefill_in_chunks(slot, prompt[num_known:])
             yield
             num_known = len(prompt)
-        slot.cache.truncate(num_known)
-        slot.grow(self.padded_capacity(capacity))
-        del slot.tokens[num_known:]
+        self.begin(slot, capacity, num_known)
         rest = tokens[num_known:]
         if self.strict_tokens is None:
             if rest:
@@ -231,15 +252,13 @@ class ModelRunner:
             yield
 
     @torch.inference_mode()
-    def logits_after_each(self, slot: CacheSlot, tokens: Sequence[int]) -> StepLogits:
-        """Return the logits of n tokens, each as if it were a whole text; empties the slot."""
+    def logits_after_each(self, slot: CacheSlot, tokens: Sequence[int], behind: Sequence[int] = ()) -> StepLogits:
+        """Return the logits of n tokens, each as the end of a text of its own that begins with `behind`."""
         slot.cache.clear()
         slot.tokens = []
-        ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
-        positions = torch.zeros_like(ids)
-        mask = self.masks.build([-1] * len(tokens), positions, 0)
-        rows = torch.arange(len(tokens), device=self.device)
-        return StepLogits(self._forward(ids, positions, mask, slot.cache, rows))
+        if behind:
+            self.feed_prompt(slot, behind)
+        return StepLogits(self.feed("each_alone", [slot.cache], tokens))
 
     # Trees.
 
@@ -255,7 +274,7 @@ class ModelRunner:
         slot, tree, nodes, wanted, _ = inputs
         layout = lay_out(tree, nodes, wanted, slot.cache.length)
         found = None if any_size else self._forward_fixed([Part.whole(slot.cache, layout)])
-        output = StepLogits(self._forward_layout(slot, layout)) if found is None else found[0]
+        output = StepLogits(self.feed("share", [slot.cache], layout)) if found is None else found[0]
         _commit(slot, tree, commit)
         return output
 
@@ -267,17 +286,6 @@ class ModelRunner:
         if passes.prepare(parts) and self.timer is not None:
             self.timer.start()  # again: the time of a capture is no pass's
         return passes.forward(parts)
-
-    def _forward_layout(self, slot: CacheSlot, layout: InputLayout) -> torch.Tensor:
-        """Return [n, V] logits of the wanted rows of a share, fed in passes of any size."""
-        if self.strict_tokens is not None:
-            return self._strict_forward(slot.cache, layout, self.strict_tokens)[tensor_on(self.device, layout.rows)]
-        ids, positions = tensor_on(self.device, np.stack([layout.tokens, layout.positions]))
-        mask = self.masks.build(layout.parents, positions, slot.cache.length)
-        num_rows = len(layout.rows)
-        are_last = num_rows > 0 and layout.rows[0] == len(layout.tokens) - num_rows
-        rows = num_rows if are_last else tensor_on(self.device, layout.rows)
-        return self._forward(ids, positions, mask, slot.cache, rows)
 
     @torch.inference_mode()
     def forward_batch(self, batch: Sequence[StepInputs], commit: bool = True) -> list[StepLogits]:
@@ -295,17 +303,13 @@ class ModelRunner:
             return [self.forward(inputs, commit).copy() for inputs in batch]
         layouts = [lay_out(tree, nodes, wanted, slot.cache.length) for slot, tree, nodes, wanted, _ in batch]
         caches = [inputs.slot.cache for inputs in batch]
-        fixed = self._forward_fixed([Part.whole(*each) for each in zip(caches, layouts, strict=True)])
-        found = self._forward_together(caches, layouts) if fixed is None else fixed
+        found = self._forward_fixed([Part.whole(*each) for each in zip(caches, layouts, strict=True)])
+        if found is None:
+            logits = self.feed("shares", caches, layouts)
+            found = [StepLogits(each) for each in logits.split([len(layout.rows) for layout in layouts])]
         for inputs in batch:
             _commit(inputs.slot, inputs.tree, commit)
         return found
-
-    def _forward_together(self, caches: Sequence[TreeCache], layouts: Sequence[InputLayout]) -> list[StepLogits]:
-        """Feed shares of several sequences in one pass of any size."""
-        ids, positions, rows, batched = batch_inputs(caches, layouts, self.masks, self.device)
-        logits = self._forward(ids, positions, batched.mask, batched, rows)
-        return [StepLogits(each) for each in logits.split([len(layout.rows) for layout in layouts])]
 
     def num_passes(self, num_tokens: int) -> int:
         """Return the number of forward passes that feed this many tokens of a tree."""
@@ -315,45 +319,6 @@ class ModelRunner:
         """Wait until the device has done what it was given; returns at once on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-
-    def _strict_forward(self, cache: TreeCache, layout: InputLayout, size: int) -> torch.Tensor:
-        """Return [T, V] logits of all tokens, from passes of `size` tokens each, the last one filled up."""
-        logits = []
-        for ids, positions, mask in strict_passes(layout, size, cache.length, self.masks, self.device):
-            logits.append(self._forward(ids, positions, mask, cache, size, self.tree_model))
-            cache.keep_writing(size)
-        return torch.cat(logits)[: len(layout.tokens)]
-
-    def _forward(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        mask: LayerMasks | None,
-        cache: object,
-        rows: torch.Tensor | int,
-        view: PreTrainedModel | None = None,
-    ) -> torch.Tensor:
-        """Run the model, or a view of it, on [T] tokens at [T] positions.
-
-        Returns:
-            [n, V] logits of rows [n], or of the n last, in the model's dtype.
-        """
-        arguments: dict[str, object] = {"logits_to_keep": rows} if self.keeps_logits else {}
-        if isinstance(cache, BatchedCache):
-            arguments["batch"] = cache
-        with on(self.device):
-            output = (view or self.model)(
-                input_ids=ids[None],
-                position_ids=positions[None],
-                attention_mask=mask,
-                past_key_values=cache,
-                use_cache=True,
-                **arguments,
-            )
-        logits = output.logits[0]
-        if not self.keeps_logits:
-            logits = logits[-rows:] if isinstance(rows, int) else logits[rows]
-        return logits
 
 
 def _commit(slot: CacheSlot, tree: TokenTree, commit: bool) -> None:

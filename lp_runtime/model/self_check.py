@@ -163,7 +163,7 @@ def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int) -> float
     start = threshold - BEFORE_THRESHOLD
     text = [rng.randrange(model.vocabulary_size) for _ in range(threshold + CROSSED_BY + ACCEPTED)]
     try:
-        expected = _one_by_one(model, text, start)
+        expected = model.feed("text_one_by_one", [], text, start)
     except Exception as error:  # of a foreign model, at lengths that its configuration does not say it cannot have
         log.warning(
             "%s decodes no %d tokens by itself, and is not checked there: %s", name, len(text), first_line(error)
@@ -186,20 +186,6 @@ def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int) -> float
     return max(differences)
 
 
-def _one_by_one(model: ModelRunner, text: list[int], start: int) -> torch.Tensor:
-    """Return [n, V] float32 logits as `generate` computes them: of text[start - 1], and of each token from start on."""
-    keep = {"logits_to_keep": 1} if model.keeps_logits else {}
-    cache = None
-    logits: list[torch.Tensor] = []
-    for tokens in (text[:start], *([token] for token in text[start:])):
-        ids = torch.tensor([tokens], dtype=torch.int64, device=model.device)
-        positions = torch.arange(len(tokens), device=model.device)[None] + (start + len(logits) - 1 if logits else 0)
-        output = model.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, **keep)
-        cache = output.past_key_values
-        logits.append(output.logits[0, -1].float())
-    return torch.stack(logits)
-
-
 def _compare(
     model: ModelRunner, slot: CacheSlot, tree: TokenTree, branches: Sequence[list[int]], before: list[int]
 ) -> list[float]:
@@ -215,13 +201,9 @@ def _compare(
     return differences
 
 
-@torch.inference_mode()
 def _plain_logits(model: ModelRunner, tokens: list[int], num_last: int) -> torch.Tensor:
     """Return [num_last, V] float32 logits of a text's last tokens, fed without a cache."""
-    ids = torch.tensor([tokens], dtype=torch.int64, device=model.device)
-    keep = {"logits_to_keep": num_last} if model.keeps_logits else {}
-    positions = torch.arange(len(tokens), device=model.device)[None]
-    return model.model(input_ids=ids, position_ids=positions, use_cache=False, **keep).logits[0, -num_last:].float()
+    return model.feed("text", [], tokens, num_last).float()
 
 
 def _check_batching(model: ModelRunner, tolerance: float) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from lp_runtime.errors import RequestError, first_line
+from lp_runtime.errors import ConfigError, RequestError, first_line
 
 REPLACEMENT = "\ufffd"  # a decoder shows it for bytes that are no whole character yet
 BREAK = "\ufdd0"  # stands in text that is no special token though it reads like one; Unicode keeps it for such uses
@@ -38,7 +38,10 @@ def encode(
 
 
 def encode_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], split_special_tokens: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    split_special_tokens: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
     """Return the token ids of a conversation, ready for the model's answer, by the model's chat template.
 
@@ -47,6 +50,7 @@ def encode_chat(
         messages: each with "role" and "content".
         split_special_tokens: whether special tokens that are written in the messages are plain text; those of the
             template are special in any case.
+        tools: that the model may call, each as in the OpenAI API.
 
     Raises:
         RequestError: if the model has no chat template, or the template refuses the messages.
@@ -56,7 +60,8 @@ def encode_chat(
     try:
         specials = _special_tokens(tokenizer) if split_special_tokens else ()
         conversation = cast(list[dict[str, str]], [_broken(message, specials) for message in messages])
-        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        shown = cast(list[dict | Callable], [dict(tool) for tool in tools]) or None
+        text = tokenizer.apply_chat_template(conversation, tools=shown, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs, and raise what they like
         raise RequestError(f"messages: the model's chat template refuses them: {first_line(error)}") from error
     if BREAK not in text:
@@ -69,6 +74,38 @@ def encode_chat(
             plain = piece.replace(BREAK, "")
             ids += encode(tokenizer, plain, add_special_tokens=False, split_special_tokens=True)
     return ids
+
+
+def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of a model's chat templates; empty without any."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return template if isinstance(template, str) else "\n".join(map(str, template.values()))
+
+
+def conversation(turns: Sequence[str], answers: Sequence[str] = ()) -> list[dict[str, str]]:
+    """Return a conversation's messages up to the turn behind the last answer.
+
+    Args:
+        turns: the user's texts, more than there are answers.
+        answers: the assistant's texts, one to each of the first turns.
+    """
+    said = [{"role": "user", "content": text} for text in turns[: len(answers) + 1]]
+    answered = [{"role": "assistant", "content": text} for text in answers]
+    return [message for pair in zip(said, answered, strict=False) for message in pair] + said[len(answers) :]
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase, location: str) -> None:
+    """Refuse, for chat=true, a model that has no chat template.
+
+    Args:
+        tokenizer: the model's.
+        location: the model's directory or hub id, for the error's message.
+
+    Raises:
+        ConfigError: the model has none.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(f"chat=true: the model {location} has no chat template")
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -17,6 +17,7 @@ from transformers.generation import logits_process as library
 
 from lp_runtime.errors import ConfigError, RequestError, first_line, unforeseen_as
 from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.sampling.grammar_mask import GrammarMask, apply_masks
 from lp_runtime.sampling.penalties import NewTextPenalty
 from lp_runtime.sampling.truncation import truncation_of
 from lp_runtime.sampling.types import LogitsProcessor
@@ -95,7 +96,7 @@ class TreeProcessors:
         self._ids = torch.empty(0, dtype=torch.int64, device=device)  # the committed tokens
         check_processors(self._processors)
         self.are_ordered = any(map(is_ordered, self._processors))
-        self._needs_prefixes = any(type(processor) not in CONTEXT_FREE for processor in self._processors)
+        self._needs_prefixes = any(type(each) not in (*CONTEXT_FREE, GrammarMask) for each in self._processors)
         self.truncation = truncation_of(self._processors)
 
     @property
@@ -104,7 +105,12 @@ class TreeProcessors:
         return not self._processors
 
     def __call__(
-        self, logits: torch.Tensor, tree: TokenTree, nodes: Sequence[int] | np.ndarray, tokens: Sequence[int]
+        self,
+        logits: torch.Tensor,
+        tree: TokenTree,
+        nodes: Sequence[int] | np.ndarray,
+        tokens: Sequence[int],
+        masks: np.ndarray | None = None,
     ) -> torch.Tensor:
         """Process the logits of some nodes, none of whose processors is ordered.
 
@@ -113,6 +119,7 @@ class TreeProcessors:
             tree: the step's tree.
             nodes: [n] indices into the tree, from the root on.
             tokens: [L] prompt and committed tokens; the last of them is the root.
+            masks: [n, words] int32 bits of the tokens that a constraint allows, for a GrammarMask among the processors.
 
         Returns:
             [n, V] float32 scores.
@@ -129,6 +136,8 @@ class TreeProcessors:
         for processor in self._processors:
             if type(processor) in CONTEXT_FREE:
                 scores = processor(no_prefixes, scores)
+            elif isinstance(processor, GrammarMask):
+                scores = apply_masks(scores, masks)
             elif type(processor) in ROW_BY_ROW:
                 for _, places, prefixes in groups:
                     scores[places] = processor(prefixes, scores[places])
@@ -138,12 +147,24 @@ class TreeProcessors:
                         scores[row : row + 1] = self._call(processor, prefix, scores[row : row + 1].clone())
         return scores
 
-    def process_next(self, logits: torch.Tensor, prefix: Sequence[int]) -> torch.Tensor:
+    def without_prefixes(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return [n, V] float32 scores: logits, [n, V], as processors that look at nothing but scores leave them."""
+        scores = logits.clone() if self._processors else logits
+        no_prefixes = torch.empty((len(logits), 0), dtype=torch.int64, device=self.device)
+        for processor in self._processors:
+            if type(processor) in CONTEXT_FREE:
+                scores = processor(no_prefixes, scores)
+        return scores
+
+    def process_next(
+        self, logits: torch.Tensor, prefix: Sequence[int], masks: np.ndarray | None = None
+    ) -> torch.Tensor:
         """Process the logits behind a prefix, as `generate` does for every new token.
 
         Args:
             logits: [1, V] float32, not changed.
             prefix: [l] prompt and committed tokens.
+            masks: [1, words], see `__call__`.
 
         Returns:
             [1, V] float32 scores.
@@ -154,7 +175,10 @@ class TreeProcessors:
         scores = logits.clone()
         ids = tensor_on(self.device, prefix)[None]
         for processor in self._processors:
-            scores = self._call(processor, ids, scores)
+            if isinstance(processor, GrammarMask):
+                scores = apply_masks(scores, masks)
+            else:
+                scores = self._call(processor, ids, scores)
         return scores
 
     def _call(self, processor: LogitsProcessor, prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

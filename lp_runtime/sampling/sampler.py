@@ -83,6 +83,7 @@ class Sampler:
         nodes: Sequence[int] | np.ndarray,
         tokens: Sequence[int],
         with_top_k: bool = True,
+        masks: np.ndarray | None = None,
     ) -> tuple[torch.Tensor, Scores]:
         """Sample the successors of some nodes.
 
@@ -92,6 +93,7 @@ class Sampler:
             nodes: [n] indices into the tree, from the root on.
             tokens: prompt and committed tokens; the last of them is the root.
             with_top_k: whether to find top-k candidates; False in a step whose candidates nobody looks at.
+            masks: [n, words] int32 bits of the tokens that a constraint allows; None without one.
 
         Returns:
             (packed, scores): [n, width] int64 for `unpack`; and a function that returns the [n, V] float32 processed
@@ -103,7 +105,7 @@ class Sampler:
             packed = found.presampled[:, : self._top_logprobs_column].contiguous()
             return self._add_logprobs(packed, found), lambda: found.logits
         if kernels is None or truncation is None or not kernels.can_cut(found.rows.dtype, truncation.top_p):
-            scores = self._processors(found.logits, tree, nodes, tokens)
+            scores = self._processors(found.logits, tree, nodes, tokens, masks)
             return self._sampled(found, scores, tree, nodes, tokens, with_top_k), lambda: scores
         inverse, cut = truncation.inverse_temperature, None
         with on(found.rows.device):
@@ -127,6 +129,7 @@ class Sampler:
         tokens: Sequence[int],
         with_top_k: bool,
         may_follow: Callable[[int], bool],
+        masks: np.ndarray | None = None,
     ) -> tuple[torch.Tensor, Scores]:
         """Sample successors along the accepted path, calling the processors once a committed token and in order.
 
@@ -139,6 +142,7 @@ class Sampler:
             tokens: see `sample`.
             with_top_k: see `sample`.
             may_follow: whether the accepted path may go on to a node.
+            masks: see `sample`.
 
         Returns:
             (packed, scores): see `sample`.
@@ -151,7 +155,7 @@ class Sampler:
             if node != tree.root:
                 prefix.append(tree.tokens[node])
             row = slice(node - tree.root, node - tree.root + 1)
-            scores[row] = self._processors.process_next(logits[row], prefix)
+            scores[row] = self._processors.process_next(logits[row], prefix, None if masks is None else masks[row])
             node = tree.child(node, int(sample_successors(scores[row], [len(prefix)], self.noise)))
         return self._sampled(found, scores, tree, nodes, tokens, with_top_k), lambda: scores
 
@@ -182,6 +186,16 @@ class Sampler:
             first = sample_successors(scores, _positions(tree, nodes, tokens), self.noise)
             packed = self._pack(scores, first, with_top_k)
         return self._add_logprobs(packed, found)
+
+    def pack_candidates(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return [n, width] integers for `unpack`: the top-k candidates of rows of logits, and no successors.
+
+        Args:
+            logits: [n, V] float32 behind any texts; processors that look at a text are left out.
+        """
+        scores = self._processors.without_prefixes(logits)
+        packed = self._pack(scores, torch.zeros(len(logits), dtype=torch.int64, device=logits.device), with_top_k=True)
+        return torch.nn.functional.pad(packed, (0, self.width - packed.shape[1]))
 
     def _add_logprobs(self, packed: torch.Tensor, found: StepLogits) -> torch.Tensor:
         """Return [n, width] integers: packed successors with the log-probabilities that are wanted."""

@@ -137,7 +137,10 @@ class Allocator:
             degrees: target degrees of the running jobs, in order.
             free: replicas that no job holds; what is given is removed.
         """
-        for lease, degree in zip(self._running, degrees, strict=False):
+        # Those that wait for their first token come first: what they share may be deep in a step of another's.
+        for lease, degree in sorted(
+            zip(self._running, degrees, strict=False), key=lambda pair: pair[0].num_delivered > 0
+        ):
             if not free:
                 return
             if not _can_move(lease):
@@ -145,7 +148,9 @@ class Allocator:
             others = [other for other in self._running if other is not lease]
             if any(other.wanted & lease.wanted for other in others):
                 lease.move_to([free.pop(0)])
-            elif not any(other.held & lease.wanted for other in others):  # others have left its replicas
+            elif lease.num_delivered and not any(
+                other.held & lease.wanted for other in others
+            ):  # others have left its replicas
                 more = free[: max(0, degree - len(lease.wanted))]
                 lease.grow(more)
                 del free[: len(more)]
@@ -169,8 +174,9 @@ def target_degrees(num_replicas: int, max_degrees: Sequence[int]) -> list[int]:
 
 
 def _can_move(lease: JobLease) -> bool:
-    """Whether a job has begun to deliver, has enough tokens left, and is not being moved."""
-    return bool(lease.num_delivered and lease.num_left >= MIN_LEFT_TOKENS and lease.is_settled and lease.wanted)
+    """Whether a job is not being moved, and has either delivered nothing or has enough tokens left."""
+    has_enough = not lease.num_delivered or lease.num_left >= MIN_LEFT_TOKENS
+    return bool(has_enough and lease.is_settled and lease.wanted)
 
 
 def _slot_tokens(job: Job) -> int:

@@ -170,6 +170,8 @@ class Totals:
     Attributes:
         requests: jobs by how they ended: a finish_reason, "cancelled", "expired" or "failed".
         prompt_tokens: tokens of prompts.
+        cached_tokens: of these, those whose keys and values came out of the prefix cache.
+        cache_hits: requests that had such tokens.
         new_tokens: tokens generated.
         steps: steps, prefills included.
         losses: replicas lost while they decoded.
@@ -180,6 +182,8 @@ class Totals:
 
     requests: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    cache_hits: int = 0
     new_tokens: int = 0
     steps: int = 0
     losses: int = 0
@@ -190,6 +194,8 @@ class Totals:
     def add(self, request: Request, generation: Generation) -> None:
         """Add a request's tokens, steps, drafts and times."""
         self.prompt_tokens += len(request.prompt_ids)
+        self.cached_tokens += generation.cached_tokens
+        self.cache_hits += generation.cached_tokens > 0
         self.new_tokens += generation.num_tokens
         self.steps += generation.steps
         self.losses += generation.losses

@@ -129,14 +129,24 @@ class Scheduler:
         Args:
             request: as `LookaheadRuntime.request` makes one.
             timeout: seconds within which it must have begun; None for no limit.
-            gpus: replicas that it may have at most, >= 1, and, with `throughput`, is to have; None as the policy says.
+            gpus: GPUs that it may have at most and, with `throughput`, is to have; None as the policy says.
 
         Raises:
             BusyError: too many requests are waiting.
-            ConfigError: there are fewer than `gpus` replicas.
+            ConfigError: there are fewer than `gpus` GPUs, or they make no whole replicas.
             ReplicaError: the scheduler is closed.
         """
         return self.submit_all([request], timeout, gpus)[0]
+
+    def _num_replicas_on(self, gpus: int) -> int:
+        """Return how many replicas a request's GPUs make; raises ConfigError if there are none such."""
+        each, num_replicas = self._runtime.config.gpus_per_replica, self._launcher.num_replicas
+        if gpus > num_replicas * each:
+            what = "the number of replicas" if each == 1 else "the number of GPUs"
+            raise ConfigError(f"gpus={gpus}: must be at most {num_replicas * each}, {what}")
+        if gpus % each:
+            raise ConfigError(f"gpus={gpus}: must be a multiple of gpus_per_replica={each}")
+        return gpus // each
 
     def submit_all(
         self, requests: Sequence[Request], timeout: float | None = None, gpus: int | None = None
@@ -150,13 +160,12 @@ class Scheduler:
 
         Raises:
             BusyError: too many requests are waiting.
-            ConfigError: there are fewer than `gpus` replicas.
+            ConfigError: there are fewer than `gpus` GPUs, or they make no whole replicas.
             ReplicaError: the scheduler is closed.
         """
         if gpus is not None:
             require_int("gpus", gpus, 1)
-            if gpus > self._launcher.num_replicas:
-                raise ConfigError(f"gpus={gpus}: must be at most {self._launcher.num_replicas}, the number of replicas")
+            gpus = self._num_replicas_on(gpus)
         deadline = None if timeout is None else time.monotonic() + timeout
         jobs = [Job(request, deadline, gpus) for request in requests]
         with self._changed:

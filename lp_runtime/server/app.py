@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import cast
 
 from fastapi import FastAPI, Request, Response
@@ -14,21 +14,25 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from lp_runtime.engine.request_builder import RequestOptions
-from lp_runtime.errors import LookaheadError, ReplicaError
+from lp_runtime.errors import LookaheadError, ReplicaError, RequestError
+from lp_runtime.model.tokenizer import TextStream, chat_template
 from lp_runtime.model.types import Tokenizer
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.job import Job
 from lp_runtime.scheduler.scheduler import Scheduler
+from lp_runtime.server.chat_form import ChatForm
 from lp_runtime.server.errors import ApiError, invalid
 from lp_runtime.server.gate import Gate
 from lp_runtime.server.metrics import Metrics
 from lp_runtime.server.protocol import Chat, Common, Completion
-from lp_runtime.server.responses import ChatForm, Choice, CompletionForm, Form, to_json
+from lp_runtime.server.responses import Choice, CompletionForm, Form, to_json
 from lp_runtime.server.responses_api import Responses, ResponsesForm
 from lp_runtime.server.status import StatusRoutes
 from lp_runtime.server.submission import ServerSettings, Submitter
 from lp_runtime.server.token_routes import TokenRoutes
+from lp_runtime.server.tools import ChatFormat
 
+PROMPT_END_TOKENS = 8  # of a prompt, which show whether it has opened the answer's reasoning part
 POLL_SECONDS = 0.1  # between checks whether a client is still connected
 
 
@@ -52,6 +56,7 @@ class Server:
         self.metrics = Metrics(settings.name, runtime, scheduler, self._open)
         self._status = StatusRoutes(settings.name, runtime, scheduler, self.metrics)
         self._submitter = Submitter(runtime, scheduler, settings, tokenizer)
+        self._chat_format = ChatFormat(chat_template(tokenizer), settings.tool_format, settings.reasoning)
         self._token_routes = TokenRoutes(runtime, self._status, self._submitter, tokenizer)
 
     def app(self) -> FastAPI:
@@ -82,6 +87,11 @@ class Server:
         """Take no new request from now on."""
         self._status.is_draining = True
 
+    def close(self) -> None:
+        """Send the spans that are left."""
+        if self._settings.tracing is not None:
+            self._settings.tracing.close()
+
     def abort(self, error: LookaheadError) -> None:
         """End every answer at once: clients read what there is and the error."""
         for job in list(self._open):
@@ -89,12 +99,12 @@ class Server:
 
     async def complete(self, body: Completion, request: Request) -> Response:
         """Answer POST /v1/completions."""
-        options = self._options(body, body.logprobs)
+        options = self._options(body, request, body.logprobs)
         options["prompt_logprobs"] = body.echo and body.logprobs is not None
         prompts = body.prompts()
         split = body.split_special_tokens
         ids = [self._submitter.encode(each, split) if isinstance(each, str) else each for each in prompts]
-        choices = self._submit(body, ids, body.length(), options)
+        choices = await self._submit(body, ids, body.length(), options)
         if body.echo:
             for choice in choices:
                 prompt = prompts[choice.index // body.n]
@@ -105,24 +115,39 @@ class Server:
     async def chat(self, body: Chat, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
         num_top = body.num_top_logprobs()
-        options = self._options(body, num_top)
+        options = self._options(body, request, num_top)
         messages = [message.plain() for message in body.messages]
-        ids = self._submitter.encode_chat(messages, body.split_special_tokens)
-        choices = self._submit(body, [ids], body.length(), options)
-        return await self._answer(body, request, choices, ChatForm(self._settings.name, self._token_text, num_top))
+        chat_format, tools = self._chat_format, body.offered_tools()
+        if tools and not chat_format.takes_tools:
+            raise RequestError("tools: the model's chat template takes none")
+        shown = [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in tools]
+        ids = self._submitter.encode_chat(messages, body.split_special_tokens, shown)
+        prompt_end = self._text(ids[-PROMPT_END_TOKENS:])
+        if body.must_call:
+            is_parallel = body.parallel_tool_calls and body.tool_choice == "required"
+            options["constraint"] = chat_format.constraint_of_calls(tools, is_parallel, prompt_end)
+        elif (constraint := options.get("constraint")) is not None:
+            options["constraint"] = chat_format.behind_reasoning(constraint, prompt_end)
+        choices = await self._submit(body, [ids], body.length(), options)
+        for choice in choices:
+            raw = TextStream(self._tokenizer, False) if chat_format.shows_special_tokens(bool(tools)) else None
+            choice.read_by(chat_format.parser(bool(tools), prompt_end), raw)
+        form = ChatForm(self._settings.name, self._token_text, num_top, None if body.parallel_tool_calls else 1)
+        return await self._answer(body, request, choices, form)
 
     async def respond(self, body: Responses, request: Request) -> Response:
         """Answer POST /v1/responses."""
-        options = self._options(body, None)
+        options = self._options(body, request, None)
         ids = self._submitter.encode_chat(body.messages(), body.split_special_tokens)
-        choices = self._submit(body, [ids], body.length(), options)
+        choices = await self._submit(body, [ids], body.length(), options)
         return await self._answer(body, request, choices, ResponsesForm(self._settings.name, self._token_text, body))
 
-    def _options(self, body: Common, num_top: int | None) -> RequestOptions:
+    def _options(self, body: Common, request: Request, num_top: int | None) -> RequestOptions:
         """Return the options of a body's requests, once the body is checked.
 
         Args:
             body: what the client sent.
+            request: how it came.
             num_top: how many of the likeliest tokens each log-probability is to come with; None without them.
 
         Raises:
@@ -130,12 +155,14 @@ class Server:
             LookaheadError: a field is not supported, or a setting is out of range.
         """
         self._status.check_model(body.model)
-        self._submitter.check_fields(body)
+        self._submitter.check_fields(body, request.state.request_id)
         options = body.options(self._sampling)
+        options["request_id"] = request.state.request_id
+        options["cache_salt"] = f"{request.state.client} {body.cache_salt}"  # no client's name has a space
         options["logprobs"], options["top_logprobs"] = num_top is not None, num_top or 0
         return options
 
-    def _submit(
+    async def _submit(
         self, body: Common, prompts: list[list[int]], max_new_tokens: int | None, options: RequestOptions
     ) -> list[Choice]:
         """Submit a body's requests; arguments as of Submitter.submit.
@@ -145,6 +172,7 @@ class Server:
         """
         if self._status.is_draining:
             raise ReplicaError("the server is shutting down")
+        await self._submitter.compile(options)
         choices = self._submitter.submit(body, prompts, max_new_tokens, options)
         self._open.update(choice.job for choice in choices)
         return choices
@@ -163,6 +191,9 @@ class Server:
             LookaheadError: a job has failed.
         """
         texts = self._texts(choices, time.perf_counter())
+        if (tracing := self._settings.tracing) is not None:
+            request_id = request.state.request_id
+            texts = tracing.traced(texts, request.headers, request.url.path, request_id, body, choices)
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage
             return StreamingResponse(self._events(texts, choices, form, with_usage), media_type="text/event-stream")
@@ -183,7 +214,7 @@ class Server:
         task.result()
         return Response(to_json(form.whole(choices)), media_type="application/json")
 
-    async def _texts(self, choices: list[Choice], arrived: float) -> AsyncIterator[tuple[Choice, str]]:
+    async def _texts(self, choices: list[Choice], arrived: float) -> AsyncGenerator[tuple[Choice, str], None]:
         """Yield (choice, text to show) for every delta, one choice after another, and for each choice's end.
 
         Args:

@@ -59,6 +59,7 @@ WORDS = {
     "extra_forbidden": "is not a known field",
     "string_type": "must be a string",
     "string_unicode": "must be valid Unicode",
+    "string_too_long": "must have at most {max_length} characters",
     "int_type": "must be an integer",
     "int_from_float": "must be an integer",
     "int_parsing_size": "must be an integer of fewer digits",

@@ -79,6 +79,7 @@ class Gate:
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         client = self._client(headers)
+        scope["state"]["client"] = client or ""
         started, status = time.perf_counter(), 0
 
         async def named(message: Message) -> None:

@@ -13,10 +13,14 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.engine.request_builder import RequestOptions
 from lp_runtime.errors import RequestError
+from lp_runtime.server.messages import Message
+from lp_runtime.server.structure import ResponseFormat, StructuredOutputs, constraint_of
+from lp_runtime.server.tools import MAX_TOOLS, NamedTool, Tool
 
 # What one client may ask for at most, so that others do not pay for it.
 MAX_CHOICES = 128
@@ -27,6 +31,7 @@ MAX_BUDGET_TOKENS = 4096
 MAX_TOKEN_DIGITS = 9  # of a token id in logit_bias: far above any vocabulary, within an int32
 MAX_COMPLETION_LOGPROBS = 5
 MAX_CHAT_LOGPROBS = 20
+MAX_SALT_CHARS = 256
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 NO_SEED = -1  # as some clients write "no seed"
@@ -37,8 +42,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
     "guided_json": (),
     "guided_regex": (),
     "guided_grammar": (),
@@ -102,8 +105,8 @@ class Common(_Body):
     """Fields of completions and chats alike.
 
     Fields beyond the OpenAI API: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, max_time,
-    split_special_tokens, lookahead, gpus and trace. Settings that are not given are as in the model's
-    generation_config.json. Fields from `user` to `prediction` are accepted and have no effect.
+    split_special_tokens, structured_outputs, cache_salt, lookahead, gpus and trace. Settings that are not given are as
+    in the model's generation_config.json. Fields from `user` to `prediction` are accepted and have no effect.
     """
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -122,6 +125,8 @@ class Common(_Body):
     frequency_penalty: float = 0.0
     user: str | None = None
     metadata: dict[str, object] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -135,6 +140,7 @@ class Common(_Body):
     ignore_eos: bool = False
     split_special_tokens: bool = False
     max_time: float | None = None
+    cache_salt: str = Field(default="", max_length=MAX_SALT_CHARS)
     lookahead: Lookahead | None = None
     gpus: int | None = None
     trace: bool = False
@@ -154,9 +160,20 @@ class Common(_Body):
         extra = self.model_extra or {}
         for name, value in extra.items():
             if name in UNSUPPORTED and not any(_same(value, each) for each in UNSUPPORTED[name]):
+                if name.startswith("guided_"):
+                    kind = name.removeprefix("guided_")
+                    raise RequestError(f'{name}: is not supported; give structured_outputs={{"{kind}": ...}}')
                 allowed = " or ".join(json.dumps(each) for each in UNSUPPORTED[name])
                 raise RequestError(f"{name}: is not supported{f'; leave it out or give {allowed}' if allowed else ''}")
         return [name for name in extra if name not in UNSUPPORTED]
+
+    def constraint(self) -> ConstraintConfig | None:
+        """Return what the text must be; None for any text.
+
+        Raises:
+            ConstraintError: it is invalid.
+        """
+        return constraint_of(self.response_format, self.structured_outputs)
 
     def stops(self) -> list[str] | None:
         """Return the stop strings; None if none are given.
@@ -187,7 +204,11 @@ class Common(_Body):
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: only with stream=true")
         options = RequestOptions(
-            eos=not self.ignore_eos, sampling=self._sampling(sampling), stop=self.stops(), max_time=self.max_time
+            eos=not self.ignore_eos,
+            sampling=self._sampling(sampling),
+            stop=self.stops(),
+            max_time=self.max_time,
+            constraint=self.constraint(),
         )
         if self.trace:
             if not self.stream:
@@ -272,37 +293,14 @@ class Completion(Common):
         return not (self.echo and self.max_tokens == 0)
 
 
-class ContentPart(_Body):
-    """A part of a message's content; text alone is supported."""
-
-    type: Literal["text", "input_text", "output_text"]
-    text: str
-    cache_control: dict[str, object] | None = None
-    annotations: list[object] | None = None
-    logprobs: list[object] | None = None
-
-
-class Message(BaseModel):
-    """A message of a conversation. Unknown fields are passed on to the model's chat template."""
-
-    model_config = ConfigDict(extra="allow")
-
-    role: str
-    content: str | list[ContentPart] | None = None
-
-    def plain(self) -> dict[str, object]:
-        """Return the message as chat templates take it, with its content as one text."""
-        content = self.content
-        if isinstance(content, list):
-            content = "".join(part.text for part in content)
-        return {**(self.model_extra or {}), "role": self.role, "content": "" if content is None else content}
-
-
 class Chat(Common):
     """The body of POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
+    tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_CHAT_LOGPROBS)
 
@@ -319,3 +317,28 @@ class Chat(Common):
         if self.top_logprobs and not self.logprobs:
             raise RequestError(f"top_logprobs={self.top_logprobs}: only with logprobs=true")
         return self.top_logprobs or 0 if self.logprobs else None
+
+    def offered_tools(self) -> list[Tool]:
+        """Return the tools that the model may call: all, the one that is named, or none.
+
+        Raises:
+            RequestError: a call is asked for and there is no such tool, or there is a constraint of the text, too.
+        """
+        if self.tool_choice == "none":
+            return []
+        tools = self.tools
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            tools = [tool for tool in tools if tool.function.name == name]
+            if not tools:
+                raise RequestError(f"tool_choice: {name!r} is not the name of any of the tools")
+        if self.must_call and not tools:
+            raise RequestError("tool_choice=required: there are no tools")
+        if tools and self.constraint() is not None:
+            raise RequestError("response_format and structured_outputs: not with tools, except with tool_choice=none")
+        return tools
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice not in ("none", "auto")

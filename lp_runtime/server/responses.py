@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 
 from lp_runtime.engine.generation import Delta
 from lp_runtime.engine.output import Logprob
+from lp_runtime.model.tokenizer import TextStream
 from lp_runtime.scheduler.job import Job
+from lp_runtime.server.chat_parser import ChatParser
 from lp_runtime.server.stop_trimmer import StopTrimmer
 
 REASONS = {"eos": "stop", "stop": "stop"}  # OpenAI's finish_reason by this package's; all others are "length"
@@ -32,6 +34,7 @@ class Choice:
         logprobs: log-probabilities of the tokens, if asked for.
         found_by: ranks of the replicas that verified the tokens, if asked for.
         reason: OpenAI's finish_reason; None before the end.
+        parser, raw: see `read_by`.
     """
 
     index: int
@@ -43,19 +46,36 @@ class Choice:
     logprobs: list[float] = field(default_factory=list)
     found_by: list[int] = field(default_factory=list)
     reason: str | None = None
+    parser: ChatParser | None = None
+    raw: TextStream | None = None
+
+    def read_by(self, parser: ChatParser | None, raw: TextStream | None) -> None:
+        """Have the text taken apart.
+
+        Args:
+            parser: takes the text apart; None where the answer is its text.
+            raw: decodes the tokens, special ones included, where the parser must see those; None elsewhere.
+        """
+        self.parser, self.raw = parser, raw
+        if raw is not None:
+            self.trimmer = StopTrimmer(self.job.request.stop)
 
     def add(self, delta: Delta) -> str:
         """Append a delta; return the text that can be shown now."""
         self.tokens += delta.token_ids
         self.logprobs += delta.logprobs or ()
         self.found_by += delta.found_by or ()
-        return self.trimmer.add(delta.text)
+        text = delta.text
+        if self.raw is not None:
+            text = self.raw.add([token for token in delta.token_ids if token not in self.job.request.eos_token_ids])
+        return self.trimmer.add(text)
 
     def finish(self) -> str:
         """Set the finish_reason of a job that has ended; return the text that is left to show."""
         finish_reason = self.job.final_generation.finish_reason
         self.reason = REASONS.get(finish_reason, "length")
-        return self.trimmer.finish(finish_reason == "stop")
+        rest = self.trimmer.add(self.raw.finish()) if self.raw is not None else ""
+        return rest + self.trimmer.finish(finish_reason == "stop")
 
 
 def to_json(body: Mapping[str, object]) -> str:
@@ -74,11 +94,15 @@ def usage_of(choices: list[Choice]) -> dict[str, object]:
     prompts = {id(choice.job.request.prompt_ids): len(choice.job.request.prompt_ids) for choice in choices}
     num_new, num_prompt = sum(len(choice.tokens) for choice in choices), sum(prompts.values())
     num_fed, num_accepted = _num_drafted(choices)
+    cached: dict[int, int] = {}  # of each prompt, what its first sample has read; the others may read that one's
+    for choice in choices:
+        if choice.job.generation is not None:
+            cached.setdefault(id(choice.job.request.prompt_ids), choice.job.generation.cached_tokens)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_new,
         "total_tokens": num_prompt + num_new,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
         "completion_tokens_details": {
             "accepted_prediction_tokens": num_accepted,
             "rejected_prediction_tokens": num_fed - num_accepted,
@@ -279,39 +303,3 @@ class CompletionForm(ChoicesForm):
             top.setdefault(self.token_text(token), each)
         top.setdefault(text, float(value))
         return top
-
-
-class ChatForm(ChoicesForm):
-    """The form of answers to POST /v1/chat/completions."""
-
-    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def opening(self, choices: list[Choice]) -> Iterator[str]:
-        for choice in choices:
-            yield self.chunk(
-                {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            )
-
-    def choice(self, choice: Choice) -> dict[str, object]:
-        message = {"role": "assistant", "content": choice.text}
-        logprobs = self._logprobs(choice, slice(None))
-        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.reason}
-
-    def delta(self, choice: Choice, text: str, new: slice) -> dict[str, object]:
-        delta = {"content": text} if text else {}
-        logprobs = self._logprobs(choice, new)
-        return {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": choice.reason}
-
-    def _logprobs(self, choice: Choice, new: slice) -> dict[str, object] | None:
-        if self.num_top is None:
-            return None
-        content = []
-        for token, value in zip(choice.tokens[new], choice.logprobs[new], strict=True):
-            top = value.top if isinstance(value, Logprob) else ()
-            entries = [self._entry(other, each) for other, each in top]
-            content.append({**self._entry(token, float(value)), "top_logprobs": entries})
-        return {"content": content}
-
-    def _entry(self, token: int, value: float) -> dict[str, object]:
-        text = self.token_text(token)
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}

@@ -5,15 +5,26 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
+from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.errors import RequestError
-from lp_runtime.server.protocol import Common, Message
+from lp_runtime.server.messages import Message
+from lp_runtime.server.protocol import Common
 from lp_runtime.server.responses import Choice, Form, acceptance_of, event, usage_of
+from lp_runtime.server.structure import ResponseFormat, constraint_of
 
-NEUTRAL_TEXTS: tuple[dict[str, object], ...] = ({}, {"format": {"type": "text"}}, {"verbosity": "medium"})
+VERBOSITIES = (None, "medium")
+
+
+class TextSettings(BaseModel):
+    """Settings of the answer's text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: ResponseFormat | None = None
+    verbosity: str | None = None
 
 
 class Responses(Common):
@@ -25,7 +36,7 @@ class Responses(Common):
     top_logprobs: int | None = Field(default=None, ge=0, le=0)
     previous_response_id: str | None = None
     background: bool = False
-    text: dict[str, Any] | None = None
+    text: TextSettings | None = None
     include: list[str] | None = None
     truncation: str | None = None
 
@@ -42,7 +53,7 @@ class Responses(Common):
             "background=true: is not supported": self.background,
             f"include={self.include}: is not supported; leave it out": bool(self.include),
             f"truncation={self.truncation!r}: must be disabled": self.truncation not in (None, "disabled"),
-            'text: must be {"format": {"type": "text"}}': self.text is not None and self.text not in NEUTRAL_TEXTS,
+            "text.verbosity: must be medium": self.text is not None and self.text.verbosity not in VERBOSITIES,
             f"n={self.n}: must be 1": self.n != 1,
             "max_tokens: is not a field of responses; give max_output_tokens": self.max_tokens is not None,
             "input: is empty": not self.input,
@@ -50,6 +61,16 @@ class Responses(Common):
         for message, is_refused in refused.items():
             if is_refused:
                 raise RequestError(message)
+
+    def constraint(self) -> ConstraintConfig | None:
+        """Return what the text must be; None for any text.
+
+        Raises:
+            ConstraintError: it is invalid.
+        """
+        if self.text is None or self.text.format is None:
+            return super().constraint()
+        return constraint_of(self.text.format, self.structured_outputs)
 
     def messages(self) -> list[dict[str, object]]:
         """Return the conversation as chat templates take it.
@@ -103,6 +124,8 @@ class ResponsesForm(Form):
         self._created = int(time.time())
         self._num_events = 0
         self._shown = ""
+        given = None if body.text is None else body.text.format
+        self._format = {"type": "text"} if given is None else given.model_dump(exclude_none=True, by_alias=True)
 
     def whole(self, choices: list[Choice]) -> dict[str, object]:
         (choice,) = choices
@@ -176,7 +199,7 @@ class ResponsesForm(Form):
             "parallel_tool_calls": False,
             "previous_response_id": None,
             "temperature": body.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": self._format},
             "tool_choice": "none",
             "tools": [],
             "top_p": body.top_p,

@@ -41,6 +41,10 @@ def check_serve(config: ServeConfig) -> None:
     load_tokenizer(config.model)
     read_api_keys(config)
     _check_certificate(config)
+    if config.otlp_endpoint is not None:
+        from lp_runtime.server.tracing import check_tracing
+
+        check_tracing()
     if config.server == "ray_serve" and started_by_torchrun():
         raise ConfigError("server=ray_serve: torchrun started this process; start without torchrun")
 
@@ -54,6 +58,7 @@ def make_server(runtime: LookaheadRuntime, scheduler: Scheduler, config: ServeCo
     from lp_runtime.server.app import Server
     from lp_runtime.server.gate import GateRules
     from lp_runtime.server.submission import ServerSettings
+    from lp_runtime.server.tracing import Tracing
 
     rules = GateRules(
         api_keys=read_api_keys(config),
@@ -63,12 +68,16 @@ def make_server(runtime: LookaheadRuntime, scheduler: Scheduler, config: ServeCo
         body_timeout=config.body_timeout,
         logs_access=config.access_log,
     )
+    name = served_name(config)
     settings = ServerSettings(
-        name=served_name(config),
+        name=name,
         gate=rules,
         max_new_tokens=config.max_new_tokens,
         queue_timeout=config.queue_timeout,
         strict_fields=config.strict_fields,
+        tracing=None if config.otlp_endpoint is None else Tracing.to(config.otlp_endpoint, name),
+        tool_format=config.tool_format,
+        reasoning=config.reasoning,
     )
     return Server(runtime, scheduler, settings, load_tokenizer(config.model))
 
@@ -155,7 +164,8 @@ def serve(runtime: LookaheadRuntime, config: ServeConfig, starting: StartingServ
     if config.access_log:
         log_to_stderr(logging.getLogger("lp_runtime.access"))
     with Scheduler(runtime, config.max_waiting, config.policy, config.max_batch) as scheduler:
-        server = http_server(make_server(runtime, scheduler, config), http_limits(config))
+        routes = make_server(runtime, scheduler, config)
+        server = http_server(routes, http_limits(config))
         listener = starting.hand_over()
         host, port = listener.getsockname()[:2]
         scheme = "http" if config.ssl_certfile is None else "https"
@@ -163,6 +173,7 @@ def serve(runtime: LookaheadRuntime, config: ServeConfig, starting: StartingServ
         print(f"serving {served_name(config)} on {url}/v1", flush=True)
         print(f"a page to try it: {url}/", file=sys.stderr, flush=True)
         server.run(sockets=[listener])
+        routes.close()
 
 
 def log_to_stderr(log: logging.Logger) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from lp_runtime.server.gate import GateRules
 from lp_runtime.server.protocol import Common
 from lp_runtime.server.responses import Choice
 from lp_runtime.server.stop_trimmer import StopTrimmer
+from lp_runtime.server.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,9 @@ class ServerSettings:
         max_new_tokens: tokens that a request may generate at most; None for what the model's context allows.
         queue_timeout: seconds that a request may wait in the queue; None for no limit.
         strict_fields: whether requests with unknown fields are refused.
+        tracing: makes spans of requests; None for none.
+        tool_format: how the model writes calls of tools, one of config.commands.TOOL_FORMATS.
+        reasoning: how it writes a reasoning part, one of config.commands.REASONINGS.
     """
 
     name: str
@@ -42,6 +47,9 @@ class ServerSettings:
     max_new_tokens: int | None = None
     queue_timeout: float | None = None
     strict_fields: bool = False
+    tracing: Tracing | None = None
+    tool_format: str = "auto"
+    reasoning: str = "auto"
 
 
 class Submitter:
@@ -56,15 +64,17 @@ class Submitter:
 
     def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler, settings: ServerSettings, tokenizer: Tokenizer):
         self._scheduler, self._settings, self._tokenizer = scheduler, settings, tokenizer
-        self._builder = RequestBuilder(runtime.config, runtime.info, lambda: tokenizer)
+        self._compiler = runtime.compiler
+        self._builder = RequestBuilder(runtime.config, runtime.info, lambda: tokenizer, runtime.compiler)
         self._special_tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._named_fields: set[str] = set()
 
-    def check_fields(self, body: Common) -> None:
+    def check_fields(self, body: Common, request_id: str) -> None:
         """Refuse fields that are unknown, or name each of them in the log once.
 
         Args:
             body: what the client sent.
+            request_id: names the request in the log.
 
         Raises:
             RequestError: names a field that is not supported, or, with `strict_fields`, not known.
@@ -76,7 +86,7 @@ class Submitter:
             shown = ascii(name)[:MAX_NAME_CHARS]
             if shown not in self._named_fields and len(self._named_fields) < MAX_NAMED_FIELDS:
                 self._named_fields.add(shown)
-                log.warning("a request has a field that is not known and has no effect: %s", shown)
+                log.warning("request %s has a field that is not known and has no effect: %s", request_id, shown)
 
     def encode(self, prompt: str, split_special_tokens: bool) -> list[int]:
         """Return the token ids of a prompt; with `split_special_tokens`, special tokens in it are plain text.
@@ -86,13 +96,28 @@ class Submitter:
         """
         return encode(self._tokenizer, prompt, split_special_tokens=split_special_tokens)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], split_special_tokens: bool) -> list[int]:
-        """Return the token ids of a conversation, ready for the model's answer.
+    async def compile(self, options: RequestOptions) -> None:
+        """Compile the constraint of options, if there is one, while other requests go on; it is kept for `submit`.
+
+        Raises:
+            LookaheadError: the constraint is refused.
+        """
+        constraint = options.get("constraint")
+        if constraint is not None and constraint.kind is not None:
+            await asyncio.to_thread(self._compiler.compile, constraint)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        split_special_tokens: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
+        """Return the token ids of a conversation with tools, ready for the model's answer.
 
         Raises:
             RequestError: the model has no chat template, or it refuses the messages.
         """
-        return encode_chat(self._tokenizer, messages, split_special_tokens)
+        return encode_chat(self._tokenizer, messages, split_special_tokens, tools)
 
     def submit(
         self, body: Common, prompts: Sequence[list[int]], max_new_tokens: int | None, options: RequestOptions

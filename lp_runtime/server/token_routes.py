@@ -11,7 +11,7 @@ from lp_runtime.errors import RequestError
 from lp_runtime.model.tokenizer import encode
 from lp_runtime.model.types import Tokenizer
 from lp_runtime.runtime import LookaheadRuntime
-from lp_runtime.server.protocol import Message
+from lp_runtime.server.messages import Message
 from lp_runtime.server.status import StatusRoutes
 from lp_runtime.server.submission import Submitter
 

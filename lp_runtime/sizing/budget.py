@@ -24,7 +24,8 @@ RATE_BITS = 32  # fixed point of tokens a nanosecond, beside EXPECTED_BITS
 MAX_EXPECTED = (1 << 31) - 1  # so that rates fit into 64 bits
 MIN_GAIN_PERCENT = 110  # of a step that drafts, over one that does not: estimates of it are that uncertain
 LITTLE_GAIN_PERCENT = 140  # below this, a change in the time of a step that does not draft may turn the decision
-MIN_TREE_SIZE_HINT = 32  # nodes for each replica: less is grown in no time
+MIN_TREE_SIZE_HINT = 64  # nodes for each replica: less is grown in no time
+MIN_PROMISE = (1 << EXPECTED_BITS) // 500  # tokens of a node: estimates below are too rough to save little by
 
 
 class StepBudget:
@@ -236,10 +237,12 @@ def _best_size(path_probabilities, num_pending, num_nodes, times, kept, promised
         EXPECTED_BITS.
     """
     plain_rate = (np.int64(1) << EXPECTED_BITS + RATE_BITS) // plain_time
-    best, best_rate, best_promise, promise = num_pending, plain_rate, np.int64(0), np.int64(0)
+    best, best_rate, best_promise, promise, floor = num_pending, plain_rate, np.int64(0), np.int64(0), np.int64(0)
     for node in range(num_pending, min(num_nodes, num_pending + len(times) - 1)):
-        promise += path_probabilities[node] >> (PATH_PROBABILITY_BITS - EXPECTED_BITS)
-        expected = min((1 << EXPECTED_BITS) + promise * kept // promised, MAX_EXPECTED)
+        of_node = path_probabilities[node] >> (PATH_PROBABILITY_BITS - EXPECTED_BITS)
+        promise += of_node
+        floor += max(0, MIN_PROMISE - of_node)
+        expected = min((1 << EXPECTED_BITS) + promise * kept // promised + floor, MAX_EXPECTED)
         rate = (expected << RATE_BITS) // times[node + 1 - num_pending]
         if rate > best_rate:
             best, best_rate, best_promise = node + 1, rate, promise

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.serving import demo_model_that_chats
 
-from lp_runtime import LookaheadConfig
+from lp_runtime import LookaheadConfig, LookaheadRuntime
 from lp_runtime.bench.critical_path import CriticalPath, CriticalPathRunner
 from lp_runtime.bench.methods import HuggingFace
-from lp_runtime.bench.report import commit, quartiles
+from lp_runtime.bench.report import commit
+from lp_runtime.bench.rows import quartiles
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.group import Group
 from lp_runtime.engine.calibration import Calibration
@@ -67,6 +69,52 @@ def test_a_report_of_all_methods(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.count("\n| ") == 2 + len(rows)
     assert printed.strip() == (out / "bench.md").read_text().strip()
+
+
+def test_conversations_by_task_to_their_end(tmp_path, capsys):
+    """Turns go through the chat template; methods end where transformers ends; tables by task, prefill and decode."""
+    folder = demo_model_that_chats(tmp_path / "chat")
+    prompts = tmp_path / "prompts.jsonl"
+    records = [
+        {"turns": ["Write a loop.", "And a test."], "category": "coding"},
+        {"turns": ["def f():"], "category": "qa"},
+        {"turns": ["one too many"], "category": "qa"},
+    ]
+    prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = json.loads((folder / "generation_config.json").read_text())
+    with LookaheadRuntime(folder, device="cpu") as runtime:
+        messages = [{"role": "user", "content": "def f():"}]
+        tokens = runtime.generate(messages=messages, max_new_tokens=12, eos=False).token_ids
+    end = next(place for place in range(3, 12) if tokens[place] not in tokens[:place])  # the answer ends with it
+    (folder / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": tokens[end]}))
+    out = tmp_path / "out"
+    settings = ["each=1", "max_new_tokens=12", "methods=[hf,hf_prompt_lookup,plain,default]", "degrees=[1]"]
+    bench_main(
+        [
+            f"model.path={folder}",
+            f"prompts={prompts}:turns",
+            "chat=true",
+            "turns=all",
+            "exchange_us=[0]",
+            f"output={out}",
+            *settings,
+            *FIXED,
+        ]  # fmt: skip
+    )
+    found = json.loads((out / "bench.json").read_text(), parse_constant=pytest.fail)
+    assert found["head"]["prompts"] == 3 and found["head"]["end of text"] == "respected"
+    assert list(found["tasks"]) == ["multi-turn", "qa"]
+    for row in found["tasks"]["qa"]:
+        assert (row["num_tokens"], row["outputs_that_differ"]) == (end + 1, 0)
+    for row in found["rows"]:
+        assert row["outputs_that_differ"] == 0
+        assert row["num_tokens"] == sum(
+            each["num_tokens"] for rows in found["tasks"].values() for each in rows if each["method"] == row["method"]
+        )
+        assert row["prefill_ms"] > 0 and row["decode_tokens_per_second"] > 0
+    assert found["rows"][0]["decode_over_hf"] == 1
+    printed = capsys.readouterr().out
+    assert "| multi-turn | transformers, greedy | 1.00 |" in printed and "| qa | lp_runtime, default |" in printed
 
 
 @pytest.mark.parametrize(
@@ -168,6 +216,9 @@ def test_a_baseline_that_does_not_run_is_left_out(tmp_path, capsys, caplog, monk
         ("threads=0", "threads=0: must be"),
         ("sampling.temperature=0.5", "sampling.temperature=0.5: lp-bench compares greedy"),
         ("sampling.repetition_penalty=1.2", "sampling.repetition_penalty=1.2: lp-bench compares greedy"),
+        ("chat=true", "chat=true: only with prompts"),
+        ("each=0", "each=0: must be an integer >= 1"),
+        ("turns=all", "turns=all: only with chat=true"),
         ("degree=[1]", "did you mean degrees?"),
         ("model.packing=maybe", "model.packing=maybe: must be one of auto, off"),
     ],

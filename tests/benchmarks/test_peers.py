@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.goose import Branches, GooseDrafter, Matcher, extended, harmonic
 from support.peers import NUM_CHILDREN, NUM_COPIED, SamDrafter, first_end, longest_match
+from support.racer import Automaton, RacerDrafter, State, Trie, most_frequent
 
 from lp_runtime.lookahead.drafters.base import VerificationResult
 from lp_runtime.lookahead.drafters.best_first.tables import ENTRY
 from lp_runtime.lookahead.drafters.prompt_lookup import PromptLookupDrafter
 from lp_runtime.lookahead.drafters.token_recycling import CHILDREN, TEMPLATE, TokenRecyclingDrafter
 
+# Figure 9 of RACER's paper: a logits tree of 21 nodes, where token t is followed by 4t + 1 to 4t + 4.
+FIGURE_9 = {
+    (0, 4, 17),
+    (0, 1, 5, 21),
+    (0, 1, 5, 22),
+    (0, 1, 6, 25),
+    (0, 1, 7, 29),
+    (0, 1, 8, 33),
+    (0, 2, 9, 37),
+    (0, 2, 10, 41),
+    (0, 3, 13, 53),
+}
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 
 
@@ -62,7 +77,7 @@ def test_sam_copies_where_the_match_is_long_and_recycles_elsewhere():
     text = [*range(100, 160), *range(100, 106)]
     tree = drafter.propose(text, len(text) - 1, max_depth=99)
     assert tree.tokens[1:] == list(range(106, 106 + NUM_COPIED - 1))
-    drafter.note_prompt([7], np.array([[1, 2, 3, 4, 5, 6, 8, 9] + [0] * 8], np.int32))
+    drafter.note_prompt([7], np.array([[1, 2, 3, 4, 5, 6, 8, 9, 10, 11]]), np.zeros((1, 10), np.float32))
     tree = drafter.propose([5, 6, 7], 2, max_depth=99)
     assert tree.tokens == [7, 1, 2, 3, 4, 5, 6, 8]
     assert 1 + sum(NUM_CHILDREN.values()) == 61
@@ -81,3 +96,214 @@ def test_prompt_lookup_copies_what_followed_the_first_longest_match(tokens, num_
             expected = tokens[ends[0] : ends[0] + num_copied]
             break
     assert tree.tokens[1:] == expected
+
+
+def paths(tree) -> set[tuple[int, ...]]:
+    """Return the token ids from the root down to each leaf."""
+    leaves = set(range(tree.root, len(tree))) - {tree.parents[node] for node in range(tree.root + 1, len(tree))}
+    return {(tree.tokens[tree.root], *tree.path(leaf)) for leaf in leaves}
+
+
+def shown(rows: dict[int, list[int]], scores: list[float] | None = None):
+    """Return (tokens, ids, logits) to show a peer: what follows each token, filled up to 10 with unlikely tokens."""
+    ids = np.array([[*row, *range(900, 910)][:10] for row in rows.values()])
+    logits = np.array([([*(scores or [0.0] * len(row)), *[-50.0] * 10])[:10] for row in rows.values()], np.float32)
+    return list(rows), ids, logits
+
+
+def racer(rows: dict[int, list[int]], capacity: int) -> RacerDrafter:
+    drafter = RacerDrafter(capacity, breadth=4)
+    drafter.note_prompt(*shown(rows))
+    return drafter
+
+
+def test_racers_logits_tree_is_that_of_the_papers_figure():
+    drafter = racer({token: [4 * token + child for child in range(1, 5)] for token in range(60)}, 21)
+    tree = drafter.propose([0], 0, max_depth=99)
+    assert len(tree) == 21 and paths(tree) == FIGURE_9
+
+
+def test_racer_fills_up_what_the_text_has_drafted():
+    """As the published tests have it: what both sources draft costs once, and the logits tree goes on below it."""
+    drafter = racer({10: [20, 21, 22, 23], 20: [30, 31, 32, 33], 30: [40, 41, 42, 43]}, 8)
+    drafter.automaton.insert([1, 10, 20], 5)
+    drafter.automaton.link()
+    drafter.automaton.follow([1])
+    tree = drafter.propose([1, 10], 1, max_depth=99)
+    # 20 is there; its share of the 4 children is 4 >> 0, then 2, 1, 1 for 21, 22, 23, which nothing is known to follow
+    assert paths(tree) == {(10, 20, token) for token in (30, 31, 32)} | {(10, token) for token in (21, 22, 23)}
+    assert len(tree) == 8
+    repeated = racer({10: [20] * 4, 20: [30, 31, 32, 33]}, 6).propose([10], 0, max_depth=99)
+    assert paths(repeated) == {(10, 20, token) for token in (30, 31, 32, 33)}
+    assert paths(racer({}, 8).propose([7], 0, max_depth=99)) == {(7, *[0] * 7)}  # rows that were never seen are zeros
+
+
+def test_racer_continues_the_states_of_every_border():
+    """Worked out by hand: behind 1 2, of the text's suffixes 1 2 and 2, the second is too short to be continued."""
+
+    def matched(states: list[State]) -> list[tuple[int, int]]:
+        return [(state.token, state.depth) for state in states]
+
+    automaton = Automaton(100)
+    for ngram, frequency in (([1, 2, 3], 3), ([2, 3, 4], 2), ([9, 2, 3, 7], 1)):
+        automaton.insert(ngram, frequency)
+    automaton.link()
+    automaton.follow([1])
+    borders = automaton.borders(2)
+    assert matched(borders) == [(2, 2)]
+    assert [(state.token, state.frequency) for state, _ in most_frequent(borders, 5)] == [(2, 3), (3, 3)]
+    assert matched(automaton.borders(3)) == [(3, 3)]  # 2 3 is not found: 1 2 was used, and fell back to the root
+    automaton.link()
+    automaton.follow([1])
+    automaton.current = automaton.root.children[1].children[2]
+    assert matched(automaton.borders(3)) == [(3, 3), (3, 2)]
+    assert automaton.borders(8) == [] and automaton.current.depth == 3  # without a state it stays where it is
+
+
+def test_racer_keeps_the_most_frequent_of_a_level_and_stops_where_none_is():
+    automaton = Automaton(100)
+    automaton.insert([1, 2], 9)
+    for last, frequency in ((3, 4), (4, 1), (5, 3)):
+        automaton.insert([1, 2, last, 8], frequency)
+    automaton.link()
+    automaton.follow([1])
+    chosen = most_frequent(automaton.borders(2), 3)
+    assert [(state.token, state.frequency) for state, _ in chosen] == [(2, 17), (3, 4), (8, 4)]
+
+
+def test_racer_drops_the_least_recently_used_leaf():
+    trie = Trie(4)  # a root and three states
+    trie.insert([1, 2])
+    trie.insert([3])
+    trie.insert([1])
+    trie.insert([4])  # in place of 2, which was used before 3
+
+    def ngrams(state: State) -> list:
+        return [[token, *ngrams(child)] for token, child in state.children.items()]
+
+    assert ngrams(trie.root) == [[1], [3], [4]]
+
+
+def test_racer_learns_text_and_candidates_of_a_step():
+    prompt = [*range(1, 11), 1, 2]
+    drafter = RacerDrafter(12)
+    drafter.begin(prompt)
+    text = [*prompt, 3]
+    tree = drafter.propose(text, len(prompt), max_depth=99)
+    assert paths(tree) == {(3, *[0] * 11)}  # 3 alone is too short a match; rows that were never seen are zeros
+    drafter.note_nodes(tree, *shown({node: [60 + node] for node in range(len(tree))})[1:])
+    drafter.advance([*text, 4, 5], tree, VerificationResult([4] * len(tree)), [4, 5], [1])
+    tree = drafter.propose([*text, 4, 5], len(text) + 1, max_depth=99)
+    # 3 4 was followed by 5, which the text goes on with 6 to 2; then zeros, whose row is of the last node that was one
+    assert (5, 6, 7, 8, 9, 10, 1, 2) in {path[:8] for path in paths(tree)}
+    tree = drafter.propose([3], 0, max_depth=99)
+    assert {path[1] for path in paths(tree)} >= {60, 900}
+
+
+def goose(rows: dict[int, list[int]], scores: list[float] | None = None, budget: int = 60) -> GooseDrafter:
+    drafter = GooseDrafter(budget)
+    drafter.note_prompt(*shown(rows, scores))
+    return drafter
+
+
+def test_goose_copies_what_followed_the_longest_context():
+    matcher = Matcher()
+    matcher.extend([1, 2, 3, 4, 9, 2, 3, 4, 8, 7])
+    matcher.extend([1, 2, 3, 4])
+    assert matcher.chain([7, 1, 2, 3, 4]) == [9, 2, 3, 4, 8, 7, 1, 2, 3, 4]  # behind 1 2 3 4
+    assert matcher.chain([5, 2, 3, 4]) == [9, 2, 3, 4, 8, 7, 1, 2, 3, 4]  # behind 2 3 4, the first time
+    assert matcher.chain([3, 4]) == []
+    # 2 3 4 was followed by 9 and by 8: a chain of ten is confident by its length
+    assert matcher.confidence([5, 2, 3, 4], [0] * 10) == 0.7 + 0.2 * 2 / 12
+    assert matcher.confidence([5, 2, 3, 4], [0] * 4) == 0.3
+    assert matcher.confidence([5, 2, 3, 4], []) == 0
+
+
+def test_goose_trusts_and_continues_what_always_follows():
+    matcher = Matcher()
+    matcher.extend([1, 2, 3, 4] * 8)
+    chain = matcher.chain([2, 3, 4])
+    assert chain == [1, 2, 3, 4] * 5 and matcher.confidence([2, 3, 4], chain) == 1.0
+    assert len(extended(matcher, [2, 3, 4], chain, 1.0)) == 100
+    assert len(extended(matcher, [2, 3, 4], chain, 0.7)) == 80  # 70, by chains of 20
+
+
+def test_gooses_table_by_two_tokens_comes_first():
+    branches = Branches()
+    tokens, ids, logits = shown({5: [1, 2], 6: [3, 4]}, [np.log(3.0), 0.0])
+    branches.note(tokens, [None, 5], ids, logits)
+    assert branches.after(6, 5)[0] == (3, np.float64(np.float32(0.75)))
+    assert branches.after(6, 9)[0] == (3, 0.75) and branches.after(5, 9)[0] == (1, 0.75)
+    assert branches.after(7, 5) == []
+
+
+ROWS = {1: [2, 50], 2: [3, 51], 3: [60, 61], 50: [70, 71], 51: [72, 73], 60: [74, 75], 61: [76, 77]}
+
+
+def test_goose_grows_a_spine_and_branches():
+    """Worked out by hand. The chain 2 3 has a confidence of 0.15, which makes 25 nodes of 12: 14 may be the spine's, 22
+    are left for branches, 11 at the root and 7 and 3 on the spine. The spine's own next token is passed over."""
+    drafter = goose(ROWS, [0.0, 0.0], budget=12)
+    drafter.begin([7, 8, 1, 2, 3])
+    draft = drafter.draft([7, 8, 1, 2, 3, 7, 8, 1])
+    assert draft.tokens[1 : 1 + draft.num_spine] == [2, 3]
+    found = {tuple(_tokens_to(draft, node)) for node in range(1, len(draft.tokens))}
+    forks = {(50,), (2, 51), (2, 3, 60), (2, 3, 61)}
+    below = {
+        (50, 70),
+        (50, 71),
+        (2, 51, 72),
+        (2, 51, 73),
+        (2, 3, 60, 74),
+        (2, 3, 60, 75),
+        (2, 3, 61, 76),
+        (2, 3, 61, 77),
+    }
+    assert found == {(2,), (2, 3)} | forks | below
+
+
+def test_goose_grows_branches_alone_by_their_scores():
+    """Worked out by hand. Of 6 nodes 3 are left below 2 and 50: 2 gets ceil(3 x 0.5), 50 the last one."""
+    drafter = goose(ROWS, [0.0, 0.0], budget=6)
+    drafter.begin([9])
+    draft = drafter.draft([9, 1])
+    found = {tuple(_tokens_to(draft, node)) for node in range(1, len(draft.tokens))}
+    assert found == {(2,), (50,), (2, 3), (2, 51), (50, 70)}
+
+
+def _tokens_to(draft, node: int) -> list[int]:
+    tokens = []
+    while node:
+        tokens.append(draft.tokens[node])
+        node = draft.parents[node]
+    return tokens[::-1]
+
+
+def test_goose_splits_the_spines_branches_by_harmonic_weights():
+    assert harmonic(12, 3) == [6, 3, 2]
+    assert harmonic(3, 5) == [1, 1, 1, 0, 0]
+    assert harmonic(0, 2) == [0, 0]
+
+
+def test_goose_notes_how_much_of_a_spine_is_accepted():
+    drafter = goose({1: [2, 3]}, budget=10)
+    text = [7, 8, 1, *range(20, 60), 7, 8]
+    drafter.begin(text)
+    tree = drafter.propose([*text, 1], len(text), max_depth=99)
+    spine = [node for node in range(1, len(tree)) if 20 <= tree.tokens[node] < 60]
+    # a chain of 20 has a confidence of 0.9, and is continued by 20, then by 7 and 8: 42 nodes
+    assert [tree.tokens[node] for node in spine[:40]] == list(range(20, 60))
+    path = spine[:10]
+
+    committed = [*range(20, 30), 999]
+    drafter.advance([*text, 1, *committed], tree, VerificationResult([999] * len(tree)), committed, path)
+    assert drafter.average == pytest.approx(0.3 * 10 / 42 + 0.7 * 0.5)
+
+
+def test_goose_verifies_a_chain_alone_where_no_branch_is_known():
+    drafter = GooseDrafter(10)
+    text = [7, 8, 1, *range(20, 60), 7, 8, 1]
+    drafter.begin(text)
+    tree = drafter.propose(text, len(text) - 1, max_depth=99)
+    assert tree.tokens == [1, *range(20, 40)]
+    assert tree.parents == list(range(-1, 20))

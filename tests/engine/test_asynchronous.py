@@ -118,20 +118,20 @@ def test_together_nothing_waits_for_a_prompt(model, monkeypatch):
     arriving = iter([[Arrival("first", first)], [], [], [Arrival("long", long)]])
     order = []
     loop = engine_of(model)
-    step, feed = loop._step, model._forward
+    step, feed = loop._step, model.feed
 
     def noted_step(*args):
         runs = yield from step(*args)
         order.append("committed")
         return runs
 
-    def noted_feed(ids, *args):
-        if len(ids) == model.prefill_chunk:
+    def noted_feed(kind, caches, what, *others):
+        if len(what) == model.prefill_chunk:
             order.append("chunk")
-        return feed(ids, *args)
+        return feed(kind, caches, what, *others)
 
     monkeypatch.setattr(loop, "_step", noted_step)
-    monkeypatch.setattr(model, "_forward", noted_feed)
+    monkeypatch.setattr(model, "feed", noted_feed)
     for key, event in loop.run_batch(lambda: next(arriving, [])):
         if not isinstance(event, Report):
             order.append(f"told {key}")

@@ -31,11 +31,16 @@ def test_steps_are_measured_in_nanoseconds(model):
     assert 10_000 < times[0, 1] < 1_000_000_000
 
 
-def test_the_vocabularys_entries_are_what_the_model_says_of_each_token_alone(model):
+def test_the_vocabularys_entries_are_what_the_model_says_of_each_token_behind_a_common_one(model):
     vocabulary = Calibration(model, Group.alone(), None).vocabulary()
     assert vocabulary.shape == (model.vocabulary_size, ENTRY)
     with torch.inference_mode():
-        logits = model.model(torch.arange(model.vocabulary_size)[:, None]).logits[:, 0]
+        size = model.vocabulary_size
+        spaced = torch.arange(64) * size // 64
+        first = torch.full((64,), size // 2)
+        likeliest = model.model(torch.stack([first, spaced], 1)).logits[:, 1].argmax(-1)
+        common = likeliest.bincount().argmax().expand(size)
+        logits = model.model(torch.stack([common, torch.arange(size)], 1)).logits[:, 1]
     top = logits.topk(K)
     chosen = logits.gather(1, torch.from_numpy(vocabulary[:, :K]).long())
     assert torch.allclose(chosen, top.values, atol=1e-5)  # the same tokens, up to ties

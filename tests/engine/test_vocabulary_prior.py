@@ -92,7 +92,7 @@ def test_what_was_asked_before_the_end_is_gone_on_with_at_the_next_start(folder,
 def test_a_device_without_memory_asks_about_less_and_then_no_more(folder, monkeypatch):
     model, sizes = model_of(folder), []
 
-    def fail(self, slot, tokens):
+    def fail(self, slot, tokens, behind):
         sizes.append(len(tokens))
         raise torch.OutOfMemoryError("no memory")
 

@@ -7,7 +7,9 @@ import signal
 
 import pytest
 from support.processes import marked, start_cli, wait_until
+from support.serving import demo_model_that_chats
 
+from lp_runtime import LookaheadRuntime
 from lp_runtime.entrypoints.batch import OutputFile
 from lp_runtime.entrypoints.cli import main
 from lp_runtime.errors import LookaheadError
@@ -98,6 +100,70 @@ def test_a_list_of_turns_takes_the_first(tmp_path, demo_model_dir):
     turns = {"question_id": 81, "category": "writing", "turns": ["def f():", "now in C"]}
     (result,) = Job(tmp_path, demo_model_dir, [turns]).run("prompt_field=turns")
     assert result["prompt"] == "def f():"
+
+
+@pytest.fixture
+def conversations(tmp_path):
+    """Two conversations, the second of one turn, for a model that has a chat template."""
+    records = [{"turns": ["Write a loop.", "And a test."]}, {"turns": ["Write a class."]}]
+    return Job(tmp_path, demo_model_that_chats(tmp_path / "chat"), records)
+
+
+def test_all_turns_of_a_conversation(conversations):
+    settings = ["prompt_field=turns", "chat=true", "turns=all"]
+    results = conversations.run(*settings)
+    found = [(result["index"], result["turn"], result["prompt"]) for result in results]
+    assert found == [(0, 0, "Write a loop."), (1, 0, "Write a class."), (0, 1, "And a test.")]
+    with LookaheadRuntime(conversations.model_dir, device="cpu") as runtime:
+        messages = [{"role": "user", "content": "Write a loop."}]
+        for result in (results[0], results[2]):
+            assert runtime.generate(messages=messages, max_new_tokens=12).token_ids == result["token_ids"]
+            answer = {"role": "assistant", "content": result["text"]}
+            messages += [answer, {"role": "user", "content": "And a test."}]
+    # cut off behind the first turns, it goes on with the answers that are there
+    lines = conversations.output.read_text().splitlines(keepends=True)
+    conversations.output.write_text("".join(lines[:2]) + lines[2][:9])
+    resumed = conversations.run(*settings)
+    assert resumed[:2] == results[:2] and resumed[2]["token_ids"] == results[2]["token_ids"]
+
+
+def test_the_first_turn_by_the_chat_template(conversations):
+    results = conversations.run("prompt_field=turns", "chat=true")
+    assert ["turn" in result for result in results] == [False, False]
+    with LookaheadRuntime(conversations.model_dir, device="cpu") as runtime:
+        messages = [{"role": "user", "content": "Write a class."}]
+        assert runtime.generate(messages=messages, max_new_tokens=12).token_ids == results[1]["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["turns=all"], "turns=all: only with chat=true"),
+        (["turns=some", "chat=true"], "turns=some: must be one of first, all"),
+        (["ids=true", "chat=true"], "chat=true: not with ids=true"),
+        (["chat=true", "turns=all"], "turns=all: field 'q' of"),
+        (["chat=true", "prompt_field=mixed"], "line 2: field 'mixed' must hold text, as line 1's does"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(tmp_path, refusal, settings, message):
+    records = [{"q": "a", "mixed": "a"}, {"q": "b", "mixed": ["a", "b"]}]
+    job = Job(tmp_path, demo_model_that_chats(tmp_path / "chat"), records)
+    assert message in refusal(job, "prompt_field=q", *settings)
+    assert not job.output.exists()
+
+
+def test_a_model_without_a_chat_template_is_refused(tmp_path, refusal, demo_model_dir):
+    job = Job(tmp_path, demo_model_dir, [{"prompt": "a"}])
+    assert refusal(job, "chat=true").endswith(f"chat=true: the model {demo_model_dir} has no chat template")
+
+
+def test_a_conversation_that_outgrows_the_context_is_named(conversations, refusal):
+    long = {"turns": ["Write.", "x = 1\n" * 3000]}
+    conversations.source.write_text(json.dumps(long) + "\n")
+    assert "line 1, turn 2: the prompt is too long" in refusal(
+        conversations, "prompt_field=turns", "chat=true", "turns=all"
+    )
+    assert len(conversations.results()) == 1
 
 
 def test_blank_lines_do_not_count(job):

@@ -17,7 +17,7 @@ from support.ranks import interfaces
 from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.store import address_of
-from lp_runtime.errors import LaunchError
+from lp_runtime.errors import ConfigError, LaunchError
 from lp_runtime.launchers.process_host import Placement
 from lp_runtime.launchers.ray_booking import Booking, device_index
 from lp_runtime.launchers.ray_launcher import ReplicaActor
@@ -61,10 +61,10 @@ def cluster():
 
 
 @contextmanager
-def booked(placement: str, gpus: int, start_timeout: float = PATIENCE) -> Iterator[Booking]:
+def booked(placement: str, gpus: int, start_timeout: float = PATIENCE, num_shards: int = 1) -> Iterator[Booking]:
     """A booking that is given back, whatever happens."""
     launcher = LauncherConfig(name="ray", placement=placement, start_timeout=start_timeout)
-    booking = Booking(ray, RuntimeConfig(gpus=gpus, device="cuda", launcher=launcher))
+    booking = Booking(ray, RuntimeConfig(gpus=gpus, gpus_per_replica=num_shards, device="cuda", launcher=launcher))
     try:
         yield booking
     finally:
@@ -94,6 +94,19 @@ def test_nodes_that_replicas_are_put_on(placement, gpus, counts):
         assert sorted(Counter(nodes).values(), reverse=True) == counts
         for index, node in enumerate(nodes):
             assert booking.placement(index) == Placement(0, nodes.count(node), owns_device=True)
+
+
+@pytest.mark.usefixtures("free_cluster")
+def test_the_shards_of_a_replica_share_a_node():
+    with booked("pack", 4, num_shards=2) as booking:
+        first, second = booking.nodes()
+        assert first != second  # a node has two GPUs
+        assert booking.placement(0) == Placement(0, 2, owns_device=True)
+        assert booking.options(1)["num_gpus"] == 1  # of an actor, that is a shard
+        with pytest.raises(ConfigError, match="gpus=6: the Ray cluster has 4"), booked("pack", 6, num_shards=2):
+            pass
+    with pytest.raises(LaunchError, match="no room for 1 x"), booked("pack", 3, start_timeout=1.0, num_shards=3):
+        pass
 
 
 NOSET = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -143,6 +156,25 @@ def seen_by_actors(runtime: LookaheadRuntime) -> dict[int, tuple[str, int]]:
         return ray.get_runtime_context().get_node_id(), Booking.placement_here().num_local
 
     return {index: ray.get(actor.__ray_call__.remote(look)) for index, actor in runtime.launcher.host.actors.items()}
+
+
+def test_replicas_of_two_shards(cluster, demo_model_dir, greedy):
+    """A shard that is lost takes its replica with it, and no other; both come back."""
+    options = {"device": "cpu", "dtype": "float32", "lookahead": LookaheadConfig(7, 5, 7, prior="none")}
+    launcher = LauncherConfig(name="ray", placement="spread")
+    with LookaheadRuntime(str(demo_model_dir), 4, launcher, gpus_per_replica=2, **options) as runtime:
+        nodes = [node for _, (node, _) in sorted(seen_by_actors(runtime).items())]
+        assert runtime.num_replicas == 2 and nodes[0] == nodes[1] != nodes[2] == nodes[3]
+        before = dict(runtime.launcher.host.actors)
+        stream = runtime.stream(reference.PROMPTS[1], reference.MAX_NEW_TOKENS, eos=False)
+        for number, _ in enumerate(stream):
+            if number == 2:
+                ray.kill(before[3])
+        assert stream.generation.token_ids == greedy[1] and stream.generation.losses == 1
+        wait_until(lambda: runtime.launcher.num_ready == 2)
+        after = runtime.launcher.host.actors
+        assert [number for number in range(4) if after[number] is not before[number]] == [2, 3]
+        assert runtime.generate(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False).token_ids == greedy[0]
 
 
 def test_a_node_that_is_lost(cluster, demo_model_dir, greedy):

@@ -116,6 +116,12 @@ def test_losses_in_a_row_until_none_is_left(undisturbed):
     assert own_replicas() == before
 
 
+def test_the_log_names_the_request_that_has_lost_a_replica(undisturbed, runtime, caplog):
+    kill = when(4, lambda: os.kill(replicas_of(runtime)[1], signal.SIGKILL))
+    assert_same(decode(runtime, kill, request_id="mine"), undisturbed["greedy"])
+    assert [line for line in caplog.messages if line.startswith("request mine: replicas [1] were lost after ")]
+
+
 def test_two_lost_at_once_and_all_lost_come_back(undisturbed, runtime):
     pids = replicas_of(runtime)
     out = decode(runtime, when(3, lambda: [os.kill(pid, signal.SIGKILL) for pid in pids[:2]]))

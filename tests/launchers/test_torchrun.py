@@ -12,6 +12,9 @@ import pytest
 from support import reference
 from support.processes import PATIENCE, Marked, marked
 
+from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.errors import ConfigError
+
 SCRIPT = """
 import json, sys
 import torch
@@ -103,6 +106,32 @@ def test_a_script_on_two_ranks(environment, demo_model_dir, greedy, sampled, tmp
         first = [token for tokens in result["first"] for token in tokens]
         assert first == greedy[0][: len(first)]
     environment.assert_gone()
+
+
+def test_a_script_on_the_two_shards_of_a_replica(environment, demo_model_dir, greedy, tmp_path):
+    """Both ranks yield the same, whether their streams are read to the end, closed early or left open."""
+    (tmp_path / "script.py").write_text(SCRIPT.replace('device="cpu"', 'device="cpu", gpus_per_replica=2'))
+    tests = str(Path(reference.__file__).parents[1])
+    result = torchrun(environment, 2, "script.py", str(demo_model_dir), str(tmp_path), tests, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert [result.pop("leader") for result in results] == [True, False]
+    assert results[0] == results[1]
+    assert results[0]["replicas"] == 1
+    assert results[0]["outs"] == [*greedy, greedy[0]]
+    environment.assert_gone()
+
+
+def test_ranks_that_make_no_whole_replicas():
+    """Nothing is started: a rank knows this from torchrun's variables."""
+    context = ReplicaContext(rank=3, num_replicas=4, device_index=1, num_local=2)
+    replica, shard = context.divided(2)
+    assert (replica.rank, replica.num_replicas, replica.device_index, shard) == (1, 2, 1, 1)
+    with pytest.raises(ConfigError, match="gpus_per_replica=3: torchrun has started 4 processes; must be a multiple"):
+        context.divided(3)
+    with pytest.raises(ConfigError, match="gpus_per_replica=4: torchrun has started 2 processes on this machine"):
+        context.divided(4)
 
 
 def test_ranks_that_another_program_started(environment, demo_model_dir, greedy, tmp_path):

@@ -3,6 +3,7 @@
 import gc
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,14 @@ def test_a_model_quantized_on_loading_is_decoded_exactly(demo_model_dir):
         model = load_model(ModelConfig(path=str(demo_model_dir), quantization_config=given), CPU, "float32")
         assert type(model.model.layers[0].mlp.up_proj.weight).__module__.startswith("torchao")
         assert_decodes_as_transformers(model)
+
+
+def test_a_quantizer_that_is_not_installed_is_named(demo_model_dir, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(ModelError, match="cannot be loaded: .*torchao") as caught:
+        load_model(ModelConfig(path=str(demo_model_dir), quantization_config=TORCHAO), CPU, "float32")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_device_map_is_passed_on(demo_model_dir, monkeypatch):

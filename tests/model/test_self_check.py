@@ -6,6 +6,7 @@ import torch
 from lp_runtime.errors import ModelError
 from lp_runtime.model.attention.mask import FULL, MaskBuilder
 from lp_runtime.model.differences import TOLERANCES
+from lp_runtime.model.passes import Passes
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.self_check import BEFORE_THRESHOLD, SHORT_PROMPT, check_model
 
@@ -34,7 +35,8 @@ class Unwindowed(MaskBuilder):
 def test_the_check_is_longer_than_a_sliding_window(random_model):
     tree_model = ModelRunner(random_model("Mistral", sliding_window=100), prefill_chunk=2048)
     assert check_model(tree_model) < 1e-5
-    tree_model.masks = Unwindowed(tree_model.model.config, "sdpa", tree_model.dtype, tree_model.device)
+    unwindowed = Unwindowed(tree_model.model.config, "sdpa", tree_model.dtype, tree_model.device)
+    tree_model.passes = Passes(tree_model.model, unwindowed, None)
     with pytest.raises(ModelError, match="failed the start-up self-check"):
         check_model(tree_model)
 

@@ -375,3 +375,30 @@ def test_with_no_replica_left_requests_fail_at_once():
 def test_a_policy_that_does_not_exist_is_refused():
     with pytest.raises(ConfigError, match="policy=quick: must be one of fair, latency, throughput"):
         Scheduler(None, policy="quick")
+
+
+def test_a_request_does_not_wait_for_a_busy_replica_while_another_is_idle(alone):
+    """A replica that does not come back in time is one that is stopped: it tells nothing, and is not lost either."""
+    failure = FailureConfig(timeout=1000.0, heartbeat=1000.0)
+    config = RuntimeConfig(gpus=2, device="cpu", dtype="float32", lookahead=FIXED, failure=failure)
+    with LookaheadRuntime.from_config(config) as runtime:
+        held = HeldRuntime(runtime)
+        with Scheduler(held, policy="throughput", max_batch=8) as scheduler:
+            jobs = [held.submit(scheduler, make(held, case, lookahead=SLOW)) for case in LONG_CASES[:2]]
+            firsts = [first_delta(job) for job in jobs]
+            busy = next(job for job in jobs if 0 in scheduler.replicas_of(job))
+            ending = next(job for job in jobs if job is not busy)
+            os.kill(runtime.launcher.process_ids[0], signal.SIGSTOP)
+            try:
+                waiting = scheduler.submit(make(held, CASES[0]))
+                wait_until(lambda: scheduler.batches == [2, 1])
+                ending.cancel()
+                answer: list[int] = []
+                reader = threading.Thread(target=lambda: answer.extend(rest_of(waiting)), daemon=True)
+                reader.start()
+                wait_until(lambda: not reader.is_alive())
+                assert answer == alone[CASES[0]] and waiting.generation.losses == 0
+            finally:
+                os.kill(runtime.launcher.process_ids[0], signal.SIGCONT)
+            held.release(busy)
+            assert firsts[jobs.index(busy)] + rest_of(busy) == alone[LONG_CASES[jobs.index(busy)]]

@@ -68,6 +68,32 @@ def test_one_that_is_made_in_memory_is_the_one_that_is_written(tmp_path):
     assert torch.equal(made(ids).logits, written(ids).logits)
 
 
+@torch.inference_mode()
+def test_a_mixture_of_experts_says_what_the_small_model_says(small, tmp_path):
+    shape, mixture = SHAPES["wider and deeper"], inflate_model.Mixture(4, 2)
+    count = inflate_model.inflate(DEMO_MODEL, tmp_path, shape, "float32", mixture=mixture)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert sum(weight.numel() for weight in model.parameters()) == count
+    ids = AutoTokenizer.from_pretrained(DEMO_MODEL)(PROMPT, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    chosen = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, args, found: chosen.append(found[2]))
+    torch.testing.assert_close(model(ids).logits, small(ids).logits, rtol=1e-4, atol=1e-4)
+    sent = torch.cat(chosen)
+    assert sent.shape == (shape.layers * ids.shape[1], 2)
+    assert sent.flatten().bincount(minlength=4).min() > 0.05 * sent.numel()  # every expert has work
+    assert len({tuple(row) for row in sent.tolist()}) > 4  # and which ones depends on the token
+    experts = model.model.layers[0].mlp.experts.gate_up_proj
+    assert torch.equal(experts[0], experts[3]) and experts.stride(0) == experts[0].numel()  # copies of their own
+    assert generated(model, ids) == generated(small, ids)
+    made = inflate_model.inflated(DEMO_MODEL, shape, "float32", torch.device("cpu"), mixture)
+    assert torch.equal(made(ids).logits, model(ids).logits)
+
+
+def generated(model, ids) -> list[int]:
+    return model.generate(ids, max_new_tokens=48, min_new_tokens=48, do_sample=False)[0].tolist()
+
+
 def test_only_what_would_reach_the_result_is_zero(big):
     hidden, D = big.config.hidden_size, big.config.head_dim
     for name, weight in big.named_parameters():
@@ -92,6 +118,8 @@ def test_only_what_would_reach_the_result_is_zero(big):
         (["--heads", "2", "--kv-heads", "2"], "--kv-heads=2: too few"),
         (["--heads", "24"], "--hidden=1024: must be a multiple of --heads=24"),
         (["--from", "nowhere"], "nowhere"),
+        (["--experts", "1"], "--experts=1: must be at least 2"),
+        (["--experts", "4", "--experts-per-token", "5"], "--experts-per-token=5: must be 1 to --experts=4"),
         (["--kv-heads", "0"], "--kv-heads=0: must be at least 1"),
         (["--out", str(DEMO_MODEL)], "has a model in it"),
     ],

@@ -246,7 +246,7 @@ def test_responses(client):
         ({"previous_response_id": "x"}, "previous_response_id: is not supported"),
         ({"background": True}, "background=true: is not supported"),
         ({"tools": [{"type": "web_search"}]}, "tools: is not supported"),
-        ({"text": {"format": {"type": "json_object"}}}, "text: must be"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity: must be medium"),
         ({"input": [{"type": "function_call_output", "role": "user", "content": "x"}]}, "are not supported"),
         ({"input": 5}, "input=5: must be a string or a list"),
     ],

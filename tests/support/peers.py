@@ -3,7 +3,8 @@
 SAM decoding (arXiv 2411.10666) with a token recycling tree is Spec-Bench's model/samd with its defaults. The longest
 suffix of the text that has occurred before is looked up. If it has 5 tokens or more, 40 tokens from behind its first
 occurrence are copied. Else the tree token_recycle.json is filled from a table of top-k candidates, which the prompt's
-logits enter, too.
+logits enter, too. RACER is in racer.py, Goose in goose.py; token recycling and prompt lookup are drafters of the
+runtime (lp_runtime/lookahead/drafters).
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import numpy as np
 
 from lp_runtime.lookahead.drafters.base import CountingDrafter, VerificationResult
 from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree
 
 NUM_COPIED = 40  # tokens, model/samd's default
+NUM_SHOWN = 10  # likeliest tokens that peers are shown: Goose's
 MIN_MATCH = 5  # tokens of a suffix, model/samd's default
 # Number of children of each node that has any, breadth first: token_recycle.json of Spec-Bench.
 NUM_CHILDREN = {
@@ -25,7 +28,36 @@ NUM_CHILDREN = {
 }
 
 
-class SamDrafter(CountingDrafter):
+class Peer(CountingDrafter):
+    """A published method's drafter, which sees more of the model than the runtime's own drafters do.
+
+    Whoever decodes shows it the likeliest tokens behind every position of the prompt, before the first token is
+    committed, and behind every node of a step's tree, before `advance`.
+    """
+
+    def note_prompt(self, tokens: Sequence[int], ids: np.ndarray, logits: np.ndarray) -> None:
+        """Learn from the prefill.
+
+        Args:
+            tokens: [n] the prompt.
+            ids: [n, NUM_SHOWN] int64 the likeliest tokens behind each, the likeliest first.
+            logits: [n, NUM_SHOWN] float32 their logits.
+        """
+
+    def note_nodes(self, tree: TokenTree, ids: np.ndarray, logits: np.ndarray) -> None:
+        """Learn from a step.
+
+        Args:
+            tree: the step's tree.
+            ids: [n, NUM_SHOWN] int64 the likeliest tokens behind each node from the root on.
+            logits: [n, NUM_SHOWN] float32 their logits.
+        """
+
+    def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
+        pass
+
+
+class SamDrafter(Peer):
     """SAM decoding with a recycling tree."""
 
     num_top_k = K
@@ -40,18 +72,17 @@ class SamDrafter(CountingDrafter):
     def begin(self, tokens: Sequence[int]) -> None:
         pass
 
-    def note_prompt(self, tokens: Sequence[int], entries: np.ndarray) -> None:
-        """Enter the top-k candidates of the prompt's tokens into the table.
-
-        Args:
-            tokens: [n] the prompt.
-            entries: [n, ENTRY] int32 candidates, as drafters/best_first/tables.py has them.
-        """
-        for token, row in zip(tokens, entries, strict=True):
-            self._table[token] = row
+    def note_prompt(self, tokens: Sequence[int], ids: np.ndarray, logits: np.ndarray) -> None:
+        for token, row in zip(tokens, ids, strict=True):
+            self._table[token] = row[:K]
 
     def propose(
-        self, tokens: Sequence[int], num_cached: int, max_depth: int, tree_size_hint: int | None = None
+        self,
+        tokens: Sequence[int],
+        num_cached: int,
+        max_depth: int,
+        tree_size_hint: int | None = None,
+        guide: Guide | None = None,
     ) -> TokenTree:
         tree = TokenTree(tokens[num_cached:], max_depth)
         text = list(tokens[:-1])  # the last token is not in the automaton yet
@@ -70,9 +101,6 @@ class SamDrafter(CountingDrafter):
             for rank in range(NUM_CHILDREN.get(index, 0)):
                 nodes.append(None if parent is None or row is None else tree.add(parent, int(row[rank])))
         return tree
-
-    def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
-        pass
 
     def advance(
         self,

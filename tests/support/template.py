@@ -1,5 +1,8 @@
 """Imported by the process that replicas of the tests are forked from: all that a replica imports, and its kernels."""
 
+import torch.distributed.tensor  # noqa: F401
+import transformers.distributed.tensor_parallel  # noqa: F401
+
 import lp_runtime.launchers.replica_process  # noqa: F401
 from lp_runtime.distributed.exchange import compile_exchange
 from lp_runtime.distributed.partition import compile_partition

@@ -15,6 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
+from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree, accept
 
 MAX_DEPTH_COUNTED = 16  # columns of Counts; deeper nodes are rare and count in the last one
@@ -93,12 +94,14 @@ class Drafter(ABC):
 
     Attributes:
         num_top_k: K, how many top-k candidates of every node the drafter wants to know; 0 for none.
+        learns_prompt: whether `learn_prompt` makes use of the top-k candidates behind a prompt's tokens.
         max_nodes: largest number of nodes of a tree, the root counted; pending tokens before it may come on top.
         max_committed: largest number of tokens that one step commits.
         counts: nodes fed and accepted so far, by source and depth.
     """
 
     num_top_k: int = 0
+    learns_prompt: bool = False
     max_nodes: int
     max_committed: int
     counts: Counts
@@ -109,7 +112,12 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(
-        self, tokens: Sequence[int], num_cached: int, max_depth: int, tree_size_hint: int | None = None
+        self,
+        tokens: Sequence[int],
+        num_cached: int,
+        max_depth: int,
+        tree_size_hint: int | None = None,
+        guide: Guide | None = None,
     ) -> TokenTree:
         """Return the next step's tree.
 
@@ -118,6 +126,8 @@ class Drafter(ABC):
             num_cached: leading tokens that are cached; the others are pending.
             max_depth: largest depth below the root of a node.
             tree_size_hint: largest number of nodes to propose, where the drafter can choose; None for its own limit.
+            guide: the constraint that the text is under; no node stands in the tree that the guide forbids. None
+                without one.
         """
 
     def keep(self, tree: TokenTree, nodes: np.ndarray) -> TokenTree:
@@ -141,6 +151,15 @@ class Drafter(ABC):
     def may_accept(self, node: int) -> bool:
         """Whether `accept` may go on to a node of the tree that was proposed last."""
         return True
+
+    def learn_prompt(self, tokens: Sequence[int], entries: np.ndarray) -> None:  # noqa: B027 (most have no use for it)
+        """Learn what a forward pass found behind the prompt's last tokens; called once, before the first step.
+
+        Args:
+            tokens: [P] the prompt.
+            entries: [n, ENTRY] int32 top-k candidates behind its last n tokens, n <= P, as best_first/tables.py lays
+                them out.
+        """
 
     @abstractmethod
     def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
@@ -172,14 +191,38 @@ class Drafter(ABC):
 
 
 class CountingDrafter(Drafter):
-    """A drafter that counts fed and accepted nodes by the sets of nodes that its sources claim.
+    """A drafter whose trees grow node by node, and that counts nodes by the sets of nodes that its sources claim.
 
     Args:
-        *sources: names of where a node's token may come from.
+        *sources: names of where a node's token may come from, beside the constraint, which comes last.
     """
 
     def __init__(self, *sources: str):
-        self.counts = Counts(sources)
+        self.counts = Counts((*sources, "forced"))
+        self._forced: list[int] = []
+
+    def start_tree(
+        self, tokens: Sequence[int], num_cached: int, max_depth: int, budget: int | None, guide: Guide | None
+    ) -> tuple[TokenTree, int]:
+        """Begin a tree with the pending tokens, and with what a constraint says must follow.
+
+        Args:
+            tokens: see `propose`.
+            num_cached: see `propose`.
+            max_depth: see `propose`.
+            guide: see `propose`.
+            budget: largest number of nodes, pending tokens included; None for no limit beside max_nodes.
+
+        Returns:
+            (tree, node): the tree; the last node that is certain, below which guesses begin.
+        """
+        if guide is None:
+            return TokenTree(tokens[num_cached:], max_depth, budget), len(tokens) - num_cached - 1
+        most = len(tokens) - num_cached - 1 + self.max_nodes
+        depth = min(max_depth, self.max_committed - 1)
+        tree = TokenTree(tokens[num_cached:], depth, most if budget is None else min(most, budget), guide=guide)
+        self._forced = tree.add_branch(guide.forced((), depth))
+        return tree, self._forced[-1] if self._forced else tree.root
 
     def count(self, tree: TokenTree, path: Sequence[int], claims: Sequence[Iterable[int]]) -> None:
         """Count one step.
@@ -192,6 +235,8 @@ class CountingDrafter(Drafter):
         sources = np.full(len(tree), -1)
         for source, claimed in reversed(list(enumerate(claims))):
             sources[list(claimed)] = source
+        sources[self._forced] = len(claims)
+        self._forced = []
         below = tree.root + 1
         assert (sources[below:] >= 0).all()
         self.counts.add(sources[below:], np.array(tree.depths[below:], dtype=np.int64), [node - below for node in path])

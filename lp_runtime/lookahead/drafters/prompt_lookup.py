@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lp_runtime.lookahead.drafters.base import CountingDrafter, VerificationResult
+from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree
 
 MAX_NGRAM = 3  # tokens, as in the published code
@@ -43,13 +44,19 @@ class PromptLookupDrafter(CountingDrafter):
         self._num_indexed = len(tokens)
 
     def propose(
-        self, tokens: Sequence[int], num_cached: int, max_depth: int, tree_size_hint: int | None = None
+        self,
+        tokens: Sequence[int],
+        num_cached: int,
+        max_depth: int,
+        tree_size_hint: int | None = None,
+        guide: Guide | None = None,
     ) -> TokenTree:
-        tree = TokenTree(tokens[num_cached:], max_depth, self._budget)
-        for size in range(min(MAX_NGRAM, len(tokens)), 0, -1):
-            place = self._places.get(tuple(tokens[-size:]))
+        tree, certain = self.start_tree(tokens, num_cached, max_depth, self._budget, guide)
+        last = [*tokens[-MAX_NGRAM:], *tree.path(certain)][-MAX_NGRAM:]
+        for size in range(len(last), 0, -1):
+            place = self._places.get(tuple(last[-size:]))
             if place is not None:
-                tree.add_branch(tokens[place : place + self._num_copied])
+                tree.add_branch(tokens[place : place + self._num_copied], certain)
                 break
         return tree
 

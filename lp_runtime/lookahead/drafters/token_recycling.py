@@ -13,6 +13,7 @@ import numpy as np
 
 from lp_runtime.lookahead.drafters.base import CountingDrafter, VerificationResult
 from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree
 
 # Number of children of each node that has any, by the node's path of ranks from the root.
@@ -52,10 +53,15 @@ class TokenRecyclingDrafter(CountingDrafter):
         pass
 
     def propose(
-        self, tokens: Sequence[int], num_cached: int, max_depth: int, tree_size_hint: int | None = None
+        self,
+        tokens: Sequence[int],
+        num_cached: int,
+        max_depth: int,
+        tree_size_hint: int | None = None,
+        guide: Guide | None = None,
     ) -> TokenTree:
-        tree = TokenTree(tokens[num_cached:], max_depth, self._budget)
-        nodes: dict[str, int | None] = {"": tree.root}
+        tree, certain = self.start_tree(tokens, num_cached, max_depth, self._budget, guide)
+        nodes: dict[str, int | None] = {"": certain}
         for path, rank in TEMPLATE:
             parent = nodes[path]
             if parent is not None:

@@ -6,11 +6,13 @@ Built on the cache interface of transformers. Letters: T tokens fed, H key/value
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+LayerStates = tuple[int, torch.Tensor, torch.Tensor]  # index of a layer, its keys and values, [1, H, T, D] each
 
 
 class _Length:
@@ -176,11 +178,17 @@ class TreeCache(Cache):
         """Return the whole keys and values of a layer that has been used, [1, H, capacity, D] each."""
         return self._layers[layer].keys, self._layers[layer].values
 
-    def committed(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def committed(self) -> Iterator[LayerStates]:
         """Yield (index, keys, values) of each layer that has been used, [1, H, committed tokens, D] each: views."""
         for index, layer in enumerate(self._layers):
             if layer.is_initialized:
                 yield index, layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
+
+    def restore(self, states: Sequence[LayerStates], num_tokens: int) -> None:
+        """Commit the first `num_tokens` tokens of states that `committed` has yielded of another cache."""
+        for layer, keys, values in states:
+            self._layers[layer].update(keys[:, :, :num_tokens], values[:, :, :num_tokens])
+        self.commit(num_tokens)
 
     def keep_writing(self, num_tokens: int) -> None:
         """Have the next forward pass write behind `num_tokens` more tokens, which the last one has written.
@@ -200,6 +208,10 @@ class TreeCache(Cache):
         assert length <= self._length.value
         self._length.value = length
         self._length.written = 0
+
+    def place_at(self, length: int, written: int) -> None:
+        """Take over how full another cache is, whose tokens this one holds, too: that of another shard."""
+        self._length.value, self._length.written = length, written
 
     def grow(self, capacity: int) -> None:
         """Make `capacity` tokens fit; the committed ones are copied, layer by layer."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lp_runtime.model.kv_cache.cache import TreeCache
+from lp_runtime.model.kv_cache.prefix_cache import Prefix, PrefixCache
 
 
 @dataclass
@@ -36,23 +37,31 @@ class CacheSlot:
         """Tokens that fit into the slot's memory; 0 before memory was allocated."""
         return 0 if self._cache is None else self._cache.capacity
 
-    def reset(self, make_cache: Callable[[int], TreeCache], capacity: int) -> None:
-        """Empty the slot and make `capacity` tokens fit.
+    def reset(self, make_cache: Callable[[int], TreeCache], capacity: int, length: int = 0) -> None:
+        """Empty the slot but for its first tokens, and make `capacity` tokens fit.
 
         Args:
             make_cache: returns an empty cache with a capacity in tokens.
             capacity: tokens; memory is allocated anew only if the present capacity is smaller.
+            length: committed tokens to keep; they are copied where memory is allocated anew.
         """
-        if self.capacity < capacity:
+        if self.capacity < capacity and length:
+            self.cache.truncate(length)
+            self.cache.grow(capacity)
+        elif self.capacity < capacity:
             self._cache = None  # freed before the larger cache is allocated
             self._cache = make_cache(capacity)
-        self.cache.clear()
-        self.tokens, self.undecided = [], []
+        if length:
+            self.cache.truncate(length)
+        else:
+            self.cache.clear()
+        self.tokens, self.undecided = self.tokens[:length], []
 
-    def grow(self, capacity: int) -> None:
-        """Make `capacity` tokens fit, keeping the committed ones."""
-        if self.capacity < capacity:
-            self.cache.grow(capacity)
+    def restore(self, prefix: Prefix) -> None:
+        """Commit a prefix to the slot, which is empty, as if a prompt's first tokens had been fed."""
+        prefix.copy_into(self.cache)
+        self.tokens = prefix.tokens
+        self.num_prefilled = len(self.tokens)
 
 
 class SlotPool:
@@ -60,11 +69,22 @@ class SlotPool:
 
     Args:
         padded: maps tokens that must fit to the capacity that a slot is allocated with.
+
+    Attributes:
+        prefixes: keys and values of finished sequences; they leave where slots need the memory. None to keep none.
     """
 
     def __init__(self, padded: Callable[[int], int]):
+        self.prefixes: PrefixCache | None = None
         self._padded = padded
         self._free: list[CacheSlot] = []
+        self._in_use: dict[int, tuple[CacheSlot, int]] = {}  # by id: slots, and tokens that must fit
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit into all slots together, free or in use."""
+        in_use = sum(max(slot.capacity, capacity) for slot, capacity in self._in_use.values())
+        return in_use + sum(slot.capacity for slot in self._free)
 
     @property
     def bytes_per_token(self) -> int:
@@ -91,15 +111,21 @@ class SlotPool:
 
         best = max(self._free, key=preference, default=None)
         if best is None:
-            return CacheSlot()
+            best = CacheSlot()
         self._free = [slot for slot in self._free if slot is not best]
         if best.capacity < capacity:
             self._free = []
+        self._in_use[id(best)] = best, capacity
+        if self.prefixes is not None:
+            self.prefixes.reserve(self.capacity)
         return best
 
     def release(self, slot: CacheSlot) -> None:
         """Put a slot back."""
+        self._in_use.pop(id(slot), None)
         self._free.append(slot)
+        if self.prefixes is not None:
+            self.prefixes.reserve(self.capacity)
 
     @contextmanager
     def borrowed(self, capacity: int = 0, tokens: Sequence[int] = ()) -> Iterator[CacheSlot]:

@@ -14,11 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first.tables import (
+    FROM_PROMPT,
     MAX_GRAM,
     MAX_MARGIN,
     MAX_MATCH,
     NUM_HASHES,
     NUM_ORDERS,
+    ORIGIN,
     DraftArrays,
     Int,
     K,
@@ -32,22 +34,33 @@ from lp_runtime.lookahead.drafters.best_first.tables import (
 )
 from lp_runtime.utils.jit import compiled
 
-# Features are numbered from the text's (by length and noise), over those of each order of top-k candidates and of the
-# vocabulary (by rank and margin), to those of the same position (behind any token, behind the same one; by rank).
+# Features are numbered from the text's (by length and noise: of the longest match, then of shorter ones that were
+# followed by something else), over those of each order of top-k candidates, of the vocabulary, and of each order where
+# the prefill found the candidates (by rank and margin), to those of the same position (behind any token, behind the
+# same one; by rank).
 NUM_BINS = 9  # of margins
 NUM_RANKS = 4
 NUM_NOISE_BINS = 4
 NUM_LENGTHS = 10
 FEATURES_PER_ORDER = NUM_RANKS * NUM_BINS
-TEXT_FEATURES = NUM_LENGTHS * NUM_NOISE_BINS
-POSITION_FEATURES = TEXT_FEATURES + (NUM_ORDERS + 1) * FEATURES_PER_ORDER
+LONGEST_FEATURES = NUM_LENGTHS * NUM_NOISE_BINS
+TEXT_FEATURES = LONGEST_FEATURES + MAX_GRAM * NUM_NOISE_BINS
+VOCABULARY_FEATURES = TEXT_FEATURES + NUM_ORDERS * FEATURES_PER_ORDER
+PROMPT_FEATURES = VOCABULARY_FEATURES + FEATURES_PER_ORDER
+POSITION_FEATURES = PROMPT_FEATURES + NUM_ORDERS * FEATURES_PER_ORDER
 NUM_FEATURES = POSITION_FEATURES + 2 * K
-SOURCES = ("text", *(f"top-k {order + 1}" for order in range(NUM_ORDERS)), "vocabulary", "same position")
+SOURCES = (
+    "text",
+    *(f"top-k {order + 1}" for order in range(NUM_ORDERS)),
+    "vocabulary",
+    "prompt",
+    "same position",
+    "forced",
+)
+FORCED = len(SOURCES) - 1  # of tokens that a constraint says must follow
 
 MAX_VALUE = 1 << 20  # above any log-probability plus noise, in sixteenths of a nat
-NUM_ROWS = (
-    NUM_ORDERS + 3
-)  # of candidates: of the text, of each order (or of the vocabulary), of the same position twice
+NUM_ROWS = NUM_ORDERS + 4  # of candidates: of the text, of each order, of the vocabulary, of the same position twice
 MAX_CANDIDATES = NUM_ROWS * K
 
 
@@ -197,43 +210,63 @@ def collect(
 def collect_match(
     text: TextIndex, noise: Noise, position: Int, nodes: Nodes, root: Int, node: Int, candidates: Candidates
 ) -> Int:
-    """Write what followed the longest match in the text to the first row; return the number of rows, 0 or 1."""
+    """Write what followed the longest match in the text, and what else shorter ones, to the first row.
+
+    Returns:
+        How many rows were written, 0 or 1.
+    """
     place, length = match_text(text, nodes, root, node)
     if length == 0:
         return 0
-    token = text.buffer[place & (len(text.buffer) - 1)]
-    noise_bin = 0
-    if noise.is_on:
-        value = gumbel(noise, position, token)
-        noise_bin = 0 if value < 0 else (1 if value < 16 else (2 if value < 40 else 3))
+    last = len(text.buffer) - 1
+    tokens = candidates.tokens
     for rank in range(K):
-        candidates.tokens[0, rank] = -1
-    candidates.tokens[0, 0] = token
-    candidates.features[0, 0] = length_bin(length) * NUM_NOISE_BINS + noise_bin
+        tokens[0, rank] = -1
+    tokens[0, 0] = text.buffer[place & last]
+    candidates.features[0, 0] = length_bin(length) * NUM_NOISE_BINS + noise_bin(noise, position, tokens[0, 0])
+    num = 1
+    for shorter in range(min(length, MAX_GRAM + 1) - 1, 0, -1):
+        place = text.places[find_slot(text.keys, nodes.hashes[node, shorter]), 0]
+        token = text.buffer[place & last]
+        is_known = False
+        for rank in range(num):
+            is_known |= tokens[0, rank] == token
+        if not is_known:
+            tokens[0, num] = token
+            feature = LONGEST_FEATURES + (shorter - 1) * NUM_NOISE_BINS
+            candidates.features[0, num] = feature + noise_bin(noise, position, token)
+            num += 1
     return 1
+
+
+@compiled
+def noise_bin(noise: Noise, position: Int, token: Int) -> Int:
+    """Return the bin, 0 to NUM_NOISE_BINS - 1, of the noise of a token at a position; 0 where there is no noise."""
+    if not noise.is_on:
+        return 0
+    value = gumbel(noise, position, token)
+    return 0 if value < 0 else (1 if value < 16 else (2 if value < 40 else 3))
 
 
 @compiled
 def collect_top_k(
     drafts: DraftArrays, noise: Noise, position: Int, nodes: Nodes, node: Int, candidates: Candidates, num_rows: Int
 ) -> Int:
-    """Write the top-k candidates stored under a node's last tokens behind `num_rows` rows, or, if its token alone has
-    none, the vocabulary's; return the new number of rows."""
+    """Write the top-k candidates under a node's last tokens, and the vocabulary's, behind `num_rows` rows; return the
+    new number of rows."""
     table = drafts.top_k
-    knows_token = False
     for order in range(NUM_ORDERS):
         key = nodes.hashes[node, order + 1]
         slot = find_slot(table.keys, key) if key != 0 else -1
         if slot < 0:
             break
-        knows_token = True
-        base = TEXT_FEATURES + order * FEATURES_PER_ORDER
+        first = PROMPT_FEATURES if table.entries[slot, ORIGIN] == FROM_PROMPT else TEXT_FEATURES
+        base = first + order * FEATURES_PER_ORDER
         collect_entry(table.entries, slot, base, noise, position, candidates, num_rows)
         num_rows += 1
     token = nodes.tokens[node]
-    if not knows_token and token < len(drafts.vocabulary):
-        base = TEXT_FEATURES + NUM_ORDERS * FEATURES_PER_ORDER
-        collect_entry(drafts.vocabulary, token, base, noise, position, candidates, num_rows)
+    if token < len(drafts.vocabulary):
+        collect_entry(drafts.vocabulary, token, VOCABULARY_FEATURES, noise, position, candidates, num_rows)
         num_rows += 1
     return num_rows
 
@@ -310,6 +343,6 @@ def source_of(feature: Int) -> Int:
     """Return the index in SOURCES of a feature's source."""
     if feature < TEXT_FEATURES:
         return 0
-    if feature >= POSITION_FEATURES:
-        return NUM_ORDERS + 2
+    if feature >= PROMPT_FEATURES:
+        return NUM_ORDERS + 2 + (feature >= POSITION_FEATURES)
     return 1 + (feature - TEXT_FEATURES) // FEATURES_PER_ORDER

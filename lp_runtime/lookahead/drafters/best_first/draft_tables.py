@@ -12,34 +12,23 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first import tables
-from lp_runtime.lookahead.drafters.best_first.candidates import NUM_FEATURES, NUM_LENGTHS, NUM_NOISE_BINS
-from lp_runtime.lookahead.drafters.best_first.estimates import NUM_CALIBRATIONS, ONE, PRIOR_WEIGHT, make_rates
+from lp_runtime.lookahead.drafters.best_first.candidates import NUM_FEATURES
+from lp_runtime.lookahead.drafters.best_first.estimates import (
+    CALIBRATION_WEIGHT,
+    NUM_CALIBRATIONS,
+    ONE,
+    PRIOR_WEIGHT,
+    make_rates,
+)
+from lp_runtime.lookahead.drafters.best_first.starting_rates import GREEDY, UNIT, StartingRates
 from lp_runtime.lookahead.drafters.best_first.tables import EMPTY_HASH, NUM_HASHES, NUM_ORDERS, WAYS, K
 
 LINE_BYTES = 64  # of a cache
 SLOT_BYTES = 8 + 4 * tables.ENTRY
 TOKEN_BYTES = 4 + 16 * 2 * tables.MAX_GRAM  # of the text: a token and its n-grams, half of whose slots are in use
 MIN_TEXT_TOKENS = 64  # of the text buffer, however few bytes there are
-FORMAT = 3  # of saved draft tables
+FORMAT = 4  # of saved draft tables
 SHAPE = (NUM_ORDERS, NUM_FEATURES, K, NUM_CALIBRATIONS)
-
-# Prior estimates of acceptance: of an entry's first token by its margin, from wide to narrow; of the other tokens by
-# their margin, from none to wide, and by rank; times a factor by order, the vocabulary last.
-PRIOR_FIRST = (0.9, 0.85, 0.75, 0.6, 0.45, 0.35, 0.3, 0.3, 0.3)
-PRIOR_OTHERS = (0.4, 0.38, 0.35, 0.3, 0.2, 0.12, 0.06, 0.02, 0.01)
-PRIOR_BY_RANK = (1.0, 1.0, 0.7, 0.4)
-PRIOR_BY_ORDER = (0.55, 0.7, 0.8, 0.85, 0.2)
-MIN_PRIOR = 0.003
-
-
-def prior_rates() -> np.ndarray:
-    """Return [F] int64 estimates of acceptance before anything was seen, of ONE."""
-    by_margin = np.multiply.outer(PRIOR_BY_RANK, PRIOR_OTHERS)
-    by_margin[0] = PRIOR_FIRST
-    top_k = np.maximum(np.multiply.outer(PRIOR_BY_ORDER, by_margin), MIN_PRIOR)
-    text = np.repeat(np.minimum(0.4 + 0.1 * np.arange(NUM_LENGTHS), 0.9), NUM_NOISE_BINS)
-    same_position = np.concatenate([0.15 / (1 + np.arange(K)), 0.4 / (1 + np.arange(K))])
-    return (np.concatenate([text, top_k.ravel(), same_position]) * ONE).astype(np.int64)
 
 
 def _power_of_two(limit: int) -> int:
@@ -95,9 +84,9 @@ class DraftTables:
             keys=ngram_keys,
             places=ngram_places,
         )
-        self.rates = make_rates(prior_rates())
+        self.rates = make_rates()
         self._stamp = 0
-        self.estimate()
+        self.start(GREEDY)
 
     def drafts(self, vocabulary: np.ndarray) -> tables.DraftArrays:
         """Return the tables' arrays together with a vocabulary's entries, [V, ENTRY] int32."""
@@ -112,6 +101,16 @@ class DraftTables:
         for counted in self._counted().values():
             counted[:] = 0
         self._stamp = 0
+        self.estimate()
+
+    def start(self, starting: StartingRates) -> None:
+        """Begin a request whose estimates start from these rates; what was counted before counts as well.
+
+        Args:
+            starting: how often candidates come, by feature, as far as nothing is known of this model and text.
+        """
+        self.rates.prior[:] = np.array(starting.rates) * ONE // UNIT
+        self.rates.start[:] = np.array(starting.calibration) * ONE // UNIT * CALIBRATION_WEIGHT
         self.estimate()
 
     def begin_text(self, tokens: Sequence[int]) -> None:

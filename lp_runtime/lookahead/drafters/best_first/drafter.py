@@ -20,13 +20,18 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from lp_runtime.lookahead.drafters.base import Counts, Drafter, VerificationResult
-from lp_runtime.lookahead.drafters.best_first import growth, tables
+from lp_runtime.lookahead.drafters.best_first import growth, guided, outcome, tables
 from lp_runtime.lookahead.drafters.best_first.candidates import SOURCES, make_candidates, make_nodes
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
+from lp_runtime.lookahead.drafters.best_first.estimates import Rates
+from lp_runtime.lookahead.drafters.best_first.starting_rates import GREEDY, SAMPLED
+from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.utils.jit import bound, with_fresh_cache
 
 NO_VOCABULARY = np.zeros((0, tables.ENTRY), np.int32)
+NO_MASKS = np.zeros((0, 0), np.int32)
+GUIDED_ROUNDS = 2  # of a tree under a constraint: the second grows below what the first has planted
 SMALL_BYTES = 1 << 16  # of draft tables that kernels are compiled with
 
 
@@ -42,6 +47,7 @@ class BestFirstDrafter(Drafter):
     """
 
     num_top_k = tables.K
+    learns_prompt = True
 
     def __init__(
         self,
@@ -56,6 +62,7 @@ class BestFirstDrafter(Drafter):
         self.counts = Counts(SOURCES)
         self._max_depth = max_depth
         self._draft_tables = draft_tables
+        draft_tables.start(GREEDY if noise is None else SAMPLED)
         self._drafts = draft_tables.drafts(NO_VOCABULARY if vocabulary is None else vocabulary)
         seed, sample = noise or (0, 0)
         self._noise = tables.make_noise(noise is not None, seed, sample)
@@ -64,32 +71,94 @@ class BestFirstDrafter(Drafter):
         self._frontier = growth.make_frontier(capacity)
         self._candidates = make_candidates()
         self._path = np.zeros(capacity, np.int64)
-        self._grow, self._accept, self._advance = _bind_kernels()
+        self._grow, self._accept, self._advance, self._store_prompt = _bind_kernels()
+
+    def counted(self) -> Rates:
+        """Return a copy of what was counted of candidates, and of what is estimated from that."""
+        return Rates(*(values.copy() for values in self._draft_tables.rates))
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._draft_tables.begin_text(tokens)
 
     def propose(
-        self, tokens: Sequence[int], num_cached: int, max_depth: int, tree_size_hint: int | None = None
+        self,
+        tokens: Sequence[int],
+        num_cached: int,
+        max_depth: int,
+        tree_size_hint: int | None = None,
+        guide: Guide | None = None,
     ) -> TokenTree:
         num_pending = len(tokens) - num_cached
         root = num_pending - 1
         nodes = self._nodes
         nodes.tokens[:num_pending] = tokens[num_cached:]
-        size, digest = self._grow(
-            self._drafts,
-            self._noise,
-            self._draft_tables.rates,
-            nodes,
-            self._frontier,
-            self._candidates,
-            len(tokens),
-            root,
-            max(root + 1, min(self.max_nodes, tree_size_hint or self.max_nodes)),
-            min(max_depth, self._max_depth),
-        )
+        max_nodes = max(root + 1, min(self.max_nodes, tree_size_hint or self.max_nodes))
+        depth = min(max_depth, self._max_depth)
+        digest, masks = None, None
+        if guide is None:
+            size, digest = self._grow_below(root + 1, NO_MASKS, len(tokens), root, max_nodes, depth)
+        else:
+            size, masks = self._grow_guided(guide, len(tokens), root, max_nodes, depth)
         tree_tokens, parents, depths, path_probabilities = nodes.rows[:, :size].copy()
-        return TokenTree.from_arrays(tree_tokens, parents, depths, path_probabilities, root, max_depth, digest)
+        tree = TokenTree.from_arrays(tree_tokens, parents, depths, path_probabilities, root, max_depth, digest)
+        tree.masks = masks
+        return tree
+
+    def _grow_below(
+        self, num_seeds: int, masks: np.ndarray, position: int, root: int, max_nodes: int, max_depth: int
+    ) -> tuple[int, int]:
+        """Grow the tree below the nodes that it has; see growth.grow."""
+        state = (self._drafts, self._noise, self._draft_tables.rates, self._nodes, self._frontier, self._candidates)
+        return self._grow(*state, position, root, num_seeds, masks, max_nodes, max_depth)
+
+    def _grow_guided(
+        self, guide: Guide, position: int, root: int, max_nodes: int, max_depth: int
+    ) -> tuple[int, np.ndarray]:
+        """Grow the tree of a text under a constraint: nothing that is forbidden, and all that is certain.
+
+        Returns:
+            (T, masks): number of nodes; [n, words] int32 which tokens may follow each node from the root on.
+        """
+        nodes = self._nodes
+        guided.plant_root(self._drafts, nodes, root)
+        chain = np.array(guide.forced((), max_depth), np.int64)
+        size = guided.plant(nodes, root + 1, root, chain, max_nodes)
+        masks = guide.masks(nodes.tokens[:size], nodes.parents[:size], root)
+        for _ in range(GUIDED_ROUNDS):
+            num_grown, _ = self._grow_below(size, masks, position, root, max_nodes, max_depth)
+            masks = guide.masks(nodes.tokens[:num_grown], nodes.parents[:num_grown], root)
+            kept = guided.prune(nodes, masks, guide.ends, self._path, root, num_grown)
+            masks = masks[: kept - root]
+            size = self._plant_certain(guide, masks, root, kept, max_depth)
+            if size == kept == num_grown:
+                break
+        if size > kept:
+            masks = guide.masks(nodes.tokens[:size], nodes.parents[:size], root)
+        order = guided.sort(nodes, root, size)
+        size = min(size, max_nodes)
+        return size, masks[order][: size - root]
+
+    def _plant_certain(self, guide: Guide, masks: np.ndarray, root: int, size: int, max_depth: int) -> int:
+        """Add what is certain behind the nodes of a tree; return the new number of nodes.
+
+        Args:
+            guide: the constraint.
+            masks: [n, words] int32 which tokens may follow each node from the root on.
+            root: index of the root.
+            size: number of nodes.
+            max_depth: largest depth below the root of a node.
+        """
+        nodes, certain = self._nodes, np.zeros(size - root, np.bool_)
+        guided.find_certain(masks, certain)
+        num_planted = size
+        for node in np.flatnonzero(certain[1:]) + root + 1:
+            path, at = [], int(node)
+            while at != root:
+                path.append(int(nodes.tokens[at]))
+                at = int(nodes.parents[at])
+            if chain := guide.forced(path[::-1], max_depth - len(path)):
+                num_planted = guided.plant(nodes, num_planted, node, np.array(chain, np.int64), len(nodes.tokens))
+        return num_planted
 
     def keep(self, tree: TokenTree, nodes: np.ndarray) -> TokenTree:
         kept, own, num = super().keep(tree, nodes), self._nodes, len(nodes)
@@ -103,6 +172,15 @@ class BestFirstDrafter(Drafter):
         num = self._accept(nodes.tokens, nodes.parents, tree.root, len(tree), successors, self._path)
         path = self._path[:num]
         return successors[path].tolist(), path[1:].tolist()
+
+    def learn_prompt(self, tokens: Sequence[int], entries: np.ndarray) -> None:
+        self._store_prompt(
+            self._drafts.top_k,
+            np.array(tokens, np.int64),
+            np.array(entries, np.int32),
+            np.zeros((1, tables.NUM_HASHES), np.int64),
+            self._draft_tables.next_stamp(),
+        )
 
     def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
         self._draft_tables.append_text(tokens[-1:])
@@ -135,8 +213,8 @@ class BestFirstDrafter(Drafter):
 
 
 @functools.cache
-def _bind_kernels() -> tuple[Callable, Callable, Callable]:
-    """Return (grow, accept, advance) of growth.py, compiled for the arrays that a drafter has."""
+def _bind_kernels() -> tuple[Callable, Callable, Callable, Callable]:
+    """Return (grow, accept, advance, store_prompt) of growth.py and outcome.py, compiled for a drafter's arrays."""
     draft_tables, nodes, counts, candidates = (
         DraftTables(SMALL_BYTES),
         make_nodes(1),
@@ -147,9 +225,12 @@ def _bind_kernels() -> tuple[Callable, Callable, Callable]:
     integers, entries = np.zeros(1, np.int64), np.zeros((1, tables.ENTRY), np.int32)
     state = (draft_tables.drafts(NO_VOCABULARY), tables.make_noise(False, 0, 0), draft_tables.rates, nodes)
     return (
-        bound(growth.grow, *state, growth.make_frontier(1), candidates, 0, 0, 0, 0),
-        bound(growth.accept, nodes.tokens, nodes.parents, 0, 0, integers, integers),
-        bound(growth.advance, *state, counted, candidates, 0, *[integers] * 3, entries, 0),
+        bound(growth.grow, *state, growth.make_frontier(1), candidates, 0, 0, 0, NO_MASKS, 0, 0),
+        bound(outcome.accept, nodes.tokens, nodes.parents, 0, 0, integers, integers),
+        bound(outcome.advance, *state, counted, candidates, 0, *[integers] * 3, entries, 0),
+        bound(
+            outcome.store_prompt, draft_tables.top_k, integers, entries, np.zeros((1, tables.NUM_HASHES), np.int64), 0
+        ),
     )
 
 
@@ -165,6 +246,7 @@ def _try_kernels() -> None:
         drafter = BestFirstDrafter(4, DraftTables(SMALL_BYTES), None, noise, max_depth=3)
         drafter.begin([1, 2, 1])
         tokens = [1, 2, 1, 2]
+        drafter.learn_prompt([1, 2, 1], np.zeros((3, tables.ENTRY), np.int32))
         drafter.advance_prefill(tokens, VerificationResult([2]))
         tree = drafter.propose(tokens, 3, max_depth=3)
         found = VerificationResult([1] * len(tree), np.zeros((len(tree), tables.ENTRY), np.int32))

@@ -22,11 +22,11 @@ from lp_runtime.utils.jit import compiled
 
 ONE_BITS = 16
 ONE = 1 << ONE_BITS
-PRIOR_WEIGHT = 8  # observations that a prior estimate counts for
+PRIOR_WEIGHT = 32  # observations that a starting rate counts for
 NUM_LEVELS = 16  # of an estimate
 MAX_AGREEING = 3  # features that name one token; more of them count as 3
 NUM_CALIBRATIONS = MAX_AGREEING * NUM_LEVELS
-CALIBRATION_WEIGHT = 4  # tokens that each level starts with, both expected and observed
+CALIBRATION_WEIGHT = 16  # expected tokens that each level starts with
 
 
 class Rates(NamedTuple):
@@ -36,7 +36,9 @@ class Rates(NamedTuple):
         tried: [F] int64 how often a candidate with a feature was there.
         accepted: [F] int64 how often such a candidate was the token that came.
         rate: [F] int64 estimated probability that it comes, of ONE.
-        prior: [F] int64 estimate before anything was counted, of ONE.
+        prior: [F] int64 estimate before anything was counted, of ONE; starting_rates.py has it.
+        start: [NUM_CALIBRATIONS] int64 tokens that each level starts with as observed, of ONE, beside
+            CALIBRATION_WEIGHT expected ones.
         expected: [NUM_CALIBRATIONS] int64 sum of the best estimates of merged candidates, of ONE, by level and by how
             many features agreed.
         observed: [NUM_CALIBRATIONS] int64 how many of these candidates came.
@@ -48,18 +50,19 @@ class Rates(NamedTuple):
     accepted: np.ndarray
     rate: np.ndarray
     prior: np.ndarray
+    start: np.ndarray
     expected: np.ndarray
     observed: np.ndarray
     calibrated: np.ndarray
     highest: np.ndarray
 
 
-def make_rates(prior: np.ndarray) -> Rates:
-    """Return rates of which nothing was counted; `prior` is [F] int64, of ONE."""
-    tried, accepted, rate, highest = (np.zeros(NUM_FEATURES, np.int64) for _ in range(4))
-    expected, observed = (np.zeros(NUM_CALIBRATIONS, np.int64) for _ in range(2))
+def make_rates() -> Rates:
+    """Return rates of which nothing was counted and nothing is assumed."""
+    tried, accepted, rate, prior, highest = (np.zeros(NUM_FEATURES, np.int64) for _ in range(5))
+    start, expected, observed = (np.zeros(NUM_CALIBRATIONS, np.int64) for _ in range(3))
     calibrated = np.zeros((MAX_AGREEING, NUM_FEATURES), np.int64)
-    return Rates(tried, accepted, rate, prior, expected, observed, calibrated, highest)
+    return Rates(tried, accepted, rate, prior, start, expected, observed, calibrated, highest)
 
 
 @compiled
@@ -89,7 +92,8 @@ def calibrate(rates: Rates) -> Int:
         for agreeing in range(MAX_AGREEING):
             calibration = calibration_of(rate, agreeing)
             expected = rates.expected[calibration] + CALIBRATION_WEIGHT * ONE
-            factor = (rates.observed[calibration] + CALIBRATION_WEIGHT << 2 * ONE_BITS) // expected
+            observed = (rates.observed[calibration] << ONE_BITS) + rates.start[calibration]
+            factor = (observed << ONE_BITS) // expected
             calibrated = min(rate * factor >> ONE_BITS, ONE)
             rates.calibrated[agreeing, feature] = calibrated
             highest = max(highest, calibrated)

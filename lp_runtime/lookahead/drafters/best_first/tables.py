@@ -28,8 +28,12 @@ from lp_runtime.utils.jit import compiled
 Int = int | np.int64  # in compiled code they are one type
 
 K = 8  # candidates of an entry: as many as token recycling's tree uses
-ENTRY = 16  # int32 of an entry, one cache line: K token ids, K margins of a byte each, the stamp; the rest is unused
+ENTRY = (
+    16  # int32 of an entry, one cache line: K token ids, K margins of a byte each, stamp, origin; the rest is unused
+)
 MARGINS, STAMP = K, K + K // 4  # where an entry's margins begin; where its stamp stands
+ORIGIN = STAMP + 1  # where an entry tells what found its candidates:
+FROM_STEP, FROM_PROMPT = 0, 1  # a step, or the prefill
 ID_BITS = 24  # of a token id, where one is packed
 UNITS_PER_NAT = 16  # margins and noise are integers, sixteenths of a nat
 MAX_MARGIN = 255  # fits a byte; 16 nats below the likeliest token nothing is worth telling apart
@@ -49,7 +53,7 @@ class TopKTable(NamedTuple):
     Attributes:
         keys: [slots] int64 hash of the context in each slot; 0 in an empty slot.
         entries: [slots, ENTRY] int32: K token ids, the likeliest first, -1 where there are fewer; their margins; the
-            stamp of the step that stored the entry.
+            stamp of the step that stored the entry; its origin.
     """
 
     keys: np.ndarray
@@ -261,7 +265,7 @@ def store_entry(table: TopKTable, key: Int, entries: np.ndarray, row: Int) -> No
     """Store a row of entries, [n, ENTRY] int32, under a key, in place of what was stored under it."""
     slot = claim_slot(table.keys, table.entries, STAMP, key)
     table.keys[slot] = key
-    for i in range(STAMP + 1):
+    for i in range(ORIGIN + 1):
         table.entries[slot, i] = entries[row, i]
 
 

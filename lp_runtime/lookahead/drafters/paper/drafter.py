@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from lp_runtime.lookahead.drafters.base import CountingDrafter, VerificationResult
 from lp_runtime.lookahead.drafters.paper.pool import NGramPool
 from lp_runtime.lookahead.drafters.paper.window import Slots, Window
+from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree, accept
 
 
@@ -70,13 +71,18 @@ class PaperDrafter(CountingDrafter):
         return self._prompt[self._random.randrange(len(self._prompt))] if expected is None else expected
 
     def propose(
-        self, tokens: Sequence[int], num_cached: int, max_depth: int, tree_size_hint: int | None = None
+        self,
+        tokens: Sequence[int],
+        num_cached: int,
+        max_depth: int,
+        tree_size_hint: int | None = None,
+        guide: Guide | None = None,
     ) -> TokenTree:
-        tree = TokenTree(tokens[num_cached:], max_depth, self._budget)
+        tree, certain = self.start_tree(tokens, num_cached, max_depth, self._budget, guide)
+        self._guess_nodes = set(range(tree.root + 1, len(tree)))  # what a constraint forces
         self._slots = self.window.place(tree) if self.window else []
-        self._guess_nodes = set()
-        for guess in self.pool.guesses(tokens[-1]):
-            self._guess_nodes.update(tree.add_branch(guess))
+        for guess in self.pool.guesses(tree.tokens[certain]):
+            self._guess_nodes.update(tree.add_branch(guess, certain))
         return tree
 
     def accept(self, tree: TokenTree, found: VerificationResult) -> tuple[list[int], list[int]]:

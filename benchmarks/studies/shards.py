@@ -1,0 +1,134 @@
+"""What slicing a model saves while it loads, and what a sum between shards takes.
+
+    python benchmarks/micro.py shards --model DIR --shards 1 2
+
+For each number of shards P, in new processes: the largest shard's weights, how much its resident memory grew at most
+while it loaded and looked at every weight, pages of the checkpoint included, and what it read from the disk (the page
+cache is emptied of the checkpoint before, as far as the system does that). Then the time of a sum
+of [tokens, hidden size] float32 between P processes, over shared memory and over gloo, medians in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import multiprocessing
+import os
+import statistics
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import torch
+from common import Results, add_model_argument
+
+from lp_runtime.config.settings import ModelConfig
+from lp_runtime.distributed.process_group import new_segment_name
+from lp_runtime.distributed.shards import CollectiveReducer, ShardLink, ShardPlace, shard_group
+from lp_runtime.model.loader import load_model
+from lp_runtime.model.tensor_parallel.slicing import slice_model
+
+CPU = torch.device("cpu")
+TIMEOUT_SECONDS = 300.0
+SAMPLE_SECONDS = 0.002
+NUM_SUMS, NUM_TURNS = 50, 6
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the study's arguments."""
+    add_model_argument(parser)
+    parser.add_argument("--shards", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 32, 128])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load and sum with each number of shards."""
+    config = ModelConfig(path=args.model)
+    results = Results("shards", args.output, dict.fromkeys(("weights, MiB", "grown by, MiB", "read, MiB"), ".0f"))
+    for num_shards in args.shards:
+        empty_page_cache(Path(config.location))
+        found = in_processes(num_shards, config, args.dtype, args.tokens)
+        row = {"shards": num_shards}
+        for name in found[0]:
+            row[name] = max(each[name] for each in found)
+        results.add(row)
+    results.finish(f"{config.location}, {args.dtype}; sums in us")
+    return 0
+
+
+def empty_page_cache(folder: Path) -> None:
+    """Have the next reader of a checkpoint read it from the disk."""
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def in_processes(num_shards: int, *arguments: object) -> list[dict[str, float]]:
+    """Return what `measure` returns on each shard."""
+    context = multiprocessing.get_context("spawn")
+    segment, results = new_segment_name(), context.Queue()
+    places = [ShardPlace(shard, num_shards, segment, TIMEOUT_SECONDS) for shard in range(num_shards)]
+    processes = [context.Process(target=_measure, args=(each, results, *arguments), daemon=True) for each in places]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=TIMEOUT_SECONDS) for _ in processes]
+    for process in processes:
+        process.join()
+    return found
+
+
+def _measure(place: ShardPlace, results, config: ModelConfig, dtype: str, tokens: list[int]) -> None:
+    torch.set_num_threads(1)
+    importlib.import_module("transformers.distributed.tensor_parallel")  # what is imported takes memory, too
+    process = psutil.Process()
+    before, read = process.memory_info().rss, process.io_counters().read_bytes
+    peaks, is_done = [before], threading.Event()
+
+    def sample() -> None:
+        while not is_done.wait(SAMPLE_SECONDS):
+            peaks.append(process.memory_info().rss)
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    model = load_model(config, CPU, dtype, place, TIMEOUT_SECONDS)
+    link = None if place.is_whole else ShardLink(place, CPU, TIMEOUT_SECONDS)
+    if link is not None:
+        slice_model(model, link)
+    for weight in model.parameters():
+        weight.sum()  # of a mapped file only what is looked at is read
+    is_done.set()
+    sampler.join()
+    weights = {each.data_ptr(): each.numel() * each.element_size() for each in model.parameters()}
+    found = {
+        "weights, MiB": sum(weights.values()) / 2**20,
+        "grown by, MiB": (max(peaks) - before) / 2**20,
+        "read, MiB": (process.io_counters().read_bytes - read) / 2**20,
+    }
+    if link is not None:
+        found |= sums(link, model.config.get_text_config().hidden_size, tokens)
+        link.smallest(0)  # nobody leaves before all have ended
+        link.close()
+    results.put(found)
+
+
+def sums(link: ShardLink, size: int, tokens: list[int]) -> dict[str, float]:
+    """Return the median time of a sum by tokens and transport, in microseconds."""
+    place = link.place
+    reducers = {
+        "shared": link.reducer,
+        "gloo": CollectiveReducer(shard_group(place, "gloo", TIMEOUT_SECONDS), place.num_shards),
+    }
+    times: dict[str, list[float]] = {}
+    for _ in range(NUM_TURNS):
+        for num_tokens in tokens:
+            for name, reducer in reducers.items():
+                states = torch.ones(num_tokens, size)
+                started = time.perf_counter()
+                for _ in range(NUM_SUMS):
+                    reducer.all_reduce(states)
+                taken = 1e6 * (time.perf_counter() - started) / NUM_SUMS
+                times.setdefault(f"{name}, {num_tokens} tokens", []).append(taken)
+    return {name: statistics.median(each) for name, each in times.items()}

@@ -1,0 +1,96 @@
+"""The prompts that lp-bench decodes: token ids by kind of prompt, of files or built in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from lp_runtime.config.commands import BenchConfig
+from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.errors import ConfigError, RequestError
+from lp_runtime.model.tokenizer import conversation, encode_chat
+from lp_runtime.runtime import LookaheadRuntime
+from lp_runtime.utils.prompt_file import Prompt, check_conversations, read_prompts
+
+GREEDY = SamplingConfig(temperature=0.0)
+OWN_PROMPTS = (
+    'def fibonacci(n: int) -> int:\n    """Return the n-th Fibonacci number."""\n',
+    "class Stack:\n    def __init__(self):\n        self._items = []\n\n    def push(self, item):\n",
+    "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser()\n",
+)
+OWN_TASK = "built in"
+
+
+@dataclass(frozen=True)
+class BenchPrompt:
+    """What every method decodes.
+
+    Attributes:
+        task: kind of prompt: see Prompt.task.
+        token_ids: the prompt.
+    """
+
+    task: str
+    token_ids: list[int]
+
+
+def read_sources(config: BenchConfig) -> list[Prompt]:
+    """Return the prompts of the files that are given, at most config.each of a kind, else the built-in ones.
+
+    Raises:
+        ConfigError: a file cannot be read, or lacks the field, or has no conversations though all turns are wanted.
+    """
+    if config.prompts is None:
+        own = OWN_PROMPTS[: config.limit]
+        return [Prompt(index, index + 1, text, (text,), OWN_TASK) for index, text in enumerate(own)]
+    prompts: list[Prompt] = []
+    for source in config.prompts.split(","):
+        path, colon, name = source.rpartition(":")
+        if not colon or not path or not name:
+            raise ConfigError(f"prompts={source}: must be FILE:FIELD")
+        of_file = read_prompts(path, name, config.limit)
+        if config.turns == "all":
+            check_conversations(of_file, path, name)
+        prompts += of_file
+    taken: Counter[str] = Counter()
+    chosen = []
+    for prompt in prompts:
+        if config.each is None or taken[prompt.task] < config.each:
+            taken[prompt.task] += 1
+            chosen.append(prompt)
+    return chosen
+
+
+def encode_prompts(runtime: LookaheadRuntime, config: BenchConfig) -> list[BenchPrompt]:
+    """Return the prompts as token ids: by the chat template with chat=true, else without added special tokens.
+
+    With turns=all each turn is a prompt. The answers before it are the runtime's own, greedy, so that all methods have
+    the same prompts.
+
+    Raises:
+        RequestError: a conversation's prompt is too long for the model.
+    """
+    return [
+        BenchPrompt(prompt.task, token_ids)
+        for prompt in read_sources(config)
+        for token_ids in _turns_of(runtime, config, prompt)
+    ]
+
+
+def _turns_of(runtime: LookaheadRuntime, config: BenchConfig, prompt: Prompt) -> list[list[int]]:
+    """Return the token ids of each turn that is decoded."""
+    if not config.chat:
+        return [runtime.tokenizer(prompt.turns[0], add_special_tokens=False)["input_ids"]]
+    num_turns = len(prompt.turns) if config.turns == "all" else 1
+    answers: list[str] = []
+    encoded = []
+    for turn in range(num_turns):
+        messages = conversation(prompt.turns, answers)
+        encoded.append(encode_chat(runtime.tokenizer, messages))
+        if turn + 1 < num_turns:
+            try:
+                answer = runtime.generate(messages=messages, max_new_tokens=config.max_new_tokens, sampling=GREEDY)
+            except RequestError as error:
+                raise RequestError(f"line {prompt.line}, turn {turn + 1}: {error}") from error
+            answers.append(answer.text)
+    return encoded

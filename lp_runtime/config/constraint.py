@@ -1,0 +1,110 @@
+"""Settings of a constraint: what the new text of a request must be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Optional
+
+from lp_runtime.config.checks import is_list, require_choice
+from lp_runtime.errors import ConstraintError
+
+KINDS = ("json_schema", "regex", "grammar", "choice", "structural_tag")
+WHITESPACES = ("fixed", "any")
+MAX_SOURCE_CHARS = 1 << 18  # of a constraint's text: compiling takes time and memory in proportion
+
+
+@dataclass
+class ConstraintConfig:
+    """What the new text of a request must be. At most one kind is given; without any, every text is allowed.
+
+    Needs the package xgrammar (the extra `constraints`) and a model with an end-of-sequence token.
+    """
+
+    json_schema: Any = None
+    """JSON schema that the text follows, as a mapping or as JSON text; true allows any JSON."""
+    regex: Optional[str] = None  # noqa: UP045 (OmegaConf reads this annotation)
+    """Regular expression that the whole text matches."""
+    grammar: Optional[str] = None  # noqa: UP045
+    """EBNF grammar of the text, in the form of llama.cpp's GBNF; its first rule is root."""
+    choice: Optional[list[str]] = None  # noqa: UP045
+    """Texts of which one is chosen."""
+    structural_tag: Any = None
+    """Structural tag of xgrammar's, as a mapping or as JSON text: free text with constrained parts."""
+    whitespace: str = "fixed"
+    """Whitespace between the parts of JSON: fixed (one space behind each comma and colon, which makes most of them
+    certain) or any."""
+    reasoning_end: Optional[str] = None  # noqa: UP045
+    """Text that ends a free part before the constrained one, such as </think>; if not given, there is no free part."""
+    reasoning_begin: Optional[str] = None  # noqa: UP045
+    """Text that begins the free part, such as <think>, which may then be missing; if not given, the prompt has begun
+    it."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in KINDS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConstraintError(f"constraint: {' and '.join(given)} are given; give one of them")
+        self._check_texts()
+        require_choice("constraint.whitespace", self.whitespace, WHITESPACES)
+        if given and len(self.source) > MAX_SOURCE_CHARS:
+            message = f"has {len(self.source)} characters; must be at most {MAX_SOURCE_CHARS}"
+            raise ConstraintError(f"constraint.{given[0]}: {message}")
+
+    def _check_texts(self) -> None:
+        for name in ("regex", "grammar", "reasoning_end", "reasoning_begin"):
+            value = getattr(self, name)
+            if value is not None and not _is_text(value):
+                raise ConstraintError(f"constraint.{name}={value!r}: must be a text of at least one character")
+        if self.choice is not None and not (is_list(self.choice) and self.choice and all(map(_is_text, self.choice))):
+            raise ConstraintError(f"constraint.choice={self.choice!r}: must be a list of texts, none of them empty")
+        if self.reasoning_begin is not None and self.reasoning_end is None:
+            raise ConstraintError(f"constraint.reasoning_begin={self.reasoning_begin!r}: only with reasoning_end")
+
+    @property
+    def kind(self) -> str | None:
+        """Name of the kind that is given; None without a constraint."""
+        return next((name for name in KINDS if getattr(self, name) is not None), None)
+
+    @property
+    def source(self) -> str:
+        """The constraint as one text: equal texts of one kind are equal constraints.
+
+        Raises:
+            ConstraintError: a schema or a tag is no JSON.
+        """
+        kind = self.kind
+        assert kind is not None
+        value = getattr(self, kind)
+        if kind == "choice":
+            return json.dumps(list(value))
+        return _json_text(kind, value) if kind in ("json_schema", "structural_tag") else value
+
+    @property
+    def key(self) -> str:
+        """Text that tells this constraint from others."""
+        if self.kind is None:
+            return ""
+        others = [getattr(self, item.name) for item in fields(self) if item.name not in KINDS]
+        return json.dumps([self.kind, self.source, *others])
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _json_text(name: str, value: object) -> str:
+    """Return a JSON value, or a text that is JSON, as JSON text.
+
+    Raises:
+        ConstraintError: it is neither a mapping nor true or false, or no JSON.
+    """
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(parsed, Mapping | bool):
+            raise ValueError(f"it is a {type(parsed).__name__}")
+        text = json.dumps(parsed, allow_nan=False)
+        text.encode()
+        return text
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConstraintError(f"constraint.{name}: must be a JSON object, true or false: {error}") from error

@@ -1,0 +1,171 @@
+"""A process that compiles constraints, so that one that takes too long or breaks the compiler hurts nobody else.
+
+Run as `python -m lp_runtime.constraints.compile_process FD`, FD being its pipe; it ends with its driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+from lp_runtime.config.constraint import ConstraintConfig
+from lp_runtime.constraints.compiled import CompiledConstraint, compile_constraint, describe_vocabulary, library
+from lp_runtime.errors import BusyError, ConfigError, ConstraintError, LookaheadError
+
+COMPILE_SECONDS = 5.0  # that compiling one constraint may take: a large schema takes a tenth of one
+START_SECONDS = 120.0  # that the process may take to import its libraries
+WAIT_SECONDS = 30.0  # that a request waits while others' constraints are compiled
+MEMORY_BYTES = 4 << 30  # that compiling may take, beyond what the libraries map
+MAX_KEPT_BYTES = 1 << 26  # of compiled constraints
+READY = "ready"
+
+
+class ConstraintCompiler:
+    """Compiles constraints in a process of its own, and keeps the latest ones. Several threads may call at once.
+
+    Args:
+        tokenizer: returns the model's tokenizer; called when the first constraint is compiled.
+        vocabulary_size: the model's.
+        eos_token_ids: the model's end-of-sequence tokens.
+        seconds: that compiling one constraint may take.
+
+    Attributes:
+        seconds: as given.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Callable[[], Any],
+        vocabulary_size: int,
+        eos_token_ids: Collection[int],
+        seconds: float = COMPILE_SECONDS,
+    ):
+        self._tokenizer, self._vocabulary_size, self._eos_token_ids = tokenizer, vocabulary_size, eos_token_ids
+        self.seconds = seconds
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen | None = None
+        self._pipe: Connection | None = None
+        self._kept: OrderedDict[str, CompiledConstraint] = OrderedDict()
+
+    def compile(self, config: ConstraintConfig) -> CompiledConstraint:
+        """Return a constraint, compiled now or earlier.
+
+        Args:
+            config: the constraint, of some kind.
+
+        Raises:
+            ConfigError: xgrammar is not installed, or the model has no end-of-sequence token.
+            ConstraintError: the constraint is invalid, cannot be satisfied, is too large or takes too long.
+            BusyError: others' constraints take long.
+        """
+        key = config.key
+        library()
+        if not self._eos_token_ids:
+            raise ConfigError("constraint: the model has no end-of-sequence token, which must end the text")
+        if (known := self._kept.get(key)) is not None:
+            return known
+        if not self._lock.acquire(timeout=WAIT_SECONDS):
+            raise BusyError(f"other requests' constraints are being compiled, for more than {WAIT_SECONDS:g} s")
+        try:
+            known = self._kept.get(key) or self._ask(config)
+            self._keep(known)
+        finally:
+            self._lock.release()
+        return known
+
+    def _keep(self, constraint: CompiledConstraint) -> None:
+        self._kept[constraint.key] = constraint
+        self._kept.move_to_end(constraint.key)
+        while sum(len(each.data) for each in self._kept.values()) > MAX_KEPT_BYTES:
+            self._kept.popitem(last=False)
+
+    def _ask(self, config: ConstraintConfig) -> CompiledConstraint:
+        """Return what the process compiles; end the process if it does not answer in time."""
+        pipe = self._started()
+        kind = config.kind
+        try:
+            pipe.send(config)
+            if not pipe.poll(self.seconds):
+                self._end()
+                raise ConstraintError(
+                    f"constraint.{kind}: takes longer than {self.seconds:g} s to compile; give a simpler one"
+                )
+            answer = pipe.recv()
+        except (EOFError, OSError) as error:
+            self._end()
+            raise ConstraintError(f"constraint.{kind}: the compiler cannot take it; give a simpler one") from error
+        if isinstance(answer, LookaheadError):
+            raise answer
+        return answer
+
+    def _started(self) -> Connection:
+        """Return the pipe to the process, which is started if there is none."""
+        if self._pipe is not None:
+            return self._pipe
+        info = [
+            describe_vocabulary(self._tokenizer(), self._vocabulary_size, self._eos_token_ids, special).serialize_json()
+            for special in (False, True)
+        ]
+        self._pipe, theirs = Pipe()
+        command = [sys.executable, "-m", "lp_runtime.constraints.compile_process", str(theirs.fileno())]
+        try:
+            null = subprocess.DEVNULL
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=null, stderr=null, start_new_session=True
+            )
+            theirs.close()
+            self._pipe.send(info)
+            if not self._pipe.poll(START_SECONDS) or self._pipe.recv() != READY:
+                raise OSError(f"it was not ready within {START_SECONDS:g} s")
+        except (EOFError, OSError) as error:
+            self._end()
+            raise ConfigError(f"constraints: the compiler's process does not start: {error}") from error
+        return self._pipe
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._pipe is not None:
+            self._pipe.close()
+        self._process = self._pipe = None
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._end()
+
+
+def serve(pipe: Connection) -> None:
+    """Compile what comes over a pipe until it closes."""
+    with contextlib.suppress(EOFError, OSError):
+        plain, special = map(library().TokenizerInfo.deserialize_json, pipe.recv())
+        limit_memory(MEMORY_BYTES)
+        pipe.send(READY)
+        while True:
+            config = pipe.recv()
+            try:
+                pipe.send(compile_constraint(config, special if config.kind == "structural_tag" else plain))
+            except LookaheadError as error:
+                pipe.send(error)
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Let this process map so many bytes more than it has mapped; without effect where that cannot be told."""
+    try:
+        with open("/proc/self/statm") as file:
+            mapped = int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + num_bytes, mapped + num_bytes))
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

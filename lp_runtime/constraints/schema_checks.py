@@ -1,0 +1,145 @@
+"""Refuses JSON schemas that say more than a grammar can hold, so that what follows the grammar follows the schema."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from lp_runtime.errors import ConstraintError
+
+# Keywords that no grammar here can hold.
+UNSUPPORTED = (
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "minContains",
+    "maxContains",
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
+    "$dynamicRef",
+    "$recursiveRef",
+    "additionalItems",
+    "uniqueItems",
+)
+SHAPES = ("pattern", "format")  # of strings; what else is said of a string's length would be ignored
+# Keywords beside which a schema's other assertions would be ignored.
+COMBINATIONS = ("$ref", "anyOf", "oneOf", "allOf")
+ANNOTATIONS = (
+    "title",
+    "description",
+    "default",
+    "examples",
+    "deprecated",
+    "readOnly",
+    "writeOnly",
+    "nullable",
+    "discriminator",
+    "strict",
+    "$schema",
+    "$id",
+    "$anchor",
+    "$comment",
+    "$defs",
+    "definitions",
+    "components",
+)
+MAX_DEPTH = 100  # of nested schemas
+TYPES: dict[str, Callable[[object], bool]] = {
+    "string": lambda value: isinstance(value, str),
+    "integer": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value == int(value),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "boolean": lambda value: isinstance(value, bool),
+    "null": lambda value: value is None,
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+}
+
+
+def check_schema(schema: object) -> None:
+    """Refuse a schema that a grammar cannot hold.
+
+    `oneOf` is held as `anyOf`, and of `format` the form alone: 2026-02-30 is a date.
+
+    Args:
+        schema: parsed JSON.
+
+    Raises:
+        ConstraintError: names the place as a JSON pointer.
+    """
+    todo: list[tuple[str, object, int]] = [("#", schema, 0)]
+    while todo:
+        place, each, depth = todo.pop()
+        if depth > MAX_DEPTH:
+            raise ConstraintError(f"constraint.json_schema: {place[:200]}: is nested deeper than {MAX_DEPTH}")
+        if not isinstance(each, Mapping):
+            continue
+        _check_one(place, each)
+        todo += [(f"{place}/{name}", inner, depth + 1) for name, inner in _inner(each)]
+
+
+def _refuse(place: str, reason: str) -> ConstraintError:
+    return ConstraintError(f"constraint.json_schema: {place}: {reason}")
+
+
+def _inner(schema: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield the schemas directly inside a schema, each with its place there."""
+    for name in ("properties", "patternProperties", "$defs", "definitions"):
+        if isinstance(schema.get(name), Mapping):
+            yield from ((f"{name}/{key}", each) for key, each in schema[name].items())
+    for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        if isinstance(schema.get(name), list):
+            yield from ((f"{name}/{number}", each) for number, each in enumerate(schema[name]))
+    for name in ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems"):
+        if name in schema:
+            yield name, schema[name]
+
+
+def _check_one(place: str, schema: Mapping[str, Any]) -> None:
+    """Refuse a schema for what it says itself, not for what it has inside."""
+    for name in UNSUPPORTED:
+        if schema.get(name, False) is not False:
+            raise _refuse(f"{place}/{name}", "is not supported")
+    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) != 1:
+        raise _refuse(f"{place}/allOf", "is supported with one schema only")
+    combination = next((name for name in COMBINATIONS if name in schema), None)
+    if combination is not None:
+        _refuse_beside(place, schema, combination, lambda name: name not in ANNOTATIONS)
+    for shape in SHAPES:
+        if shape in schema:
+            _refuse_beside(place, schema, shape, lambda name: name in (*SHAPES, "minLength", "maxLength"))
+    _check_values(place, schema)
+    _check_required(place, schema)
+
+
+def _refuse_beside(place: str, schema: Mapping[str, Any], keyword: str, excludes: Callable[[str], bool]) -> None:
+    """Refuse a schema that has an excluded keyword beside another one."""
+    beside = next((name for name in schema if name != keyword and excludes(name)), None)
+    if beside is not None:
+        raise _refuse(f"{place}/{beside}", f"is not supported beside {keyword}")
+
+
+def _check_values(place: str, schema: Mapping[str, Any]) -> None:
+    """Refuse values of `enum` and `const` that other keywords of the schema exclude."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if not isinstance(values, list):
+        return
+    name = "enum" if "enum" in schema else "const"
+    _refuse_beside(place, schema, name, lambda each: each not in ("type", *ANNOTATIONS))
+    kinds = schema.get("type", list(TYPES))
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    for value in values:
+        if isinstance(kinds, list) and not any(kind in TYPES and TYPES[kind](value) for kind in kinds):
+            raise _refuse(f"{place}/{name}", f"{value!r} is not of type {' or '.join(map(str, kinds))}")
+
+
+def _check_required(place: str, schema: Mapping[str, Any]) -> None:
+    """Refuse required properties that no other keyword names."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(required, list) or not isinstance(properties, Mapping):
+        raise _refuse(place, "properties must be an object, and required a list")
+    missing = next((name for name in required if name not in properties), None)
+    if missing is not None:
+        raise _refuse(f"{place}/required", f"{missing!r} is not among the properties")

@@ -1,0 +1,183 @@
+"""What a step's outcome, and a prompt, leave in the draft tables. Compiled by Numba.
+
+Letters: T nodes in the tree, n of them from the root on, P tokens of a prompt.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lp_runtime.lookahead.drafters.best_first.candidates import Candidates, Nodes
+from lp_runtime.lookahead.drafters.best_first.estimates import Rates, learn
+from lp_runtime.lookahead.drafters.best_first.tables import (
+    EMPTY_HASH,
+    FROM_PROMPT,
+    FROM_STEP,
+    NUM_ORDERS,
+    ORIGIN,
+    STAMP,
+    DraftArrays,
+    Int,
+    Noise,
+    TopKTable,
+    append_text,
+    extend_hashes,
+    position_key,
+    store_entry,
+    store_successor,
+)
+from lp_runtime.utils.jit import compiled
+
+
+@compiled
+def store_results(
+    drafts: DraftArrays,
+    position: Int,
+    nodes: Nodes,
+    root: Int,
+    successors: np.ndarray,
+    entries: np.ndarray,
+    stamp: Int,
+) -> None:
+    """Store the top-k candidates of all nodes from the root on by context, and their successors by position.
+
+    Of nodes with equal contexts, the first one's candidates are kept.
+
+    Args:
+        drafts: the draft tables.
+        position: absolute position of what follows the root.
+        nodes: the tree.
+        root: index of the root.
+        successors: [T] int64 successor of each node.
+        entries: [n, ENTRY] int32 top-k candidates; the stamp is written into them.
+        stamp: the step's.
+    """
+    table = drafts.top_k
+    for i in range(len(entries) - 1, -1, -1):
+        node = root + i
+        entries[i, STAMP], entries[i, ORIGIN] = stamp, FROM_STEP
+        store_under_orders(table, nodes.hashes, node, entries, i)
+        place = position + nodes.depths[node]
+        store_successor(table, position_key(drafts.text, place, nodes.tokens[node]), successors[node], stamp)
+        store_successor(table, position_key(drafts.text, place, -1), successors[node], stamp)
+
+
+@compiled
+def store_prompt(table: TopKTable, tokens: np.ndarray, entries: np.ndarray, hashes: np.ndarray, stamp: Int) -> None:
+    """Store the top-k candidates behind the last n tokens of a prompt, under what each of them ends.
+
+    Args:
+        table: the table of top-k candidates.
+        tokens: [P] int64 the prompt.
+        entries: [n, ENTRY] int32 top-k candidates; the stamp is written into them.
+        hashes: [1, NUM_HASHES] int64 scratch.
+        stamp: the step's.
+    """
+    hashes[:] = 0
+    hashes[0, 0] = EMPTY_HASH
+    first = len(tokens) - len(entries)
+    for place in range(len(tokens)):
+        extend_hashes(hashes, 0, tokens[place], hashes, 0)
+        if place >= first:
+            entries[place - first, STAMP], entries[place - first, ORIGIN] = stamp, FROM_PROMPT
+            store_under_orders(table, hashes, 0, entries, place - first)
+
+
+@compiled
+def store_under_orders(table: TopKTable, hashes: np.ndarray, row: Int, entries: np.ndarray, entry: Int) -> None:
+    """Store an entry, a row of [n, ENTRY] int32, under a context's last 1 to NUM_ORDERS tokens.
+
+    Args:
+        table: the table of top-k candidates.
+        hashes: [m, NUM_HASHES] int64 hashes of contexts.
+        row: which context.
+        entries: [n, ENTRY] int32.
+        entry: which entry.
+    """
+    for order in range(1, NUM_ORDERS + 1):
+        if hashes[row, order] == 0:
+            break
+        store_entry(table, hashes[row, order], entries, entry)
+
+
+@compiled
+def accept(
+    tokens: np.ndarray, parents: np.ndarray, root: Int, size: Int, successors: np.ndarray, path: np.ndarray
+) -> Int:
+    """Follow the model's own choices from the root: see lp_runtime.lookahead.tree.accept.
+
+    Args:
+        tokens: [T] int64 token ids.
+        parents: [T] int64 index of each node's parent.
+        root: index of the root.
+        size: T.
+        successors: [T] int64 successor of each node; read from the root on.
+        path: the root and the accepted nodes are written to it.
+
+    Returns:
+        How many nodes were written.
+    """
+    path[0] = node = root
+    num = 1
+    for child in range(root + 1, size):  # children stand behind their parents
+        if parents[child] == node and tokens[child] == successors[node]:
+            path[num] = node = child
+            num += 1
+    return num
+
+
+@compiled
+def count(nodes: Nodes, root: Int, size: Int, path: np.ndarray, fed: np.ndarray, accepted: np.ndarray) -> None:
+    """Count a step's nodes below the root by source and depth: see lp_runtime.lookahead.drafters.base.Counts.
+
+    Args:
+        nodes: the tree.
+        root: index of the root.
+        size: T.
+        path: [m] int64 the root and the accepted nodes.
+        fed: [sources, MAX_DEPTH_COUNTED] int64, counted up.
+        accepted: [sources, MAX_DEPTH_COUNTED] int64, counted up.
+    """
+    for node in range(root + 1, size):
+        fed[nodes.sources[node], min(nodes.depths[node], fed.shape[1]) - 1] += 1
+    for i in range(1, len(path)):
+        node = path[i]
+        accepted[nodes.sources[node], min(nodes.depths[node], fed.shape[1]) - 1] += 1
+
+
+@compiled
+def advance(
+    drafts: DraftArrays,
+    noise: Noise,
+    rates: Rates,
+    nodes: Nodes,
+    counts: tuple[np.ndarray, np.ndarray],
+    candidates: Candidates,
+    position: Int,
+    path: np.ndarray,
+    committed: np.ndarray,
+    successors: np.ndarray,
+    entries: np.ndarray,
+    stamp: Int,
+) -> None:
+    """Count a step's nodes, learn from its committed tokens, store its results and append the tokens to the text.
+
+    Args:
+        drafts: the draft tables.
+        noise: the noise of sampling.
+        rates: the estimates.
+        nodes: the tree.
+        counts: (fed, accepted), see `count`.
+        candidates: scratch.
+        position: absolute position of what follows the root.
+        path: [m] int64 the root, and the nodes that carry the committed tokens.
+        committed: [m] int64 committed tokens.
+        successors: [T] int64 successor of each node; read from the root on.
+        entries: [n, ENTRY] int32 top-k candidates of the nodes from the root on.
+        stamp: the step's.
+    """
+    root = path[0]
+    count(nodes, root, root + len(entries), path, counts[0], counts[1])
+    learn(drafts, noise, position, nodes, root, path, committed, rates, candidates)
+    store_results(drafts, position, nodes, root, successors, entries, stamp)
+    append_text(drafts.text, committed)

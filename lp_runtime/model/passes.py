@@ -1,0 +1,168 @@
+"""Forward passes of any size, from what a host knows: token ids, positions, parents.
+
+All arguments but the caches can be sent to another process, which runs the same pass on its slice of the model.
+Letters: T tokens fed, n nodes whose successors are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from lp_runtime.kernels.dispatch import on
+from lp_runtime.model.attention.mask import LayerMasks, MaskBuilder
+from lp_runtime.model.attention.strict import NAME as STRICT
+from lp_runtime.model.attention.strict_passes import strict_passes
+from lp_runtime.model.batch_inputs import batch_inputs
+from lp_runtime.model.inputs import InputLayout
+from lp_runtime.model.kv_cache.batch import BatchedCache
+from lp_runtime.model.kv_cache.cache import TreeCache
+from lp_runtime.model.view import view_of
+from lp_runtime.utils.tensors import tensor_on
+
+
+class Passes:
+    """Runs a model in passes of any size. Every method writes keys and values behind what its caches hold, and commits
+    nothing.
+
+    Args:
+        model: in eval mode.
+        masks: knows the model's kinds of layers.
+        strict_tokens: see ModelRunner.
+
+    Attributes:
+        tree_model: what trees are fed to: the model, or with `strict_tokens` a view of it.
+        keeps_logits: whether the model computes the wanted logits only, where it is told which.
+    """
+
+    def __init__(self, model: PreTrainedModel, masks: MaskBuilder, strict_tokens: int | None):
+        self._model, self._masks, self._device = model, masks, model.device
+        self._strict_tokens = strict_tokens
+        self.tree_model = model if strict_tokens is None else view_of(model, STRICT)
+        self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def run(self, kind: str, caches: Sequence[TreeCache], what: Sequence[object]) -> torch.Tensor:
+        """Run the pass that one of the methods below describes.
+
+        Args:
+            kind: name of the method.
+            caches: its first argument.
+            what: its further arguments.
+        """
+        logits: torch.Tensor = getattr(self, kind)(caches, *what)
+        return logits
+
+    @torch.inference_mode()
+    def chunk(
+        self, caches: Sequence[TreeCache], tokens: Sequence[int], rows: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Feed T tokens of a text behind the one cache; return the logits of n of them, or of the last, [n, V]."""
+        (cache,) = caches
+        start = cache.length
+        positions = torch.arange(start, start + len(tokens), device=self._device)
+        mask = self._masks.build_chunk(positions, start)
+        kept = 1 if rows is None else tensor_on(self._device, rows)
+        return self._forward(tensor_on(self._device, tokens), positions, mask, cache, kept)
+
+    @torch.inference_mode()
+    def each_alone(self, caches: Sequence[TreeCache], tokens: Sequence[int]) -> torch.Tensor:
+        """Return the logits of T tokens, each as the end of a text of its own behind the one cache, [T, V]."""
+        (cache,) = caches
+        ids = tensor_on(self._device, tokens)
+        positions = torch.full_like(ids, cache.length)
+        mask = self._masks.build([-1] * len(tokens), positions, cache.length)
+        return self._forward(ids, positions, mask, cache, len(tokens))
+
+    @torch.inference_mode()
+    def share(self, caches: Sequence[TreeCache], layout: InputLayout) -> torch.Tensor:
+        """Return the logits of the wanted rows of a share of a tree, [n, V]; strictly, in passes of strict_tokens."""
+        (cache,) = caches
+        if self._strict_tokens is not None:
+            return self._strict_forward(cache, layout, self._strict_tokens)[tensor_on(self._device, layout.rows)]
+        ids, positions = tensor_on(self._device, np.stack([layout.tokens, layout.positions]))
+        mask = self._masks.build(layout.parents, positions, cache.length)
+        num_rows = len(layout.rows)
+        are_last = num_rows > 0 and layout.rows[0] == len(layout.tokens) - num_rows
+        rows = num_rows if are_last else tensor_on(self._device, layout.rows)
+        return self._forward(ids, positions, mask, cache, rows)
+
+    @torch.inference_mode()
+    def shares(self, caches: Sequence[TreeCache], layouts: Sequence[InputLayout]) -> torch.Tensor:
+        """Return the logits of the wanted rows of several sequences' shares, fed in one pass, [n, V]."""
+        ids, positions, rows, batched = batch_inputs(caches, layouts, self._masks, self._device)
+        return self._forward(ids, positions, batched.mask, batched, rows)
+
+    @torch.inference_mode()
+    def text(self, caches: Sequence[TreeCache], tokens: Sequence[int], num_last: int) -> torch.Tensor:
+        """Return the logits of a text's last tokens, [num_last, V], as the model itself computes them without any
+        cache; there are no caches."""
+        assert not caches
+        ids = tensor_on(self._device, tokens)[None]
+        positions = torch.arange(len(tokens), device=self._device)[None]
+        output = self._model(input_ids=ids, position_ids=positions, use_cache=False, **self._keeping(num_last))
+        return output.logits[0, -num_last:]
+
+    @torch.inference_mode()
+    def text_one_by_one(self, caches: Sequence[TreeCache], tokens: Sequence[int], start: int) -> torch.Tensor:
+        """Return [n, V] float32 logits as `generate` computes them: of tokens[start - 1], and of each token from start
+        on. There are no caches: the model makes its own."""
+        assert not caches
+        cache = None
+        logits: list[torch.Tensor] = []
+        for part in (tokens[:start], *([token] for token in tokens[start:])):
+            ids = tensor_on(self._device, part)[None]
+            first = start + len(logits) - 1 if logits else 0
+            positions = torch.arange(first, first + len(part), device=self._device)[None]
+            output = self._model(
+                input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, **self._keeping(1)
+            )
+            cache = output.past_key_values
+            logits.append(output.logits[0, -1].float())
+        return torch.stack(logits)
+
+    def _keeping(self, rows: torch.Tensor | int) -> dict[str, object]:
+        """Return the argument that has a model compute wanted logits only; none if it cannot."""
+        return {"logits_to_keep": rows} if self.keeps_logits else {}
+
+    def _strict_forward(self, cache: TreeCache, layout: InputLayout, size: int) -> torch.Tensor:
+        """Return [T, V] logits of all tokens, from passes of `size` tokens each, the last one filled up."""
+        logits = []
+        for ids, positions, mask in strict_passes(layout, size, cache.length, self._masks, self._device):
+            logits.append(self._forward(ids, positions, mask, cache, size, self.tree_model))
+            cache.keep_writing(size)
+        return torch.cat(logits)[: len(layout.tokens)]
+
+    def _forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: LayerMasks | None,
+        cache: object,
+        rows: torch.Tensor | int,
+        view: PreTrainedModel | None = None,
+    ) -> torch.Tensor:
+        """Run the model, or a view of it, on [T] tokens at [T] positions.
+
+        Returns:
+            [n, V] logits of rows [n], or of the n last, in the model's dtype.
+        """
+        arguments = self._keeping(rows)
+        if isinstance(cache, BatchedCache):
+            arguments["batch"] = cache
+        with on(self._device):
+            output = (view or self._model)(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+                **arguments,
+            )
+        logits = output.logits[0]
+        if not self.keeps_logits:
+            logits = logits[-rows:] if isinstance(rows, int) else logits[rows]
+        return logits

@@ -1,0 +1,1 @@
+"""One model on several processes, its shards: each holds a slice of every layer."""

@@ -1,0 +1,169 @@
+"""OpenTelemetry spans of requests: each answer is one span, and its queue, prefills and decoding are spans below it.
+
+Names and attributes are those of OpenTelemetry's semantic conventions for generative AI. A trace that a client has
+begun (the header traceparent) goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lp_runtime.engine.generation import Generation
+from lp_runtime.errors import LaunchError, LookaheadError
+from lp_runtime.server.protocol import Common
+from lp_runtime.server.responses import Choice
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+NANOSECONDS = 1_000_000_000
+OPERATIONS = {"/v1/completions": "text_completion"}  # of the conventions, by path; the others chat
+
+
+def check_tracing() -> None:
+    """Refuse to trace without OpenTelemetry.
+
+    Raises:
+        LaunchError: a package is not installed.
+    """
+    try:
+        import opentelemetry.exporter.otlp.proto.http  # noqa: F401
+        import opentelemetry.sdk.trace  # noqa: F401
+    except ImportError as error:
+        raise LaunchError(f"otlp_endpoint: {error.name} is not installed (pip install 'lp-runtime[otel]')") from error
+
+
+class Tracing:
+    """Makes the spans of one server's requests.
+
+    Args:
+        provider: exports the spans.
+        model: the model's name for clients.
+    """
+
+    def __init__(self, provider: TracerProvider, model: str):
+        self._provider, self._model = provider, model
+        self._tracer = provider.get_tracer("lp_runtime")
+
+    @classmethod
+    def to(cls, endpoint: str, model: str) -> Tracing:
+        """Return what sends spans to a collector, by OTLP over HTTP.
+
+        Args:
+            endpoint: URL of the collector, as http://HOST:4318/v1/traces.
+            model: the model's name for clients.
+        """
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        provider = TracerProvider(resource=Resource.create({"service.name": "lp_runtime"}))
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+        return cls(provider, model)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._provider.shutdown()
+
+    async def traced(
+        self,
+        texts: AsyncGenerator[tuple[Choice, str], None],
+        headers: Mapping[str, str],
+        path: str,
+        request_id: str,
+        body: Common,
+        choices: Sequence[Choice],
+    ) -> AsyncGenerator[tuple[Choice, str], None]:
+        """Yield what `texts` yields; when it has ended, however, make the answer's spans.
+
+        Args:
+            texts: an answer as it grows.
+            headers: of the HTTP request.
+            path: of the HTTP request.
+            request_id: names the request in logs.
+            body: what the client sent.
+            choices: of the answer.
+        """
+        from opentelemetry.trace import SpanKind, StatusCode
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        operation = OPERATIONS.get(path, "chat")
+        span = self._tracer.start_span(
+            f"{operation} {self._model}",
+            TraceContextTextMapPropagator().extract(headers),
+            SpanKind.SERVER,
+            {**self._asked(body), "gen_ai.operation.name": operation, "lp.request_id": request_id},
+        )
+        began = time.time_ns()
+        try:
+            async with contextlib.aclosing(texts):
+                async for each in texts:
+                    yield each
+        except LookaheadError as error:
+            span.set_attribute("error.type", type(error).__name__)
+            span.set_status(StatusCode.ERROR, str(error))
+            raise
+        finally:
+            self._add_parts(span, choices, began)
+            span.end()
+
+    def _asked(self, body: Common) -> dict[str, Any]:
+        """Return the attributes of what a client asks for; those that it leaves to the server are left out."""
+        asked = {
+            "model": self._model,
+            "max_tokens": body.max_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+            "seed": body.seed,
+            "choice.count": body.n if body.n > 1 else None,
+            "stop_sequences": body.stops(),
+        }
+        found = {f"gen_ai.request.{name}": value for name, value in asked.items() if value is not None}
+        return {**found, "gen_ai.provider.name": "lp_runtime"}
+
+    def _add_parts(self, span: Any, choices: Sequence[Choice], began: int) -> None:
+        """Add what an answer has become, and the spans of its choices.
+
+        Args:
+            span: the answer's.
+            choices: of the answer.
+            began: when its jobs were submitted, in nanoseconds since 1970.
+        """
+        ended = [choice for choice in choices if choice.job.generation is not None]
+        if len(ended) == len(choices):
+            span.set_attribute("gen_ai.response.finish_reasons", [str(choice.reason) for choice in ended])
+        span.set_attributes(
+            {
+                "gen_ai.response.model": self._model,
+                "gen_ai.usage.input_tokens": sum(
+                    {id(each.job.request.prompt_ids): len(each.job.request.prompt_ids) for each in choices}.values()
+                ),
+                "gen_ai.usage.output_tokens": sum(len(choice.tokens) for choice in choices),
+            }
+        )
+        for choice in choices:
+            if choice.job.queue_seconds is None:
+                continue
+            start = self._part(span, "queue", began, choice.job.queue_seconds, {})
+            if choice.job.generation is not None:
+                self._add_decoding(span, choice.job.generation, start)
+
+    def _add_decoding(self, span: Any, generation: Generation, start: int) -> None:
+        """Add the spans of a generation's prefill and of its other steps, from `start` on."""
+        cached = {"gen_ai.usage.cache_read.input_tokens": generation.cached_tokens}
+        start = self._part(span, "prefill", start, generation.prefill_seconds, cached)
+        steps = {"lp.steps": generation.steps, "lp.compression_ratio": generation.compression_ratio}
+        self._part(span, "decode", start, generation.seconds - generation.prefill_seconds, steps)
+
+    def _part(self, parent: Any, name: str, start: int, seconds: float, attributes: Mapping[str, Any]) -> int:
+        """Add a span below another; return its end, in nanoseconds since 1970."""
+        from opentelemetry.trace import set_span_in_context
+
+        end = start + int(max(0.0, seconds) * NANOSECONDS)
+        self._tracer.start_span(name, set_span_in_context(parent), attributes=attributes, start_time=start).end(end)
+        return end

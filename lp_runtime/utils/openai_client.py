@@ -1,0 +1,142 @@
+"""A client of servers that speak the OpenAI API: answers as they are streamed, errors in one line."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from lp_runtime.errors import ConfigError, LaunchError, RequestError, first_line
+
+MAX_ERROR_CHARS = 300  # of a server's message
+DONE = "[DONE]"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server, and who asks.
+
+    Attributes:
+        url: of the server, with or without its path (/v1).
+        api_key: sent as a bearer token; None to send none.
+        timeout: seconds without a byte after which the server counts as gone.
+    """
+
+    url: str
+    api_key: str | None = None
+    timeout: float = 600.0
+
+    @classmethod
+    def of(cls, url: str, api_key: str | None, api_key_file: str | None) -> Endpoint:
+        """Return the server that settings name.
+
+        Raises:
+            ConfigError: the URL is none, or the key's file cannot be read.
+        """
+        try:
+            parts = urlsplit(url)
+            is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:
+            is_good = False
+        if not is_good:
+            raise ConfigError(f"url={url}: must be http://HOST:PORT or https://HOST:PORT, with a path or without")
+        if api_key_file is not None:
+            api_key = _read_key(api_key_file)
+        if api_key is not None and not (api_key and api_key.isascii() and api_key.isprintable()):
+            raise ConfigError("api_key: must be printable ASCII")
+        return cls(url, api_key)
+
+    def model(self) -> str:
+        """Return the name of the first model that the server lists.
+
+        Raises:
+            LaunchError: the server cannot be reached, or lists no model.
+            RequestError: the server refuses.
+        """
+        with self._asked("GET", "models", None) as response:
+            try:
+                return str(json.load(response)["data"][0]["id"])
+            except (ValueError, KeyError, IndexError, TypeError) as error:
+                raise LaunchError(f"url={self.url}: it lists no model, so give served_name=") from error
+
+    def stream(self, route: str, body: Mapping[str, object]) -> Iterator[dict[str, Any]]:
+        """Ask, and yield the events of the streamed answer as they come. Ending the iteration early ends the request.
+
+        Args:
+            route: "completions" or "chat/completions".
+            body: fields of the request, without `stream`.
+
+        Raises:
+            LaunchError: the server cannot be reached, or has gone before the end.
+            RequestError: the server refuses, or fails.
+        """
+        with self._asked("POST", route, {**body, "stream": True}) as response:
+            for line in response:
+                kind, _, data = line.decode(errors="replace").strip().partition(":")
+                if kind != "data":
+                    continue
+                if data.strip() == DONE:
+                    return
+                event = _parsed(data)
+                if "error" in event:
+                    raise RequestError(f"url={self.url}: {_message(event)}")
+                yield event
+        raise LaunchError(f"url={self.url}: the answer ended before its end")
+
+    @contextmanager
+    def _asked(self, method: str, route: str, body: Mapping[str, object] | None) -> Iterator[http.client.HTTPResponse]:
+        """Send a request; yield the response, whose status is 200."""
+        parts = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=self.timeout)
+        headers = {"Content-Type": "application/json"}
+        if self.api_key is not None:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        path = parts.path.rstrip("/") or "/v1"
+        try:
+            connection.request(method, f"{path}/{route}", None if body is None else json.dumps(body), headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                answer = response.read(1 << 16).decode(errors="replace")
+                raise RequestError(f"url={self.url}: status {response.status}: {_message(_parsed(answer)) or answer}")
+            yield response
+        except (OSError, http.client.HTTPException, ssl.SSLError) as error:
+            reason = getattr(error, "strerror", None) or first_line(error) or type(error).__name__
+            raise LaunchError(f"url={self.url}: cannot be reached ({reason})") from error
+        finally:
+            connection.close()
+
+
+def _read_key(path: str) -> str:
+    """Return the API key that a file holds.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        return Path(path).expanduser().read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise ConfigError(f"api_key_file={path}: cannot be read: {reason}") from error
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Return a JSON object; an empty one for any other text."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _message(body: Mapping[str, Any]) -> str:
+    """Return the message of an error in the form of the OpenAI API, in one line; empty if there is none."""
+    error = body.get("error", body.get("detail", ""))
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return " ".join(str(message).split())[:MAX_ERROR_CHARS]

@@ -1,0 +1,133 @@
+"""lp-bench url=...: what is asked, what is measured and counted, of a fake server and of our own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import threading
+
+import pytest
+from support.fake_openai import fake_server
+from support.serving import served
+
+from lp_runtime import LookaheadConfig, LookaheadRuntime
+from lp_runtime.bench.load import arrivals, percentile
+from lp_runtime.entrypoints.cli import bench_main
+
+
+@pytest.fixture
+def prompts(tmp_path) -> str:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one", "two", "three")))
+    return f"{file}:text"
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr) of lp-bench."""
+    try:
+        bench_main(list(arguments))
+        status = 0
+    except SystemExit as end:
+        status = int(end.code or 0)
+    return status, *capsys.readouterr()
+
+
+def test_a_closed_loop_asks_in_turn_and_counts_errors(capsys, prompts, tmp_path):
+    gate = threading.Barrier(3)
+
+    def pieces(number: int):
+        gate.wait()  # three at once, always
+        return {1: 503, 4: ["a", ""]}.get(number % 6, ["a", "b", "c"])
+
+    with fake_server(pieces) as (url, fake):
+        status, out, _ = run(
+            capsys, f"url={url}", "concurrency=3", "num_requests=12", f"prompts={prompts}", f"output={tmp_path}/out",
+            "max_new_tokens=7",
+        )  # fmt: skip
+    assert status == 0 and fake.num_at_once == 3
+    assert sorted(body["prompt"] for body in fake.bodies) == sorted(["one", "two", "three"] * 4)
+    assert all(body["model"] == "fake" and body["max_tokens"] == 7 and body["stream"] for body in fake.bodies)
+    report = json.loads((tmp_path / "out" / "load.json").read_text())
+    assert (report["requests"], report["errors"], report["new tokens"]) == (12, 4, 8 * 6)
+    assert (
+        report["time to first token ms"]["p50"]
+        <= report["time to first token ms"]["p99"]
+        <= report["request ms"]["p99"]
+    )
+    assert "2 x url=" in out and "status 503: not now" in out and "the answer ended before its end" in out
+    assert "| inter-token time |" in out and (tmp_path / "out" / "load.md").read_text() == out
+
+
+def test_an_open_loop_does_not_wait_for_answers(capsys, prompts):
+    everybody = threading.Barrier(6)
+
+    def pieces(number: int):
+        everybody.wait()  # nobody is answered before all have asked
+        return ["a"]
+
+    with fake_server(pieces) as (url, fake):
+        status, out, _ = run(
+            capsys,
+            f"url={url}/v1",
+            "rate=500",
+            "num_requests=6",
+            f"prompts={prompts}",
+            "chat=true",
+            "served_name=other",
+        )
+    assert status == 0 and fake.num_at_once == 6 and fake.keys == []
+    assert fake.bodies[0]["messages"] == [{"role": "user", "content": "one"}] and fake.bodies[0]["model"] == "other"
+    assert "| 6 | 0 |" in out
+
+
+def test_moments_of_a_poisson_process():
+    moments = list(itertools.islice(arrivals(4.0, 1), 4001))
+    gaps = [later - earlier for earlier, later in itertools.pairwise(moments)]
+    assert moments[0] == 0 and statistics.mean(gaps) == pytest.approx(0.25, rel=0.05)
+    assert statistics.stdev(gaps) == pytest.approx(0.25, rel=0.1) and moments[:9] == list(
+        itertools.islice(arrivals(4.0, 1), 9)
+    )
+    assert [percentile(list(range(1, 101)), each) for each in (50, 90, 99)] == [50, 90, 99]
+    assert percentile([3.0], 50) == percentile([1.0, 3.0], 99) == 3.0
+
+
+def test_our_own_server(capsys, prompts):
+    lookahead = LookaheadConfig(7, 5, 7, prior="none")
+    with (
+        LookaheadRuntime(device="cpu", dtype="float32", lookahead=lookahead) as runtime,
+        served(runtime, api_keys={"ann": "a-key"}) as (url, scheduler),
+    ):
+        status, out, _ = run(
+            capsys, f"url={url}", "api_key=a-key", "num_requests=4", f"prompts={prompts}", "max_new_tokens=8"
+        )
+        assert status == 0 and "| 4 | 0 |" in out
+        assert scheduler.totals.new_tokens == 32
+        status, _, err = run(capsys, f"url={url}", f"prompts={prompts}")
+    assert status == 2 and "status 401: the API key is missing or wrong" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["url=ftp://here"], "url=ftp://here: must be http://HOST:PORT"),
+        (["url=http://127.0.0.1:1"], "url=http://127.0.0.1:1: cannot be reached (Connection refused)"),
+        (["rate=2"], "rate: only with url"),
+        (["url=http://here", "rate=0"], "rate=0.0: must be a number > 0"),
+        (["url=http://here", "rate=1", "concurrency=2"], "concurrency=2: not with rate"),
+        (["url=http://here", "model.path=/a"], "model.path=/a: not with url"),
+        (["url=http://here", "api_key_file=/none/such"], "api_key_file=/none/such: cannot be read: No such file"),
+        (["url=http://here", "api_key=a", "api_key_file=b"], "api_key_file=b: not with api_key"),
+        (["api_key=a"], "api_key: only with url"),
+        (["url=http://here", "output=/proc/none"], "output=/proc/none: No such file"),
+    ],
+)
+def test_one_line_says_what_is_wrong(capsys, arguments, message):
+    status, _, err = run(capsys, *arguments)
+    assert status == 2 and err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def test_nobody_answers(capsys, prompts):
+    with fake_server(lambda number: 500) as (url, _):
+        status, out, err = run(capsys, f"url={url}", "num_requests=3", f"prompts={prompts}")
+    assert status == 1 and "| 3 | 3 |" in out and "no request was answered" in err.splitlines()[-1]

@@ -1,0 +1,78 @@
+"""Drafters that are compared on what a model said once take the steps that they take live, and ask only what is new."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from support.racer import RacerDrafter
+
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.distributed.group import Group
+from lp_runtime.engine.engine import Engine
+from lp_runtime.engine.output import Report
+from lp_runtime.engine.request import Request
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+FULL = LookaheadConfig(W=5, N=5, G=0, budget=16, prior="none")
+
+
+@pytest.fixture
+def make_bench(tmp_path, monkeypatch):
+    """Makes a Bench of two prompts, in a folder that keeps what its model says."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    from studies.drafting_bench import Bench
+
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("def add(a, b):\n", "import os\n")))
+
+    def make() -> Bench:
+        args = {"model": None, "prompts": [f"{prompts}:text"], "limit": 9, "each": 9, "max_new_tokens": 24}
+        return Bench(argparse.Namespace(**args, eos=False, chat=False, record=tmp_path / "kept"))
+
+    yield make
+    for name in [name for name in sys.modules if name == "common" or name.split(".")[0] == "studies"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0}], ids=["greedy", "sampled"])
+def test_steps_are_those_of_the_engine(make_bench, sampling):
+    bench = make_bench()
+    runs = bench.decode_all(FULL, sampling=sampling)
+    model, calibration = bench.model, bench.calibration
+    for number, (run, (_, prompt)) in enumerate(zip(runs, bench.prompts, strict=True)):
+        config = SamplingConfig(**sampling, seed=number if sampling["temperature"] else None)
+        request = Request(tuple(prompt), FULL, 24, sampling=config)
+        *outputs, report = Engine(model, Group.alone(), calibration).run(request)
+        assert isinstance(report, Report)
+        assert run.tokens == [token for output in outputs for token in output.token_ids]
+        assert run.num_steps == report.num_steps
+        assert run.num_fed / (run.num_steps - 1) == pytest.approx(report.step_tokens)
+
+
+def test_what_was_said_is_not_asked_again(make_bench):
+    bench = make_bench()
+    first = bench.decode_all(FULL)
+    num_fed = bench.num_fed
+    again = bench.decode_all(FULL)
+    assert bench.num_fed == num_fed  # nothing was new
+    peer = bench.decode_all(lambda: RacerDrafter(16))
+    assert num_fed < bench.num_fed  # other nodes are
+    assert [run.tokens for run in peer] == [run.tokens for run in again] == [run.tokens for run in first]
+    assert [run.num_steps for run in again] == [run.num_steps for run in first]
+    later = make_bench()  # another process, with the same files
+    assert [run.num_steps for run in later.decode_all(lambda: RacerDrafter(16))] == [run.num_steps for run in peer]
+    assert later.num_fed == 0
+
+
+def test_a_text_that_is_not_that_of_one_token_a_step_ends_the_study(make_bench):
+    bench = make_bench()
+    bench.decode_all(FULL)
+    recording = next(iter(bench.recordings(0)))
+    recording.text = [*recording.text[:-1], recording.text[-1] + 1]
+    with pytest.raises(SystemExit, match="prompt 0: the output is not that of one token a step"):
+        bench.decode_all(FULL)

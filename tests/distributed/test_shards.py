@@ -1,0 +1,112 @@
+"""Sums and announcements between the shards of a replica."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.shards import run_shards
+
+from lp_runtime.distributed.shards import (
+    BUFFER_WORDS,
+    FOLDER,
+    CollectiveReducer,
+    Reducer,
+    ShardLink,
+    ShardPlace,
+    clear_up,
+    shard_group,
+)
+from lp_runtime.errors import ShardError
+
+CPU = torch.device("cpu")
+SHAPES = [(1,), (3, 5), (1, 7, 33), (2, BUFFER_WORDS + 3)]
+
+
+def tensors(shard: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(shard)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def reduce_all(place: ShardPlace, kind: str, dtype: torch.dtype) -> tuple[list, list, int]:
+    link = ShardLink(place, CPU, 60.0)
+    reducer: Reducer = link.reducer
+    if kind == "gloo":
+        reducer = CollectiveReducer(shard_group(place, "gloo", 60.0), place.num_shards)
+    transposed = tensors(place.shard, dtype)[1].t()  # not contiguous
+    sums = [reducer.all_reduce(each.clone()) for each in tensors(place.shard, dtype)] + [reducer.all_reduce(transposed)]
+    gathered = [reducer.all_gather(each) for each in tensors(place.shard, dtype)]
+    smallest = link.smallest(10 - place.shard)
+    link.smallest(0)  # nobody leaves before all have read
+    link.close()
+    return sums, gathered, smallest
+
+
+@pytest.mark.parametrize("kind", ["shared", "gloo"])
+@pytest.mark.parametrize(("dtype", "num_shards"), [(torch.float32, 2), (torch.bfloat16, 3)])
+def test_sums_are_equal_everywhere_and_right(kind, dtype, num_shards):
+    found = run_shards(reduce_all, num_shards, kind, dtype)
+    inputs = [tensors(shard, dtype) for shard in range(num_shards)]
+    inputs = [[*each, each[1].t()] for each in inputs]
+    for sums, gathered, smallest in found:
+        assert smallest == 10 - (num_shards - 1)
+        for index, total in enumerate(sums):
+            exact = sum(each[index].double() for each in inputs)
+            tolerance = 1e-6 if dtype is torch.float32 else 3e-2
+            assert total.dtype is dtype and torch.allclose(total.double(), exact, atol=tolerance, rtol=tolerance)
+            assert torch.equal(total, found[0][0][index])
+        for index, rows in enumerate(gathered):
+            assert torch.equal(rows, torch.stack([each[index] for each in inputs]))
+
+
+def test_half_precision_is_rounded_once():
+    """1 + 2^-9 + 2^-9 = 1 + 2^-8 in bfloat16, where 1 + 2^-9 is 1."""
+    assert run_shards(sum_of_three, 3) == [1.0078125] * 3
+
+
+def sum_of_three(place: ShardPlace) -> float:
+    link = ShardLink(place, CPU, 60.0)
+    total = link.reducer.all_reduce(torch.tensor([(1.0, 2**-8, 2**-8)[place.shard]], dtype=torch.bfloat16))
+    link.smallest(0)
+    link.close()
+    return float(total)
+
+
+def talk(place: ShardPlace) -> object:
+    link = ShardLink(place, CPU, 60.0)
+    if place.is_leader:
+        link.announce({"pass": list(range(9999))})
+        link.close()
+        return None
+    heard = link.listen()
+    try:
+        link.listen()
+    except ShardError as error:
+        return heard, str(error)
+
+
+def test_followers_hear_what_is_announced_and_that_shard_0_is_gone():
+    _, (heard, reason), (also, _) = run_shards(talk, 3)
+    assert heard == also == {"pass": list(range(9999))}
+    assert "a shard of the replica is gone: " in reason and "rank 0 is gone" in reason
+
+
+def leave_in_a_sum(place: ShardPlace) -> str:
+    link = ShardLink(place, CPU, 60.0)
+    if place.shard == 1:
+        link.close()
+        return ""
+    try:
+        link.reducer.all_reduce(torch.ones(3))
+    except ShardError as error:
+        return str(error)
+
+
+def test_a_sum_with_a_shard_that_is_gone_ends():
+    assert "rank 1 is gone" in run_shards(leave_in_a_sum, 2)[0]
+
+
+def test_what_killed_shards_leave_behind_is_removed():
+    for name in ("lp_runtime-test", "lp_runtime-test-load", "lp_runtime-test-sums"):
+        (FOLDER / name).touch()
+    clear_up("lp_runtime-test")
+    assert not list(FOLDER.glob("lp_runtime-test*"))

@@ -1,0 +1,53 @@
+"""lp-chat url=...: a conversation with a server."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from support.fake_openai import fake_server
+
+from lp_runtime.entrypoints.cli import chat_main
+
+
+@pytest.fixture
+def converse(monkeypatch, capsys):
+    """Returns (exit status, stdout, stderr) of lp-chat for lines of input."""
+
+    def run(lines: str, *arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        try:
+            chat_main(list(arguments))
+            status = 0
+        except SystemExit as end:
+            status = int(end.code or 0)
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_a_conversation_with_a_server(converse, tmp_path):
+    key = tmp_path / "key"
+    key.write_text("my-key\n")
+    answers: dict[int, list[str] | int] = {0: ["Hel", "lo."], 1: 503, 2: ["Fi", "ne", ""], 3: ["Yes."]}
+    with fake_server(answers.__getitem__) as (url, fake):
+        status, out, err = converse(
+            "Hi\nTwo\nThree\nFour\n/quit\n", f"url={url}", f"api_key_file={key}", "system=Be brief.",
+            "max_new_tokens=9", "sampling.temperature=0.5", "sampling.seed=3",
+        )  # fmt: skip
+    assert status == 0 and out == "Hello.\nFine\nYes.\n"
+    assert "status 503: not now (/reset starts again)" in err and "the answer ended before its end" in err
+    assert fake.keys == ["Bearer my-key"]
+    first, *_, last = fake.bodies
+    assert (first["model"], first["max_tokens"], first["temperature"], first["seed"]) == ("fake", 9, 0.5, 3)
+    assert [each["content"] for each in first["messages"]] == ["Be brief.", "Hi"]
+    assert [each["content"] for each in last["messages"]] == ["Be brief.", "Hi", "Hello.", "Four"], (
+        "what failed is left out"
+    )
+
+
+def test_a_server_that_is_not_there(converse):
+    status, _, err = converse("Hi\n", "url=http://127.0.0.1:1")
+    assert (status, err) == (2, "error: url=http://127.0.0.1:1: cannot be reached (Connection refused)\n")
+    status, _, err = converse("Hi\n", "served_name=x")
+    assert (status, err) == (2, "error: served_name: only with url\n")

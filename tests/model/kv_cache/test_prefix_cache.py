@@ -1,0 +1,161 @@
+"""The prefix cache: what is found, what it holds, and what leaves first. A key is its token."""
+
+import random
+
+import torch
+
+from lp_runtime.model.kv_cache.cache import TreeCache
+from lp_runtime.model.kv_cache.prefix_cache import MIN_TOKENS, PrefixCache
+from lp_runtime.model.kv_cache.slots import CacheSlot, SlotPool
+
+TOKEN_BYTES = 10
+
+
+def filled(tokens) -> CacheSlot:
+    """A slot that holds tokens, of two layers; the second's keys are negative."""
+    slot = CacheSlot()
+    slot.reset(2, len(tokens) + 8)
+    values = torch.tensor(tokens, dtype=torch.float32)[None, None, :, None].expand(1, 2, -1, 3)
+    slot.cache.update(values, 2 * values, 0)
+    slot.cache.update(-values, -2 * values, 1)
+    slot.cache.commit(len(tokens))
+    slot.tokens, slot.num_prefilled = list(tokens), len(tokens)
+    return slot
+
+
+def held(slot: CacheSlot) -> list[int]:
+    """The tokens that a slot's keys and values stand for."""
+    states = [each for _, keys, values in slot.cache.committed() for each in (keys, values / 2)]
+    assert len(states) == 4 and all(torch.equal(each.abs(), states[0]) for each in states)
+    return states[0][0, 0, :, 0].int().tolist()
+
+
+def read(cache: PrefixCache, tokens, salt: str = "") -> list[int]:
+    """What a prompt finds, read into a slot; its keys and its tokens agree."""
+    prefix, slot = cache.find(tokens, salt), CacheSlot()
+    slot.reset(2, len(tokens))
+    slot.restore(prefix)
+    assert slot.cache.length == prefix.num_tokens == slot.num_prefilled
+    if prefix.num_tokens:
+        assert held(slot) == slot.tokens == list(tokens[: prefix.num_tokens])
+    return slot.tokens
+
+
+def store(cache: PrefixCache, slot: CacheSlot, salt: str = "") -> None:
+    cache.store(slot.cache, slot.tokens, slot.num_prefilled, salt)
+
+
+def make(max_tokens: int = 1000, **options) -> PrefixCache:
+    return PrefixCache(max_tokens * TOKEN_BYTES, 10**9, TOKEN_BYTES, **options)
+
+
+def test_the_longest_common_prefix_is_found_at_any_token():
+    cache, rng = make(10**6), random.Random(1)
+    kept: list[list[int]] = []
+    for _ in range(60):
+        base = rng.choice(kept)[: rng.randint(0, 80)] if kept else []
+        tokens = base + [rng.randint(1, 3) for _ in range(rng.randint(20, 60))]
+        store(cache, filled(tokens), "")
+        kept.append(tokens)
+        prompt = rng.choice(kept)[: rng.randint(10, 90)] + [rng.randint(1, 3) for _ in range(rng.randint(1, 9))]
+        longest = max(
+            next(
+                (i for i, pair in enumerate(zip(prompt, each, strict=False)) if pair[0] != pair[1]),
+                min(len(prompt), len(each)),
+            )
+            for each in kept
+        )
+        found = len(read(cache, prompt))
+        # A sequence of which fewer than MIN_TOKENS tokens were new keeps none of those.
+        assert min(longest, len(prompt) - 1) - MIN_TOKENS < found <= min(longest, len(prompt) - 1)
+
+
+def test_what_sequences_share_is_kept_once():
+    cache, shared = make(), list(range(1, 101))
+    for other in (200, 300, 400):
+        store(cache, filled([*shared, *range(other, other + 50)]), "")
+    assert cache.num_bytes == (100 + 3 * 50) * TOKEN_BYTES
+    assert read(cache, [*shared, *range(300, 350), 7]) == [*shared, *range(300, 350)]
+    assert read(cache, shared) == shared[:-1], "the last token is fed: its logits are wanted"
+
+
+def test_other_salts_find_nothing():
+    cache = make()
+    store(cache, filled(list(range(50))), "mine")
+    assert read(cache, range(60), "yours") == read(cache, range(60)) == []
+    assert len(read(cache, range(60), "mine")) == 50
+
+
+def test_what_was_not_used_for_longest_leaves_first_and_memory_is_bounded():
+    cache = make(max_tokens=200)
+    for number in range(500):
+        start = 1000 * number
+        store(cache, filled(list(range(start, start + 60))), "")
+        assert cache.num_bytes <= 200 * TOKEN_BYTES
+        read(cache, range(61))  # the first one stays in use
+    assert len(read(cache, range(61))) == 60
+    assert len(read(cache, range(499_000, 499_061))) == 60
+    assert read(cache, range(100_000, 100_061)) == []
+    store(cache, filled(list(range(700, 1000))), "")  # too large for all there is
+    assert read(cache, range(700, 1001)) == [] and cache.num_bytes <= 200 * TOKEN_BYTES
+
+
+def test_a_prefix_is_not_dropped_before_what_goes_on_from_it():
+    cache = make(max_tokens=100)
+    store(cache, filled(list(range(40))), "")
+    store(cache, filled([*range(40), *range(100, 140)]), "")
+    store(cache, filled(list(range(500, 530))), "")  # the end of the first conversation leaves, not its beginning
+    assert len(read(cache, [*range(40), *range(100, 140), 1])) == 40
+
+
+def test_slots_take_the_memory_that_they_need():
+    slots = SlotPool(lambda capacity: capacity)
+    slots.prefixes = cache = PrefixCache(10**6, 300 * TOKEN_BYTES, TOKEN_BYTES)
+    store(cache, filled(list(range(100))), "")
+    store(cache, filled(list(range(500, 600))), "")
+    first = slots.acquire(100)
+    assert cache.num_bytes == 200 * TOKEN_BYTES
+    first.reset(2, 100)
+    second = slots.acquire(90)
+    assert cache.num_bytes == 100 * TOKEN_BYTES and len(read(cache, range(500, 601))) == 100
+    store(cache, filled(list(range(900, 1000))), "")
+    assert cache.num_bytes == 100 * TOKEN_BYTES, "what is stored later has no more memory than that"
+    second.reset(2, 90)
+    slots.release(first)
+    slots.release(second)
+    slots.acquire(1000)  # more than there is: nothing is kept beside it
+    assert cache.num_bytes == 0
+
+
+def test_whole_chunks_alone_where_bits_depend_on_them():
+    cache = make(prompt_chunk=32)
+    slot = filled(list(range(100)))
+    slot.num_prefilled = 80  # the rest came from trees
+    store(cache, slot)
+    assert cache.num_bytes == 64 * TOKEN_BYTES
+    assert len(read(cache, range(100))) == len(read(cache, range(65))) == 64
+    assert len(read(cache, range(64))) == 32, "the last chunk is fed: its last logits are wanted"
+
+
+def test_a_prefix_outlives_its_segments():
+    cache = make(max_tokens=100)
+    store(cache, filled(list(range(50))), "")
+    prefix = cache.find(range(60), "").cut(30)
+    cache.reserve(10**9)
+    assert cache.num_bytes == 0
+    slot = CacheSlot()
+    slot.reset(2, 60)
+    slot.restore(prefix)
+    assert held(slot) == list(range(30))
+
+
+def test_restored_tokens_are_written_behind_each_other():
+    slot = CacheSlot()
+    slot.reset(1, 10)
+    cache = TreeCache(1, 4)
+    cache.update(torch.ones(1, 1, 2, 1), torch.ones(1, 1, 2, 1), 0)
+    cache.commit(2)
+    states = list(cache.committed())
+    slot.cache.restore(states, 2)
+    slot.cache.restore(states, 1)
+    assert slot.cache.length == 3

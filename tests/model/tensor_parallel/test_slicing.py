@@ -1,0 +1,151 @@
+"""Slices of models on two and three processes compute what the whole models do."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from support.shards import run_shards
+from support.small_models import FAMILIES, SHAPE
+from transformers import AutoConfig
+
+from lp_runtime.config.settings import ModelConfig
+from lp_runtime.distributed.process_group import new_segment_name
+from lp_runtime.distributed.shards import ShardLink, ShardPlace
+from lp_runtime.errors import ModelError
+from lp_runtime.model.kv_cache.slots import CacheSlot
+from lp_runtime.model.loader import load_model
+from lp_runtime.model.optimize.fusing import fuse_blocks
+from lp_runtime.model.optimize.packing import PackedLinear, pack_linears
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.tensor_parallel.slicing import check_shards, slice_model
+
+CPU = torch.device("cpu")
+TEXT = [5, 3, 62, 17, 40, 41, 8, 8, 1, 30, 59, 2]
+TIED = {"tie_word_embeddings": True}
+CASES = {
+    "llama": {},
+    "llama, tied": TIED,
+    "llama, a vocabulary of 63, tied": {"vocab_size": 63} | TIED,
+    "llama, biases": {"attention_bias": True, "mlp_bias": True},
+    "llama, an MLP of 45": {"intermediate_size": 45},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma3": TIED,
+    "mixtral": {},
+    "qwen3_moe": {},
+    "gpt_oss": {},
+    "phi3": {},
+    "olmo2": {},
+}
+WHOLE_ATTENTION = ("phi3", "olmo2")  # their plans put queries, keys and values together on every shard
+
+
+@pytest.fixture(scope="module")
+def model_dirs(tmp_path_factory, random_model) -> dict[str, Path]:
+    """A checkpoint of each case; no bias and no norm is trivial."""
+    folders = {}
+    for case, settings in CASES.items():
+        name, family = FAMILIES[case.partition(",")[0]]
+        model = random_model(name, **family | settings)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+        folders[case] = tmp_path_factory.mktemp("model")
+        model.save_pretrained(folders[case])
+    return folders
+
+
+def logits_of(model: ModelRunner) -> torch.Tensor:
+    slot = CacheSlot()
+    model.begin(slot, 64)
+    chunk = model.prefill(slot, TEXT[:8])
+    assert slot.cache.bytes_per_token
+    return torch.cat([chunk, model.prefill(slot, TEXT[8:]), model.feed("text", [], TEXT, len(TEXT))])
+
+
+def computed_by_shard(place: ShardPlace, folders: dict[str, Path]) -> dict[str, tuple]:
+    """Of each model: logits as sliced, as fused and packed; weights; bytes of a cached token; packed layers."""
+    found = {}
+    for case, folder in folders.items():
+        own = dataclasses.replace(place, segment=f"{place.segment}-{list(folders).index(case)}")
+        loaded = load_model(ModelConfig(path=str(folder)), CPU, "float32", own)
+        link = ShardLink(own, CPU, 60.0)
+        slice_model(loaded, link)
+        num_weights = sum(each.numel() for each in loaded.parameters())
+        before = logits_of(ModelRunner(loaded, 2048, own_attention=True))
+        fuse_blocks(loaded)
+        pack_linears(loaded)
+        runner = ModelRunner(loaded, 2048, own_attention=True)
+        slot = CacheSlot()
+        runner.begin(slot, 64)
+        runner.prefill(slot, TEXT)
+        packed = sum(isinstance(each, PackedLinear) for each in loaded.modules())
+        found[case] = before, logits_of(runner), num_weights, slot.cache.bytes_per_token, packed
+        link.close()
+    return found
+
+
+def test_slices_compute_what_the_whole_model_does(model_dirs):
+    found = run_shards(computed_by_shard, 2, model_dirs)
+    for case, folder in model_dirs.items():
+        runner = ModelRunner(load_model(ModelConfig(path=str(folder)), CPU, "float32"), 2048, own_attention=True)
+        whole, slot = logits_of(runner), CacheSlot()
+        runner.begin(slot, 64)
+        runner.prefill(slot, TEXT)
+        first, second = (each[case] for each in found)
+        for logits in (*first[:2], *second[:2]):
+            assert torch.allclose(logits, whole, atol=2e-5, rtol=1e-4), case
+        assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1]), case
+        if case not in WHOLE_ATTENTION:
+            assert 2 * first[3] == slot.cache.bytes_per_token, case
+        num_weights = sum(each.numel() for each in runner.model.parameters())
+        norms = sum(each.numel() for name, each in runner.model.named_parameters() if "proj" not in name)
+        assert first[2] + second[2] < num_weights + 2 * norms, case
+        assert first[4] and second[4], case
+
+
+def test_three_shards_and_heads_of_a_kind(tmp_path, random_model):
+    model = random_model(vocab_size=64, hidden_size=36, num_attention_heads=9, num_key_value_heads=3)
+    model.save_pretrained(tmp_path)
+    runner = ModelRunner(model, 2048)
+    for before, after, *_ in (each["model"] for each in run_shards(computed_by_shard, 3, {"model": tmp_path})):
+        assert torch.allclose(before, logits_of(runner), atol=2e-5, rtol=1e-4)
+        assert torch.allclose(after, logits_of(runner), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "num_shards", "message"),
+    [
+        ("llama", {}, 3, "num_attention_heads=4: must be a multiple of gpus_per_replica"),
+        ("llama", {}, 4, "num_key_value_heads=2: must be a multiple of gpus_per_replica"),
+        ("gpt2", {}, 2, "gpt2: transformers has no tensor-parallel plan for models of this type"),
+        ("mixtral", {"intermediate_size": 45}, 2, "intermediate_size=45: must be a multiple"),
+        ("qwen3_moe", {"moe_intermediate_size": 15}, 2, "moe_intermediate_size=15: must be a multiple"),
+        ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, 2, "a quantized model cannot be sliced"),
+        (
+            "llama",
+            {"base_model_tp_plan": {"layers.*.self_attn.kv_a_proj": "mla_kv_a_proj"}},
+            2,
+            "layers layers.*.self_attn.kv_a_proj are split as mla_kv_a_proj, which is not supported",
+        ),
+    ],
+)
+def test_what_cannot_be_sliced_is_refused_by_its_configuration(family, settings, num_shards, message):
+    name, own = FAMILIES[family]
+    config = AutoConfig.for_model(family, **SHAPE | own)
+    for key, value in settings.items():
+        setattr(config, key, value)
+    with pytest.raises(ModelError) as caught:
+        check_shards(config, num_shards)
+    assert str(caught.value).startswith(f"gpus_per_replica={num_shards}: ") and message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_cannot_be_sliced_is_refused_before_it_is_loaded(tmp_path):
+    AutoConfig.for_model("llama", **SHAPE).save_pretrained(tmp_path)  # there are no weights
+    with pytest.raises(ModelError, match="num_key_value_heads=2"):
+        load_model(ModelConfig(path=str(tmp_path)), CPU, "float32", ShardPlace(0, 4, new_segment_name()))

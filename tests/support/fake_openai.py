@@ -1,0 +1,91 @@
+"""A server that speaks just enough of the OpenAI API, and says what a test tells it to."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+@dataclass
+class FakeServer:
+    """What a fake server answers, and what it was asked.
+
+    Attributes:
+        pieces: of a text, by the number of the request; an integer is a status to fail with, "" ends the connection.
+        bodies: of the requests so far, and
+        keys: their Authorization headers.
+        num_at_once: requests that were being answered at once, at most.
+    """
+
+    pieces: Callable[[int], list[str] | int]
+    bodies: list[dict] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+    num_at_once: int = 0
+    num_open: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@contextmanager
+def fake_server(pieces: Callable[[int], list[str] | int]) -> Iterator[tuple[str, FakeServer]]:
+    """Yield the URL of a fake server, and the server."""
+    fake = FakeServer(pieces)
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args: object) -> None:
+            pass
+
+        def answer(self, status: int, text: str) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def do_GET(self) -> None:
+            fake.keys.append(self.headers["Authorization"])
+            self.answer(200, json.dumps({"data": [{"id": "fake"}]}))
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with fake.lock:
+                number = len(fake.bodies)
+                fake.bodies.append(body)
+                fake.num_open += 1
+                fake.num_at_once = max(fake.num_at_once, fake.num_open)
+            try:
+                self.stream(fake.pieces(number), is_chat="messages" in body)
+            finally:
+                with fake.lock:
+                    fake.num_open -= 1
+
+        def stream(self, texts: list[str] | int, is_chat: bool) -> None:
+            if isinstance(texts, int):
+                self.answer(texts, json.dumps({"error": {"message": "not\nnow"}}))
+                return
+            self.send_response(200)
+            self.end_headers()
+            for text in texts:
+                if not text:
+                    return
+                choice = {"delta": {"content": text}} if is_chat else {"text": text}
+                self.event({"choices": [choice]})
+            self.event({"choices": [], "usage": {"completion_tokens": 2 * len(texts)}})
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def event(self, body: dict) -> None:
+            self.wfile.write(f": a comment\ndata: {json.dumps(body)}\n\n".encode())
+
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 128  # clients that come at once
+
+    server = Server(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", fake
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,139 @@
+"""Texts of a real model, recorded: what it said behind every token of its drafted trees, so that none has to be run.
+
+recorded_text.npz holds, for one prompt of three kinds of Spec-Bench (odd rows), a trie below the prompt: greedy
+SmolLM2-135M-Instruct in bfloat16, chat template, 64 new tokens. Recorded is what trees of 4, 8, 16, 32 and 64 nodes of
+the drafter `full` have asked, 2026-11-23. Where a drafter asks about a branch that was not recorded, nothing is known:
+its successor is no token, and it has no top-k candidates.
+
+Letters: n nodes of the trie, V vocabulary, K top-k candidates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lp_runtime.engine.decoder import Decoder
+from lp_runtime.engine.vocabulary_prior import NO_CANDIDATES
+from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
+from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
+from lp_runtime.lookahead.drafters.best_first.tables import ENTRY, MARGINS, K
+from lp_runtime.lookahead.state import DecodingRules, DecodingState
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.sampling.packing import HALF_BITS, MARGIN_BITS
+from lp_runtime.sampling.processors import TreeProcessors
+from lp_runtime.sampling.sampler import Sampler
+from lp_runtime.sizing.budget import StepBudget
+
+FILE = Path(__file__).with_name("recorded_text.npz")
+MAX_DEPTH = 24
+DRAFT_TABLES_BYTES = 1 << 22
+UNKNOWN = 0  # successor of a branch that was not recorded: an id that no text has
+
+
+@dataclass(frozen=True)
+class RecordedText:
+    """One prompt and what the model said below it.
+
+    Attributes:
+        kind: of the prompt.
+        prompt: token ids.
+        children: (node, token) -> node; node 0 is the prompt's end.
+        packed: [n, 1 + K / 2] int64 what a greedy sampler packs of each node.
+        length: tokens of the recorded text.
+    """
+
+    kind: str
+    prompt: list[int]
+    children: dict[tuple[int, int], int]
+    packed: np.ndarray
+    length: int
+
+    @property
+    def text(self) -> list[int]:
+        """The recorded tokens behind the prompt."""
+        node, tokens = 0, []
+        while len(tokens) < self.length:
+            tokens.append(int(self.packed[node, 0]))
+            node = self.children.get((node, tokens[-1]), -1)
+        return tokens
+
+
+def load_texts() -> tuple[list[RecordedText], np.ndarray]:
+    """Return the recorded texts, and the vocabulary prior, [V, ENTRY], of the tokens that they ask about."""
+    with np.load(FILE) as saved:
+        arrays = {name: saved[name] for name in saved.files}
+    vocabulary = np.full((int(arrays["vocabulary_size"]), ENTRY), -1, np.int32)
+    vocabulary[arrays["prior_tokens"], :K] = arrays["prior_ids"]
+    vocabulary[arrays["prior_tokens"], MARGINS : MARGINS + K // 4] = arrays["prior_margins"].view(np.int32)
+    texts = []
+    for i, kind in enumerate(arrays["kinds"].tolist()):
+        ids, margins = arrays[f"ids_{i}"].astype(np.int64), arrays[f"margins_{i}"].astype(np.int64)
+        words = (ids << MARGIN_BITS) | margins
+        packed = np.concatenate([ids[:, :1], words[:, 0::2] | (words[:, 1::2] << HALF_BITS)], axis=1)
+        parents, tokens = arrays[f"parents_{i}"].tolist(), arrays[f"tokens_{i}"].tolist()
+        children = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
+        texts.append(RecordedText(kind, arrays[f"prompt_{i}"].tolist(), children, packed, int(arrays["lengths"][i])))
+    return texts, vocabulary
+
+
+def greedy_sampler() -> Sampler:
+    """Return a sampler that unpacks recorded results."""
+    return Sampler(TreeProcessors([], torch.device("cpu")), None, num_top_k=K)
+
+
+def open_recorded(text: RecordedText, max_nodes: int, vocabulary: np.ndarray, budget: StepBudget) -> Decoder:
+    """Return the decoder of a recorded text, with the drafter `full` and empty draft tables.
+
+    Args:
+        text: the text.
+        max_nodes: largest number of nodes of a tree.
+        vocabulary: [V, ENTRY] the vocabulary prior.
+        budget: sizes the steps.
+    """
+    drafter = BestFirstDrafter(max_nodes, DraftTables(DRAFT_TABLES_BYTES), vocabulary, None, MAX_DEPTH)
+    state = DecodingState(text.prompt, DecodingRules(text.length), drafter, is_alone=True)
+    return Decoder(state, budget, greedy_sampler())
+
+
+def decode_recorded(text: RecordedText, decoder: Decoder, times: np.ndarray) -> int:
+    """Decode a recorded text to its end, beside passes that take an assumed time.
+
+    Args:
+        text: the text.
+        decoder: what `open_recorded` returned.
+        times: [M + 1] nanoseconds of a step of so many tokens.
+
+    Returns:
+        nanoseconds of all steps but the prefill's.
+    """
+    state = decoder.state
+    step = decoder.propose_prefill()
+    decoder.advance_prefill(step, decoder.verify(step, text.packed[:1]))
+    node, length, total = 0, len(text.prompt), 0
+    while state.finish_reason is None:
+        step = decoder.propose()
+        for token in state.tokens[length:]:
+            node = text.children.get((node, token), -1)
+        length = len(state.tokens)
+        nanoseconds = int(times[len(step.tree)])
+        verified = decoder.verify(step, _results(text, step.tree, node))
+        decoder.advance(step, verified, [nanoseconds], [0])
+        total += nanoseconds
+    assert state.new_tokens == text.text
+    return total
+
+
+def _results(text: RecordedText, tree: TokenTree, node: int) -> np.ndarray:
+    """Return [T, 1 + K / 2] recorded results of a tree whose root is a node of the trie."""
+    nodes = np.full(len(tree), -1)
+    nodes[tree.root] = node
+    for i in range(tree.root + 1, len(tree)):
+        nodes[i] = text.children.get((int(nodes[tree.parents[i]]), tree.tokens[i]), -1)
+    packed = np.full((len(tree), text.packed.shape[1]), NO_CANDIDATES)
+    packed[:, 0] = UNKNOWN
+    packed[nodes >= 0] = text.packed[nodes[nodes >= 0]]
+    return packed

@@ -1,0 +1,44 @@
+"""Real processes that are the shards of one replica."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from lp_runtime.distributed.process_group import new_segment_name
+from lp_runtime.distributed.shards import ShardPlace
+from support.forked import forking
+
+TIMEOUT = 120.0  # seconds
+
+
+def _enter(task: Callable, place: ShardPlace, arguments: tuple, results) -> None:
+    torch.set_num_threads(1)
+    try:
+        found = task(place, *arguments)
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        found = error
+    results.put((place.shard, pickle.dumps(found)))  # tensors by value: the process ends
+
+
+def run_shards(task: Callable, num_shards: int, *arguments) -> list:
+    """Return what `task(place, *arguments)` returned, or raised, on every shard, each in a process of its own."""
+    results, segment = forking().Queue(), new_segment_name()
+    places = [ShardPlace(shard, num_shards, segment, step_timeout=20.0) for shard in range(num_shards)]
+    processes = [
+        forking().Process(target=_enter, args=(task, each, arguments, results), daemon=True) for each in places
+    ]
+    try:
+        for process in processes:
+            process.start()
+        found = dict(results.get(timeout=TIMEOUT) for _ in processes)
+    finally:
+        for process in processes:
+            process.join(TIMEOUT)
+            process.kill()
+    return [pickle.loads(found[shard]) for shard in range(num_shards)]
