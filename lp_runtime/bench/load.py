@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from lp_runtime.bench.command import read_sources
+from lp_runtime.bench.prompts import read_sources
 from lp_runtime.config.commands import BenchConfig
 from lp_runtime.errors import ConfigError, LookaheadError, ReplicaError
 from lp_runtime.utils.openai_client import Endpoint
@@ -127,7 +127,7 @@ def put_under_load(config: BenchConfig) -> None:
     if config.output is not None:
         _make(Path(config.output))
     name = config.served_name or endpoint.model()
-    bodies = [_body(prompt, name, config) for prompt in prompts]
+    bodies = [_body(prompt.value, name, config) for prompt in prompts]
     route = "chat/completions" if config.chat else "completions"
 
     def ask(number: int, due: float) -> Answer:

@@ -289,8 +289,6 @@ class BenchConfig(RuntimeConfig):
     """With url: clients, >= 1, each of which asks again when it has its answer; 8 if neither this nor rate is given."""
     num_requests: int = 64
     """With url: requests in all, >= 1; the prompts are asked in turn."""
-    chat: bool = False
-    """With url: whether prompts are sent as messages (/v1/chat/completions), not as texts (/v1/completions)."""
     load_seed: int = 0
     """With url: seed, >= 0, of the moments at which requests arrive."""
     prompts: Optional[str] = None  # noqa: UP045
@@ -301,7 +299,8 @@ class BenchConfig(RuntimeConfig):
     """Number of prompts to take of each category, >= 1: of the lines' field `category` (conversations of several turns
     are one), else of each file; all if not given."""
     chat: bool = False
-    """Whether prompts are users' messages, put through the model's chat template, and not texts to continue."""
+    """Whether prompts are users' messages, put through the model's chat template, or with url sent as messages
+    (/v1/chat/completions), and not texts to continue."""
     turns: str = "first"
     """Which turns of a conversation are decoded, with chat=true: first, or all, each a prompt of its own, with the
     runtime's own greedy answers to the turns before it."""
@@ -365,8 +364,10 @@ class BenchConfig(RuntimeConfig):
         if self.each is not None:
             require_int("each", self.each, 1)
         check_chat_settings(self.chat, self.turns)
-        if self.chat and self.prompts is None:
-            raise ConfigError("chat=true: only with prompts")
+        if self.chat and self.prompts is None and self.url is None:
+            raise ConfigError("chat=true: only with prompts or url")
+        if self.url is not None and self.turns != "first":
+            raise ConfigError(f"turns={self.turns}: not with url")
 
     @property
     def stops_at_eos(self) -> bool:

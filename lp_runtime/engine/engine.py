@@ -23,6 +23,7 @@ from lp_runtime.distributed.partition import compile_partition
 from lp_runtime.engine.batch import Arrival, Batch, never_cancel
 from lp_runtime.engine.calibration import Calibration
 from lp_runtime.engine.decoder import Decoder, Samples
+from lp_runtime.engine.decoder_factory import DecoderFactory
 from lp_runtime.engine.delivery import Delivery
 from lp_runtime.engine.draft_pool import DraftPool
 from lp_runtime.engine.output import Event, StepOutput

@@ -117,8 +117,10 @@ class ChainRunner(ModelRunner):
         if not slot.tokens or num_known < len(slot.tokens):
             self.begin(slot, capacity)
         else:
-            _states(slot).restore()
-            slot.grow(self.padded_capacity(capacity))
+            _states(slot).take_back()
+            slot.undecided = []
+            if slot.capacity < self.padded_capacity(capacity):
+                slot.cache.grow(self.padded_capacity(capacity))
         rest = tokens[len(slot.tokens) :]
         if rest:
             yield from self.prefill_in_chunks(slot, rest)
@@ -148,14 +150,14 @@ class ChainRunner(ModelRunner):
         fed = tree.arrays()[0][nodes]
         are_certain = commit and int(nodes[-1]) <= tree.root
         if not are_certain:
-            cache.save()
+            cache.save_states()
         rows = np.searchsorted(nodes, wanted)
         logits = self.feed("chunk", [cache], fed.tolist(), rows.tolist())
         slot.undecided = fed.tolist() if commit else []
         if are_certain:
             self._keep(slot, cache)
         elif not commit:
-            cache.restore()
+            cache.take_back()
         return StepLogits(logits)
 
     def _settle(self, slot: CacheSlot, cache: StateCache, start: int) -> None:
@@ -163,7 +165,7 @@ class ChainRunner(ModelRunner):
         if slot.undecided and start == len(slot.tokens) + len(slot.undecided):
             self._keep(slot, cache)
         elif slot.undecided:
-            cache.restore()
+            cache.take_back()
             slot.undecided = []
         assert start == len(slot.tokens), f"{start} tokens are committed, and {len(slot.tokens)} held"
 

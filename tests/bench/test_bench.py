@@ -216,7 +216,7 @@ def test_a_baseline_that_does_not_run_is_left_out(tmp_path, capsys, caplog, monk
         ("threads=0", "threads=0: must be"),
         ("sampling.temperature=0.5", "sampling.temperature=0.5: lp-bench compares greedy"),
         ("sampling.repetition_penalty=1.2", "sampling.repetition_penalty=1.2: lp-bench compares greedy"),
-        ("chat=true", "chat=true: only with prompts"),
+        ("chat=true", "chat=true: only with prompts or url"),
         ("each=0", "each=0: must be an integer >= 1"),
         ("turns=all", "turns=all: only with chat=true"),
         ("degree=[1]", "did you mean degrees?"),

@@ -124,12 +124,12 @@ class StateCache(TreeCache):
                 self._stateful.append(layer)
         self._saved: list[_Saved] | None = None
 
-    def save(self) -> None:
+    def save_states(self) -> None:
         """Save the states as they are behind the committed tokens, unless they are saved."""
         if self._saved is None:
             self._saved = [_Saved.of(layer) for layer in self._stateful]
 
-    def restore(self) -> None:
+    def take_back(self) -> None:
         """Take back what was fed since the states were saved."""
         for saved in self._saved or ():
             saved.restore()
