@@ -47,6 +47,9 @@ class LookaheadConfig:
     prior: str = "vocabulary"
     """Drafter full: what it knows before any token is seen: vocabulary (the model's prediction behind each token, which
     itself stands behind a common one; computed once and kept on disk) or none."""
+    prompt_top_k: bool = False
+    """Drafter full: whether the prefill also computes the top-k candidates behind the prompt's tokens; with steps that
+    are sized, of as many of the last tokens as pay."""
     draft_tables: str = "request"
     """Drafter full: how long the draft tables live: request, runtime, or, across runs, in the file of this path."""
     draft_tables_bytes: int = 16 * 2**20

@@ -40,8 +40,8 @@ def num_to_harvest(
         calibration: what was measured of the model; asked, on all replicas alike, if steps are sized.
         num_replicas: R.
     """
-    num_tokens = min(len(request.prompt_ids), MAX_HARVESTED)
-    if not drafter.learns_prompt or model.strict_tokens is not None or request.committed:
+    num_tokens = min(len(request.prompt_ids), MAX_HARVESTED) if request.lookahead.prompt_top_k else 0
+    if not num_tokens or not drafter.learns_prompt or model.strict_tokens is not None or request.committed:
         return 0
     if not request.lookahead.is_auto:
         return num_tokens

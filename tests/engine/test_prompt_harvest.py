@@ -25,7 +25,7 @@ from lp_runtime.sizing.prompt_rows import num_paying
 from lp_runtime.utils.generators import result_of
 
 PROMPT = tuple(range(40, 77))
-FIXED = LookaheadConfig(5, 4, 5, prior="none")
+FIXED = LookaheadConfig(5, 4, 5, prior="none", prompt_top_k=True)
 
 
 def make_model() -> ModelRunner:
@@ -105,7 +105,10 @@ def test_what_does_not_pay_is_left_out(model, harvest_ns, expected):
     steps = StepMeasurement(np.array([1, 2]), np.array([1_000_000, 1_000_000]), np.array(0), np.array(harvest_ns))
     calibration = Calibration(model, Group.alone(), None, Measured(steps))
     drafter: Drafter = LearningDrafter()  # type: ignore[assignment]
-    assert num_to_harvest(Request(PROMPT, LookaheadConfig(), 128), drafter, model, calibration, 1) == expected
+    assert (
+        num_to_harvest(Request(PROMPT, LookaheadConfig(prompt_top_k=True), 128), drafter, model, calibration, 1)
+        == expected
+    )
     assert num_to_harvest(Request(PROMPT, FIXED, 128), drafter, model, calibration, 1) == len(PROMPT)
 
 

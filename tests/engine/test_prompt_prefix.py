@@ -133,7 +133,7 @@ def test_tables_of_few_sequences_are_kept():
         pool.release(pool.acquire(False, 1 << 16), tag)
     assert sum(pool.has(tag, 1 << 16) for tag in range(1, 40)) == MAX_KEPT and pool.has(39, 1 << 16)
     assert not pool.has(39, 1 << 17)
-    tables = pool.acquire(False, 1 << 16, 39)
+    tables = pool.acquire(False, 1 << 16, tag=39)
     assert not pool.has(39, 1 << 16), "they serve one request at a time"
     pool.release(tables)
     assert pool.num_in_use == 0

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lp_runtime.lookahead.drafters.base import VerificationResult
+from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree
 from support.peers import Peer
 
@@ -261,7 +262,12 @@ class GooseDrafter(Peer):
         self._matcher.extend(tokens[-1:])
 
     def propose(
-        self, tokens: Sequence[int], num_cached: int, max_depth: int, tree_size_hint: int | None = None
+        self,
+        tokens: Sequence[int],
+        num_cached: int,
+        max_depth: int,
+        tree_size_hint: int | None = None,
+        guide: Guide | None = None,
     ) -> TokenTree:
         draft = self.draft(tokens)
         tree = TokenTree(tokens[num_cached:], max_depth)

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from lp_runtime.lookahead.drafters.base import VerificationResult
+from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree
 from support.peers import Peer
 
@@ -225,7 +226,12 @@ class RacerDrafter(Peer):
             self._table[token] = row[: self._breadth]
 
     def propose(
-        self, tokens: Sequence[int], num_cached: int, max_depth: int, tree_size_hint: int | None = None
+        self,
+        tokens: Sequence[int],
+        num_cached: int,
+        max_depth: int,
+        tree_size_hint: int | None = None,
+        guide: Guide | None = None,
     ) -> TokenTree:
         merged = self.merge(tokens[-1])
         tree = TokenTree(tokens[num_cached:], max_depth)
