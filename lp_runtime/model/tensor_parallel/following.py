@@ -7,6 +7,7 @@ which of them are gone; its own caches hold the keys and values of its heads.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -63,6 +64,7 @@ class LeadingShard:
         self._keys: weakref.WeakKeyDictionary[TreeCache, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
         self._gone: list[int] = []  # keys of caches that were freed since the last pass
+        self._lock = threading.Lock()  # an idle replica's worker runs passes while others tell
 
     def run(self, passes: Passes, kind: str, caches: Sequence[TreeCache], what: Sequence[object]) -> torch.Tensor:
         """Run a pass on all shards; arguments and result as those of Passes.run.
@@ -72,14 +74,15 @@ class LeadingShard:
         """
         gone = [self._gone.pop() for _ in range(len(self._gone))]
         states = [CacheState(self._key(each), each.capacity, each.length, each.place - each.length) for each in caches]
-        self._link.announce(Pass(kind, states, what, gone))
-        try:
-            return passes.run(kind, caches, what)
-        except ShardError:
-            raise
-        except Exception as error:
-            self._link.close()
-            raise ShardError(f"a pass failed on shard 0: {first_line(error)}") from error
+        with self._lock:
+            self._link.announce(Pass(kind, states, what, gone))
+            try:
+                return passes.run(kind, caches, what)
+            except ShardError:
+                raise
+            except Exception as error:
+                self._link.close()
+                raise ShardError(f"a pass failed on shard 0: {first_line(error)}") from error
 
     def _key(self, cache: TreeCache) -> int:
         key = self._keys.get(cache)
@@ -89,8 +92,9 @@ class LeadingShard:
         return key
 
     def tell(self, message: object) -> None:
-        """Announce what is no pass: `Follower.messages` yields it."""
-        self._link.announce(message)
+        """Announce what is no pass: `Follower.messages` yields it. Any thread may call this, and `run`."""
+        with self._lock:
+            self._link.announce(message)
 
     def close(self) -> None:
         """End the replica: its followers' `messages` end."""

@@ -1,5 +1,6 @@
 """The prefix cache: what is found, what it holds, and what leaves first. A key is its token."""
 
+import functools
 import random
 
 import torch
@@ -14,7 +15,7 @@ TOKEN_BYTES = 10
 def filled(tokens) -> CacheSlot:
     """A slot that holds tokens, of two layers; the second's keys are negative."""
     slot = CacheSlot()
-    slot.reset(2, len(tokens) + 8)
+    slot.reset(functools.partial(TreeCache, 2), len(tokens) + 8)
     values = torch.tensor(tokens, dtype=torch.float32)[None, None, :, None].expand(1, 2, -1, 3)
     slot.cache.update(values, 2 * values, 0)
     slot.cache.update(-values, -2 * values, 1)
@@ -33,7 +34,7 @@ def held(slot: CacheSlot) -> list[int]:
 def read(cache: PrefixCache, tokens, salt: str = "") -> list[int]:
     """What a prompt finds, read into a slot; its keys and its tokens agree."""
     prefix, slot = cache.find(tokens, salt), CacheSlot()
-    slot.reset(2, len(tokens))
+    slot.reset(functools.partial(TreeCache, 2), len(tokens))
     slot.restore(prefix)
     assert slot.cache.length == prefix.num_tokens == slot.num_prefilled
     if prefix.num_tokens:
@@ -115,12 +116,12 @@ def test_slots_take_the_memory_that_they_need():
     store(cache, filled(list(range(500, 600))), "")
     first = slots.acquire(100)
     assert cache.num_bytes == 200 * TOKEN_BYTES
-    first.reset(2, 100)
+    first.reset(functools.partial(TreeCache, 2), 100)
     second = slots.acquire(90)
     assert cache.num_bytes == 100 * TOKEN_BYTES and len(read(cache, range(500, 601))) == 100
     store(cache, filled(list(range(900, 1000))), "")
     assert cache.num_bytes == 100 * TOKEN_BYTES, "what is stored later has no more memory than that"
-    second.reset(2, 90)
+    second.reset(functools.partial(TreeCache, 2), 90)
     slots.release(first)
     slots.release(second)
     slots.acquire(1000)  # more than there is: nothing is kept beside it
@@ -144,7 +145,7 @@ def test_a_prefix_outlives_its_segments():
     cache.reserve(10**9)
     assert cache.num_bytes == 0
     slot = CacheSlot()
-    slot.reset(2, 60)
+    slot.reset(functools.partial(TreeCache, 2), 60)
     slot.restore(prefix)
     assert held(slot) == list(range(30))
 
