@@ -24,7 +24,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import get_type_hints
 
-from lp_runtime.config.commands import BenchConfig, ChatConfig, GenerateConfig, ServeConfig
+from lp_runtime.config.commands import BenchConfig, ChatConfig, GenerateConfig
+from lp_runtime.config.serving import ServeConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("lp_runtime", "tests", "scripts", "benchmarks", "conf", "launch", "docs", ".ci")

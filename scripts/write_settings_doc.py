@@ -21,8 +21,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
-from lp_runtime.config.commands import BenchConfig, ChatConfig, GenerateConfig, ServeConfig
+from lp_runtime.config.commands import BenchConfig, ChatConfig, GenerateConfig
 from lp_runtime.config.overrides import FILE_KEYS, LITERAL_KEYS
+from lp_runtime.config.serving import ServeConfig
 from lp_runtime.config.settings import RuntimeConfig
 
 ROOT = Path(__file__).resolve().parents[1]

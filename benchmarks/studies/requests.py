@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from common import Results
 from models import runner_of
 
-from lp_runtime.bench.command import OWN_PROMPTS
+from lp_runtime.bench.prompts import OWN_PROMPTS
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig

@@ -10,8 +10,9 @@ import logging
 import os
 import sys
 
-from lp_runtime.config.commands import BenchConfig, ChatConfig, GenerateConfig, ServeConfig
+from lp_runtime.config.commands import BenchConfig, ChatConfig, GenerateConfig
 from lp_runtime.config.overrides import as_yaml, help_keys, load_config
+from lp_runtime.config.serving import ServeConfig
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext, started_by_torchrun
 from lp_runtime.errors import ConfigError, LaunchError, LookaheadError, ModelError, RequestError

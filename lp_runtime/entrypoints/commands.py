@@ -8,7 +8,8 @@ from pathlib import Path
 
 from lp_runtime.bench.command import bench, check_bench
 from lp_runtime.bench.load import put_under_load
-from lp_runtime.config.commands import BenchConfig, ChatConfig, GenerateConfig, ServeConfig
+from lp_runtime.config.commands import BenchConfig, ChatConfig, GenerateConfig
+from lp_runtime.config.serving import ServeConfig
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.entrypoints.batch import check_output, generate_file
 from lp_runtime.entrypoints.chat import chat, check_chat

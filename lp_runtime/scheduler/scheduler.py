@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Unpack
 
 from lp_runtime.config.checks import require_choice, require_int
-from lp_runtime.config.commands import MAX_BATCH, SCHEDULING_POLICIES
+from lp_runtime.config.serving import MAX_BATCH, SCHEDULING_POLICIES
 from lp_runtime.engine.generation import Delta, Generation
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.request_builder import RequestOptions

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lp_runtime.config.commands import ServeConfig
 from lp_runtime.config.overrides import load_config
+from lp_runtime.config.serving import ServeConfig
 from lp_runtime.errors import LaunchError, ReplicaError, first_line
 from lp_runtime.launchers.ray_booking import CPU_SHARE
 from lp_runtime.launchers.ray_launcher import connect

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lp_runtime.config.commands import ServeConfig
+from lp_runtime.config.serving import ServeConfig
 from lp_runtime.distributed.context import started_by_torchrun
 from lp_runtime.errors import ConfigError, LaunchError, first_line
 from lp_runtime.model.loader import load_tokenizer

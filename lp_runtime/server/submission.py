@@ -38,8 +38,8 @@ class ServerSettings:
         queue_timeout: seconds that a request may wait in the queue; None for no limit.
         strict_fields: whether requests with unknown fields are refused.
         tracing: makes spans of requests; None for none.
-        tool_format: how the model writes calls of tools, one of config.commands.TOOL_FORMATS.
-        reasoning: how it writes a reasoning part, one of config.commands.REASONINGS.
+        tool_format: how the model writes calls of tools, one of config.serving.TOOL_FORMATS.
+        reasoning: how it writes a reasoning part, one of config.serving.REASONINGS.
     """
 
     name: str

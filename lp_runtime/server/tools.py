@@ -85,8 +85,8 @@ class ChatFormat:
 
     Args:
         template: text of the model's chat template; empty without one.
-        tool_format: one of config.commands.TOOL_FORMATS.
-        reasoning: one of config.commands.REASONINGS.
+        tool_format: one of config.serving.TOOL_FORMATS.
+        reasoning: one of config.serving.REASONINGS.
 
     Attributes:
         tool_format: one of FORMATS; None where calls are not looked for.
@@ -183,7 +183,7 @@ class ChatFormat:
 
 
 def guess_format(template: str) -> str:
-    """Return one of config.commands.TOOL_FORMATS, by what a chat template has."""
+    """Return one of config.serving.TOOL_FORMATS, by what a chat template has."""
     for mark, name in (
         ("<|channel|>", "harmony"),
         ("[TOOL_CALLS]", "mistral"),

@@ -11,8 +11,9 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from lp_runtime.config.commands import GenerateConfig, ServeConfig
+from lp_runtime.config.commands import GenerateConfig
 from lp_runtime.config.overrides import load_config
+from lp_runtime.config.serving import ServeConfig
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "launch" / "kuberay.yaml").read_text()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, Scheduler
-from lp_runtime.config.commands import ServeConfig
 from lp_runtime.config.overrides import load_config
+from lp_runtime.config.serving import ServeConfig
 from lp_runtime.server.metrics import Metrics
 
 LAUNCH = Path(__file__).parents[2] / "launch"

@@ -16,7 +16,7 @@ from support import reference
 from support.processes import RAY_SETTINGS, marked, wait_until
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime
-from lp_runtime.config.commands import ServeConfig
+from lp_runtime.config.serving import ServeConfig
 from lp_runtime.errors import ConfigError
 from lp_runtime.server.ray_serve import build
 

@@ -15,7 +15,7 @@ from support import reference
 from support.processes import PATIENCE, wait_until
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, Scheduler
-from lp_runtime.config.commands import ServeConfig
+from lp_runtime.config.serving import ServeConfig
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.errors import ConfigError
 from lp_runtime.server.connections import HttpLimits

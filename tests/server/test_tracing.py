@@ -18,7 +18,7 @@ from support.processes import wait_until
 from support.serving import demo_model_that_chats, served
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime
-from lp_runtime.config.commands import ServeConfig
+from lp_runtime.config.serving import ServeConfig
 from lp_runtime.errors import LaunchError, ReplicaError
 from lp_runtime.server.serve import check_serve
 from lp_runtime.server.tracing import Tracing

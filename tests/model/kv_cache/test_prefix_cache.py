@@ -152,7 +152,7 @@ def test_a_prefix_outlives_its_segments():
 
 def test_restored_tokens_are_written_behind_each_other():
     slot = CacheSlot()
-    slot.reset(1, 10)
+    slot.reset(functools.partial(TreeCache, 1), 10)
     cache = TreeCache(1, 4)
     cache.update(torch.ones(1, 1, 2, 1), torch.ones(1, 1, 2, 1), 0)
     cache.commit(2)
