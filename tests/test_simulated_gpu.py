@@ -281,7 +281,7 @@ def test_a_booked_gpu_is_shared_with_nobody(gpu):
     assert alone >= booked > 7 * sharing  # less what an exchange with the others may take
 
 
-@pytest.mark.parametrize("place", ["load_model", "pack_if_faster", "check_model_or_disable_graphs"])
+@pytest.mark.parametrize("place", ["load_model", "pack_if_faster", "check_runner"])
 def test_a_gpu_that_others_have_filled(gpu, place, monkeypatch):
     """While weights are loaded, while layers are changed, while passes are captured: one line says what was free."""
 

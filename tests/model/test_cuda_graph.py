@@ -130,7 +130,7 @@ def test_a_slot_that_grows_keeps_what_it_holds(random_model):
         model.begin(64)
         model.prefill([5, 6, 7])
         model.forward(tree, nodes, nodes)
-        model.slot.grow(3 * CAPACITY_UNIT)
+        model.slot.cache.grow(3 * CAPACITY_UNIT)
     torch.testing.assert_close(*(model.forward(tree, nodes, nodes) for model in (free, fixed)), rtol=1e-4, atol=1e-4)
 
 

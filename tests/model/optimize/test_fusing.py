@@ -262,7 +262,7 @@ def test_a_model_that_fails_says_what_may_be_turned_off(tiny_model_dir, monkeypa
     def fail(model):
         raise ModelError("wrong")
 
-    monkeypatch.setattr(loading, "check_model_or_disable_graphs", fail)
+    monkeypatch.setattr(loading, "check_runner", fail)
     monkeypatch.setattr(loading, "pack_if_faster", pack_linears)  # whatever is faster
     for settings, hint in (
         ({}, "try model.fusing=off model.packing=off"),
