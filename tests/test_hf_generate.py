@@ -311,7 +311,10 @@ def test_inputs_that_are_not_token_ids_are_refused(model, inputs):
 
 def test_a_model_that_cannot_be_fed_a_tree_is_refused(random_model):
     model = random_model("Mamba", state_size=8)
-    with pytest.raises(ModelError, match="mamba: layers of type linear_attention cannot be fed a token tree: .* nor chains of guesses: "):
+    with pytest.raises(
+        ModelError,
+        match="mamba: layers of type linear_attention cannot be fed a token tree: .* nor chains of guesses: ",
+    ):
         ours(model, torch.tensor([[1, 2, 3]]), max_new_tokens=4, pad_token_id=0)
 
 

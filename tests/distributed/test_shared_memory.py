@@ -107,7 +107,9 @@ def test_a_thousand_groups_leave_nothing_behind():
         with joined(0, 1, segment):
             pass
         assert of_threads(lambda group: gather_rows(np.array([group.rank]), group).tolist()) == [[[0], [1]]] * 2
-    assert sizes() == before
+    (fds, *rest), (fds_before, *rest_before) = sizes(), before
+    # What earlier tests of this process have left may be collected meanwhile; a thousand groups would leave more.
+    assert fds <= fds_before and rest == rest_before
 
 
 def test_one_that_leaves_is_noticed_at_once():
