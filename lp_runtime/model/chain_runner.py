@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lp_runtime.kernels.dispatch import on
 from lp_runtime.model.attention.mask import LayerMasks, MaskBuilder
 from lp_runtime.model.families import check_chain_family
 from lp_runtime.model.kv_cache.cache import TreeCache
@@ -42,29 +41,9 @@ class ChainPasses(Passes):
         self._takes_positions = "position_ids" in parameters
         self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache_params"
 
-    def _forward(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        mask: LayerMasks | None,
-        cache: object,
-        rows: torch.Tensor | int,
-        view: PreTrainedModel | None = None,
-    ) -> torch.Tensor:
-        """Run the model on [T] tokens that go on from the cache.
-
-        Returns:
-            [n, V] logits of rows [n], or of the n last, in the model's dtype.
-        """
-        arguments: dict[str, object] = {"logits_to_keep": rows} if self.keeps_logits else {}
-        if self._takes_positions:
-            arguments["position_ids"] = positions[None]
-        arguments[self._cache_name] = cache
-        with on(ids.device):
-            logits: torch.Tensor = self.tree_model(input_ids=ids[None], use_cache=True, **arguments).logits[0]
-        if not self.keeps_logits:
-            logits = logits[-rows:] if isinstance(rows, int) else logits[rows]
-        return logits
+    def _inputs(self, positions: torch.Tensor, mask: LayerMasks | None, cache: object) -> dict[str, object]:
+        inputs: dict[str, object] = {self._cache_name: cache}
+        return inputs | ({"position_ids": positions[None]} if self._takes_positions else {})
 
 
 class ChainRunner(ModelRunner):

@@ -150,19 +150,14 @@ class Passes:
         Returns:
             [n, V] logits of rows [n], or of the n last, in the model's dtype.
         """
-        arguments = self._keeping(rows)
-        if isinstance(cache, BatchedCache):
-            arguments["batch"] = cache
+        arguments = self._keeping(rows) | self._inputs(positions, mask, cache)
         with on(self._device):
-            output = (view or self._model)(
-                input_ids=ids[None],
-                position_ids=positions[None],
-                attention_mask=mask,
-                past_key_values=cache,
-                use_cache=True,
-                **arguments,
-            )
-        logits = output.logits[0]
+            logits: torch.Tensor = (view or self._model)(input_ids=ids[None], use_cache=True, **arguments).logits[0]
         if not self.keeps_logits:
             logits = logits[-rows:] if isinstance(rows, int) else logits[rows]
         return logits
+
+    def _inputs(self, positions: torch.Tensor, mask: LayerMasks | None, cache: object) -> dict[str, object]:
+        """Return what a pass gives the model beside token ids, by name: positions [T], mask and cache."""
+        inputs: dict[str, object] = {"position_ids": positions[None], "attention_mask": mask, "past_key_values": cache}
+        return inputs | ({"batch": cache} if isinstance(cache, BatchedCache) else {})
