@@ -39,7 +39,11 @@ def make_bench(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 0.0}, pytest.param({"temperature": 1.0}, marks=pytest.mark.slow)],
+    ids=["greedy", "sampled"],
+)
 def test_steps_are_those_of_the_engine(make_bench, sampling):
     bench = make_bench()
     runs = bench.decode_all(FULL, sampling=sampling)

@@ -103,7 +103,13 @@ def use_kernels(patch, kernels) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"), [("Llama", {}), ("Qwen3", {"head_dim": 8}), ("Phi3", {}), ("Gemma", {"head_dim": 8})]
+    ("name", "settings"),
+    [
+        ("Llama", {}),
+        pytest.param("Qwen3", {"head_dim": 8}, marks=pytest.mark.slow),
+        pytest.param("Phi3", {}, marks=pytest.mark.slow),
+        ("Gemma", {"head_dim": 8}),
+    ],
 )
 def test_steps_through_the_kernels(random_model, name, settings, monkeypatch):
     """Passes of fixed sizes of fused blocks, as on a GPU, beside the unchanged model."""

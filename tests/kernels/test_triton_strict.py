@@ -108,7 +108,7 @@ def path_fed(length: int, others: list[int], size: int, dtype: torch.dtype, path
     [
         (20, 0, torch.float16),
         (3 * BLOCK - 1, 0, torch.float32),
-        (18 * BLOCK + 9, 0, torch.float16),
+        pytest.param(18 * BLOCK + 9, 0, torch.float16, marks=pytest.mark.slow),
         (300, 70, torch.float16),
     ],
 )

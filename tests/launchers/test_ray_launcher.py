@@ -168,6 +168,7 @@ def test_replicas_that_are_killed_and_that_hang(cluster, runtime, demo_model_dir
     wait_until(lambda: set(actors(cluster)) <= set(before))
 
 
+@pytest.mark.slow
 def test_a_submitted_job(cluster, demo_model_dir, greedy, tmp_path):
     output = tmp_path / "out.jsonl"
     (tmp_path / "in.jsonl").write_text(f'{{"prompt": "{reference.PROMPTS[2].strip()}\\n"}}\n')

@@ -177,6 +177,7 @@ def test_replicas_of_two_shards(cluster, demo_model_dir, greedy):
         assert runtime.generate(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False).token_ids == greedy[0]
 
 
+@pytest.mark.slow
 def test_a_node_that_is_lost(cluster, demo_model_dir, greedy):
     """The remaining replica finishes, with the undisturbed tokens; the lost one comes back on the other node."""
     interface = interfaces()[-1]

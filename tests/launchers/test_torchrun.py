@@ -134,6 +134,7 @@ def test_ranks_that_make_no_whole_replicas():
         context.divided(4)
 
 
+@pytest.mark.slow
 def test_ranks_that_another_program_started(environment, demo_model_dir, greedy, tmp_path):
     """With torchrun's variables but without its store: rank 0 opens one."""
     with socket.create_server(("127.0.0.1", 0)) as server:

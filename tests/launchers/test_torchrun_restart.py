@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support.processes import PATIENCE, Marked, marked, wait_until
 
 from lp_runtime.entrypoints.cli import main
@@ -30,6 +31,7 @@ def ranks(mark: Marked) -> dict[tuple[int, int], int]:
     return found
 
 
+@pytest.mark.slow
 def test_all_ranks_are_started_again_and_the_file_is_whole(tiny_model_dir, tmp_path):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps({"prompt": [1, 2, index]}) + "\n" for index in range(NUM_PROMPTS)))

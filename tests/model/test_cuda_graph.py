@@ -183,6 +183,7 @@ def test_every_size_and_the_next(random_model):
         torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_every_size_is_compiled(random_model, monkeypatch):
     """Where it is asked for; of more than so many, 8, torch would run the rest as they are."""
     counter = CompileCounter()

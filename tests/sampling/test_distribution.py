@@ -5,6 +5,7 @@ import torch
 from support.distribution import SETTINGS, chi_square, chi_square_rows
 
 
+@pytest.mark.slow
 def test_sampled_tokens_follow_the_models_probabilities():
     rows = chi_square_rows(500, settings=SETTINGS[1:2])
     p_values = {(row.token.split()[0], row.sampler): row.p_value for row in rows}

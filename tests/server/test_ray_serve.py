@@ -27,6 +27,7 @@ SETTINGS = ["device=cpu", "dtype=float32", "lookahead.W=7", "lookahead.N=5", "lo
 PROMPT = reference.PROMPTS[1]
 
 
+@pytest.mark.slow
 def test_answers_streams_and_clients_that_go(tmp_path):
     with LookaheadRuntime(device="cpu", dtype="float32", lookahead=LookaheadConfig(7, 5, 7, prior="none")) as runtime:
         expected = runtime.generate(PROMPT, 48, eos=False).text
