@@ -17,8 +17,15 @@ from lp_runtime.config.settings import DEMO_MODEL
 from lp_runtime.launchers import spawn
 
 START_PROCESS = spawn.start_process
+# Files that take a minute or more. They begin first: whoever begins one last is waited for.
+LONG_FILES = ("test_simulated_gpu.py", "test_ray_launcher.py", "test_scheduler.py", "test_triton_gpu.py", "test_cli.py")
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of long files first; the others stay in order."""
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)
 
 
 @pytest.fixture(scope="session", autouse=True)
