@@ -92,6 +92,7 @@ def test_moments_of_a_poisson_process():
     assert percentile([3.0], 50) == percentile([1.0, 3.0], 99) == 3.0
 
 
+@pytest.mark.slow
 def test_our_own_server(capsys, prompts):
     lookahead = LookaheadConfig(7, 5, 7, prior="none")
     with (

@@ -108,7 +108,7 @@ def use_kernels(patch, kernels) -> None:
         ("Llama", {}),
         pytest.param("Qwen3", {"head_dim": 8}, marks=pytest.mark.slow),
         pytest.param("Phi3", {}, marks=pytest.mark.slow),
-        ("Gemma", {"head_dim": 8}),
+        pytest.param("Gemma", {"head_dim": 8}, marks=pytest.mark.slow),
     ],
 )
 def test_steps_through_the_kernels(random_model, name, settings, monkeypatch):

@@ -19,6 +19,8 @@ from lp_runtime.model.passes import Passes
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.self_check import check_model
 
+ALWAYS = ("llama", "mistral", "gemma3", "qwen3_moe", "gpt_oss", "falcon")  # the other families are slow, together
+
 CPU = torch.device("cpu")
 # Attention of their own that takes no other (falcon, gptj), experts whose bits depend on what else is fed (gpt_oss),
 # chunks (llama4).
@@ -73,7 +75,9 @@ def test_logits_are_those_of_one_token_a_step_bit_for_bit(demo_model_dir, dtype)
     assert differed or dtype == torch.float32  # without strict_tokens: else there was nothing to see
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in FAMILIES]
+)
 def test_families_are_strict_or_refused(family):
     name, settings = FAMILIES[family]
     model = random_model(name, seed=1, initializer_range=0.3, **settings).to(torch.bfloat16)
