@@ -96,12 +96,12 @@ def unpack(file: Path, out: Path) -> int:
     """Write a GGUF file's model as transformers saves models, in bfloat16; return how many parameters it has.
 
     Raises:
-        UnpackError: the package gguf is missing, or there is no such file.
+        UnpackError: there is no such file, or the package gguf is missing.
     """
-    if importlib.util.find_spec("gguf") is None:
-        raise UnpackError("the package gguf is missing; pip install gguf")
     if not file.is_file():
         raise UnpackError(f"--gguf={file}: there is no such file")
+    if importlib.util.find_spec("gguf") is None:
+        raise UnpackError("the package gguf is missing; pip install gguf")
     return load({"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}, out)
 
 

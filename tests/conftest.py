@@ -5,6 +5,7 @@ from __future__ import annotations
 from support import interpreted  # noqa: F401
 
 # isort: split
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,13 @@ START_PROCESS = spawn.start_process
 LONG_FILES = ("test_simulated_gpu.py", "test_ray_launcher.py", "test_scheduler.py", "test_triton_gpu.py", "test_cli.py")
 
 torch.set_num_threads(1)
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is kept out of garbage collections: see lp_runtime/utils/startup.py."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,12 +4,14 @@ import ast
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import lp_runtime
 
+ROOT = Path(__file__).parents[1]
 PACKAGE = Path(lp_runtime.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
@@ -107,6 +109,13 @@ def test_imports_go_downward_only(name):
 
 def module_of(name: str) -> str:
     return ("lp_runtime/" + name).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def test_every_folder_is_installed():
+    """An editable install finds folders that a wheel would lack."""
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {str(file.parent.relative_to(ROOT)).replace("/", ".") for file in PACKAGE.rglob("*.py")}
+    assert set(named) == folders | {"lp_runtime.conf"}
 
 
 def test_no_import_circles():
@@ -211,6 +220,7 @@ def test_no_global_statements():
 
 IMPORT_WITHOUT_RAY = """
 import sys
+import tomllib
 sys.modules["ray"] = None  # importing it would raise
 import lp_runtime, lp_runtime.entrypoints.cli, lp_runtime.entrypoints.commands, lp_runtime.launchers
 from lp_runtime import *
@@ -220,6 +230,7 @@ import lp_runtime.launchers.torchrun, lp_runtime.launchers.local, lp_runtime.lau
 # One rank of torchrun's, which decodes.
 DECODE_WITHOUT_RAY = """
 import sys
+import tomllib
 sys.modules["ray"] = None
 from lp_runtime import LookaheadRuntime
 with LookaheadRuntime(model=sys.argv[1]) as runtime:
@@ -250,6 +261,7 @@ def test_importing_the_package_does_not_import_ray():
 # A mistyped override is refused at once, on every rank, before seconds of imports.
 REFUSE = """
 import sys
+import tomllib
 from lp_runtime.entrypoints.cli import main
 try:
     main(["gqus=2"])

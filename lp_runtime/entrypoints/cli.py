@@ -17,6 +17,7 @@ from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext, started_by_torchrun
 from lp_runtime.errors import ConfigError, LaunchError, LookaheadError, ModelError, RequestError
 from lp_runtime.model.location import check_location
+from lp_runtime.utils.startup import no_garbage_collection
 
 BAD_INPUT = (ConfigError, RequestError, ModelError, LaunchError)
 EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
@@ -84,7 +85,8 @@ def _run(
         if options.cfg:
             print(as_yaml(config), end="")
             return
-        from lp_runtime.entrypoints.commands import run_command  # takes seconds, which bad settings do not wait for
+        with no_garbage_collection():
+            from lp_runtime.entrypoints.commands import run_command  # takes seconds: bad settings do not wait for it
 
         run_command(config, is_leader=rank == 0)
     except LookaheadError as error:

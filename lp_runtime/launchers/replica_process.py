@@ -7,10 +7,13 @@ import os
 import sys
 import threading
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
-from lp_runtime.launchers.follower_server import FollowerServer
-from lp_runtime.launchers.messages import Failed
-from lp_runtime.launchers.replica_server import ReplicaServer
+from lp_runtime.utils.startup import no_garbage_collection
+
+if TYPE_CHECKING:
+    from lp_runtime.launchers.follower_server import FollowerServer
+    from lp_runtime.launchers.replica_server import ReplicaServer
 
 
 def be_replica(pipe: Connection) -> None:
@@ -19,6 +22,11 @@ def be_replica(pipe: Connection) -> None:
     Args:
         pipe: over which the replica's settings and place arrive first, then orders.
     """
+    with no_garbage_collection():
+        from lp_runtime.launchers.follower_server import FollowerServer
+        from lp_runtime.launchers.messages import Failed
+        from lp_runtime.launchers.replica_server import ReplicaServer
+
     lock = threading.Lock()
 
     def send(message: object) -> None:

@@ -49,7 +49,8 @@ def test_what_is_missing_is_told(tmp_path, monkeypatch):
     assert refusal("--out", tmp_path, "--gguf", tmp_path / "no.gguf").endswith("no.gguf: there is no such file")
     assert refusal("--out", tmp_path, "--hub", tmp_path / "nowhere").startswith("error: ")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "the package gguf is missing" in refusal("--out", tmp_path, "--gguf", tmp_path / "no.gguf")
+    (tmp_path / "a.gguf").touch()
+    assert "the package gguf is missing" in refusal("--out", tmp_path, "--gguf", tmp_path / "a.gguf")
 
 
 def test_the_shell_script_wants_a_directory():

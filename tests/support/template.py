@@ -3,7 +3,9 @@
 import torch.distributed.tensor  # noqa: F401
 import transformers.distributed.tensor_parallel  # noqa: F401
 
+import lp_runtime.launchers.follower_server  # noqa: F401
 import lp_runtime.launchers.replica_process  # noqa: F401
+import lp_runtime.launchers.replica_server  # noqa: F401
 from lp_runtime.distributed.exchange import compile_exchange
 from lp_runtime.distributed.partition import compile_partition
 from lp_runtime.lookahead.drafters.best_first.drafter import compile_kernels
