@@ -1,7 +1,7 @@
 """How many steps drafting saves: S by drafter, tokens a step and LP degree; ablation; kinds of prompts; sources.
 
     python benchmarks/drafting.py drafters --prompts humaneval.jsonl:prompt gsm8k.jsonl:question --output out/
-    python benchmarks/drafting.py headline degrees ablation sampling draft_tables sources host --prompts ...
+    python benchmarks/drafting.py headline degrees chains ablation sampling draft_tables sources host --prompts ...
     python benchmarks/drafting.py categories --prompts spec_bench.jsonl:turns --limit 480 --each 4
     python benchmarks/drafting.py peers peers_sampled peers_kept --model DIR --chat --eos --each 8 --limit 480 \\
         --prompts spec_bench.jsonl:turns humaneval.jsonl:prompt --record RECORDED --output out/

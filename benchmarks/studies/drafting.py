@@ -20,7 +20,7 @@ from studies.starting_rates import fit_calibration, fit_rates, promised_and_acce
 BUDGETS = (16, 32, 46, 54, 83, 160, 320, 640)
 DEGREES = (1, 2, 4, 8, 16)
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # columns of the study `sources`
-PLOTTED = ("drafters", "degrees")
+PLOTTED = ("drafters", "degrees", "chains")
 PROMPT_LOOKUP = LookaheadConfig(drafter="prompt_lookup")
 RECYCLING = LookaheadConfig(drafter="recycling")
 SAM = "SAM decoding with a recycling tree"
@@ -82,6 +82,7 @@ class Study:
         sampling: Mapping[str, float] = GREEDY,
         line: str | None = None,
         x: float | None = None,
+        as_chains: bool = False,
     ) -> list[Run]:
         """Decode all prompts, and add a row.
 
@@ -92,8 +93,9 @@ class Study:
             sampling: settings of SamplingConfig.
             line: of the plot that the row is a point of; `label` by default.
             x: where the point stands; at the step tokens by default.
+            as_chains: see `Bench.decode_all`.
         """
-        runs = self.bench.decode_all(drafting, degree, sampling)
+        runs = self.bench.decode_all(drafting, degree, sampling, as_chains)
         row = self.row(label, runs, degree, sampling)
         self.add_row(row)
         self._points.setdefault(line or label, []).append((x or step_tokens(runs), compression_ratio(runs)))
@@ -126,7 +128,7 @@ class Study:
         """Print and write the table, and the plot where the study has one and matplotlib is installed."""
         self._results.finish(about)
         if self._output is not None and self._results.name in PLOTTED:
-            label = "tokens a step, all replicas" if self._results.name == "degrees" else "tokens fed a step"
+            label = "tokens a step, all replicas" if self._results.name != "drafters" else "tokens fed a step"
             plot(self._points, label, self._output / f"{self._results.name}.svg")
 
 
@@ -189,6 +191,15 @@ def degrees(study: Study) -> None:
         W = 15 * degree
         line = "paper, W = G = 15 a replica"
         study.add(f"paper ({W}, 5, {W})", paper(W, 5, W), degree, line=line, x=degree * 120)
+
+
+def chains(study: Study) -> None:
+    """S by number of replicas of which each follows one path of the tree, beside whole trees of as many tokens."""
+    for as_chains in (True, False):
+        for budget in (8, 16):
+            for degree in DEGREES:
+                kind = "one path a replica" if as_chains else "trees"
+                study.add(f"{kind}, {budget}", full(budget, degree), degree, x=degree * budget, as_chains=as_chains)
 
 
 def ablation(study: Study) -> None:
@@ -333,6 +344,7 @@ STUDIES = (
     drafters,
     headline,
     degrees,
+    chains,
     ablation,
     sampling,
     draft_tables,

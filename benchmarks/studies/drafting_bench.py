@@ -67,6 +67,12 @@ class Run:
         return 1 - len(set(ngrams)) / max(1, len(ngrams))
 
 
+class ChainFed(ModelRunner):
+    """A model whose requests are decoded as those of a model with a recurrent state are: each replica follows a path."""
+
+    feeds_chains = True
+
+
 class Bench:
     """A model and prompts.
 
@@ -82,6 +88,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace):
         config = ModelConfig(path=args.model)
         self.model = ModelRunner(load_model(config, CPU, "float32"), config.prefill_chunk)
+        self._chain_fed = ChainFed(self.model.model, config.prefill_chunk)
         if args.record is not None:
             args.record.mkdir(parents=True, exist_ok=True)
         cache = None if args.record is None else str(args.record)
@@ -111,15 +118,22 @@ class Bench:
         """Yield what is kept of a prompt, by way of sampling."""
         return self._recorded[index].recordings()
 
-    def decode_all(self, drafting: Drafting, degree: int = 1, sampling: Mapping[str, float] = GREEDY) -> list[Run]:
+    def decode_all(
+        self,
+        drafting: Drafting,
+        degree: int = 1,
+        sampling: Mapping[str, float] = GREEDY,
+        as_chains: bool = False,
+    ) -> list[Run]:
         """Decode all prompts in order; the first time with a way of sampling, one token a step, too, to compare with.
 
         Args:
             drafting: what drafts. Draft tables that outlive requests are empty before the first prompt.
             degree: number of replicas.
             sampling: settings of SamplingConfig; the seed is the prompt's index among those of its kind.
+            as_chains: whether each replica is fed one path of the tree, as a model with a recurrent state is.
         """
-        engine = Engine(self.model, Group(0, degree, CPU), self.calibration)
+        engine = Engine(self._chain_fed if as_chains else self.model, Group(0, degree, CPU), self.calibration)
         runs = []
         for index in range(len(self.prompts)):
             asked = (self._sampling(index, sampling), self._max_new_tokens, *sorted(self._eos))
