@@ -136,6 +136,7 @@ def test_port_that_is_taken(runtime, cluster, tiny_model_dir):
             LookaheadRuntime(str(tiny_model_dir), gpus=2, launcher=config, device="cpu")
 
 
+@pytest.mark.slow
 def test_replicas_that_are_killed_and_that_hang(cluster, runtime, demo_model_dir):
     """The remaining replicas finish, with the undisturbed tokens; Ray starts the lost ones again."""
     expected = runtime.generate(reference.PROMPTS[1], 300, eos=False).token_ids

@@ -115,7 +115,11 @@ NOSET = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 @pytest.mark.usefixtures("free_cluster")
 @pytest.mark.parametrize(
     ("environment", "device_indices"),
-    [({}, [0, 0]), (NOSET, [0, 1]), (NOSET | {"CUDA_VISIBLE_DEVICES": "7,GPU-5d2f"}, [0, 1])],
+    [
+        ({}, [0, 0]),
+        pytest.param(NOSET, [0, 1], marks=pytest.mark.slow),
+        (NOSET | {"CUDA_VISIBLE_DEVICES": "7,GPU-5d2f"}, [0, 1]),
+    ],
 )
 def test_the_gpu_of_a_replica_is_the_one_that_ray_has_assigned(environment, device_indices):
     """It sees one GPU, or all of its node's; either way it shares the memory of its own with nobody."""
@@ -158,6 +162,7 @@ def seen_by_actors(runtime: LookaheadRuntime) -> dict[int, tuple[str, int]]:
     return {index: ray.get(actor.__ray_call__.remote(look)) for index, actor in runtime.launcher.host.actors.items()}
 
 
+@pytest.mark.slow
 def test_replicas_of_two_shards(cluster, demo_model_dir, greedy):
     """A shard that is lost takes its replica with it, and no other; both come back."""
     options = {"device": "cpu", "dtype": "float32", "lookahead": LookaheadConfig(7, 5, 7, prior="none")}

@@ -228,7 +228,13 @@ if "replica_process" in " ".join(sys.orig_argv):
 @pytest.mark.parametrize(
     ("harm", "rank", "gpus", "reason"),
     [
-        ("raise torch.OutOfMemoryError('no memory is left')", 0, 2, "OutOfMemoryError: no memory is left"),
+        pytest.param(
+            "raise torch.OutOfMemoryError('no memory is left')",
+            0,
+            2,
+            "OutOfMemoryError: no memory is left",
+            marks=pytest.mark.slow,
+        ),
         ("digest ^= 1", 1, 3, "its state has parted from the others'"),
     ],
 )

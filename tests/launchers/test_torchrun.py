@@ -68,6 +68,7 @@ def torchrun(mark: Marked, ranks: int, *arguments: str, cwd) -> subprocess.Compl
     )
 
 
+@pytest.mark.slow
 def test_command_line_on_three_ranks(environment, demo_model_dir, greedy, tmp_path):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in reference.PROMPTS))
     overrides = [

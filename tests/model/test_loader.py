@@ -145,6 +145,7 @@ def assert_decodes_as_transformers(model) -> None:
     assert [token for output in outputs for token in output.token_ids] == expected[0, 7:].tolist()
 
 
+@pytest.mark.slow
 def test_a_quantized_checkpoint_is_loaded_checked_and_decoded_exactly(demo_model_dir, tmp_path):
     """BitNet: three-valued weights, activations of 8 bits; transformers has all of it and runs it on CPUs."""
     pytest.importorskip("accelerate")

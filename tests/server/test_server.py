@@ -306,6 +306,7 @@ def test_the_command(tmp_path):
     assert f"a page to try it: {str(client.base_url).removesuffix('v1/')}" in said
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_and_started_again(tmp_path):
     """Its replicas end by themselves, in the middle of a request; the next one takes the port."""
     asked = body(model="demo_model", temperature=0)
