@@ -13,7 +13,7 @@ from lp_runtime.engine.generation import Delta
 from lp_runtime.engine.output import Logprob
 from lp_runtime.model.tokenizer import TextStream
 from lp_runtime.scheduler.job import Job
-from lp_runtime.server.chat_parser import ChatParser
+from lp_runtime.server.chat_parser import ChatParser, Piece
 from lp_runtime.server.stop_trimmer import StopTrimmer
 
 REASONS = {"eos": "stop", "stop": "stop"}  # OpenAI's finish_reason by this package's; all others are "length"
@@ -76,6 +76,12 @@ class Choice:
         self.reason = REASONS.get(finish_reason, "length")
         rest = self.trimmer.add(self.raw.finish()) if self.raw is not None else ""
         return rest + self.trimmer.finish(finish_reason == "stop")
+
+    def pieces(self, text: str) -> list[Piece]:
+        """Return the pieces of the answer that a new text completes; all that are left once the choice has ended."""
+        if self.parser is None:
+            return [Piece("content", text)] if text else []
+        return self.parser.add(text) + (self.parser.finish() if self.reason is not None else [])
 
 
 def to_json(body: Mapping[str, object]) -> str:
