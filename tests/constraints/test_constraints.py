@@ -21,6 +21,7 @@ from support.constrained import (
     tokenizer,
 )
 from support.ranks import run_ranks
+from support.small_models import random_model
 
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
@@ -32,6 +33,7 @@ from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import ConfigError
 from lp_runtime.hf_generate import lookahead_generate
+from lp_runtime.model.runner import ModelRunner
 
 RECORD = ConstraintConfig(
     json_schema={
@@ -95,12 +97,47 @@ def test_what_is_forced_is_drafted_and_what_is_forbidden_is_not_fed(drafter):
     assert text == plain[0] and report.num_steps < 0.8 * plain[1]
 
 
-def test_resuming_goes_on_behind_what_is_committed():
-    request, model = record_request(), runner("Llama")
-    whole, _, _ = decode(model, request, Group.alone())
-    for done in (1, len(whole) // 2):
-        rest, _, _ = decode(model, replace(request, committed=tuple(whole[:done])), Group.alone())
+@pytest.mark.parametrize("seed", range(30, 34))
+def test_resuming_goes_on_behind_what_is_committed(seed):
+    """A new attempt behind any committed token goes on with the text, sampled or not, whatever drafts it."""
+    draw, model = random_draw(random.Random(seed)), runner("Llama")
+    whole, rng = reference(model.model, draw), random.Random(seed)
+    for done in {1, len(whole) - 1, rng.randrange(len(whole))} - {0}:
+        lookahead = rng.choice([draw.request.lookahead, PLAIN, LookaheadConfig(drafter="full")])
+        again = replace(draw.request, committed=tuple(whole[:done]), lookahead=lookahead)
+        rest, _, _ = decode(model, again, Group.alone())
         assert rest == whole[done:]
+
+
+def strict_runner() -> ModelRunner:
+    """Return a model in bfloat16, where ties are common, whose passes are cut into equal ones."""
+    model = random_model("Llama", seed=1, initializer_range=0.3).to(torch.bfloat16)
+    return ModelRunner(model, prefill_chunk=16, strict_tokens=16, own_attention=True)
+
+
+def strict_request(seed: int) -> Request:
+    return replace(random_draw(random.Random(seed)).request, logprobs=True, max_new_tokens=10)
+
+
+def strict_on_rank(group: Group, seeds: list[int]) -> list[list[tuple[int, float]]]:
+    model, found = strict_runner(), []
+    for seed in seeds:
+        engine = Engine(model, group, Calibration(model, group, cache_dir=None), grammars=grammars())
+        *outputs, _ = engine.run(strict_request(seed))
+        found.append([pair for output in outputs for pair in zip(output.token_ids, output.logprobs, strict=True)])
+    return found
+
+
+def test_strict_bits_on_several_replicas():
+    """With exactness=strict, in bfloat16, a text and its log-probabilities have the bits of one token a step."""
+    seeds, model = [42, 43], strict_runner()
+    expected = []
+    for seed in seeds:
+        request = replace(strict_request(seed), lookahead=PLAIN)
+        engine = Engine(model, Group.alone(), Calibration(model, Group.alone(), cache_dir=None), grammars=grammars())
+        *outputs, _ = engine.run(request)
+        expected.append([pair for output in outputs for pair in zip(output.token_ids, output.logprobs, strict=True)])
+    assert run_ranks(strict_on_rank, 2, seeds) == [expected, expected]
 
 
 def test_requests_of_a_batch_keep_their_own_constraints():
