@@ -11,6 +11,7 @@ from support.batches import decode_batch
 from support.constrained import (
     EOS,
     TEXTS,
+    WatchedGrammars,
     compile_for_test,
     decode,
     grammars,
@@ -95,6 +96,35 @@ def test_what_is_forced_is_drafted_and_what_is_forbidden_is_not_fed(drafter):
     assert report.counts.accepted[forced].sum() >= 5, text
     plain = decode(model, replace(request, lookahead=PLAIN), Group.alone())
     assert text == plain[0] and report.num_steps < 0.8 * plain[1]
+
+
+def masked_on_rank(group: Group, drafter: str) -> list[tuple[list[int], int, int]]:
+    """Return (numbers of nodes that masks were asked of, nodes owned, nodes of the tree) of each step."""
+    steps, asked, model = [], [], runner("Llama")
+
+    def observe(nodes, step, rank, samples):
+        steps.append((asked.copy(), step.shares.num_owned[rank], len(step.tree) - step.tree.root))
+        asked.clear()
+
+    watched = WatchedGrammars(grammars(), lambda nodes: asked.append(len(nodes)))
+    engine = Engine(model, group, Calibration(model, group, cache_dir=None), grammars=watched)
+    request = record_request(lookahead=LookaheadConfig(W=7, N=5, G=7, drafter=drafter))
+    for _ in engine.run(request, observe=observe):
+        pass
+    return steps
+
+
+@pytest.mark.parametrize("drafter", ["full", "paper"])
+def test_a_replica_fills_the_masks_of_the_nodes_it_owns(drafter):
+    """Behind the pass; before it the drafter full fills those of the root and of what is forced behind it."""
+    both = run_ranks(masked_on_rank, 2, drafter)
+    for ranks in zip(*both, strict=True):
+        assert sum(num_owned for _, num_owned, _ in ranks) == ranks[0][2]
+        for asked, num_owned, _ in ranks:
+            assert asked[-1] == num_owned
+            assert len(asked) <= 2 if drafter == "full" else len(asked) == 1
+    is_shared = any(min(num_owned for _, num_owned, _ in ranks) > 0 for ranks in zip(*both, strict=True))
+    assert is_shared or drafter == "paper"  # whose trees are a chain under so strict a constraint
 
 
 @pytest.mark.parametrize("seed", range(30, 34))

@@ -221,7 +221,7 @@ class CountingDrafter(Drafter):
         most = len(tokens) - num_cached - 1 + self.max_nodes
         depth = min(max_depth, self.max_committed - 1)
         tree = TokenTree(tokens[num_cached:], depth, most if budget is None else min(most, budget), guide=guide)
-        self._forced = tree.add_branch(guide.forced((), depth))
+        self._forced = tree.add_branch(guide.forced(depth))
         return tree, self._forced[-1] if self._forced else tree.root
 
     def count(self, tree: TokenTree, path: Sequence[int], claims: Sequence[Iterable[int]]) -> None:
