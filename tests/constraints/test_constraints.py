@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -31,6 +32,7 @@ from lp_runtime.distributed.group import Group
 from lp_runtime.engine.batch import Arrival
 from lp_runtime.engine.calibration import Calibration
 from lp_runtime.engine.engine import Engine
+from lp_runtime.engine.output import MODEL
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import ConfigError
 from lp_runtime.hf_generate import lookahead_generate
@@ -73,7 +75,7 @@ def test_replicas_give_the_same_text():
 
 @pytest.mark.parametrize("drafter", ["full", "paper", "prompt_lookup", "recycling"])
 def test_what_is_forced_is_drafted_and_what_is_forbidden_is_not_fed(drafter):
-    request = record_request(lookahead=LookaheadConfig(W=5, N=6, G=5, drafter=drafter))
+    request = record_request(lookahead=LookaheadConfig(W=5, N=6, G=5, drafter=drafter), trace=True)
     model = runner("Llama")
     engine = Engine(model, Group.alone(), Calibration(model, Group.alone(), cache_dir=None), grammars=grammars())
     text: list[int] = []
@@ -94,6 +96,10 @@ def test_what_is_forced_is_drafted_and_what_is_forbidden_is_not_fed(drafter):
     text = [token for output in outputs for token in output.token_ids]
     forced = report.counts.sources.index("forced")
     assert report.counts.accepted[forced].sum() >= 5, text
+    found = Counter(source for output in outputs for source in output.sources)
+    accepted = dict(zip(report.counts.sources, report.counts.accepted.sum(axis=1), strict=True))
+    assert found.pop(MODEL) >= len(outputs) - 1 and found == Counter(accepted)
+    assert all(len(output.sources) == len(output.token_ids) for output in outputs)
     plain = decode(model, replace(request, lookahead=PLAIN), Group.alone())
     assert text == plain[0] and report.num_steps < 0.8 * plain[1]
 

@@ -170,7 +170,9 @@ class BestFirstDrafter(Drafter):
     ) -> None:
         if found.top_k is None:  # a step without guesses, of which no top-k candidates travelled
             self._draft_tables.append_text(committed)
+            self.counts.latest = self.counts.latest[:0]
             return
+        self.counts.latest = self._nodes.sources[np.array(path, np.int64)]
         self._advance(
             self._drafts,
             self._noise,
