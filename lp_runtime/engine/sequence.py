@@ -18,7 +18,7 @@ import torch
 from lp_runtime.distributed.exchange import Exchange, Outcome
 from lp_runtime.distributed.group import Group
 from lp_runtime.engine.decoder import Committed, Decoder, Samples, Verified
-from lp_runtime.engine.output import Report, StepOutput
+from lp_runtime.engine.output import MODEL, Report, StepOutput
 from lp_runtime.engine.prompt_harvest import PromptHarvest
 from lp_runtime.engine.prompt_prefix import PromptPrefix, read_for_resume
 from lp_runtime.engine.prompt_scorer import SCORED_TOKENS, PromptScorer
@@ -283,8 +283,10 @@ class Sequence:
         self._ended_by = control
         token_ids, nodes = committed
         logprobs = self.decoder.logprobs_behind(verified, nodes)
-        found_by = step.shares.owner[nodes].tolist() if self._request.trace else None
-        return StepOutput(token_ids, logprobs, found_by)
+        if not self._request.trace:
+            return StepOutput(token_ids, logprobs)
+        sources = [*self.decoder.drafter.counts.latest_sources(), MODEL][: len(token_ids)]
+        return StepOutput(token_ids, logprobs, step.shares.owner[nodes].tolist(), sources)
 
     def report(self) -> Report:
         """Return what the request took, after its end."""
