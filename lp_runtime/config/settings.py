@@ -22,6 +22,8 @@ BACKENDS = ("auto", "shared", "nccl", "gloo")
 COMPILES = ("auto", "full", "off")
 EXACTNESSES = ("fast", "strict")
 LAUNCHERS = ("auto", "local", "torchrun", "ray")
+SPLITS = ("auto",)  # values of gpus_per_replica that are no numbers
+DEFAULT_CONTEXT_TOKENS = 8192  # that gpus_per_replica=auto leaves memory for, where nothing else is asked
 
 
 @dataclass
@@ -136,9 +138,13 @@ class RuntimeConfig:
     gpus: Optional[int] = None  # noqa: UP045
     """Number of GPUs (on CPUs: of processes), >= 1, a multiple of gpus_per_replica; gpus / gpus_per_replica replicas
     share them. If not given: WORLD_SIZE under torchrun, else gpus_per_replica."""
-    gpus_per_replica: int = 1
-    """GPUs (on CPUs: processes) that one replica spans, >= 1: each is a shard, which holds a slice of every layer
-    (tensor parallelism). More than 1 for a model that one GPU cannot hold, and for shorter steps."""
+    gpus_per_replica: Any = "auto"
+    """GPUs (on CPUs: processes) that one replica spans: auto or a number >= 1. Each is a shard, which holds a slice of
+    every layer (tensor parallelism). auto: the fewest whose free memory holds the model and the keys and values of
+    context_tokens; on CPUs 1. More for shorter steps."""
+    context_tokens: Optional[int] = None  # noqa: UP045
+    """Tokens of prompt and output together, >= 1, that gpus_per_replica=auto leaves memory for; if not given, the
+    model's context length, at most 8192."""
     device: str = "auto"
     """Device of the replicas: auto (cuda where there is a GPU), cpu or cuda."""
     dtype: str = "auto"
@@ -172,7 +178,8 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         if self.gpus is not None:
             require_int("gpus", self.gpus, 1)
-        require_int("gpus_per_replica", self.gpus_per_replica, 1)
+        if self.context_tokens is not None:
+            require_int("context_tokens", self.context_tokens, 1)
         self._check_shards()
         require_choice("device", self.device, DEVICES)
         require_choice("dtype", self.dtype, DTYPES)
@@ -193,23 +200,45 @@ class RuntimeConfig:
 
     def _check_shards(self) -> None:
         """Refuse what replicas of several shards cannot be."""
-        if self.num_gpus % self.gpus_per_replica:
+        if self.gpus_per_replica not in SPLITS:
+            require_split(self.gpus_per_replica)
+        if self.num_gpus % self.num_shards:
             raise ConfigError(f"gpus={self.gpus}: must be a multiple of gpus_per_replica={self.gpus_per_replica}")
-        if self.gpus_per_replica == 1:
+        if self.num_shards == 1:
             return
         for name in ("device_map", "quantization_config"):
             if (value := getattr(self.model, name)) is not None:
                 raise ConfigError(f"model.{name}={value}: only with gpus_per_replica=1")
 
     @property
+    def is_split_chosen(self) -> bool:
+        """Whether gpus_per_replica is a number: given, or chosen when the runtime started (launchers/split.py)."""
+        return self.gpus_per_replica not in SPLITS
+
+    @property
+    def num_shards(self) -> int:
+        """GPUs, or processes on CPUs, that one replica spans; 1 before that is chosen."""
+        return int(self.gpus_per_replica) if self.is_split_chosen else 1
+
+    @property
     def num_gpus(self) -> int:
         """Number of GPUs, or of processes on CPUs; under torchrun WORLD_SIZE counts."""
-        return self.gpus or self.gpus_per_replica
+        return self.gpus or self.num_shards
 
     @property
     def num_replicas(self) -> int:
         """Number of replicas; under torchrun WORLD_SIZE / gpus_per_replica counts."""
-        return self.num_gpus // self.gpus_per_replica
+        return self.num_gpus // self.num_shards
+
+
+def require_split(value: object) -> None:
+    """Refuse a gpus_per_replica that is neither a number of GPUs nor a way to choose one.
+
+    Raises:
+        ConfigError: names the value and what is allowed.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"gpus_per_replica={value}: must be {', '.join(SPLITS)} or an integer >= 1")
 
 
 def check_limits(max_new_tokens: int | None, stop: object, max_time: float | None) -> None:

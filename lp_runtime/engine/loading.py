@@ -15,6 +15,7 @@ from lp_runtime.model.make_runner import check_runner, make_runner
 from lp_runtime.model.optimize.fusing import fuse_blocks
 from lp_runtime.model.optimize.packing import pack_if_faster, pack_linears
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.sizes import size_of_model
 from lp_runtime.model.tensor_parallel.following import Follower, LeadingShard
 from lp_runtime.model.tensor_parallel.slicing import slice_model
 from lp_runtime.model.types import CausalLM
@@ -44,8 +45,16 @@ def ready_model(
     except (ModelError, torch.OutOfMemoryError) as error:
         if not _is_out_of_memory(error):
             raise
-        had = "" if free is None else f": {free / GIB:.1f} GiB were free before"
+        had = "" if free is None else f": {_needed(config, place)}{free / GIB:.1f} GiB were free before"
         raise ModelError(f"model.path={config.model.location}: memory of {device} does not suffice{had}") from error
+
+
+def _needed(config: RuntimeConfig, place: ShardPlace) -> str:
+    """Return, for a message, how much a model's weights take on a GPU; nothing if that is unknown."""
+    if config.model.quantization_config is not None or config.model.device_map is not None:
+        return ""
+    size = size_of_model(config.model, config.dtype)
+    return "" if size is None else f"the weights take {size.weight_bytes(place.num_shards) / GIB:.1f} GiB, and "
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

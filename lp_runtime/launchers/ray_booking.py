@@ -7,8 +7,9 @@ from types import ModuleType
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import visible_gpus
 from lp_runtime.distributed.shards import ShardPlace
-from lp_runtime.errors import ConfigError, LaunchError
+from lp_runtime.errors import ConfigError, LaunchError, first_line
 from lp_runtime.launchers.process_host import Placement
+from lp_runtime.launchers.split import free_of_this_machine
 
 # A replica on CPUs shares the cores with its peers, so it books next to nothing: Ray would refuse gpus=4 on 2 cores.
 CPU_SHARE = 0.01
@@ -34,9 +35,9 @@ class Booking:
     def __init__(self, ray: ModuleType, config: RuntimeConfig):
         self._ray = ray
         num_replicas, launcher = config.num_replicas, config.launcher
-        self._num_shards = config.gpus_per_replica
-        num_gpus = int(ray.cluster_resources().get("GPU", 0))
-        on_gpus = config.device == "cuda" or (config.device == "auto" and num_gpus > 0)
+        self._num_shards = config.num_shards
+        num_gpus, _ = gpus_of_cluster(ray, config.device)
+        on_gpus = config.device == "cuda" or num_gpus > 0
         if on_gpus and config.num_gpus > num_gpus:
             raise ConfigError(f"gpus={config.num_gpus}: the Ray cluster has {num_gpus} (on CPUs: device=cpu)")
         # Cores are for what feeds a GPU; a cluster may have fewer than one to spare for each.
@@ -93,6 +94,39 @@ class Booking:
     def release(self) -> None:
         """Give the bundles back to the cluster."""
         self._ray.util.remove_placement_group(self._group)
+
+
+def gpus_of_cluster(ray: ModuleType, device: str) -> tuple[int, int]:
+    """Return how many GPUs a Ray cluster has for replicas, and the node that has the fewest of them; 0 and 0 on CPUs.
+
+    Args:
+        ray: the module, connected.
+        device: "auto", "cpu" or "cuda".
+    """
+    if device == "cpu":
+        return 0, 0
+    numbers = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+    return int(ray.cluster_resources().get("GPU", 0)), min(filter(None, numbers), default=0)
+
+
+def free_of_one_gpu(ray: ModuleType, config: RuntimeConfig) -> list[int]:
+    """Return, as a list of one, the bytes that are free on a GPU of a Ray cluster, whose GPUs are taken to be alike.
+
+    Args:
+        ray: the module, connected.
+        config: the runtime's settings.
+
+    Raises:
+        LaunchError: if no GPU can be asked within launcher.start_timeout.
+    """
+    task = ray.remote(num_gpus=1, num_cpus=CPU_SHARE, max_retries=0)(free_of_this_machine)
+    call = task.remote()
+    try:
+        (free, *_) = ray.get(call, timeout=config.launcher.start_timeout)
+    except ray.exceptions.RayError as error:
+        ray.cancel(call, force=True)
+        raise LaunchError(f"launcher=ray: no GPU's free memory can be told: {first_line(error)}") from error
+    return [free]
 
 
 def device_index(assigned: int | str, visible: list[str] | None) -> int:

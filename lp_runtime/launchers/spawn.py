@@ -97,7 +97,7 @@ class SpawnHost(ProcessHost):
     def __init__(self, config: RuntimeConfig):
         self.processes: dict[int, subprocess.Popen] = {}
         self._config = config
-        self._num_replicas, self.num_shards = config.num_replicas, config.gpus_per_replica
+        self._num_replicas, self.num_shards = config.num_replicas, config.num_shards
         self._pipes: dict[int, ReplicaPipe] = {}
         self._segments: dict[int, str] = {}  # name of the memory that a replica's shards share, by its index
         self._ended_pipes: list[ReplicaPipe] = []  # to replicas that have ended; closed by the listening thread
