@@ -114,7 +114,7 @@ class LookaheadRuntime:
     @property
     def gpus_per_replica(self) -> int:
         """Number of GPUs (on CPUs: of processes) that each replica spans, as given or chosen."""
-        return self._launcher.num_shards
+        return self._launcher.gpus_per_replica
 
     @property
     def launcher(self) -> Launcher:

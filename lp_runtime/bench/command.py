@@ -42,7 +42,7 @@ def check_bench(config: BenchConfig) -> None:
         if config.num_gpus > 1:
             raise ConfigError(f"threads={config.threads}: only with gpus=1; replicas of one machine share its cores")
         torch.set_num_threads(config.threads)  # before steps are timed
-    _check_degrees(config, config.num_shards)
+    _check_degrees(config, config.replica_gpus)
     if config.output is not None:
         try:
             Path(config.output).mkdir(parents=True, exist_ok=True)

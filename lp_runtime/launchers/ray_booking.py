@@ -41,7 +41,7 @@ class Booking:
         if on_gpus and config.num_gpus > num_gpus:
             raise ConfigError(f"gpus={config.num_gpus}: the Ray cluster has {num_gpus} (on CPUs: device=cpu)")
         # Cores are for what feeds a GPU; a cluster may have fewer than one to spare for each.
-        self._shard = {"GPU": 1.0, "CPU": CPU_SHARE} if on_gpus else {"CPU": CPU_SHARE}
+        self._shard = {"GPU": float(config.num_stages), "CPU": CPU_SHARE} if on_gpus else {"CPU": CPU_SHARE}
         self._bundle = {name: self._num_shards * amount for name, amount in self._shard.items()}
         self.device = "cuda" if on_gpus else "cpu"
         self._group = ray.util.placement_group([self._bundle] * num_replicas, strategy=launcher.placement.upper())
@@ -80,7 +80,7 @@ class Booking:
             shard: which shard of its replica the actor is.
 
         Raises:
-            LaunchError: if the actor does not see the GPU that Ray has assigned to it.
+            LaunchError: if the actor does not see the GPUs that Ray has assigned to it, or not in a row.
         """
         import ray
 
@@ -89,7 +89,10 @@ class Booking:
         assigned = ray.get_gpu_ids()
         if not assigned:
             return Placement(0, num_local, shard=shard)
-        return Placement(device_index(assigned[0], visible_gpus()), num_local, owns_device=True, shard=shard)
+        indices = [device_index(each, visible_gpus()) for each in assigned]
+        if indices != list(range(indices[0], indices[0] + len(indices))):
+            raise LaunchError(f"launcher=ray: the replica's GPUs are not in a row: {indices} of those that it sees")
+        return Placement(indices[0], num_local, owns_device=True, shard=shard)
 
     def release(self) -> None:
         """Give the bundles back to the cluster."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.errors import LaunchError, ModelError
 from lp_runtime.model.kv_cache.capacity import NCCL_BYTES
 from lp_runtime.model.sizes import ModelSize, size_of_model
@@ -43,17 +43,38 @@ def choose_split(config: RuntimeConfig, num_gpus: int, survey: Survey, num_local
         ModelError: if the model fits on no P.
     """
     if config.is_split_chosen:
-        return config
+        return _with_parallelism(config, num_gpus > 0)
     candidates = [each for each in _divisors(config.gpus, num_gpus) if num_local is None or num_local % each == 0]
-    is_whole = config.model.device_map is not None or config.model.quantization_config is not None
-    if is_whole or len(candidates) < 2:  # what does not fit is refused as it is loaded
+    if config.model.device_map is not None or len(candidates) < 2:  # what does not fit is refused as it is loaded
         return dataclasses.replace(config, gpus_per_replica=1)
     size = size_of_model(config.model, config.dtype, config.context_tokens)
-    if size is None:
+    if size is None or config.model.quantization_config is not None:  # which says too little of its size
         return dataclasses.replace(config, gpus_per_replica=1)
     free = min(list(survey())[: config.gpus or num_gpus])
-    chosen = fewest_gpus(size, candidates, free, config.model.location)
-    return dataclasses.replace(config, gpus_per_replica=chosen)
+    num_shards, parallelism = _fewest(size, candidates, free, config.model)
+    model = dataclasses.replace(config.model, parallelism=parallelism)
+    return dataclasses.replace(config, gpus_per_replica=num_shards, model=model)
+
+
+def _with_parallelism(config: RuntimeConfig, on_gpus: bool) -> RuntimeConfig:
+    """Return settings that say how a model lies on the GPUs of a replica; on CPUs auto is tensor."""
+    if config.model.parallelism != "auto" or config.replica_gpus == 1:
+        return config
+    parallelism = "tensor"
+    if on_gpus:
+        size = size_of_model(config.model, config.dtype)
+        if config.model.quantization_config is not None or (size and _why_whole(size, config.replica_gpus)):
+            parallelism = "pipeline"
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, parallelism=parallelism))
+
+
+def _why_whole(size: ModelSize, num_shards: int) -> str:
+    """Return why a model cannot be sliced; empty if it can."""
+    try:
+        size.check_shards(num_shards)
+        return ""
+    except ModelError as error:
+        return str(error)
 
 
 def _divisors(gpus: int | None, num_gpus: int) -> list[int]:
@@ -63,34 +84,42 @@ def _divisors(gpus: int | None, num_gpus: int) -> list[int]:
     return [each for each in range(1, gpus + 1) if gpus % each == 0] if gpus <= num_gpus else [1]
 
 
-def fewest_gpus(size: ModelSize, candidates: Sequence[int], free: int, location: str) -> int:
-    """Return the fewest GPUs that hold a model, the keys and values of its context and what passes take.
+def _fewest(size: ModelSize, candidates: Sequence[int], free: int, config: ModelConfig) -> tuple[int, str]:
+    """Return the fewest GPUs that hold a model, the keys and values of its context and what passes take, and how it
+    lies on them: sliced if it can be, else layer by layer.
 
     Args:
         size: the model's.
         candidates: P that are possible, ascending.
         free: bytes that are free on every GPU.
-        location: the model's, for messages.
+        config: says how the model may lie.
 
     Raises:
         ModelError: if it does not fit, with the reason why it is on no more GPUs.
     """
     # NCCL has buffers on every GPU, be it between the GPUs of a replica or between replicas.
     exchange_bytes = NCCL_BYTES if candidates[-1] > 1 else 0
-    needed, largest, refusal = 0, 0, ""
-    for num_shards in candidates:
-        try:
-            size.check_shards(num_shards)
-        except ModelError as error:
-            refusal = refusal or f" ({error})"
-            continue
-        needed, largest, refusal = size.needed_bytes(num_shards, exchange_bytes), num_shards, ""
-        if needed <= free:
-            return num_shards
+    needed: dict[int, int] = {}  # bytes by P, of the last way that was tried
+    refusal = ""
+    if config.parallelism != "pipeline":
+        for num_gpus in candidates:
+            if why := _why_whole(size, num_gpus):
+                refusal = refusal or f" ({why})"
+                continue
+            needed[num_gpus], refusal = size.needed_bytes(num_gpus, exchange_bytes), ""
+            if needed[num_gpus] <= free:
+                return num_gpus, "tensor"
+    if config.parallelism != "tensor" and size.parts:
+        for num_gpus in candidates:
+            by_layers = size.needed_for_layers(num_gpus, exchange_bytes)
+            needed[num_gpus], refusal = min(by_layers, needed.get(num_gpus, by_layers)), ""
+            if by_layers <= free:
+                return num_gpus, "pipeline"
+    largest = max(needed)
     where = "a GPU" if largest == 1 else f"each of {largest} GPUs"
     raise ModelError(
-        f"model.path={location}: does not fit: with {size.context_tokens} tokens of context it needs {needed / GIB:.1f}"
-        f" GiB on {where}, and {free / GIB:.1f} GiB are free{refusal}"
+        f"model.path={config.location}: does not fit: with {size.context_tokens} tokens of context it needs"
+        f" {needed[largest] / GIB:.1f} GiB on {where}, and {free / GIB:.1f} GiB are free{refusal}"
     )
 
 

@@ -16,7 +16,15 @@ from lp_runtime.distributed.shards import ShardPlace, meet_in_store, said_by_fir
 from lp_runtime.engine.output import Event, Report, StepOutput
 from lp_runtime.engine.replica import ReplicaInfo, load_follower, start_replica
 from lp_runtime.engine.request import Request
-from lp_runtime.errors import LaunchError, LookaheadError, ModelError, ReplicaError, ShardError, unforeseen_as
+from lp_runtime.errors import (
+    ConfigError,
+    LaunchError,
+    LookaheadError,
+    ModelError,
+    ReplicaError,
+    ShardError,
+    unforeseen_as,
+)
 from lp_runtime.launchers.base import Launcher
 from lp_runtime.launchers.split import choose_split, visible_on
 
@@ -169,6 +177,9 @@ def with_split(config: RuntimeConfig, world: ReplicaContext) -> RuntimeConfig:
     Raises:
         LookaheadError: if none will do.
     """
+    if config.model.parallelism == "pipeline" and config.gpus_per_replica != 1:
+        raise ConfigError("model.parallelism=pipeline: not under torchrun, which starts a process for each GPU")
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, parallelism="tensor"))
     if config.is_split_chosen:
         return config
     if not visible_on(config.device) or world.num_replicas == 1:

@@ -13,15 +13,15 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lp_runtime.config.settings import DEFAULT_CONTEXT_TOKENS, ModelConfig
-from lp_runtime.errors import first_line
+from lp_runtime.errors import ModelError, first_line
 from lp_runtime.model.hf_config import context_length
 from lp_runtime.model.kv_cache.capacity import STEP_TOKENS, bytes_of_tokens
-from lp_runtime.model.loader import DTYPES, QUIET
+from lp_runtime.model.loader import without_memory
 from lp_runtime.model.location import check_location
+from lp_runtime.model.pipeline import Part, parts_of, stages_of
 from lp_runtime.model.tensor_parallel.slicing import check_shards, is_split, own_plan, splits_keys
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ class ModelSize(NamedTuple):
 
     Attributes:
         config: the model's.
+        parts: the model's, for pipeline; none if its layers are in no list.
         split: bytes of each parameter's rows or columns that shards divide, and how many there are.
         whole: bytes of what every shard has whole.
         token_bytes: of a token's keys and values in all layers, on one GPU.
@@ -43,6 +44,7 @@ class ModelSize(NamedTuple):
     """
 
     config: PreTrainedConfig
+    parts: tuple[Part, ...]
     split: tuple[tuple[int, int], ...]
     whole: int
     token_bytes: int
@@ -58,7 +60,7 @@ class ModelSize(NamedTuple):
         return self.token_bytes // num_shards if splits_keys(self.config) else self.token_bytes
 
     def needed_bytes(self, num_shards: int, num_bytes: int = 0) -> int:
-        """Return the bytes that must be free on each of P GPUs before anything is loaded.
+        """Return the bytes that must be free on each of P GPUs before slices are loaded.
 
         Args:
             num_shards: P.
@@ -66,6 +68,18 @@ class ModelSize(NamedTuple):
         """
         cache = bytes_of_tokens(self.context_tokens, self.cache_bytes_per_token(num_shards))
         return self.weight_bytes(num_shards) + self.pass_bytes + cache + num_bytes
+
+    def needed_for_layers(self, num_gpus: int, num_bytes: int = 0) -> int:
+        """Return the bytes that must be free on each of P GPUs before whole layers are loaded; arguments as those of
+        `needed_bytes`."""
+        stages = stages_of(self.parts, num_gpus)
+        weights, layers = [0] * num_gpus, [0] * num_gpus
+        for part, stage in zip(self.parts, stages, strict=True):
+            weights[stage] += part.num_bytes
+            layers[stage] += part.num_layers
+        each_layer = -(-self.token_bytes // max(1, sum(layers)))
+        caches = [bytes_of_tokens(self.context_tokens, number * each_layer) for number in layers]
+        return max(map(sum, zip(weights, caches, strict=True))) + self.pass_bytes + num_bytes
 
     def check_shards(self, num_shards: int) -> None:
         """Refuse a P that the model cannot be sliced into.
@@ -91,8 +105,8 @@ def size_of_model(config: ModelConfig, dtype: str, context_tokens: int | None = 
     """
     try:
         check_location(config)
-        with QUIET:
-            model = _without_memory(config, dtype)
+        model = without_memory(config, dtype)
+        parts = _parts(model)
         text = model.config.get_text_config()
         length = context_length(text) or DEFAULT_CONTEXT_TOKENS
         others = {
@@ -102,21 +116,21 @@ def size_of_model(config: ModelConfig, dtype: str, context_tokens: int | None = 
             "context_tokens": context_tokens or min(length, DEFAULT_CONTEXT_TOKENS),
         }
         if _is_quantized(model.config) and (num_bytes := safetensors_bytes(config.location)):
-            return ModelSize(split=(), whole=num_bytes, **others)
+            scale = num_bytes / sum(each.num_bytes for each in parts) if parts else 0
+            parts = tuple(each._replace(num_bytes=int(each.num_bytes * scale)) for each in parts)
+            return ModelSize(parts=parts, split=(), whole=num_bytes, **others)
         split, whole = _divided_bytes(model)
-        return ModelSize(split=split, whole=whole, **others)
+        return ModelSize(parts=parts, split=split, whole=whole, **others)
     except Exception as error:  # what configurations and the library's many models raise
         log.debug("the size of %s cannot be told: %s", config.location, first_line(error))
         return None
 
 
-def _without_memory(config: ModelConfig, dtype: str) -> PreTrainedModel:
-    """Return a model as it would be loaded, without its weights."""
-    remote = {"trust_remote_code": config.trust_remote_code}
-    hf_config = AutoConfig.from_pretrained(config.location, revision=config.revision or "main", **remote)
-    given = DTYPES.get(dtype) or getattr(hf_config, "dtype", None) or torch.float32
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(hf_config, dtype=given, **remote)
+def _parts(model: PreTrainedModel) -> tuple[Part, ...]:
+    try:
+        return tuple(parts_of(model))
+    except ModelError:
+        return ()
 
 
 def _divided_bytes(model: PreTrainedModel) -> tuple[tuple[tuple[int, int], ...], int]:

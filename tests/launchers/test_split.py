@@ -49,6 +49,13 @@ def chosen(path: str, free: float | list[float], gpus: int | None = None, num_gp
     return result.num_shards
 
 
+def way(path: str, free: float, gpus: int, parallelism: str = "auto") -> tuple[int, str]:
+    """The GPUs of a replica, and how the model lies on them."""
+    given = RuntimeConfig(model=ModelConfig(path=path, parallelism=parallelism), gpus=gpus, device="cuda")
+    config = choose_split(given, gpus, lambda: [int(free * GIB)] * gpus)
+    return config.replica_gpus, config.model.parallelism
+
+
 def test_weights_by_shards_of_a_large_model(large):
     size = size_of_model(ModelConfig(path=large), "auto")
     buffers = size.weight_bytes(1) - LARGE_WEIGHTS
@@ -113,17 +120,39 @@ def test_a_model_that_fits_on_no_number_of_gpus_is_refused_in_one_line(large):
     assert "8192 tokens" in line and "on each of 8 GPUs, and 10.0 GiB are free" in line
 
 
-def test_a_model_that_fits_only_where_it_cannot_be_sliced_is_refused_with_the_reason(tmp_path, large):
+def test_a_model_that_cannot_be_sliced_lies_on_gpus_by_layers(tmp_path, large):
+    """Where tensor parallelism is asked for by name, it is refused with the reason."""
     AutoConfig.for_model("gpt2", n_embd=8192, n_layer=64, n_head=64, dtype="bfloat16").save_pretrained(tmp_path)
-    assert chosen(str(tmp_path), 200, 8) == 1
+    path = str(tmp_path)
+    for gpus, free, expected in ((8, 200, (1, "tensor")), (8, 79, (2, "pipeline")), (8, 30, (4, "pipeline"))):
+        assert way(path, free, gpus) == expected
+    assert way(large, 79, 3) == (3, "pipeline")
+    assert way(large, 79, 8, "pipeline") == (2, "pipeline")
     with pytest.raises(
         ModelError, match=r"102.0 GiB on a GPU, .* \(gpus_per_replica=2: gpt2: transformers has no tensor"
     ):
-        chosen(str(tmp_path), 79, 8)
-    with pytest.raises(
-        ModelError, match=r"on a GPU, .*=3: llama: num_attention_heads=64: must be a multiple of gpus_per_replica"
-    ):
-        chosen(large, 79, 3)
+        way(path, 79, 8, "tensor")
+    with pytest.raises(ModelError, match=r"on a GPU, .*=3: llama: num_attention_heads=64: must be a multiple of"):
+        way(large, 79, 3, "tensor")
+    with pytest.raises(ModelError, match="on each of 8 GPUs, and 5.0 GiB are free$"):
+        way(path, 5, 8)
+
+
+def test_how_a_model_lies_on_a_given_number_of_gpus(tmp_path, large):
+    AutoConfig.for_model("gpt2", n_embd=64, n_layer=2, n_head=4).save_pretrained(tmp_path)
+
+    def lies(path: str, num_gpus: int, **model) -> tuple[str, int, int, int]:
+        given = RuntimeConfig(model=ModelConfig(path=path, **model), gpus=4, gpus_per_replica=2)
+        config = choose_split(given, num_gpus, list)
+        return config.model.parallelism, config.num_shards, config.num_stages, config.num_replicas
+
+    assert lies(large, 8) == ("tensor", 2, 1, 2)
+    assert lies(str(tmp_path), 8) == ("pipeline", 1, 2, 2)
+    assert lies(str(tmp_path), 0) == ("tensor", 2, 1, 2)  # on CPUs, where it is refused
+    assert lies(large, 8, parallelism="pipeline") == ("pipeline", 1, 2, 2)
+    assert lies(large, 8, quantization_config={"quant_method": "bitsandbytes"}) == ("pipeline", 1, 2, 2)
+    with pytest.raises(ConfigError, match="only with gpus_per_replica=1, or model.parallelism=pipeline"):
+        lies(large, 8, quantization_config={"quant_method": "bitsandbytes"}, parallelism="tensor")
 
 
 def test_a_quantized_checkpoint_counts_as_its_files(tmp_path):
@@ -134,8 +163,9 @@ def test_a_quantized_checkpoint_counts_as_its_files(tmp_path):
     header = json.dumps({"weight": {"dtype": "U8", "shape": [1000], "data_offsets": [0, 1000]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(1000))
     assert size_of_model(ModelConfig(path=str(tmp_path)), "auto").weight_bytes(1) == 1000
+    assert way(str(tmp_path), 1, 2) == (1, "tensor")
     with pytest.raises(ModelError, match="a quantized model cannot be sliced"):
-        choose_split(RuntimeConfig(model=ModelConfig(path=str(tmp_path)), gpus=2), 2, lambda: [1000, 1000])
+        way(str(tmp_path), 0, 2, "tensor")
 
 
 def test_a_model_whose_size_cannot_be_told_is_left_to_loading(tmp_path):
@@ -160,7 +190,7 @@ def test_where_there_is_no_choice_nothing_is_asked(settings, num_gpus):
 
     assert choose_split(RuntimeConfig(**settings), num_gpus, survey).num_shards == 1
     given = RuntimeConfig(gpus=8, gpus_per_replica=4)
-    assert choose_split(given, 8, survey) is given
+    assert choose_split(given, 0, survey).num_shards == 4
 
 
 def test_a_launcher_starts_as_many_shards_as_were_chosen(large, monkeypatch):
