@@ -23,7 +23,7 @@ BACKENDS = ("auto", "shared", "nccl", "gloo")
 COMPILES = ("auto", "full", "off")
 EXACTNESSES = ("fast", "strict")
 LAUNCHERS = ("auto", "local", "torchrun", "ray")
-SPLITS = ("auto",)  # values of gpus_per_replica that are no numbers
+SPLITS = ("auto", "fastest")  # values of gpus_per_replica that are no numbers
 DEFAULT_CONTEXT_TOKENS = 8192  # that gpus_per_replica=auto leaves memory for, where nothing else is asked
 
 
@@ -145,9 +145,9 @@ class RuntimeConfig:
     """Number of GPUs (on CPUs: of processes), >= 1, a multiple of gpus_per_replica; gpus / gpus_per_replica replicas
     share them. If not given: WORLD_SIZE under torchrun, else gpus_per_replica."""
     gpus_per_replica: Any = "auto"
-    """GPUs (on CPUs: processes) that one replica spans, in the way of model.parallelism: auto or a number >= 1. auto:
-    the fewest whose free memory holds the model and the keys and values of context_tokens; on CPUs 1. More for shorter
-    steps."""
+    """GPUs (on CPUs: processes) that one replica spans, in the way of model.parallelism: auto, fastest or a number
+    >= 1. auto: the fewest whose free memory holds the model and the keys and values of context_tokens; on CPUs 1.
+    fastest: what `lp-bench splits=auto` has measured to be so, of the model on as many GPUs of this machine."""
     context_tokens: Optional[int] = None  # noqa: UP045
     """Tokens of prompt and output together, >= 1, that gpus_per_replica=auto leaves memory for; if not given, the
     model's context length, at most 8192."""

@@ -15,6 +15,7 @@ import torch
 
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.errors import LaunchError, ModelError
+from lp_runtime.launchers.fastest_split import fastest_split
 from lp_runtime.model.kv_cache.capacity import NCCL_BYTES
 from lp_runtime.model.sizes import ModelSize, size_of_model
 
@@ -39,11 +40,20 @@ def choose_split(config: RuntimeConfig, num_gpus: int, survey: Survey, num_local
         num_local: GPUs of one machine, which P must divide, too; None if `gpus` are all there are.
 
     Raises:
+        ConfigError: if the fastest is wanted, and nothing was measured.
         LaunchError: if the GPUs cannot be asked.
         ModelError: if the model fits on no P.
     """
+    if config.gpus_per_replica == "fastest":
+        gpus = config.gpus or num_gpus or 1
+        config = dataclasses.replace(config, gpus=gpus, gpus_per_replica=fastest_split(config, gpus))
     if config.is_split_chosen:
         return _with_parallelism(config, num_gpus > 0)
+    return _with_fewest(config, num_gpus, survey, num_local)
+
+
+def _with_fewest(config: RuntimeConfig, num_gpus: int, survey: Survey, num_local: int | None) -> RuntimeConfig:
+    """Return settings with the fewest GPUs a replica; arguments and errors as those of `choose_split`."""
     candidates = [each for each in _divisors(config.gpus, num_gpus) if num_local is None or num_local % each == 0]
     if config.model.device_map is not None or len(candidates) < 2:  # what does not fit is refused as it is loaded
         return dataclasses.replace(config, gpus_per_replica=1)

@@ -182,7 +182,8 @@ def with_split(config: RuntimeConfig, world: ReplicaContext) -> RuntimeConfig:
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, parallelism="tensor"))
     if config.is_split_chosen:
         return config
-    if not visible_on(config.device) or world.num_replicas == 1:
+    is_alone = world.num_replicas == 1 or not visible_on(config.device)
+    if config.gpus_per_replica == "auto" and is_alone:
         return dataclasses.replace(config, gpus_per_replica=1)
     given = dataclasses.replace(config, gpus=world.num_replicas)
 

@@ -240,7 +240,7 @@ def test_gpus_that_cannot_be_asked(monkeypatch):
 def test_values_of_the_setting():
     assert RuntimeConfig().gpus_per_replica == "auto" and RuntimeConfig().num_shards == 1
     for value in ("some", 0, True, 1.5, None, [2]):
-        with pytest.raises(ConfigError, match=r"gpus_per_replica=.*: must be auto or an integer >= 1"):
+        with pytest.raises(ConfigError, match=r"gpus_per_replica=.*: must be auto, fastest or an integer >= 1"):
             RuntimeConfig(gpus_per_replica=value)
     with pytest.raises(ConfigError, match="context_tokens=0: must be an integer >= 1"):
         RuntimeConfig(context_tokens=0)
