@@ -326,7 +326,9 @@ def test_a_gpu_that_others_have_filled(gpu, place, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (3 << 29, 1 << 34))
     with pytest.raises(ModelError) as caught:
         ready_model(RuntimeConfig(dtype="float32"), CUDA)
-    assert str(caught.value).endswith(": memory of cuda:0 does not suffice: 1.5 GiB were free before")
+    assert str(caught.value).endswith(
+        ": memory of cuda:0 does not suffice: the weights take 0.0 GiB, and 1.5 GiB were free before"
+    )
 
 
 def test_nothing_is_compiled_once_replicas_have_met(gpu, monkeypatch):

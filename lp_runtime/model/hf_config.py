@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from transformers import PreTrainedConfig, PreTrainedModel
 
 CACHE_DROPPING_TYPES = ("phi3", "phi4_multimodal")  # their prepare_inputs_for_generation drops the cache
@@ -29,6 +31,19 @@ def context_length(config: PreTrainedConfig) -> int | None:
     if config.model_type in CACHE_DROPPING_TYPES:
         length = min(filter(None, (length, original)), default=None)
     return length
+
+
+def config_json(location: str, revision: str | None) -> str:
+    """Return a model's config.json as transformers reads it, as text; empty if there is none.
+
+    Args:
+        location: a directory or hub id.
+        revision: branch, tag or commit of a hub id.
+    """
+    try:
+        return json.dumps(PreTrainedConfig.get_config_dict(location, revision=revision or "main")[0], sort_keys=True)
+    except (OSError, ValueError):
+        return ""
 
 
 def attention_of(config: PreTrainedConfig) -> str:
