@@ -18,7 +18,7 @@ class FakeServer:
         pieces: of a text, by the number of the request; an integer is a status to fail with, "" ends the connection.
         bodies: of the requests so far, and
         keys: their Authorization headers.
-        num_at_once: requests that were being answered at once, at most.
+        num_at_once: requests that waited for their pieces at once, at most.
     """
 
     pieces: Callable[[int], list[str] | int]
@@ -55,10 +55,11 @@ def fake_server(pieces: Callable[[int], list[str] | int]) -> Iterator[tuple[str,
                 fake.num_open += 1
                 fake.num_at_once = max(fake.num_at_once, fake.num_open)
             try:
-                self.stream(fake.pieces(number), is_chat="messages" in body)
+                texts = fake.pieces(number)
             finally:
-                with fake.lock:
+                with fake.lock:  # before the client can have its answer, and ask again
                     fake.num_open -= 1
+            self.stream(texts, is_chat="messages" in body)
 
         def stream(self, texts: list[str] | int, is_chat: bool) -> None:
             if isinstance(texts, int):

@@ -126,9 +126,7 @@ OWN = {
         "input": (
             *(ABSENT, None, 1, True, {}, [], [1], [{}], [{"role": "user", "content": 1}], SURROGATE, "x " * 20_000),
             *([{"type": each}] for each in (1, None, [], SURROGATE, "function_call", "reasoning", "item_reference")),
-            [{"type": "function_call", "call_id": "c", "name": SURROGATE, "arguments": "{"}],
             [{"type": "function_call_output", "call_id": "c", "output": "x"}],
-            [{"type": "reasoning", "content": [{"text": SURROGATE}]}],
         ),
         "tools": (1, {}, [1], [{}], [{"type": "web_search"}], [{"type": "function", "name": "a b"}], [FLAT_TOOL] * 129),
         "tool_choice": (1, {}, [], "x", {"type": "function"}, {"type": "function", "name": "x"}, "required"),
@@ -197,6 +195,10 @@ EXTREME = {
     "logit_bias": ({"1": 1e308}, {"1": -1e308}, {"1": HUGE}, {"5": -1e308, "6": 1e308}),
     "stop": (["x"] * 16, ["x" * 20_000], "\x00", "\ufffd", "\u0301", []),
     "user": ("x" * 50_000, SURROGATE, "\x00"),
+    "input": (  # which the demo model's chat template does not show
+        [{"type": "function_call", "call_id": "c", "name": SURROGATE, "arguments": "{"}],
+        [{"type": "reasoning", "content": [{"text": SURROGATE}]}],
+    ),
     "metadata": ({SURROGATE: SURROGATE}, {"x": [[[[]]]]}),
     "max_time": (1e-300, 1e6),
     "presence_penalty": (2, -2, 0.5),
