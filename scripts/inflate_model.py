@@ -6,6 +6,7 @@
         --kv-heads 16 --head-dim 128 --dtype bfloat16
 
     python scripts/inflate_model.py --shape 300m --experts 8 --out work/300m_experts
+    python scripts/inflate_model.py --shape 300m --attention-every 3 --out work/300m_hybrid
 
 So that real acceptance behaviour can be measured at a real model's cost, with no download: the text is the small
 model's, the price is the big one's. Every weight that is read in a step is there and is dense; what is new is random
@@ -19,6 +20,9 @@ With --experts E the big model is a mixture of experts of Mixtral's architecture
 MLP is there E times, with storage of its own, and a random router sends each token to --experts-per-token of them, by
 what the token is. The weights that it gives them add up to 1, so the sum of equal experts is one expert's output, but
 for rounding.
+
+With --attention-every K the big model is a hybrid of Granite 4's architecture: the last of K layers has attention, and
+the others carry a Mamba 2 state from token to token, which is computed in full and adds nothing.
 
 Weights are made and written one layer at a time, so a 34B model needs little memory; on a GPU, where there is one, as
 a CPU takes minutes to draw so many numbers. Names of shapes: see SHAPES.
@@ -35,10 +39,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from inflation_shapes import SHAPES, InflateError, Mixture, Shape, check, head_places, shape_of
+from inflation_shapes import SHAPES, Hybrid, InflateError, Kind, Mixture, Shape, check, shape_of, small_layer
+from inflation_weights import MAMBA_EXPAND, MAMBA_HEAD_DIM, MAMBA_KERNEL, MAMBA_STATE, Inflation
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "lp_runtime" / "demo_model"
 COPIED = (
@@ -48,118 +53,6 @@ COPIED = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-
-
-class Inflation:
-    """The big model's weights, made one after the other.
-
-    Args:
-        small: the small model's shape.
-        big: the big one's.
-        dtype: of the big model.
-        device: where they are made.
-        seed: of what is random, which is not the same on every device.
-        mixture: what each MLP becomes; None for one MLP.
-    """
-
-    def __init__(
-        self,
-        small: Shape,
-        big: Shape,
-        dtype: torch.dtype,
-        device: torch.device,
-        seed: int = 0,
-        mixture: Mixture | None = None,
-    ):
-        check(small, big)
-        self._mixture = mixture
-        self.small, self.big, self.dtype, self.device = small, big, dtype, device
-        self._random = torch.Generator(device).manual_seed(seed)
-        self._places = head_places(small, big)
-        # rotary pairs are (i, i + head_dim / 2): pair i of the small head has the frequency of pair i * growth
-        growth, half = big.head_dim // small.head_dim, small.head_dim // 2
-        pairs = torch.arange(half) * growth
-        self._rotary = torch.cat([pairs, pairs + big.head_dim // 2]).to(device)
-
-    def noise(self, rows: int, columns: int) -> torch.Tensor:
-        """[rows, columns] of the size that keeps a unit input's output about a unit."""
-        # Not float32 for a 34B model's layer: half the memory, and nobody reads these values.
-        drawn = torch.randn(rows, columns, generator=self._random, device=self.device)
-        return (drawn * columns**-0.5).to(self.dtype)
-
-    def zeros(self, rows: int, columns: int) -> torch.Tensor:
-        """[rows, columns]"""
-        return torch.zeros(rows, columns, dtype=self.dtype, device=self.device)
-
-    def norm(self, weight: torch.Tensor) -> torch.Tensor:
-        """An RMSNorm's weights: the mean of squares is smaller by the share of places that are zero."""
-        wide = torch.ones(self.big.hidden, device=self.device)
-        wide[: len(weight)] = weight.float() * (self.small.hidden / self.big.hidden) ** 0.5
-        return wide.to(self.dtype)
-
-    def readers(self, weight: torch.Tensor, rows: int) -> torch.Tensor:
-        """A projection that reads the residual stream: all new entries random."""
-        wide = self.noise(rows, self.big.hidden)
-        wide[: weight.shape[0], : weight.shape[1]] = weight.to(self.dtype)
-        return wide
-
-    def attention(self, small: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The four projections of a layer, from the small layer's."""
-        big, d, D = self.big, self.small.head_dim, self.big.head_dim
-        hidden = self.small.hidden
-        query, key, value = (self.noise(n * D, big.hidden) for n in (big.heads, big.kv_heads, big.kv_heads))
-        out = self.zeros(big.hidden, big.heads * D)
-        scale = (D / d) ** 0.5  # scores are divided by the square root of the head's size
-        group = self.small.heads // self.small.kv_heads
-        for head, (to, kv) in enumerate(self._places):
-            mine, theirs = slice(head * d, (head + 1) * d), slice(head // group * d, (head // group + 1) * d)
-            new = torch.ones(D, dtype=torch.bool, device=self.device)
-            new[self._rotary] = False
-            query[to * D : (to + 1) * D][new] = 0
-            query[to * D + self._rotary, :hidden] = (small["q"][mine].float() * scale).to(self.dtype)
-            key[kv * D + self._rotary, :hidden] = small["k"][theirs].to(self.dtype)
-            value[kv * D : kv * D + d, :hidden] = small["v"][theirs].to(self.dtype)
-            out[:hidden, to * D : to * D + d] = small["o"][:, mine].to(self.dtype)
-        return {"q": query, "k": key, "v": value, "o": out}
-
-    def layer(self, small: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-        """One decoder layer's weights, by their names in it; a new one, which adds nothing, if there is no small."""
-        big = self.big
-        width = big.heads * big.head_dim
-        kv_width = big.kv_heads * big.head_dim
-        if small is None:
-            attention = {"q": self.noise(width, big.hidden), "o": self.zeros(big.hidden, width)}
-            attention |= {name: self.noise(kv_width, big.hidden) for name in ("k", "v")}
-            norms = [torch.ones(big.hidden, dtype=self.dtype, device=self.device) for _ in range(2)]
-            gate, up = (self.noise(big.intermediate, big.hidden) for _ in range(2))
-            down = self.zeros(big.hidden, big.intermediate)
-        else:
-            attention = self.attention({n: small[f"self_attn.{n}_proj.weight"] for n in "qkvo"})
-            norms = [self.norm(small[f"{name}_layernorm.weight"]) for name in ("input", "post_attention")]
-            gate, up = (self.readers(small[f"mlp.{name}_proj.weight"], big.intermediate) for name in ("gate", "up"))
-            down = self.zeros(big.hidden, big.intermediate)
-            theirs = small["mlp.down_proj.weight"]
-            down[: theirs.shape[0], : theirs.shape[1]] = theirs.to(self.dtype)
-        weights = {f"self_attn.{name}_proj.weight": weight for name, weight in attention.items()}
-        weights |= self.mlp(gate, up, down)
-        return weights | {"input_layernorm.weight": norms[0], "post_attention_layernorm.weight": norms[1]}
-
-    def mlp(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> dict[str, torch.Tensor]:
-        """An MLP's weights, or as many copies of them as there are experts, and a router of random directions."""
-        if self._mixture is None:
-            return {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up, "mlp.down_proj.weight": down}
-        num = self._mixture.experts
-        return {
-            "mlp.gate.weight": self.noise(num, self.big.hidden),
-            "mlp.experts.gate_up_proj": torch.cat([gate, up]).repeat(num, 1, 1),
-            "mlp.experts.down_proj": down.repeat(num, 1, 1),
-        }
-
-    def embedding(self, weight: torch.Tensor) -> torch.Tensor:
-        """The embedding writes to the residual stream: zeros in its new places."""
-        wide = self.zeros(len(weight), self.big.hidden)
-        wide[:, : weight.shape[1]] = weight.to(self.dtype)
-        return wide
 
 
 class SmallModel:
@@ -187,7 +80,7 @@ class SmallModel:
         return {name.removeprefix(prefix): self[name] for name in self._where if name.startswith(prefix)}
 
 
-def big_config(small, shape: Shape, dtype: str, mixture: Mixture | None = None) -> dict:
+def big_config(small, shape: Shape, dtype: str, kind: Kind = None) -> dict:
     """The big model's config.json."""
     config = small.to_dict() | {
         "hidden_size": shape.hidden,
@@ -200,42 +93,52 @@ def big_config(small, shape: Shape, dtype: str, mixture: Mixture | None = None) 
         "tie_word_embeddings": False,
         "dtype": dtype,
     }
-    if mixture is not None:
+    if isinstance(kind, Mixture):
         config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "sliding_window": None}
-        config |= {"num_local_experts": mixture.experts, "num_experts_per_tok": mixture.per_token}
+        config |= {"num_local_experts": kind.experts, "num_experts_per_tok": kind.per_token}
+    if isinstance(kind, Hybrid):
+        has_attention = [kind.has_attention(number) for number in range(shape.layers)]
+        config |= {"model_type": "granitemoehybrid", "architectures": ["GraniteMoeHybridForCausalLM"]}
+        config |= {"num_local_experts": 0, "shared_intermediate_size": shape.intermediate}
+        config |= {"position_embedding_type": "rope", "attention_multiplier": shape.head_dim**-0.5}
+        config |= {"layer_types": ["attention" if each else "mamba" for each in has_attention]}
+        config |= {"mamba_d_state": MAMBA_STATE, "mamba_d_conv": MAMBA_KERNEL, "mamba_expand": MAMBA_EXPAND}
+        config |= {"mamba_d_head": MAMBA_HEAD_DIM, "mamba_n_heads": MAMBA_EXPAND * shape.hidden // MAMBA_HEAD_DIM}
     return config
 
 
 def weights(
-    small: SmallModel, shape: Shape, dtype: torch.dtype, mixture: Mixture | None = None
+    small: SmallModel, shape: Shape, dtype: torch.dtype, kind: Kind = None
 ) -> Iterator[dict[str, torch.Tensor]]:
     """The big model's weights, a layer at a time; the small model's layers are the first, in order."""
-    inflation = Inflation(shape_of(small.config), shape, dtype, small.device, mixture=mixture)
+    inflation = Inflation(shape_of(small.config), shape, dtype, small.device, kind=kind)
     head = "lm_head.weight" if "lm_head.weight" in small else "model.embed_tokens.weight"
     yield {"model.embed_tokens.weight": inflation.embedding(small["model.embed_tokens.weight"])}
     for number in range(shape.layers):
-        theirs = small.layer(number) if number < small.config.num_hidden_layers else None
-        yield {f"model.layers.{number}.{name}": weight for name, weight in inflation.layer(theirs).items()}
+        index = small_layer(number, kind)
+        if index is None:
+            layer = inflation.recurrent_layer()
+        else:
+            layer = inflation.layer(small.layer(index) if index < small.config.num_hidden_layers else None)
+        yield {f"model.layers.{number}.{name}": weight for name, weight in layer.items()}
     yield {
         "model.norm.weight": inflation.norm(small["model.norm.weight"]),
         "lm_head.weight": inflation.readers(small[head], small.config.vocab_size),
     }
 
 
-def inflated(
-    source: Path, shape: Shape, dtype: str, device: torch.device, mixture: Mixture | None = None
-) -> PreTrainedModel:
+def inflated(source: Path, shape: Shape, dtype: str, device: torch.device, kind: Kind = None) -> PreTrainedModel:
     """The big model, made where it is to run; nothing is written.
 
     Raises:
         InflateError: if the small model is not one that fits.
     """
     small = SmallModel(source, device)
-    kind = LlamaConfig if mixture is None else MixtralConfig
-    config = kind.from_dict(big_config(small.config, shape, dtype, mixture))
+    settings = big_config(small.config, shape, dtype, kind)
+    config = AutoConfig.for_model(settings["model_type"]).from_dict(settings)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    for part in weights(small, shape, getattr(torch, dtype), mixture):
+    for part in weights(small, shape, getattr(torch, dtype), kind):
         model.load_state_dict(part, strict=False, assign=True)
     with device:  # no checkpoint has these
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
@@ -253,7 +156,7 @@ def inflate(
     shape: Shape,
     dtype: str,
     device: torch.device | None = None,
-    mixture: Mixture | None = None,
+    kind: Kind = None,
 ) -> int:
     """Write the big model, its config.json last. Returns how many parameters it has.
 
@@ -263,11 +166,11 @@ def inflate(
     if (out / "config.json").exists():
         raise InflateError(f"--out={out}: has a model in it; must be another folder")
     small = SmallModel(source, device or choose_device())
-    check(shape_of(small.config), shape)
+    check(shape_of(small.config), shape, kind)
     out.mkdir(parents=True, exist_ok=True)
     index: dict[str, str] = {}
     num_parameters = num_bytes = 0
-    for number, part in enumerate(weights(small, shape, getattr(torch, dtype), mixture)):
+    for number, part in enumerate(weights(small, shape, getattr(torch, dtype), kind)):
         name = f"model-{number:05d}.safetensors"
         on_host = {key: weight.contiguous().cpu() for key, weight in part.items()}
         save_file(on_host, out / name, metadata={"format": "pt"})
@@ -279,8 +182,21 @@ def inflate(
     for name in COPIED:
         if (source / name).exists():
             shutil.copy(source / name, out / name)
-    (out / "config.json").write_text(json.dumps(big_config(small.config, shape, dtype, mixture), indent=1))
+    (out / "config.json").write_text(json.dumps(big_config(small.config, shape, dtype, kind), indent=1))
     return num_parameters
+
+
+def kind_of(args: argparse.Namespace) -> Kind:
+    """What the big model is, by the command line.
+
+    Raises:
+        InflateError: a number is out of range, or two kinds are asked for.
+    """
+    if args.experts is not None and args.attention_every is not None:
+        raise InflateError(f"--attention-every={args.attention_every}: not with --experts")
+    if args.attention_every is not None:
+        return Hybrid(args.attention_every)
+    return None if args.experts is None else Mixture(args.experts, args.experts_per_token)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -298,12 +214,14 @@ def main(arguments: list[str] | None = None) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=None, help="instead of the shape's")
     parser.add_argument("--experts", type=int, default=None, help="make a mixture of so many experts of each MLP")
     parser.add_argument("--experts-per-token", type=int, default=2)
+    parser.add_argument(
+        "--attention-every", type=int, default=None, help="make a hybrid: the other layers have a Mamba 2 state"
+    )
     args = parser.parse_args(arguments)
     given = {name: value for name in asdict(SHAPES["300m"]) if (value := getattr(args, name)) is not None}
     try:
         shape = Shape(**asdict(SHAPES[args.shape]) | given)
-        mixture = None if args.experts is None else Mixture(args.experts, args.experts_per_token)
-        num_parameters = inflate(args.source, args.out, shape, args.dtype, mixture=mixture)
+        num_parameters = inflate(args.source, args.out, shape, args.dtype, kind=kind_of(args))
     except (ValueError, OSError) as error:
         sys.exit(f"inflate_model: {str(error).splitlines()[0]}")
     print(f"{args.out}: {num_parameters / 1e6:.0f}M parameters, {args.dtype}")

@@ -45,6 +45,36 @@ class Mixture:
             raise InflateError(f"--experts-per-token={self.per_token}: must be 1 to --experts={self.experts}")
 
 
+@dataclass(frozen=True)
+class Hybrid:
+    """Which layers have attention; the others carry a recurrent state (Mamba 2).
+
+    Attributes:
+        attention_every: the last of so many layers has attention, and is one of the small model's.
+    """
+
+    attention_every: int
+
+    def __post_init__(self) -> None:
+        if self.attention_every < 2:
+            raise InflateError(f"--attention-every={self.attention_every}: must be at least 2")
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer has attention."""
+        return layer % self.attention_every == self.attention_every - 1
+
+
+Kind = Mixture | Hybrid | None  # of the big model; None for a Llama
+
+
+def small_layer(number: int, kind: Kind) -> int | None:
+    """Return the small model's layer that a big model's layer computes, which it may not have; None for a recurrent
+    one."""
+    if not isinstance(kind, Hybrid):
+        return number
+    return number // kind.attention_every if kind.has_attention(number) else None
+
+
 class InflateError(ValueError):
     """A shape that the small model does not fit into."""
 
@@ -60,11 +90,16 @@ def shape_of(config) -> Shape:
     )
 
 
-def check(small: Shape, big: Shape) -> None:
+def check(small: Shape, big: Shape, kind: Kind = None) -> None:
     """
     Raises:
         InflateError: if `small` does not fit into `big`.
     """
+    if isinstance(kind, Hybrid) and big.layers < small.layers * kind.attention_every:
+        least = small.layers * kind.attention_every
+        raise InflateError(
+            f"--layers={big.layers}: must be at least {least} with --attention-every={kind.attention_every}"
+        )
     for name, value in asdict(big).items():
         if value < 1:
             raise InflateError(f"--{name.replace('_', '-')}={value}: must be at least 1")

@@ -72,7 +72,7 @@ def test_one_that_is_made_in_memory_is_the_one_that_is_written(tmp_path):
 @torch.inference_mode()
 def test_a_mixture_of_experts_says_what_the_small_model_says(small, tmp_path):
     shape, mixture = SHAPES["wider and deeper"], inflate_model.Mixture(4, 2)
-    count = inflate_model.inflate(DEMO_MODEL, tmp_path, shape, "float32", mixture=mixture)
+    count = inflate_model.inflate(DEMO_MODEL, tmp_path, shape, "float32", kind=mixture)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     assert sum(weight.numel() for weight in model.parameters()) == count
     ids = AutoTokenizer.from_pretrained(DEMO_MODEL)(PROMPT, return_tensors="pt", add_special_tokens=False)["input_ids"]
@@ -88,6 +88,24 @@ def test_a_mixture_of_experts_says_what_the_small_model_says(small, tmp_path):
     assert torch.equal(experts[0], experts[3]) and experts.stride(0) == experts[0].numel()  # copies of their own
     assert generated(model, ids) == generated(small, ids)
     made = inflate_model.inflated(DEMO_MODEL, shape, "float32", torch.device("cpu"), mixture)
+    assert torch.equal(made(ids).logits, model(ids).logits)
+
+
+@torch.inference_mode()
+def test_a_hybrid_says_what_the_small_model_says(small, tmp_path):
+    shape, kind = inflate_model.Shape(384, 13, 1024, 8, 4, 64), inflate_model.Hybrid(2)
+    count = inflate_model.inflate(DEMO_MODEL, tmp_path, shape, "float32", kind=kind)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert sum(weight.numel() for weight in model.parameters()) == count
+    assert [layer.mamba is None for layer in model.model.layers] == 6 * [False, True] + [False]
+    ids = AutoTokenizer.from_pretrained(DEMO_MODEL)(PROMPT, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    read = []
+    for layer in model.model.layers[::2]:
+        layer.mamba.out_proj.register_forward_hook(lambda _, args, found: read.append(args[0]))
+    torch.testing.assert_close(model(ids).logits, small(ids).logits, rtol=1e-4, atol=1e-4)
+    assert len(read) == 7 and all(each.isfinite().all() and each.std() > 0.1 for each in read)  # states have work
+    assert generated(model, ids) == generated(small, ids)
+    made = inflate_model.inflated(DEMO_MODEL, shape, "float32", torch.device("cpu"), kind)
     assert torch.equal(made(ids).logits, model(ids).logits)
 
 
@@ -121,6 +139,9 @@ def test_only_what_would_reach_the_result_is_zero(big):
         (["--from", "nowhere"], "nowhere"),
         (["--experts", "1"], "--experts=1: must be at least 2"),
         (["--experts", "4", "--experts-per-token", "5"], "--experts-per-token=5: must be 1 to --experts=4"),
+        (["--attention-every", "1"], "--attention-every=1: must be at least 2"),
+        (["--attention-every", "4"], "--layers=22: must be at least 24 with --attention-every=4"),
+        (["--attention-every", "3", "--experts", "4"], "--attention-every=3: not with --experts"),
         (["--kv-heads", "0"], "--kv-heads=0: must be at least 1"),
         (["--out", str(DEMO_MODEL)], "has a model in it"),
     ],
