@@ -1,11 +1,12 @@
-"""Other people's clients against a running lp-serve, unmodified: openai, litellm, langchain-openai and
+"""Other people's clients against a running lp-serve, unmodified: openai, litellm, langchain-openai, instructor and
 lm-evaluation-harness, whose results are compared with those of its own Hugging Face backend.
 
-    pip install openai litellm langchain-openai 'lm-eval[api,hf]'        # in an environment of their own
+    pip install openai litellm langchain-openai instructor mcp 'lm-eval[api,hf]'        # in an environment of their own
     lp-serve model.path=DIR dtype=float32 port=8000 &
-    python scripts/try_clients.py http://127.0.0.1:8000 DIR
+    python scripts/try_clients.py http://127.0.0.1:8000 DIR [CLIENT ...]
 
-Prints a line for each client; the exit status is 1 if any fails. The model needs a chat template for the chats.
+Prints a line for each client, or for those that are named; the exit status is 1 if any fails. The model needs a chat
+template for the chats, and one that shows tools for the calls.
 """
 
 from __future__ import annotations
@@ -85,6 +86,111 @@ def try_openai(url: str, model: str) -> str:
     return repr(chat.message.content[:40])
 
 
+def schema_of_a_record() -> dict[str, Any]:
+    """Return the JSON schema of what structured outputs and calls are asked for: short, as models here are small."""
+    return {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 120}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+
+
+def checked(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record that satisfies the schema.
+
+    Raises:
+        AssertionError: it does not.
+    """
+    assert record.keys() == {"name", "age"} and isinstance(record["name"], str) and isinstance(record["age"], int)
+    assert len(record["name"]) <= 12 and record["age"] <= 120
+    return record
+
+
+def try_openai_structure(url: str, model: str) -> str:
+    """Return what the openai client was answered by response_format, tools (whole and streamed) and responses."""
+    import openai
+
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    messages = [{"role": "user", "content": "Who is Ada?"}]
+    options: dict[str, Any] = {"model": model, "temperature": 0}
+    schema = schema_of_a_record()
+    form = {"type": "json_schema", "json_schema": {"name": "record", "schema": schema, "strict": True}}
+    chat = client.chat.completions.create(messages=messages, response_format=form, **options)
+    record = checked(json.loads(chat.choices[0].message.content))
+    tool = {"type": "function", "function": {"name": "save", "description": "Save.", "parameters": schema}}
+    asked = {"messages": messages, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, **options}
+    (call,) = client.chat.completions.create(**asked).choices[0].message.tool_calls
+    pieces, names = [], []
+    for chunk in client.chat.completions.create(stream=True, **asked):
+        for delta in chunk.choices[0].delta.tool_calls or [] if chunk.choices else []:
+            names.append(delta.function.name)
+            pieces.append(delta.function.arguments or "")
+    assert call.function.name == "save" and "".join(filter(None, names)) == "save"
+    assert json.loads("".join(pieces)) == checked(json.loads(call.function.arguments))
+    flat = {"type": "function", "name": "save", "description": "Save.", "parameters": schema}
+    response = client.responses.create(
+        input="Who is Ada?", tools=[flat], tool_choice="required", parallel_tool_calls=False, **options
+    )
+    (item,) = response.output
+    assert item.type == "function_call" and checked(json.loads(item.arguments))
+    return f"{json.dumps(record)} and {call.function.name}({call.function.arguments})"
+
+
+def try_langchain_structure(url: str, model: str) -> str:
+    """Return what langchain-openai was answered: with_structured_output by both methods, and bind_tools."""
+    from langchain_openai import ChatOpenAI
+
+    chat = ChatOpenAI(model=model, base_url=f"{url}/v1", api_key="none", temperature=0)
+    schema = schema_of_a_record() | {"title": "save", "description": "Save."}
+    for method in ("json_schema", "function_calling"):
+        found = checked(chat.with_structured_output(schema, method=method).invoke("Who is Ada?"))
+    bound = chat.bind_tools([schema], tool_choice="required", parallel_tool_calls=False)
+    (call,) = bound.invoke("Who is Ada?").tool_calls
+    assert call["name"] == "save" and checked(call["args"])
+    return json.dumps(found)
+
+
+def try_litellm_tools(url: str, model: str) -> str:
+    """Return the call that litellm was answered."""
+    import litellm
+
+    tool = {"type": "function", "function": {"name": "save", "parameters": schema_of_a_record()}}
+    answer = litellm.completion(
+        model=f"openai/{model}",
+        api_base=f"{url}/v1",
+        api_key="none",
+        temperature=0,
+        messages=[{"role": "user", "content": "Who is Ada?"}],
+        tools=[tool],
+        tool_choice={"type": "function", "function": {"name": "save"}},
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    return json.dumps(checked(json.loads(call.function.arguments)))
+
+
+def try_instructor(url: str, model: str) -> str:
+    """Return the records that instructor was answered in its modes of tools and of JSON schemas."""
+    import instructor
+    import openai
+    from pydantic import BaseModel, Field
+
+    class Record(BaseModel):
+        name: str = Field(max_length=12)
+        age: int = Field(le=120)
+
+    found = []
+    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+        client = instructor.from_openai(openai.OpenAI(base_url=f"{url}/v1", api_key="none"), mode=mode)
+        messages = [{"role": "user", "content": "Who is Ada?"}]
+        found.append(
+            client.chat.completions.create(
+                model=model, temperature=0, messages=messages, response_model=Record, max_retries=0
+            )
+        )
+    return " and ".join(repr(each) for each in found)
+
+
 def try_lm_eval(url: str, model: str, folder: str) -> str:
     """Return how many results of lm-evaluation-harness are those of its own hf backend; all must be.
 
@@ -132,10 +238,17 @@ def main() -> int:
         "openai": lambda: try_openai(url, model),
         "litellm": lambda: try_litellm(url, model),
         "langchain-openai": lambda: try_langchain(url, model),
+        "openai structure": lambda: try_openai_structure(url, model),
+        "litellm tools": lambda: try_litellm_tools(url, model),
+        "langchain structure": lambda: try_langchain_structure(url, model),
+        "instructor": lambda: try_instructor(url, model),
         "lm-evaluation-harness": lambda: try_lm_eval(url, model, folder),
     }
+    names = sys.argv[3:] or list(clients)
+    if unknown := [name for name in names if name not in clients]:
+        sys.exit(f"try_clients: {unknown[0]}: must be one of {', '.join(clients)}")
     num_failed = 0
-    for name, attempt in clients.items():
+    for name, attempt in ((name, clients[name]) for name in names):
         try:
             print(f"{name:24} {attempt()}", flush=True)
         except Exception as error:

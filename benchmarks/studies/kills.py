@@ -81,11 +81,16 @@ def decode(
     return Decoded(stream.generation.token_ids, waits, stream.generation.losses)
 
 
-def wait_for_all(runtime: LookaheadRuntime) -> None:
-    """Wait until every replica runs and is loaded again."""
+def wait_for_all(runtime: LookaheadRuntime, lost: psutil.Process) -> None:
+    """Wait until every replica runs and is loaded again, without the process that was lost."""
     deadline = time.monotonic() + RESTART_TIMEOUT_SECONDS
     num_processes = runtime.num_replicas * runtime.gpus_per_replica
-    while runtime.num_ready < runtime.num_replicas or len(replica_processes()) < num_processes:
+
+    def are_all_there() -> bool:
+        found = replica_processes()  # a process that was killed stays among them until its loss is noticed
+        return lost not in found and len(found) >= num_processes and runtime.num_ready == runtime.num_replicas
+
+    while not are_all_there():
         time.sleep(0.05)
         if time.monotonic() > deadline:
             raise SystemExit(f"a lost replica was not back within {RESTART_TIMEOUT_SECONDS:g} s")
@@ -150,7 +155,7 @@ def lose_many(
             losses += decoded.losses
             if victim.is_running():  # one that has found memory enough
                 victim.kill()
-            wait_for_all(runtime)
+            wait_for_all(runtime, victim)
     row = {"losses": len(numbers), "noticed while decoding": losses, "outputs that differ": wrong}
     row |= {"median ms without a token": statistics.median(gaps), "worst": max(gaps)}
     return row | {"ms a step": statistics.median(usual) if usual else None}
