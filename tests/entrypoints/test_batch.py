@@ -235,7 +235,7 @@ def test_resume_after_the_process_was_killed(tmp_path, demo_model_dir, gpus):
         driver = start_cli(*job.arguments(*overrides), cwd=tmp_path, environment=mark.environment)
         wait_until(lambda: driver.poll() is not None or (job.output.exists() and job.output.read_bytes().count(b"\n")))
         driver.send_signal(signal.SIGKILL)
-        _, err = driver.communicate(timeout=60)
+        _, err = driver.communicate(timeout=PATIENCE)
         assert driver.returncode == -signal.SIGKILL, err.decode()
         mark.assert_gone()
     before = job.output.read_bytes()

@@ -435,7 +435,7 @@ def test_ctrl_c_ends_every_process(own_folder, endless):
         read_new_text(driver)
         assert len(mark.workers()) == 2
         driver.send_signal(signal.SIGINT)
-        _, err = driver.communicate(timeout=60)
+        _, err = driver.communicate(timeout=PATIENCE)
         assert driver.returncode == 130
         assert err.decode() == "\ninterrupted\n" or err.decode() == "interrupted\n"
         mark.assert_gone()
@@ -446,7 +446,7 @@ def test_ctrl_c_while_replicas_start(own_folder, endless):
         driver = start_cli(*endless, cwd=own_folder, environment=mark.environment)
         wait_until(lambda: len(mark.workers()) == 2)
         driver.send_signal(signal.SIGINT)
-        _, err = driver.communicate(timeout=60)
+        _, err = driver.communicate(timeout=PATIENCE)
         assert driver.returncode == 130
         assert "Traceback" not in err.decode()
         mark.assert_gone()
@@ -458,7 +458,7 @@ def test_replicas_vanish_with_a_killed_driver(own_folder, endless):
         read_new_text(driver)
         assert len(mark.workers()) == 2
         driver.kill()
-        driver.communicate(timeout=60)
+        driver.communicate(timeout=PATIENCE)
         mark.assert_gone()
 
 

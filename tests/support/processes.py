@@ -15,7 +15,7 @@ from pathlib import Path
 from support.forked import living_replicas
 
 MARK = "LP_RUNTIME_TEST"
-PATIENCE = 120.0  # seconds before a test gives up waiting; not a measure of anything
+PATIENCE = 300.0  # seconds before a test gives up waiting; not a measure of anything
 
 # Of clusters that tests start. Actors are as important as the other test process: Ray would have them wait for it.
 RAY_SETTINGS = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0", "RAY_prestart_worker_first_driver": "0"}
