@@ -6,7 +6,7 @@ import json
 import signal
 
 import pytest
-from support.processes import marked, start_cli, wait_until
+from support.processes import PATIENCE, marked, start_cli, wait_until
 from support.serving import demo_model_that_chats
 
 from lp_runtime import LookaheadRuntime
