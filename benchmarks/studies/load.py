@@ -4,10 +4,11 @@
 
 For each number of clients and each scheduling policy (latency: LP at its maximum; throughput: LP 1; fair: elastic) a
 server of spawned replicas is asked by clients that each send one request after another, streamed and whole, greedy and
-sampled, in turns. Every answer is compared with that of the same prompt alone on one replica. The columns are tokens/s,
-percentiles (50, 90, 99) of the latency and of the time to the first token, the memory of driver and replicas at the
-start and at the end of each quarter, and how soon after the client of a stream has gone nothing runs any more (median
-and worst). The exit status is 1 if an answer is wrong or a request fails.
+sampled, in turns. With --constrained a third of the requests must answer with JSON of one of three schemas. Every
+answer is compared with that of the same prompt alone on one replica. The columns are tokens/s, percentiles (50, 90, 99)
+of the latency and of the time to the first token, the memory of driver and replicas at the start and at the end of each
+quarter, and how soon after the client of a stream has gone nothing runs any more (median and worst). The exit status is
+1 if an answer is wrong or a request fails.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import openai
 import psutil
 from common import Results, add_prompt_arguments, load_prompts, replica_processes
 from support.serving import served
 
-from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
+from lp_runtime import ConstraintConfig, LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
@@ -37,7 +39,51 @@ NUM_QUARTERS = 4
 MAX_WAITING = 10_000  # requests that the scheduler's queue takes: none is refused
 CASE_STRIDE = 17  # cases between two requests of a client: no two clients ask in the same order
 
-Case = tuple[str, bool]  # a prompt, and whether it is sampled
+SCHEMAS: list[dict[str, Any]] = [
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "size": {"enum": ["small", "large"]}},
+        "required": ["name", "size"],
+        "additionalProperties": False,
+    },
+    {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 3, "maxItems": 5},
+    {
+        "type": "object",
+        "properties": {
+            "is_new": {"type": "boolean"},
+            "tags": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 3},
+        },
+        "required": ["is_new", "tags"],
+        "additionalProperties": False,
+    },
+]
+PLAIN_CASES = 2  # without a constraint, for each one with one
+
+
+class Case(NamedTuple):
+    """What is asked.
+
+    Attributes:
+        prompt: text.
+        is_sampled: or decoded greedily.
+        schema: index in SCHEMAS of what the answer must satisfy; None for a text.
+    """
+
+    prompt: str
+    is_sampled: bool
+    schema: int | None = None
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """Settings of sampling."""
+        return SAMPLED if self.is_sampled else GREEDY
+
+
+class Expected(NamedTuple):
+    """The right answer: its text, and how many tokens it has."""
+
+    text: str
+    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -46,13 +92,13 @@ class Workload:
 
     Attributes:
         cases: prompts, each greedy and sampled.
-        expected: the right answer's text by case.
+        expected: the right answers by case.
         max_new_tokens: of every request.
         seconds: for which clients go on asking.
     """
 
     cases: list[Case]
-    expected: dict[Case, str]
+    expected: dict[Case, Expected]
     max_new_tokens: int
     seconds: float
 
@@ -64,6 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clients", nargs="+", type=int, default=[64, 1])
     parser.add_argument("--policies", nargs="+", default=["latency", "throughput", "fair"])
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--constrained", action="store_true", help="a third of the requests has a JSON schema")
     parser.add_argument("--auto", action="store_true", help="steps as large as pay, not 56 guesses a request")
 
 
@@ -78,6 +125,7 @@ class Client(threading.Thread):
     Attributes:
         latencies: seconds of each request.
         firsts: seconds to the first token of each streamed request.
+        num_tokens: of the right answers to all requests.
         faults: what was wrong with answers, and errors.
     """
 
@@ -87,6 +135,7 @@ class Client(threading.Thread):
         self._number, self._workload = number, workload
         self.latencies: list[float] = []
         self.firsts: list[float] = []
+        self.num_tokens = 0
         self.faults: list[str] = []
 
     def run(self) -> None:
@@ -97,20 +146,21 @@ class Client(threading.Thread):
             number += CASE_STRIDE
             started = time.perf_counter()
             try:
-                if self._ask(case, number % 2 == 0, started) != workload.expected[case]:
+                self.num_tokens += workload.expected[case].num_tokens
+                if self._ask(case, number % 2 == 0, started) != workload.expected[case].text:
                     self.faults.append("another text")
             except openai.OpenAIError as error:
                 self.faults.append(str(error))
             self.latencies.append(time.perf_counter() - started)
 
     def _ask(self, case: Case, is_streamed: bool, started: float) -> str:
-        prompt, is_sampled = case
-        options = {"max_tokens": self._workload.max_new_tokens, "extra_body": {"ignore_eos": True}}
-        options |= SAMPLED if is_sampled else GREEDY
+        constraint = None if case.schema is None else {"structured_outputs": {"json": SCHEMAS[case.schema]}}
+        options = {"model": "demo", "prompt": case.prompt, "max_tokens": self._workload.max_new_tokens}
+        options |= {"extra_body": constraint or {"ignore_eos": True}, **case.sampling}
         if not is_streamed:
-            return self._client.completions.create(model="demo", prompt=prompt, **options).choices[0].text
+            return self._client.completions.create(**options).choices[0].text
         text = ""
-        for chunk in self._client.completions.create(model="demo", prompt=prompt, stream=True, **options):
+        for chunk in self._client.completions.create(stream=True, **options):
             if not text:
                 self.firsts.append(time.perf_counter() - started)
             text += chunk.choices[0].text
@@ -158,19 +208,34 @@ def serve(config: RuntimeConfig, policy: str, num_clients: int, workload: Worklo
             client.join()
         seconds = time.perf_counter() - started
         sizes.append(resident_mib())
-        waits = [seconds_until_free(url, workload.cases[0][0]) for _ in range(NUM_ABANDONED)]
+        waits = [seconds_until_free(url, workload.cases[0].prompt) for _ in range(NUM_ABANDONED)]
     latencies = [each for client in clients for each in client.latencies]
     faults = [each for client in clients for each in client.faults]
     row = {"replicas": config.gpus, "clients": num_clients, "policy": policy, "requests": len(latencies)}
-    row |= {"wrong or failed": len(faults), "tokens/s": len(latencies) * workload.max_new_tokens / seconds}
+    row |= {"wrong or failed": len(faults), "tokens/s": sum(client.num_tokens for client in clients) / seconds}
     row |= {"latency s": percentiles(latencies)}
     row |= {"first token s": percentiles([each for client in clients for each in client.firsts]), "MiB": sizes}
     return row | {"freed s": [statistics.median(waits), max(waits)]}, faults
 
 
+def cases_of(prompts: Sequence[str], constrained: bool) -> list[Case]:
+    """Return what is asked of every prompt, greedily and sampled.
+
+    Args:
+        prompts: texts.
+        constrained: whether one in PLAIN_CASES + 1 cases has a schema.
+    """
+    cases = [Case(prompt, is_sampled) for prompt in prompts for is_sampled in (False, True)]
+    if constrained:
+        period = PLAIN_CASES + 1
+        schemas = [number // period % len(SCHEMAS) if number % period == 0 else None for number in range(len(cases))]
+        cases = [case._replace(schema=schema) for case, schema in zip(cases, schemas, strict=True)]
+    return cases
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve with every policy; 1 if any answer is wrong."""
-    cases = [(prompt.value, is_sampled) for prompt in load_prompts(args) for is_sampled in (False, True)]
+    cases = cases_of([prompt.value for prompt in load_prompts(args)], args.constrained)
     lookahead = LookaheadConfig() if args.auto else FIXED
     config = RuntimeConfig(
         model=ModelConfig(path=args.model), gpus=1, device="cpu", dtype="float32", lookahead=lookahead
@@ -178,9 +243,15 @@ def run(args: argparse.Namespace) -> int:
     workload = Workload(cases, {}, args.max_new_tokens, args.seconds)
     with LookaheadRuntime.from_config(config) as runtime:
         for case in cases:
-            sampling = SamplingConfig(**(SAMPLED if case[1] else GREEDY))
-            done = runtime.generate(case[0], args.max_new_tokens, eos=False, sampling=sampling)
-            workload.expected[case] = done.text
+            schema = None if case.schema is None else ConstraintConfig(json_schema=SCHEMAS[case.schema])
+            done = runtime.generate(
+                case.prompt,
+                args.max_new_tokens,
+                eos=schema is not None,
+                sampling=SamplingConfig(**case.sampling),
+                constraint=schema,
+            )
+            workload.expected[case] = Expected(done.text, len(done.token_ids))
     results = Results("load", args.output, {"tokens/s": ".1f", "MiB": ".0f", "freed s": ".3f"})
     num_wrong = 0
     for gpus in args.gpus:
