@@ -256,13 +256,14 @@ def test_a_full_queue_and_a_key(runtime, expected):
 
 
 def test_a_request_that_waits_for_too_long(runtime):
-    with served(runtime, queue_timeout=0.01) as (url, _):
+    with served(runtime, queue_timeout=0.01) as (url, scheduler):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        stream = client.completions.create(**body(max_tokens=LONG, stream=True, extra_body=SLOW))
-        next(iter(stream))
+        slow = runtime.request(PROMPT, LONG, eos=False, lookahead=LookaheadConfig(0, 2, 0))
+        running = scheduler.submit(slow)  # which may wait as long as it takes
+        wait_until(lambda: scheduler.num_running == 1)
         with pytest.raises(openai.InternalServerError, match="waited for too long"):
             client.completions.create(**body())
-        stream.close()
+        running.cancel()
 
 
 @contextmanager
