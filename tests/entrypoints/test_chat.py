@@ -45,7 +45,7 @@ def run_chat(folder, lines: str, *overrides: str, cwd) -> subprocess.CompletedPr
 
 def test_a_conversation_remembers_undoes_and_starts_again(chat_dir, tmp_path):
     lines = "Write a loop.\n\nAnd a test.\n/undo\nAnd a class.\n/reset\n/help\nWrite a loop.\n/quit\nnever read\n"
-    result = run_chat(chat_dir, lines, "system=Be brief.", "gpus=2", cwd=tmp_path)
+    result = run_chat(chat_dir, lines, "system=Be brief.", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     with LookaheadRuntime(chat_dir, device="cpu", dtype="float32") as runtime:
 
