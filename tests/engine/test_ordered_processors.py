@@ -7,6 +7,7 @@ import torch
 from support.engines import engine_of
 from support.ranks import run_ranks
 from support.stateful import STATEFUL, Budget, EveryThird, GrewByOne, MovingAverage
+from support.thinned import thinned
 from transformers import AutoModelForCausalLM, LogitsProcessor, SynthIDTextWatermarkingConfig
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig, lookahead_generate
@@ -52,8 +53,7 @@ def decode(model, request, group=None, num_outputs=None) -> tuple[list[int], Rep
     return tokens, None
 
 
-@pytest.mark.parametrize("name", STATEFUL)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("setting", "name"), thinned(2, SETTINGS, STATEFUL))
 def test_greedy_in_the_drop_in_is_generates_own(model, name, setting):
     make = STATEFUL[name]
     expected = generated(model, make())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.fed import DEVICE, HEADS, LAYER, NUM_LAYERS, TOLERANCES, Fed, expected_of, feed
+from support.thinned import thinned
 
 from lp_runtime.model.optimize.fused_blocks import rotate
 from lp_runtime.model.pass_inputs import Part, PassInputs
@@ -37,9 +38,7 @@ CASES = {  # (tokens, cached tokens) of each sequence, B, sequences at most, gro
 }
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("num_processors", [1, 8])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "num_processors", "dtype"), thinned(3, CASES, [1, 8], TOLERANCES))
 def test_attention(case, num_processors, dtype):
     sizes, num_tokens, num_sequences, groups, size, limits = CASES[case]
     fed = [feed(*each, size, dtype, *limits, seed) for seed, each in enumerate(sizes)]

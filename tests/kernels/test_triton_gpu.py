@@ -15,6 +15,7 @@ import torch
 from support.engines import engine_of
 from support.one_slot import OneSlot
 from support.small_models import FAMILIES
+from support.thinned import thinned
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lp_runtime.config.lookahead import LookaheadConfig
@@ -141,7 +142,7 @@ def test_steps_through_the_kernels(random_model, name, settings, monkeypatch):
     assert check_model(fixed.runner) < 1e-4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(2, FAMILIES))
 def test_families_through_the_kernels(random_model, family, monkeypatch):
     """A step of each, beside eager attention where the model has it."""
     name, settings = FAMILIES[family]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.thinned import thinned
 from transformers.generation import logits_process as library
 
 from lp_runtime.kernels.types import Noise, Packing
@@ -86,10 +87,11 @@ def assert_alike(scores: torch.Tensor, noise: Noise, expected: torch.Tensor) -> 
 CUTS = [(None, 0.9), (50, None), (20, 0.8), (None, 0.0), (1, 0.5), (5000, 0.999)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("top_k", "top_p"), CUTS)
-@pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_the_cut_is_that_of_transformers(dtype, top_k, top_p, temperature):
+@pytest.mark.parametrize(
+    ("dtype", "cut", "temperature"), thinned(3, [torch.float32, torch.bfloat16, torch.float16], CUTS, [0.5, 2.0])
+)
+def test_the_cut_is_that_of_transformers(dtype, cut, temperature):
+    top_k, top_p = cut
     """Of equal scores at the boundary as many are kept, and those that a stable sort leaves last."""
     logits = 2 * torch.randn(2, 2500, generator=torch.Generator().manual_seed(1))
     logits = logits.to(dtype)

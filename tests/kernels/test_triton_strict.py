@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.fed import DEVICE, HEADS, LAYER, NUM_LAYERS, TOLERANCES, Fed, expected_of, feed
+from support.thinned import thinned
 
 from lp_runtime.model.attention.strict import BLOCK
 from lp_runtime.model.inputs import InputLayout
@@ -52,8 +53,7 @@ CASES = {  # (tokens, cached tokens) of each sequence, B, groups, size, window
 }
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), thinned(2, CASES, TOLERANCES))
 def test_attention(case, dtype):
     """With attention sinks in every other case."""
     has_sinks = list(CASES).index(case) % 2 == 1

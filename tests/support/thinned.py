@@ -1,0 +1,25 @@
+"""Parameters of tests of which a part runs always, and the rest with the slow ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import pytest
+
+
+def thinned(one_in: int, *axes: Iterable[object]) -> list[object]:
+    """Return all combinations as parameters; one in so many is not marked as slow.
+
+    Which ones moves on with each place along every axis: of several axes, those that run have all values.
+
+    Args:
+        one_in: how many combinations make one that runs always.
+        axes: values of each parameter.
+    """
+    parameters = []
+    for places in itertools.product(*(list(enumerate(axis)) for axis in axes)):
+        is_kept = sum(place for place, _ in places) % one_in == 0
+        values = [value for _, value in places]
+        parameters.append(pytest.param(*values, marks=() if is_kept else pytest.mark.slow))
+    return parameters
