@@ -65,18 +65,19 @@ def _worst_difference(model: ChainRunner, slot: CacheSlot) -> float:
         raise ModelError(f"a context of {model.context_length} tokens is too short to work in")
     rng = random.Random(0)
     text = [rng.randrange(model.vocabulary_size) for _ in range(TEXT_TOKENS)]
-    expected = _plain_logits(model, text, len(text))
+    behind = PROMPT_TOKENS - 1
+    expected = _plain_logits(model, text, PROMPT_TOKENS)
     model.begin(slot, TEXT_TOKENS)
-    worst = difference_of(model.prefill(slot, text[:PROMPT_TOKENS]), expected[PROMPT_TOKENS - 1 : PROMPT_TOKENS])
+    worst = difference_of(model.prefill(slot, text[:PROMPT_TOKENS]), expected[:1])
     for start, root, num_right, num_wrong in STEPS:
         tree = TokenTree(text[start : root + 1], max_depth=TEXT_TOKENS)
-        behind = text[root + 1 : root + 1 + num_right + num_wrong]
-        wrong = [(token + 1) % model.vocabulary_size for token in behind[num_right:]]
-        tree.add_branch(behind[:num_right] + wrong)
+        chain = text[root + 1 : root + 1 + num_right + num_wrong]
+        wrong = [(token + 1) % model.vocabulary_size for token in chain[num_right:]]
+        tree.add_branch(chain[:num_right] + wrong)
         nodes = range(len(tree))
         logits = model.forward(StepInputs(slot, tree, nodes, nodes, start)).logits
         last = root + 1 + num_right
-        worst = max(worst, difference_of(logits[: last - start], expected[start:last]))
+        worst = max(worst, difference_of(logits[: last - start], expected[start - behind : last - behind]))
     return worst
 
 
@@ -93,7 +94,7 @@ def _difference_at(model: ChainRunner, slot: CacheSlot, length: int) -> float:
     tree.add_branch(text[start + 1 :])
     nodes = range(len(tree))
     found = model.forward(StepInputs(slot, tree, nodes, nodes, start)).logits
-    plain = _plain_logits(model, text, len(tree))
+    plain = _plain_logits(model, text, start)[1:]
     model.begin(slot, longest)
     model.prefill(slot, text[:start])
     one_by_one = [model.forward(StepInputs(slot, TokenTree([token], 0), [0], [0])).logits for token in text[start:]]
@@ -101,8 +102,12 @@ def _difference_at(model: ChainRunner, slot: CacheSlot, length: int) -> float:
     return max(difference_of(found, plain), alone / ALONE_MULTIPLE)
 
 
-def _plain_logits(model: ChainRunner, text: Sequence[int], num_last: int) -> torch.Tensor:
-    """Return [num_last, V] float32 logits of a text's last tokens, fed without a cache."""
+def _plain_logits(model: ChainRunner, text: Sequence[int], start: int) -> torch.Tensor:
+    """Return float32 logits, of text[start - 1] and of each token from start on, of a text that is fed without a cache;
+    one token at a time where rotary factors change on the way."""
+    if any(threshold < len(text) for threshold, _ in model.rotary_lengths.tables):
+        return model.feed("text_one_by_one", [], text, start)
+    num_last = len(text) - start + 1
     keep = {"logits_to_keep": num_last} if model.passes.keeps_logits else {}
     ids = torch.tensor([text], device=model.device)
     return model.model(input_ids=ids, use_cache=False, **keep).logits[0, -num_last:].float()

@@ -4,31 +4,38 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lp_runtime.model.rotary_lengths import RotaryLengths
+
 CACHE_DROPPING_TYPES = ("phi3", "phi4_multimodal")  # their prepare_inputs_for_generation drops the cache
 
 
-def context_length(config: PreTrainedConfig) -> int | None:
+def context_length(config: PreTrainedConfig, lengths: RotaryLengths) -> int | None:
     """Return how many positions a sequence may have; None if the model sets no limit.
 
-    Long RoPE takes other rotary factors for a whole pass as soon as one position in it is beyond the original context,
-    so a token's logits would depend on what else is fed; such a model is used within its original context. So are types
+    Rotary factors that change with the length do so for all tokens of a pass, which a tree's are no text of. A model in
+    which that stands as it is (lengths without tables) is used up to the length at which they change. So are types
     whose cache `generate` drops there.
 
     Args:
         config: the model's (text) configuration.
+        lengths: at which the rotary factors change, where each token has those of its own length.
     """
     length = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
     length = length if length is None or length > 0 else None  # some say -1
+    if lengths.tables:
+        return length and max(length, *(threshold + num_rows - 1 for threshold, num_rows in lengths.tables))
+    return min(filter(None, (length, *_original_lengths(config))), default=None)
+
+
+def _original_lengths(config: PreTrainedConfig) -> list[int | None]:
+    """Return the lengths that a model was first trained with, where more than those must not be fed to it."""
     original = getattr(config, "original_max_position_embeddings", None)
+    lengths = [original] if config.model_type in CACHE_DROPPING_TYPES else []
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if "longrope" in (parameters.get("rope_type"), parameters.get("type")):
-            length = min(
-                filter(None, (length, parameters.get("original_max_position_embeddings") or original)), default=None
-            )
-    if config.model_type in CACHE_DROPPING_TYPES:
-        length = min(filter(None, (length, original)), default=None)
-    return length
+            lengths.append(parameters.get("original_max_position_embeddings") or original)
+    return lengths
 
 
 def attention_of(config: PreTrainedConfig) -> str:

@@ -113,8 +113,10 @@ def check_model_or_disable_graphs(model: ModelRunner) -> float:
 def _worst_difference(model: ModelRunner, slot: CacheSlot) -> float:
     """Return the largest relative difference between tree steps and plain text."""
     rng = random.Random(0)
-    longest = sys.maxsize if model.context_length is None else model.context_length - LONGEST_TAIL
-    length = min(SHORT_PROMPT, longest)
+    longest = sys.maxsize if model.context_length is None else model.context_length
+    # Without a cache, a text in which rotary factors change is not what it is one token at a time.
+    longest = min([longest, *(threshold for threshold, _ in model.rotary_lengths.tables)])
+    length = min(SHORT_PROMPT, longest - LONGEST_TAIL)
     if length < 2:
         raise ModelError(f"a context of {model.context_length} tokens is too short to work in")
 
@@ -163,7 +165,7 @@ def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int) -> float
     start = threshold - BEFORE_THRESHOLD
     text = [rng.randrange(model.vocabulary_size) for _ in range(threshold + CROSSED_BY + ACCEPTED)]
     try:
-        expected = model.feed("text_one_by_one", [], text, start)
+        expected = _expected_logits(model, text, start)
     except Exception as error:  # of a foreign model, at lengths that its configuration does not say it cannot have
         log.warning(
             "%s decodes no %d tokens by itself, and is not checked there: %s", name, len(text), first_line(error)
@@ -173,17 +175,41 @@ def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int) -> float
     differences = [difference_of(model.prefill(slot, text[:start]), expected[:1])]
     pending, root = start, start  # indices into the text
     while root + ACCEPTED < len(text):
-        tree = TokenTree(text[pending : root + 1], max_depth=ACCEPTED)
+        depth = model.rotary_lengths.num_together(root, ACCEPTED + 1) - 1
+        tree = TokenTree(text[pending : root + 1], max_depth=depth)
         for _ in range(NUM_DECOYS):
-            tree.add_branch([rng.randrange(model.vocabulary_size) for _ in range(ACCEPTED)])
-        nodes = [tree.root, *tree.add_branch(text[root + 1 : root + 1 + ACCEPTED])]
+            tree.add_branch([rng.randrange(model.vocabulary_size) for _ in range(depth)])
+        nodes = [tree.root, *tree.add_branch(text[root + 1 : root + 1 + depth])]
         logits = model.forward(StepInputs.whole(slot, tree)).logits
         differences += [
             difference_of(logits[node - tree.root][None], expected[root + 1 - start + depth][None])
             for depth, node in enumerate(nodes)
         ]
-        pending, root = root + 1, root + ACCEPTED
-    return max(differences)
+        pending, root = root + 1, root + max(1, depth)
+    return max(differences + _differences_behind(model, slot, text, threshold))
+
+
+def _expected_logits(model: ModelRunner, text: Sequence[int], start: int) -> torch.Tensor:
+    """Return what transformers computes of a text, one token at a time: Passes.text_one_by_one says which logits."""
+    refed_at = model.rotary_lengths.refed_at
+    if refed_at is None or not start <= refed_at < len(text):
+        return model.feed("text_one_by_one", [], text, start)
+    before = model.feed("text", [], text[:refed_at], refed_at - start + 1)
+    return torch.cat([before, model.feed("text", [], text, len(text) - refed_at)]).float()
+
+
+def _differences_behind(model: ModelRunner, slot: CacheSlot, text: Sequence[int], threshold: int) -> list[float]:
+    """Return the relative differences behind a prompt that ends beyond a length at which rotary factors change."""
+    if all(threshold != each for each, _ in model.rotary_lengths.tables):
+        return []
+    start = threshold + ACCEPTED
+    expected = model.feed("text_one_by_one", [], text, start)
+    model.begin(slot, len(text))
+    prefilled = model.prefill(slot, text[:start])
+    tree = TokenTree(text[start : start + 1], max_depth=len(text))
+    tree.add_branch(text[start + 1 :])
+    found = torch.cat([prefilled, model.forward(StepInputs.whole(slot, tree)).logits])
+    return [difference_of(a, b) for a, b in zip(found.split(1), expected.split(1), strict=True)]
 
 
 def _compare(

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from lp_runtime.model.kv_cache.cache import LayerStates, TreeCache
+from lp_runtime.model.rotary_lengths import UNCHANGING, RotaryLengths
 
 MIN_TOKENS = 16  # of a prefix that is read, or of a segment: below, copying costs more than feeding
 
@@ -88,17 +89,26 @@ class PrefixCache:
         token_bytes: that one token takes in all layers.
         prompt_chunk: tokens of a prompt that one pass feeds, where the bits of keys and values depend on that: whole
             chunks of prompts are kept and read alone then. None to keep and read any tokens.
+        lengths: at which the model's rotary factors change: keys are kept and read under the name of their factors.
 
     Attributes:
         num_bytes: of what is kept.
     """
 
-    def __init__(self, max_bytes: int, memory_bytes: int, token_bytes: int, prompt_chunk: int | None = None):
+    def __init__(
+        self,
+        max_bytes: int,
+        memory_bytes: int,
+        token_bytes: int,
+        prompt_chunk: int | None = None,
+        lengths: RotaryLengths = UNCHANGING,
+    ):
         self.num_bytes = 0
+        self._lengths = lengths
         self._max_bytes, self._memory_bytes, self._token_bytes = max_bytes, memory_bytes, token_bytes
         self._limit = max_bytes
         self._prompt_chunk = prompt_chunk
-        self._roots: dict[str, _Segment] = {}
+        self._roots: dict[str, _Segment] = {}  # by salt, and by the name of the keys' factors
         self._clock = 0
 
     def reserve(self, slot_tokens: int) -> None:
@@ -110,21 +120,30 @@ class PrefixCache:
         self._limit = min(self._max_bytes, max(0, self._memory_bytes - slot_tokens * self._token_bytes))
         self._evict(self._limit, self._clock + 1)
 
-    def find(self, tokens: Sequence[int], salt: str) -> Prefix:
+    def find(self, tokens: Sequence[int], salt: str, prompt_length: int = 0) -> Prefix:
         """Return the longest prefix of a prompt that is kept, and shorter than the prompt; empty if it is of no use.
 
         Args:
             tokens: of the prompt.
             salt: only what was stored with the same salt is found.
+            prompt_length: P of the sequence.
         """
-        parts = self._match(np.array(tokens, np.int64), salt)
+        parts = self._match(np.array(tokens, np.int64), salt + self._lengths.name(prompt_length))
         num_tokens = self._whole_chunks(min(sum(size for _, size in parts), len(tokens) - 1))
         if num_tokens < MIN_TOKENS:
             return Prefix()
         return Prefix(len(tokens), parts[-1][0].tag, tuple(parts)).cut(num_tokens)
 
     @torch.inference_mode()
-    def store(self, cache: TreeCache, tokens: Sequence[int], num_prefilled: int, salt: str, tag: int = 0) -> None:
+    def store(
+        self,
+        cache: TreeCache,
+        tokens: Sequence[int],
+        num_prefilled: int,
+        salt: str,
+        tag: int = 0,
+        prompt_length: int = 0,
+    ) -> None:
         """Copy what a sequence has and this cache has not, if memory is free for it.
 
         Args:
@@ -133,8 +152,10 @@ class PrefixCache:
             num_prefilled: how many of them were fed as a prompt, not as a tree.
             salt: of the sequence.
             tag: names the sequence's draft tables; 0 for none.
+            prompt_length: P of the sequence; what has other factors than its prompt is not kept.
         """
         length = len(tokens) if self._prompt_chunk is None else self._whole_chunks(num_prefilled)
+        length, salt = self._lengths.num_alike(prompt_length, length), salt + self._lengths.name(prompt_length)
         ids = np.array(tokens[:length], np.int64)
         parts = self._match(ids, salt)
         start = sum(size for _, size in parts)

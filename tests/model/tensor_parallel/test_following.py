@@ -16,6 +16,7 @@ from lp_runtime.errors import ShardError
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.loader import load_model
+from lp_runtime.model.rotary_lengths import UNCHANGING
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.step_inputs import StepInputs
 
@@ -104,6 +105,8 @@ def fail(place: ShardPlace, folder: Path) -> str:
 
 class Broken:
     """Passes that fail on one shard alone."""
+
+    lengths = UNCHANGING
 
     def run(self, *args: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory for this pass")
