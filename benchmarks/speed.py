@@ -6,12 +6,12 @@ requests         nucleus sampling, long prefixes and batches, beside one token a
 kinds            tokens per second by kind of prompt and temperature, over one token a step
 tensor_parallel  lookahead parallelism beside transformers' tensor parallelism; under torchrun
 first_answer     the first answers of a new process, with and without the vocabulary prior on disk
+splits_on_paper  bytes, collectives and times of a large model's steps, for each split of a machine's GPUs
 where_lp_pays    S and step time by LP degree: dense models, experts, quantized weights, long prefixes
 """
 
 from common import run_command
 
 if __name__ == "__main__":
-    run_command(
-        __doc__, {name: name for name in ("requests", "kinds", "tensor_parallel", "first_answer", "where_lp_pays")}
-    )
+    names = ("requests", "kinds", "tensor_parallel", "first_answer", "splits_on_paper", "where_lp_pays")
+    run_command(__doc__, {name: name for name in names})

@@ -39,7 +39,8 @@ class LookaheadRuntime:
         sampling: settings of sampling; default: the model's own, from its generation_config.json.
         exactness: "fast", or "strict": bit for bit the output of one token a step, in half precision, too.
         strict_tokens: tokens of every forward pass with exactness="strict", >= 2.
-        gpus_per_replica: GPUs (on CPUs: processes) that one replica spans, >= 1; gpus is a multiple.
+        gpus_per_replica: GPUs (on CPUs: processes) that one replica spans, >= 1; gpus is a multiple. "auto" takes the
+            fewest that hold the model.
         config: a whole configuration, given alone; see `from_config`.
 
     Attributes:
@@ -64,7 +65,7 @@ class LookaheadRuntime:
         exactness: str = "fast",
         strict_tokens: int = RuntimeConfig.strict_tokens,
         *,
-        gpus_per_replica: int = 1,
+        gpus_per_replica: int | str = "auto",
         config: RuntimeConfig | None = None,
     ):
         given = RuntimeConfig(
@@ -109,6 +110,11 @@ class LookaheadRuntime:
     def num_replicas(self) -> int:
         """Number of replicas, lost ones included."""
         return self._launcher.num_replicas
+
+    @property
+    def gpus_per_replica(self) -> int:
+        """Number of GPUs (on CPUs: of processes) that each replica spans, as given or chosen."""
+        return self._launcher.gpus_per_replica
 
     @property
     def launcher(self) -> Launcher:

@@ -15,13 +15,17 @@ import numpy as np
 import pytest
 import torch
 from support.batches import decode_alone, decode_batch
+from support.constrained import WatchedGrammars
 from support.ranks import CPU, run_ranks
 from support.simulated_gpu import Event, Gpu, Graph, Tensor, capturing, simulated_gpu
 from support.small_models import FAMILIES, random_model
 
+from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
+from lp_runtime.constraints.compiled import compile_constraint
+from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.group import Group
 from lp_runtime.engine import loading
@@ -33,7 +37,7 @@ from lp_runtime.engine.replica import join_group, load_replica
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import ModelError
 from lp_runtime.model import cuda_graph, self_check
-from lp_runtime.model.loader import load_model
+from lp_runtime.model.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 
 pytestmark = [
@@ -167,6 +171,30 @@ def test_one_wait_a_step(gpu, model, expected, name):
     check(counts_of(gpu, loop, REQUESTS[name]), expected[name], name)
 
 
+def test_masks_are_filled_while_the_pass_runs(gpu, model):
+    """Those of a constraint: behind the launch of a step's pass, and before anything is waited for."""
+    grammars = Grammars(lambda: load_tokenizer(ModelConfig()), model.vocabulary_size, eos_token_ids(model.model))
+    schema = {"type": "array", "items": {"type": "string", "maxLength": 6}, "minItems": 4, "maxItems": 4}
+    constraint = compile_constraint(ConstraintConfig(json_schema=schema), grammars.vocabulary(False).info)
+    request = replace(
+        REQUESTS["paper"], constraint=constraint, eos_token_ids=eos_token_ids(model.model), max_new_tokens=24
+    )
+    seen = []
+
+    def watch(nodes):
+        seen.append((gpu.launches["graph"], sum(each not in ONCE for each in gpu.waits)))
+
+    watched = WatchedGrammars(grammars, watch)
+    known = Measured(StepMeasurement(**{name: values.copy() for name, values in POINTS.items()}))
+    loop = Engine(model, ALONE, Calibration(model, ALONE, None, known), grammars=watched)
+    loop.prepare(request.lookahead)
+    gpu.waits.clear()
+    gpu.launches.clear()
+    *_, report = loop.run(request)
+    assert seen == [(step, step) for step in range(report.num_steps)]  # the prompt's pass is no graph
+    assert report.num_steps > 3
+
+
 def test_one_wait_a_step_without_captured_passes(gpu, expected):
     model, _ = ready_model(RuntimeConfig(dtype="float32", compile="off"), CUDA)
     assert model.graphs is None
@@ -298,7 +326,9 @@ def test_a_gpu_that_others_have_filled(gpu, place, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (3 << 29, 1 << 34))
     with pytest.raises(ModelError) as caught:
         ready_model(RuntimeConfig(dtype="float32"), CUDA)
-    assert str(caught.value).endswith(": memory of cuda:0 does not suffice: 1.5 GiB were free before")
+    assert str(caught.value).endswith(
+        ": memory of cuda:0 does not suffice: the weights take 0.0 GiB, and 1.5 GiB were free before"
+    )
 
 
 def test_nothing_is_compiled_once_replicas_have_met(gpu, monkeypatch):

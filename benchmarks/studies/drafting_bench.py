@@ -68,7 +68,7 @@ class Run:
 
 
 class ChainFed(ModelRunner):
-    """A model whose requests are decoded as those of a model with a recurrent state are: each replica follows a path."""
+    """A model whose requests are decoded as those of one with a recurrent state are: each replica follows a path."""
 
     feeds_chains = True
 

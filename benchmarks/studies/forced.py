@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
@@ -30,6 +29,7 @@ from lp_runtime.distributed.group import CPU, Group
 from lp_runtime.engine.calibration import Calibration
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.request import Request
+from lp_runtime.lookahead.guide import Examined
 from lp_runtime.model.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 
@@ -47,8 +47,11 @@ KINDS = ("small records", "nested arrays")
 class Unforced(GrammarGuide):
     """A constraint's state that masks and prunes, and drafts nothing of its own."""
 
-    def forced(self, path: Sequence[int], max_tokens: int) -> list[int]:
+    def forced(self, max_tokens: int) -> list[int]:
         return []
+
+    def examine(self, *args: Any) -> Examined:
+        return super().examine(*args)._replace(forced=[])
 
 
 class UnforcedGrammars(Grammars):

@@ -84,7 +84,7 @@ def decode(
 def wait_for_all(runtime: LookaheadRuntime) -> None:
     """Wait until every replica runs and is loaded again."""
     deadline = time.monotonic() + RESTART_TIMEOUT_SECONDS
-    num_processes = runtime.num_replicas * runtime.config.gpus_per_replica
+    num_processes = runtime.num_replicas * runtime.gpus_per_replica
     while runtime.num_ready < runtime.num_replicas or len(replica_processes()) < num_processes:
         time.sleep(0.05)
         if time.monotonic() > deadline:

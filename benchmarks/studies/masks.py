@@ -3,9 +3,10 @@
     python benchmarks/micro.py masks --model DIR                   # V of the model's tokenizer
     python benchmarks/micro.py masks --model DIR --vocabulary 131072
 
-`masks` fills the masks of all nodes of a tree whose branches are allowed; `forced` asks for the forced text at the
-root; `advance` advances by five tokens. `tree` is all that the drafter full does for a tree under a constraint, masks
-included, beside `plain`, the same tree without one. Medians over --repeats, in microseconds.
+`masks` fills the masks of all nodes of a tree whose branches are allowed: behind the launch of the forward pass, of the
+nodes that a replica owns. `examine` asks which nodes are allowed and what must follow them; `forced` asks that of the
+root; `advance` advances by five tokens. `tree` is all that the drafter full does for a tree under a constraint, before
+the pass, beside `plain`, the same tree without one. Medians over --repeats, in microseconds.
 """
 
 from __future__ import annotations
@@ -101,13 +102,9 @@ def run(args: argparse.Namespace) -> int:
         tree.truncate(num_nodes)
         arrays = tree.arrays()
         row = {"V": size, "nodes": num_nodes}
-        row["masks"] = median_us(lambda arrays=arrays: guide.masks(arrays[0], arrays[1], 0), args.repeats)
-
-        def ask() -> None:
-            guide.advance(())  # forgets what it was asked before
-            guide.forced((), 8)
-
-        row["forced"] = median_us(ask, args.repeats)
+        row["masks"] = median_us(lambda arrays=arrays: guide.masks(*arrays[:2], 0, range(len(arrays[0]))), args.repeats)
+        row["examine"] = median_us(lambda arrays=arrays: guide.examine(*arrays[:2], 0, 1, 8), args.repeats)
+        row["forced"] = median_us(lambda: guide.forced(8), args.repeats)
         fresh = [grammars.guide(compiled) for _ in range(20)]
         row["advance"] = statistics.median(median_us(lambda each=each: each.advance(tokens[:5]), 1) for each in fresh)
         drafter = BestFirstDrafter(num_nodes, DraftTables(TABLES_BYTES), None, None, max_depth=8)

@@ -42,15 +42,24 @@ def check_bench(config: BenchConfig) -> None:
         if config.num_gpus > 1:
             raise ConfigError(f"threads={config.threads}: only with gpus=1; replicas of one machine share its cores")
         torch.set_num_threads(config.threads)  # before steps are timed
-    if config.degrees and config.gpus_per_replica > 1:
-        raise ConfigError(
-            f"degrees={list(config.degrees)}: only with gpus_per_replica=1, as one process runs all shares"
-        )
+    _check_degrees(config, config.replica_gpus)
     if config.output is not None:
         try:
             Path(config.output).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"output={config.output}: {error.strerror}") from error
+
+
+def _check_degrees(config: BenchConfig, gpus_per_replica: int) -> None:
+    """Refuse degrees of a model that no single process holds.
+
+    Raises:
+        ConfigError: names the degrees.
+    """
+    if config.degrees and gpus_per_replica > 1:
+        raise ConfigError(
+            f"degrees={list(config.degrees)}: only with gpus_per_replica=1, as one process runs all shares"
+        )
 
 
 def bench(runtime: LookaheadRuntime, config: BenchConfig) -> None:
@@ -62,10 +71,11 @@ def bench(runtime: LookaheadRuntime, config: BenchConfig) -> None:
 
     Raises:
         RequestError: a prompt cannot be decoded.
-        ConfigError: the report cannot be written.
+        ConfigError: the report cannot be written, or `degrees` is given and the model was put on several GPUs.
         ModelError: transformers' methods cannot load the model.
         ReplicaError: a method has failed.
     """
+    _check_degrees(config, runtime.gpus_per_replica)
     prompts = encode_prompts(runtime, config)
     for prompt in prompts:  # raises before anything runs
         runtime.request(prompt.token_ids, config.max_new_tokens)

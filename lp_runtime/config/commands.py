@@ -210,6 +210,9 @@ class BenchConfig(RuntimeConfig):
     """Methods to compare: hf (transformers' greedy decoding), hf_compiled (hf with a static cache, compiled),
     hf_prompt_lookup, plain (this runtime, one token a step), paper (the paper's drafter) and default (the settings of
     lookahead); if not given, all, but hf_compiled on CUDA only."""
+    splits: Optional[str] = None  # noqa: UP045
+    """auto: instead of comparing methods, decode the prompts with every split of `gpus` into replicas (gpus_per_replica
+    1, 2 ... gpus), print S, step time and tokens/s of each, and keep which was fastest for gpus_per_replica=fastest."""
     degrees: list[int] = field(default_factory=list)
     """LP degrees whose critical path is measured on one device: the shares of a step run one after another, and the
     slowest counts."""
@@ -229,6 +232,7 @@ class BenchConfig(RuntimeConfig):
             require_choice("methods", method, METHODS)
         for degree in self.degrees:
             require_int("degrees", degree, 1)
+        self._check_splits()
         for microseconds in self.exchange_us:
             require_number("exchange_us", microseconds, "a number >= 0", lambda value: value >= 0)
         if not self.exchange_us:
@@ -239,6 +243,17 @@ class BenchConfig(RuntimeConfig):
         for name, value in vars(self.sampling).items():
             if value is not None and (name, value) != ("temperature", 0):
                 raise ConfigError(f"sampling.{name}={value}: lp-bench compares greedy decoding, without processors")
+
+    def _check_splits(self) -> None:
+        """Refuse what is not measured of splits."""
+        if self.splits is None:
+            return
+        require_choice("splits", self.splits, ("auto",))
+        if self.gpus is None:
+            raise ConfigError("splits=auto: give the number of GPUs to divide (gpus=8)")
+        for name, unset in (("url", None), ("methods", []), ("degrees", []), ("gpus_per_replica", "auto")):
+            if getattr(self, name) != unset:
+                raise ConfigError(f"splits=auto: not with {name}")
 
     def _check_load(self) -> None:
         """Refuse settings of a load that are out of range or have no server."""

@@ -16,12 +16,15 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SWITCHES = ("auto", "off")
 ATTENTIONS = ("auto", "sdpa", "eager")
+PARALLELISMS = ("auto", "tensor", "pipeline")
 DEFAULT_MAX_NEW_TOKENS = 128
 PLACEMENTS = ("pack", "spread")
 BACKENDS = ("auto", "shared", "nccl", "gloo")
 COMPILES = ("auto", "full", "off")
 EXACTNESSES = ("fast", "strict")
 LAUNCHERS = ("auto", "local", "torchrun", "ray")
+SPLITS = ("auto", "fastest")  # values of gpus_per_replica that are no numbers
+DEFAULT_CONTEXT_TOKENS = 8192  # that gpus_per_replica=auto leaves memory for, where nothing else is asked
 
 
 @dataclass
@@ -42,6 +45,10 @@ class ModelConfig:
     quantization_config: Any = None
     """Quantization while loading: a transformers quantization config, or a mapping of its fields. A quantized
     checkpoint needs none."""
+    parallelism: str = "auto"
+    """How a model lies on several GPUs of a replica: tensor (each holds a slice of every layer), pipeline (each holds
+    some of the layers, and they compute in turns: for any model that loads; needs accelerate; not under torchrun) or
+    auto: tensor where the model can be sliced, else pipeline on GPUs."""
     prefill_chunk: int = 2048
     """Tokens of a prompt that one forward pass of the prefill feeds, >= 1."""
     fusing: str = "auto"
@@ -55,6 +62,7 @@ class ModelConfig:
         if self.path == "":
             raise ConfigError("model.path: is empty; must be a directory or a hub id")
         require_choice("model.attn_implementation", self.attn_implementation, ATTENTIONS)
+        require_choice("model.parallelism", self.parallelism, PARALLELISMS)
         require_int("model.prefill_chunk", self.prefill_chunk, 1)
         require_choice("model.fusing", self.fusing, SWITCHES)
         require_choice("model.packing", self.packing, SWITCHES)
@@ -136,9 +144,13 @@ class RuntimeConfig:
     gpus: Optional[int] = None  # noqa: UP045
     """Number of GPUs (on CPUs: of processes), >= 1, a multiple of gpus_per_replica; gpus / gpus_per_replica replicas
     share them. If not given: WORLD_SIZE under torchrun, else gpus_per_replica."""
-    gpus_per_replica: int = 1
-    """GPUs (on CPUs: processes) that one replica spans, >= 1: each is a shard, which holds a slice of every layer
-    (tensor parallelism). More than 1 for a model that one GPU cannot hold, and for shorter steps."""
+    gpus_per_replica: Any = "auto"
+    """GPUs (on CPUs: processes) that one replica spans, in the way of model.parallelism: auto, fastest or a number
+    >= 1. auto: the fewest whose free memory holds the model and the keys and values of context_tokens; on CPUs 1.
+    fastest: what `lp-bench splits=auto` has measured to be so, of the model on as many GPUs of this machine."""
+    context_tokens: Optional[int] = None  # noqa: UP045
+    """Tokens of prompt and output together, >= 1, that gpus_per_replica=auto leaves memory for; if not given, the
+    model's context length, at most 8192."""
     device: str = "auto"
     """Device of the replicas: auto (cuda where there is a GPU), cpu or cuda."""
     dtype: str = "auto"
@@ -172,7 +184,8 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         if self.gpus is not None:
             require_int("gpus", self.gpus, 1)
-        require_int("gpus_per_replica", self.gpus_per_replica, 1)
+        if self.context_tokens is not None:
+            require_int("context_tokens", self.context_tokens, 1)
         self._check_shards()
         require_choice("device", self.device, DEVICES)
         require_choice("dtype", self.dtype, DTYPES)
@@ -193,23 +206,59 @@ class RuntimeConfig:
 
     def _check_shards(self) -> None:
         """Refuse what replicas of several shards cannot be."""
-        if self.num_gpus % self.gpus_per_replica:
+        if self.gpus_per_replica not in SPLITS:
+            require_split(self.gpus_per_replica)
+        if self.num_gpus % self.replica_gpus:
             raise ConfigError(f"gpus={self.gpus}: must be a multiple of gpus_per_replica={self.gpus_per_replica}")
-        if self.gpus_per_replica == 1:
+        if self.replica_gpus == 1:
             return
-        for name in ("device_map", "quantization_config"):
-            if (value := getattr(self.model, name)) is not None:
-                raise ConfigError(f"model.{name}={value}: only with gpus_per_replica=1")
+        if self.model.device_map is not None:
+            raise ConfigError(f"model.device_map={self.model.device_map}: only with gpus_per_replica=1")
+        if self.model.quantization_config is not None and self.model.parallelism == "tensor":
+            raise ConfigError(
+                f"model.quantization_config={self.model.quantization_config}: only with gpus_per_replica=1,"
+                " or model.parallelism=pipeline"
+            )
+
+    @property
+    def is_split_chosen(self) -> bool:
+        """Whether gpus_per_replica is a number: given, or chosen when the runtime started (launchers/split.py)."""
+        return self.gpus_per_replica not in SPLITS
+
+    @property
+    def replica_gpus(self) -> int:
+        """GPUs, or processes on CPUs, that one replica spans; 1 before that is chosen."""
+        return int(self.gpus_per_replica) if self.is_split_chosen else 1
+
+    @property
+    def num_stages(self) -> int:
+        """GPUs that one process spreads a model's layers over; 1 with tensor parallelism."""
+        return self.replica_gpus if self.model.parallelism == "pipeline" else 1
+
+    @property
+    def num_shards(self) -> int:
+        """Processes of one replica, each with a slice of every layer; 1 with pipeline."""
+        return self.replica_gpus // self.num_stages
 
     @property
     def num_gpus(self) -> int:
         """Number of GPUs, or of processes on CPUs; under torchrun WORLD_SIZE counts."""
-        return self.gpus or self.gpus_per_replica
+        return self.gpus or self.replica_gpus
 
     @property
     def num_replicas(self) -> int:
         """Number of replicas; under torchrun WORLD_SIZE / gpus_per_replica counts."""
-        return self.num_gpus // self.gpus_per_replica
+        return self.num_gpus // self.replica_gpus
+
+
+def require_split(value: object) -> None:
+    """Refuse a gpus_per_replica that is neither a number of GPUs nor a way to choose one.
+
+    Raises:
+        ConfigError: names the value and what is allowed.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"gpus_per_replica={value}: must be {', '.join(SPLITS)} or an integer >= 1")
 
 
 def check_limits(max_new_tokens: int | None, stop: object, max_time: float | None) -> None:

@@ -139,8 +139,7 @@ def _grammar(config: ConstraintConfig) -> Any:
         texts = " | ".join(_quoted(text) for text in json.loads(source))
         grammar = Grammar.from_ebnf(f"root ::= {texts}")
     else:
-        tag = json.loads(source)
-        grammar = Grammar.from_structural_tag(tag if config.whitespace == "any" else _with_fixed_whitespace(tag))
+        grammar = Grammar.from_structural_tag(_with_checked_schemas(json.loads(source), config.whitespace == "fixed"))
     if config.reasoning_end is None:
         return grammar
     begin, end = config.reasoning_begin or "", config.reasoning_end
@@ -151,17 +150,27 @@ def _grammar(config: ConstraintConfig) -> Any:
     return Grammar.concat(before, Grammar.from_ebnf("root ::= [ \\n\\t]{0,8}"), grammar)
 
 
-def _with_fixed_whitespace(value: Any) -> Any:
-    """Return a structural tag, or a part of one, with JSON schemas as grammars of fixed whitespace."""
+def _with_checked_schemas(value: Any, is_fixed: bool) -> Any:
+    """Return a structural tag, or a part of one, once its JSON schemas are checked.
+
+    Args:
+        value: the tag, as JSON.
+        is_fixed: whether JSON schemas become grammars of fixed whitespace.
+
+    Raises:
+        ConstraintError: a grammar cannot hold one of the schemas.
+    """
     if isinstance(value, list):
-        return [_with_fixed_whitespace(each) for each in value]
+        return [_with_checked_schemas(each, is_fixed) for each in value]
     if not isinstance(value, dict):
         return value
     if value.get("type") == "json_schema" and value.get("style", "json") == "json" and "json_schema" in value:
         check_schema(value["json_schema"])
+        if not is_fixed:
+            return value
         grammar = library().Grammar.from_json_schema(json.dumps(value["json_schema"]), any_whitespace=False)
         return {"type": "grammar", "grammar": str(grammar)}
-    return {name: _with_fixed_whitespace(each) for name, each in value.items()}
+    return {name: _with_checked_schemas(each, is_fixed) for name, each in value.items()}
 
 
 def _quoted(text: str) -> str:

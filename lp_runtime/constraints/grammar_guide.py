@@ -6,7 +6,7 @@ Letters: T nodes in the tree, n of them from the root on, V vocabulary.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 
 from lp_runtime.constraints.compiled import CompiledConstraint, describe_vocabulary, library, load_compiled
 from lp_runtime.errors import ConstraintError
-from lp_runtime.lookahead.guide import WORD_BITS
+from lp_runtime.lookahead.guide import WORD_BITS, Examined
 from lp_runtime.utils.jit import compiled
 
 MAX_LOADED_BYTES = 1 << 28  # of serialised grammars whose loaded forms are kept
@@ -67,52 +67,93 @@ class GrammarGuide:
         self._vocabulary = vocabulary
         self._num_words = -(-vocabulary.size // WORD_BITS)
         self.ends = np.array(sorted(eos_token_ids), np.int64)
-        self._masks: dict[tuple[int, ...], np.ndarray] = {}  # by path, at the committed tokens
-        self._forced: dict[tuple[int, ...], bytes] = {}
+        self._not_drafted = frozenset(eos_token_ids) | {-1}
 
     def allows(self, path: Sequence[int], token: int) -> bool:
         """See Guide."""
-        if token < 0 or token in self.ends:
+        if token in self._not_drafted:
             return False
-        key = tuple(path)
-        if key not in self._masks:
-            mask = np.zeros((1, self._num_words), np.int32)
-            num = self._enter(path)
-            if num == len(path):
-                self._matcher.fill_next_token_bitmask(torch.from_numpy(mask))
-            self._matcher.rollback(num)
-            self._masks[key] = mask[0]
-        return bool((int(self._masks[key][token // WORD_BITS]) >> (token % WORD_BITS)) & 1)
+        num = self._enter([*path, token])
+        self._matcher.rollback(num)
+        return num > len(path)
 
-    def forced(self, path: Sequence[int], max_tokens: int) -> list[int]:
+    def forced(self, max_tokens: int) -> list[int]:
         """See Guide."""
-        key = tuple(path)
         if max_tokens <= 0 or self._matcher.is_terminated():
             return []
-        if key not in self._forced:
-            num = self._enter(path)
-            is_there = num == len(path) and not self._matcher.is_terminated()
-            self._forced[key] = self._matcher.find_jump_forward_string().encode() if is_there else b""
-            self._matcher.rollback(num)
-        return self._vocabulary.spell(self._forced[key], max_tokens)
+        return self._forced(max_tokens)
 
-    def masks(self, tokens: np.ndarray, parents: np.ndarray, root: int) -> np.ndarray:
+    def examine(self, tokens: np.ndarray, parents: np.ndarray, root: int, num_known: int, max_depth: int) -> Examined:
         """See Guide."""
-        num = len(tokens) - root
-        masks = np.zeros((num, self._num_words), np.int32)
-        if self._matcher.is_terminated():
+        is_allowed = np.zeros(len(tokens) - root, np.bool_)
+        forced = []
+        for node, depth in self._allowed(tokens, parents, root):
+            is_allowed[node - root] = True
+            if node >= num_known and depth < max_depth and (chain := self._forced(max_depth - depth)):
+                forced.append((node, chain))
+        return Examined(is_allowed, sorted(forced))
+
+    def masks(
+        self, tokens: np.ndarray, parents: np.ndarray, root: int, nodes: Sequence[int] | np.ndarray
+    ) -> np.ndarray:
+        """See Guide."""
+        masks = np.zeros((len(nodes), self._num_words), np.int32)
+        if len(nodes) == 0:
             return masks
+        memory, rows = torch.from_numpy(masks), {int(node): row for row, node in enumerate(nodes)}
+        is_wanted = [False] * len(tokens)
+        for node in rows:
+            while node >= root and not is_wanted[node]:
+                is_wanted[node], node = True, int(parents[node])
+        for node, _ in self._allowed(tokens, parents, root, is_wanted):
+            if node in rows:
+                self._matcher.fill_next_token_bitmask(memory, rows[node])
+        return masks
+
+    def _forced(self, max_tokens: int) -> list[int]:
+        """Return the likeliest tokens of the text that must follow where the matcher stands."""
+        return self._vocabulary.spell(self._matcher.find_jump_forward_string().encode(), max_tokens)
+
+    def _allowed(
+        self, tokens: np.ndarray, parents: np.ndarray, root: int, is_wanted: Sequence[bool] | None = None
+    ) -> Iterator[tuple[int, int]]:
+        """Yield the nodes of a tree that are allowed, parents first, each while the matcher stands there.
+
+        Args:
+            tokens: [T] int64 token ids.
+            parents: [T] int64 index of each node's parent.
+            root: index of the root.
+            is_wanted: [T] whether to look at each node, and below it; None to look at all.
+
+        Yields:
+            (node, depth): index of the node, and how far it is below the root. All must be asked for.
+        """
+        matcher, num = self._matcher, len(tokens) - root
+        if matcher.is_terminated():
+            return
         links = np.full((3, num), -1, np.int64)
         link(parents, root, links)
-        child, sibling = torch.from_numpy(links[0]), torch.from_numpy(links[1])
-        self._matcher.traverse_draft_tree(
-            child, sibling, torch.from_numpy(np.ascontiguousarray(tokens[root:])), torch.from_numpy(masks)
-        )
-        return masks
+        children, siblings, ids = links[0].tolist(), links[1].tolist(), tokens[root:].tolist()
+        yield root, 0
+        path: list[int] = []  # nodes that the matcher has accepted
+        node = children[0]
+        while node >= 0 or path:
+            if node < 0:  # the last of its siblings is behind us
+                matcher.rollback(1)
+                node = siblings[path.pop()]
+            elif self._enters(ids[node], is_wanted is None or is_wanted[root + node]):
+                path.append(node)
+                yield root + node, len(path)
+                node = children[node]
+            else:
+                node = siblings[node]
+
+    def _enters(self, token: int, is_wanted: bool) -> bool:
+        """Advance the matcher by the token of a node that is wanted, if the token may stand in a tree."""
+        return is_wanted and token not in self._not_drafted and self._matcher.accept_token(token)
 
     def advance(self, committed: Sequence[int]) -> None:
         """See Guide."""
-        self._masks, self._forced = {}, {}
         for token in committed:
             if not self._matcher.accept_token(token):
                 raise ConstraintError(

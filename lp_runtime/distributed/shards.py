@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -208,19 +208,42 @@ def meet_in_store(
     Raises:
         LaunchError: if they do not.
     """
+    name = f"shards/{context.rank}"
+    segment = _said_by_first(context, name, new_segment_name, timeout, is_first=shard == 0, num_ranks=num_shards)
+    return ShardPlace(shard, num_shards, segment, step_timeout)
+
+
+def said_by_first(world: ReplicaContext, name: str, value: Callable[[], str], timeout: float) -> str:
+    """Return, on every rank that torchrun has started, what rank 0 has computed.
+
+    Args:
+        world: of this rank, with the address of torchrun's store.
+        name: of what is computed.
+        value: computes it; called on rank 0 alone.
+        timeout: seconds within which all ranks must come, and rank 0 must have computed it.
+
+    Raises:
+        LaunchError: if they do not.
+    """
+    return _said_by_first(world, name, value, timeout, is_first=world.rank == 0, num_ranks=world.num_replicas)
+
+
+def _said_by_first(
+    context: ReplicaContext, name: str, value: Callable[[], str], timeout: float, is_first: bool, num_ranks: int
+) -> str:
     try:
         store = connect(context, timeout)
-        key = f"lp_runtime/shards/{context.attempt}/{context.rank}"
+        key = f"lp_runtime/{name}/{context.attempt}"
         # A script may start one runtime after another, in the same order on all ranks.
-        key = f"{key}/{(store.add(f'{key}/came', 1) - 1) // num_shards}"
-        if shard == 0:
-            store.set(key, new_segment_name())
-        segment = store.get(key).decode()
+        key = f"{key}/{(store.add(f'{key}/came', 1) - 1) // num_ranks}"
+        if is_first:
+            store.set(key, value())
+        found = store.get(key).decode()
         store.add(f"{key}/read", 1)
-        wait_for_all(store, f"{key}/read", num_shards, timeout, _never)  # the store may end with one of them
+        wait_for_all(store, f"{key}/read", num_ranks, timeout, _never)  # the store may end with one of them
     except (RuntimeError, ValueError) as error:
         raise cannot_join(context, error) from error
-    return ShardPlace(shard, num_shards, segment, step_timeout)
+    return found
 
 
 def shard_group(place: ShardPlace, backend: str, timeout: float) -> dist.ProcessGroup:

@@ -157,9 +157,7 @@ class Decoder:
         owned = step.shares[rank].owned
         found = found.first(len(owned))
         tree, tokens = step.tree, self.state.tokens
-        masks = self.state.masks(tree)
-        if masks is not None:
-            masks = masks[owned - tree.root]
+        masks = self.state.masks(tree, owned)  # beside an asynchronous device, while the forward pass runs
         if self.sampler.is_ordered and len(owned):
             values, scores = self.sampler.sample_in_order(
                 found, tree, owned, tokens, step.has_top_k, functools.partial(self._may_follow, tree), masks

@@ -88,13 +88,14 @@ class Delta:
         text: text that the step's tokens complete; may be empty.
         token_ids: the step's tokens; empty in a last delta that only completes the text.
         logprobs: the model's log-probability of each token; None if the request does not ask for them.
-        found_by: rank of the replica that has verified each token; None if the request does not ask for a trace.
+        found_by, sources: of each token, see StepOutput; None if the request does not ask for a trace.
     """
 
     text: str
     token_ids: list[int]
     logprobs: list[float] | None = None
     found_by: list[int] | None = None
+    sources: list[str] | None = None
 
 
 class GenerationStream:
@@ -137,7 +138,7 @@ class GenerationStream:
         for event in self._events:
             if not isinstance(event, Report):
                 text = _text(event.token_ids, text_stream, stop_strings) if text_stream else ""
-                deltas.append(Delta(text, event.token_ids, event.logprobs, event.found_by))
+                deltas.append(Delta(text, event.token_ids, event.logprobs, event.found_by, event.sources))
                 yield deltas[-1]
                 continue
             if text_stream and event.finish_reason != "stop" and (rest := text_stream.finish()):

@@ -14,7 +14,9 @@ from lp_runtime.model.loader import WHOLE, load_model
 from lp_runtime.model.make_runner import check_runner, make_runner
 from lp_runtime.model.optimize.fusing import fuse_blocks
 from lp_runtime.model.optimize.packing import pack_if_faster, pack_linears
+from lp_runtime.model.pipeline import load_in_stages
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.sizes import size_of_model
 from lp_runtime.model.tensor_parallel.following import Follower, LeadingShard
 from lp_runtime.model.tensor_parallel.slicing import slice_model
 from lp_runtime.model.types import CausalLM
@@ -44,8 +46,16 @@ def ready_model(
     except (ModelError, torch.OutOfMemoryError) as error:
         if not _is_out_of_memory(error):
             raise
-        had = "" if free is None else f": {free / GIB:.1f} GiB were free before"
+        had = "" if free is None else f": {_needed(config, place)}{free / GIB:.1f} GiB were free before"
         raise ModelError(f"model.path={config.model.location}: memory of {device} does not suffice{had}") from error
+
+
+def _needed(config: RuntimeConfig, place: ShardPlace) -> str:
+    """Return, for a message, how much a model's weights take on a GPU; nothing if that is unknown."""
+    if config.model.quantization_config is not None or config.model.device_map is not None or config.num_stages > 1:
+        return ""
+    size = size_of_model(config.model, config.dtype)
+    return "" if size is None else f"the weights take {size.weight_bytes(place.num_shards) / GIB:.1f} GiB, and "
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
@@ -71,6 +81,8 @@ def ready_follower(config: RuntimeConfig, device: torch.device, place: ShardPlac
 def _load(config: RuntimeConfig, device: torch.device, place: ShardPlace) -> tuple[CausalLM, ShardLink | None]:
     """Return a loaded model, or a slice of it that computes what the whole does, with the link to the other shards."""
     timeout = config.launcher.start_timeout
+    if config.num_stages > 1:
+        return load_in_stages(config.model, device, config.num_stages, config.dtype), None
     loaded = load_model(config.model, device, config.dtype, place, timeout)
     if place.is_whole:
         return loaded, None
@@ -117,7 +129,12 @@ def prepare_model(
 def _optimize(loaded: CausalLM, config: RuntimeConfig, device: torch.device, is_slice: bool) -> list[str]:
     """Fuse and pack a model's layers, as the settings say; return the settings that would undo what was done."""
     undo = []
-    may_fuse = config.model.fusing == "auto" and config.model.device_map is None and why_chains(loaded) is None
+    may_fuse = (
+        config.model.fusing == "auto"
+        and config.model.device_map is None
+        and config.num_stages == 1
+        and why_chains(loaded) is None
+    )
     if may_fuse and fuse_blocks(loaded):
         undo.append("model.fusing=off")
         if device.type == "cuda":

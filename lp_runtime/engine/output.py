@@ -8,6 +8,7 @@ from lp_runtime.engine.step_timer import StepTimes
 from lp_runtime.lookahead.drafters.base import Counts
 from lp_runtime.lookahead.drafters.paper.pool import PoolStatistics
 
+MODEL = "model"  # source of a token that was not drafted
 TopLogprobs = tuple[tuple[int, float], ...]  # (token id, log-probability) of the likeliest tokens, likeliest first
 
 
@@ -43,11 +44,14 @@ class StepOutput:
         logprobs: the model's log-probability of each, a Logprob where more is asked for; None if the request does not
             ask for them.
         found_by: rank of the replica that has verified each; None if the request does not ask for a trace.
+        sources: where each came from: one of the drafter's sources, or MODEL; None if the request does not ask for a
+            trace.
     """
 
     token_ids: list[int]
     logprobs: list[float] | None = None
     found_by: list[int] | None = None
+    sources: list[str] | None = None
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,12 @@ from lp_runtime.distributed.group import Group
 from lp_runtime.engine.draft_pool import DraftPool
 from lp_runtime.engine.request import Request
 from lp_runtime.model.kv_cache.capacity import STEP_TOKENS
-from lp_runtime.model.kv_cache.prefix_cache import Prefix, PrefixCache
+from lp_runtime.model.kv_cache.prefix_cache import MIN_TOKENS, Prefix, PrefixCache
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
 
 TAG_BITS = 62
+MAX_POINTS = 16  # of a prefix that ends where states are kept: replicas tell each other of so many such places
 CPU_FRACTION = 0.25  # of a CPU's free memory that may hold prefixes: other programs want the rest
 
 
@@ -34,14 +35,14 @@ def make_prefix_cache(model: ModelRunner, max_bytes: int | None, capacity: int |
         capacity: tokens that fit into the replica's memory; None if that is unknown, and then nothing is kept unless
             `max_bytes` says how much.
     """
-    if max_bytes == 0 or model.feeds_chains:  # keys and values alone are no state
+    if max_bytes == 0:
         return None
     token_bytes = model.cache_bytes_per_token
     free = max_bytes or 0 if capacity is None else (capacity + STEP_TOKENS) * token_bytes
     usable = free if model.device.type == "cuda" else int(free * CPU_FRACTION)
     chunk = None if model.strict_tokens is None else model.prefill_chunk
     kept = usable if max_bytes is None else max_bytes
-    return PrefixCache(kept, free, token_bytes, chunk, model.rotary_lengths)
+    return PrefixCache(kept, free, token_bytes, chunk, model.feeds_chains, model.rotary_lengths)
 
 
 def read_for_resume(model: ModelRunner, slot: CacheSlot, request: Request, capacity: int) -> None:
@@ -74,13 +75,14 @@ class PromptPrefix:
     Attributes:
         tag: names the draft tables that come along; 0 for none.
         num_read: tokens of the prompt that were read.
+        num_shared: tokens of the prompt that all replicas have of other sequences, whether they can be read or not.
 
     Raises:
         ReplicaError: if a peer is gone.
     """
 
     def __init__(self, cache: PrefixCache | None, request: Request, group: Group, pool: DraftPool):
-        self.tag = self.num_read = 0
+        self.tag = self.num_read = self.num_shared = 0
         self._cache, self._request, self._is_alone = cache, request, group.is_alone
         self._agreed = Prefix()
         # A prompt whose log-probabilities are wanted is fed whole; what resumes, each replica reads as far as it can.
@@ -88,8 +90,15 @@ class PromptPrefix:
             return
         found = cache.find(request.prompt_ids, request.cache_salt, len(request.prompt_ids))
         tag = found.tag if pool.has(found.tag, request.lookahead.draft_tables_bytes) else 0
-        lengths, tags = gather_rows(np.array([found.num_tokens, tag]), group).T.tolist()
-        self._agreed = found.cut(min(lengths))
+        row = np.zeros(2 + (MAX_POINTS if cache.keeps_states else 1), np.int64)
+        lengths = found.lengths[: len(row) - 2]
+        row[:2], row[2 : 2 + len(lengths)] = (tag, found.num_shared), lengths
+        tags, shared, *lengths = gather_rows(row, group).T.tolist()
+        if cache.keeps_states:
+            self._agreed = found.cut(max(set.intersection(*map(set, zip(*lengths, strict=True))), default=0))
+        else:
+            self._agreed = found.cut(min(lengths[0]))
+        self.num_shared = min(shared)
         self.tag = tag if len(set(tags)) == 1 else 0
 
     def read_into(self, slot: CacheSlot) -> int:
@@ -100,9 +109,21 @@ class PromptPrefix:
         if self._is_alone:  # nobody else counts on it, and others may have ended since
             prompt = self._request.prompt_ids
             prefix = self._cache.find(prompt, self._request.cache_salt, len(prompt))
+            self.num_shared = prefix.num_shared
         slot.restore(prefix)
         self.num_read = prefix.num_tokens
         return self.num_read
+
+    @property
+    def num_to_point(self) -> int:
+        """Tokens behind those that were read up to where states are to be kept, for the next prompt; 0 for nowhere.
+
+        That is where the prompt parts from what is kept: so a third prompt with the same beginning finds them.
+        """
+        if self._cache is None or not self._cache.keeps_states:
+            return 0
+        num_tokens = self.num_shared - self.num_read
+        return num_tokens if num_tokens >= MIN_TOKENS else 0
 
     def keep(self, slot: CacheSlot, tag: int = 0) -> None:
         """Keep what a slot holds of the sequence.

@@ -18,7 +18,7 @@ import torch
 from lp_runtime.distributed.exchange import Exchange, Outcome
 from lp_runtime.distributed.group import Group
 from lp_runtime.engine.decoder import Committed, Decoder, Samples, Verified
-from lp_runtime.engine.output import Report, StepOutput
+from lp_runtime.engine.output import MODEL, Report, StepOutput
 from lp_runtime.engine.prompt_harvest import PromptHarvest
 from lp_runtime.engine.prompt_prefix import PromptPrefix, read_for_resume
 from lp_runtime.engine.prompt_scorer import SCORED_TOKENS, PromptScorer
@@ -173,14 +173,18 @@ class Sequence:
         scorer: PromptScorer | None = None
         harvest: PromptHarvest | None = None
         chunks, chunk_tokens = model.prefill_in_chunks(self.slot, prompt), model.prefill_chunk
+        num_chunks = -(-len(prompt) // chunk_tokens)
         if self._request.prompt_logprobs:
             scorer = PromptScorer(model, self.slot, prompt, self._request.top_logprobs)
-            chunks, chunk_tokens = scorer.prefill_in_chunks(), SCORED_TOKENS
+            chunks, num_chunks = scorer.prefill_in_chunks(), -(-len(prompt) // SCORED_TOKENS)
         elif self.decoder.num_harvested:
             sampler, num_harvested = self.decoder.sampler, min(self.decoder.num_harvested, len(prompt))
             harvest = PromptHarvest(model, self.slot, prompt, num_harvested, sampler, self._group)
-            chunks, chunk_tokens = harvest.prefill_in_chunks(), harvest.chunk_tokens
-        for num_left in range(len(prompt) - chunk_tokens, 0, -chunk_tokens):
+            chunks, num_chunks = harvest.prefill_in_chunks(), -(-len(prompt) // harvest.chunk_tokens)
+        elif num_before := self._prefix.num_to_point:
+            chunks = self._prefill_past_point(prompt, num_before)
+            num_chunks = -(-num_before // chunk_tokens) - (num_before - len(prompt)) // chunk_tokens
+        for num_left in range(num_chunks - 1, 0, -1):
             next(chunks)
             yield
             if self._agree_to_cancel(step, num_left):
@@ -197,6 +201,13 @@ class Sequence:
         if harvest is not None and not self.is_finished:
             self.decoder.drafter.learn_prompt(self._request.prompt_ids, harvest.share())
         return output if scorer is None else scorer.attach(output)
+
+    def _prefill_past_point(self, prompt: tuple[int, ...], num_before: int) -> Generator[None, None, torch.Tensor]:
+        """Feed a prompt, and keep its prefix as it is behind its first `num_before` tokens; as `prefill_in_chunks`."""
+        yield from self._model.prefill_in_chunks(self.slot, prompt[:num_before])
+        self._prefix.keep(self.slot)
+        yield
+        return (yield from self._model.prefill_in_chunks(self.slot, prompt[num_before:]))
 
     def _agree_to_cancel(self, step: Step, num_left: int) -> bool:
         """Whether any replica is to cancel, with so many tokens of the prompt left; equal on all replicas."""
@@ -273,8 +284,10 @@ class Sequence:
         self._ended_by = control
         token_ids, nodes = committed
         logprobs = self.decoder.logprobs_behind(verified, nodes)
-        found_by = step.shares.owner[nodes].tolist() if self._request.trace else None
-        return StepOutput(token_ids, logprobs, found_by)
+        if not self._request.trace:
+            return StepOutput(token_ids, logprobs)
+        sources = [*self.decoder.drafter.counts.latest_sources(), MODEL][: len(token_ids)]
+        return StepOutput(token_ids, logprobs, step.shares.owner[nodes].tolist(), sources)
 
     def report(self) -> Report:
         """Return what the request took, after its end."""

@@ -147,12 +147,12 @@ def _settings(runtime: LookaheadRuntime, config: GenerateConfig) -> dict[str, ob
         "dtype": runtime.info.dtype,
         "exactness": [config.exactness, config.strict_tokens] if config.exactness == "strict" else config.exactness,
         "device": runtime.info.device.split(":")[0],
-        "gpus": runtime.num_replicas * config.gpus_per_replica,
+        "gpus": runtime.num_replicas * runtime.gpus_per_replica,
         "lookahead": asdict(config.lookahead),
         "sampling": asdict(config.sampling),
         **({"constraint": config.constraint.key} if config.constraint.kind else {}),
         # which rounds otherwise
-        **({} if config.gpus_per_replica == 1 else {"gpus_per_replica": config.gpus_per_replica}),
+        **({} if runtime.gpus_per_replica == 1 else {"gpus_per_replica": runtime.gpus_per_replica}),
     }
 
 

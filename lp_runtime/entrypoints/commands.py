@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lp_runtime.bench.command import bench, check_bench
 from lp_runtime.bench.load import put_under_load
+from lp_runtime.bench.splits import measure_splits
 from lp_runtime.config.commands import BenchConfig, ChatConfig, GenerateConfig
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.config.settings import RuntimeConfig
@@ -42,6 +43,11 @@ def run_command(config: RuntimeConfig, is_leader: bool) -> None:
     if isinstance(config, ChatConfig | BenchConfig) and config.url is not None:
         if is_leader:
             chat_with_server(config) if isinstance(config, ChatConfig) else put_under_load(config)
+        return
+    if isinstance(config, BenchConfig) and config.splits is not None:
+        if is_leader:
+            check_bench(config)
+            measure_splits(config)
         return
     # Rank 0 refuses bad input before replicas start; its end ends the other ranks.
     work = _prepare(config) if is_leader else None

@@ -30,7 +30,10 @@ def launch(config: RuntimeConfig) -> Launcher:
         from lp_runtime.launchers.ray_launcher import RayLauncher
 
         return RayLauncher(config)
-    if config.num_gpus == 1 and not config.launcher.own_process:
+    from lp_runtime.launchers.split import choose_split, free_of_this_machine, visible_on
+
+    config = choose_split(config, visible_on(config.device), free_of_this_machine)
+    if config.num_replicas == config.num_shards == 1 and not config.launcher.own_process:
         from lp_runtime.launchers.local import LocalLauncher
 
         return LocalLauncher(config)

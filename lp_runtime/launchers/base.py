@@ -18,17 +18,19 @@ class Launcher(ABC):
     Args:
         num_replicas: how many replicas there are.
         is_leader: whether this process takes requests; under torchrun the other ranks follow rank 0.
+        gpus_per_replica: GPUs (on CPUs: processes) that each replica spans.
 
     Attributes:
         num_replicas: how many replicas there are.
+        gpus_per_replica: GPUs (on CPUs: processes) that each replica spans.
         is_leader: whether this process takes requests; under torchrun the other ranks follow rank 0.
         outlives_failures: whether a request that failed or was interrupted leaves the replicas fit for the next one.
     """
 
     outlives_failures: bool = False
 
-    def __init__(self, num_replicas: int = 1, is_leader: bool = True):
-        self.num_replicas = num_replicas
+    def __init__(self, num_replicas: int = 1, is_leader: bool = True, gpus_per_replica: int = 1):
+        self.num_replicas, self.gpus_per_replica = num_replicas, gpus_per_replica
         self.is_leader = is_leader
         self._is_busy = False
         self._is_closed = False

@@ -27,7 +27,7 @@ class LocalLauncher(Launcher):
     outlives_failures = True
 
     def __init__(self, config: RuntimeConfig):
-        super().__init__()
+        super().__init__(gpus_per_replica=config.replica_gpus)
         self._stack = contextlib.ExitStack()
         with unforeseen_as(LaunchError, "the replica failed at start"):
             self._replica = self._stack.enter_context(start_replica(config, ReplicaContext(owns_process=False)))

@@ -7,8 +7,9 @@ from types import ModuleType
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import visible_gpus
 from lp_runtime.distributed.shards import ShardPlace
-from lp_runtime.errors import ConfigError, LaunchError
+from lp_runtime.errors import ConfigError, LaunchError, first_line
 from lp_runtime.launchers.process_host import Placement
+from lp_runtime.launchers.split import free_of_this_machine
 
 # A replica on CPUs shares the cores with its peers, so it books next to nothing: Ray would refuse gpus=4 on 2 cores.
 CPU_SHARE = 0.01
@@ -34,13 +35,13 @@ class Booking:
     def __init__(self, ray: ModuleType, config: RuntimeConfig):
         self._ray = ray
         num_replicas, launcher = config.num_replicas, config.launcher
-        self._num_shards = config.gpus_per_replica
-        num_gpus = int(ray.cluster_resources().get("GPU", 0))
-        on_gpus = config.device == "cuda" or (config.device == "auto" and num_gpus > 0)
+        self._num_shards = config.num_shards
+        num_gpus, _ = gpus_of_cluster(ray, config.device)
+        on_gpus = config.device == "cuda" or num_gpus > 0
         if on_gpus and config.num_gpus > num_gpus:
             raise ConfigError(f"gpus={config.num_gpus}: the Ray cluster has {num_gpus} (on CPUs: device=cpu)")
         # Cores are for what feeds a GPU; a cluster may have fewer than one to spare for each.
-        self._shard = {"GPU": 1.0, "CPU": CPU_SHARE} if on_gpus else {"CPU": CPU_SHARE}
+        self._shard = {"GPU": float(config.num_stages), "CPU": CPU_SHARE} if on_gpus else {"CPU": CPU_SHARE}
         self._bundle = {name: self._num_shards * amount for name, amount in self._shard.items()}
         self.device = "cuda" if on_gpus else "cpu"
         self._group = ray.util.placement_group([self._bundle] * num_replicas, strategy=launcher.placement.upper())
@@ -79,7 +80,7 @@ class Booking:
             shard: which shard of its replica the actor is.
 
         Raises:
-            LaunchError: if the actor does not see the GPU that Ray has assigned to it.
+            LaunchError: if the actor does not see the GPUs that Ray has assigned to it, or not in a row.
         """
         import ray
 
@@ -88,11 +89,47 @@ class Booking:
         assigned = ray.get_gpu_ids()
         if not assigned:
             return Placement(0, num_local, shard=shard)
-        return Placement(device_index(assigned[0], visible_gpus()), num_local, owns_device=True, shard=shard)
+        indices = [device_index(each, visible_gpus()) for each in assigned]
+        if indices != list(range(indices[0], indices[0] + len(indices))):
+            raise LaunchError(f"launcher=ray: the replica's GPUs are not in a row: {indices} of those that it sees")
+        return Placement(indices[0], num_local, owns_device=True, shard=shard)
 
     def release(self) -> None:
         """Give the bundles back to the cluster."""
         self._ray.util.remove_placement_group(self._group)
+
+
+def gpus_of_cluster(ray: ModuleType, device: str) -> tuple[int, int]:
+    """Return how many GPUs a Ray cluster has for replicas, and the node that has the fewest of them; 0 and 0 on CPUs.
+
+    Args:
+        ray: the module, connected.
+        device: "auto", "cpu" or "cuda".
+    """
+    if device == "cpu":
+        return 0, 0
+    numbers = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+    return int(ray.cluster_resources().get("GPU", 0)), min(filter(None, numbers), default=0)
+
+
+def free_of_one_gpu(ray: ModuleType, config: RuntimeConfig) -> list[int]:
+    """Return, as a list of one, the bytes that are free on a GPU of a Ray cluster, whose GPUs are taken to be alike.
+
+    Args:
+        ray: the module, connected.
+        config: the runtime's settings.
+
+    Raises:
+        LaunchError: if no GPU can be asked within launcher.start_timeout.
+    """
+    task = ray.remote(num_gpus=1, num_cpus=CPU_SHARE, max_retries=0)(free_of_this_machine)
+    call = task.remote()
+    try:
+        (free, *_) = ray.get(call, timeout=config.launcher.start_timeout)
+    except ray.exceptions.RayError as error:
+        ray.cancel(call, force=True)
+        raise LaunchError(f"launcher=ray: no GPU's free memory can be told: {first_line(error)}") from error
+    return [free]
 
 
 def device_index(assigned: int | str, visible: list[str] | None) -> int:

@@ -26,8 +26,9 @@ from lp_runtime.errors import LaunchError, first_line
 from lp_runtime.launchers.follower_server import FollowerServer
 from lp_runtime.launchers.messages import Failed
 from lp_runtime.launchers.process_host import Placement, ProcessHost, Rendezvous
-from lp_runtime.launchers.ray_booking import Booking
+from lp_runtime.launchers.ray_booking import Booking, free_of_one_gpu, gpus_of_cluster
 from lp_runtime.launchers.replica_server import ReplicaServer
+from lp_runtime.launchers.split import choose_split
 from lp_runtime.launchers.team import TeamLauncher
 
 BATCH_SECONDS = 0.005  # step outputs that come closer together travel to the driver together
@@ -152,6 +153,7 @@ class RayHost(ProcessHost):
         config: the runtime's settings.
 
     Attributes:
+        config: the runtime's settings, with the device and the GPUs of a replica that were chosen.
         actors: the latest actors that have not been killed from here, by number; those of replica i, of P shards, are
             i P, i P + 1 ... (i + 1) P - 1.
 
@@ -162,25 +164,28 @@ class RayHost(ProcessHost):
 
     def __init__(self, ray: ModuleType, config: RuntimeConfig):
         self.actors: dict[int, Any] = {}
-        self._ray, self._num_shards = ray, config.gpus_per_replica
+        self._ray = ray
         self._streams: dict[int, Any] = {}  # of what each replica says
         self._connected_here = not ray.is_initialized()
         if self._connected_here:
             connect(config.launcher.address)
         try:
+            num_gpus, num_local = gpus_of_cluster(ray, config.device)
+            config = choose_split(config, num_gpus, lambda: free_of_one_gpu(ray, config), num_local)
             self._booking = Booking(ray, config)
         except BaseException:
             self._disconnect()
             raise
         # Decided here for all: a node may have GPUs that this runtime has not booked.
-        self._config = dataclasses.replace(config, device=self._booking.device)
+        self.config = dataclasses.replace(config, device=self._booking.device)
+        self._num_shards = config.num_shards
 
     def start_process(self, index: int) -> None:
         actor_class = self._ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(ReplicaActor)
         options, segment = self._booking.options(index), new_segment_name()
         for number in self._numbers(index):
-            shard = ShardPlace(number % self._num_shards, self._num_shards, segment, self._config.failure.timeout)
-            actor = actor_class.options(max_restarts=MAX_RESTARTS, **options).remote(self._config, shard)
+            shard = ShardPlace(number % self._num_shards, self._num_shards, segment, self.config.failure.timeout)
+            actor = actor_class.options(max_restarts=MAX_RESTARTS, **options).remote(self.config, shard)
             serve = actor.serve.options(num_returns="streaming", concurrency_group="serve")
             self.actors[number], self._streams[number] = actor, serve.remote()
 
@@ -197,7 +202,7 @@ class RayHost(ProcessHost):
         if actor is None:
             return None
         num_nodes = len({nodes[index] for index in members})
-        if self._config.launcher.backend == "shared" and num_nodes > 1:
+        if self.config.launcher.backend == "shared" and num_nodes > 1:
             raise LaunchError(f"launcher.backend=shared: the replicas are on {num_nodes} machines")
         open_rendezvous = actor.open_rendezvous.options(concurrency_group="host")
         call = open_rendezvous.remote(len(members) if num_nodes == 1 else 0)
@@ -288,6 +293,6 @@ class RayLauncher(TeamLauncher):
             raise LaunchError("launcher=ray: ray is not installed (pip install 'lp-runtime[ray]')") from error
         try:
             self.host = RayHost(ray, config)
-            super().__init__(config, self.host)
+            super().__init__(self.host.config, self.host)
         except ray.exceptions.RayError as error:
             raise LaunchError(f"launcher=ray: {first_line(error)}") from error

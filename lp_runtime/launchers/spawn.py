@@ -97,13 +97,14 @@ class SpawnHost(ProcessHost):
     def __init__(self, config: RuntimeConfig):
         self.processes: dict[int, subprocess.Popen] = {}
         self._config = config
-        self._num_replicas, self.num_shards = config.num_replicas, config.gpus_per_replica
+        self._num_replicas, self.num_shards = config.num_replicas, config.num_shards
+        self._num_stages = config.num_stages
         self._pipes: dict[int, ReplicaPipe] = {}
         self._segments: dict[int, str] = {}  # name of the memory that a replica's shards share, by its index
         self._ended_pipes: list[ReplicaPipe] = []  # to replicas that have ended; closed by the listening thread
         if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
             available = torch.cuda.device_count()
-            may_share = config.launcher.backend in ("gloo", "shared") and self.num_shards == 1
+            may_share = config.launcher.backend in ("gloo", "shared") and config.replica_gpus == 1
             if config.num_gpus > available and not (available and may_share):
                 raise ConfigError(f"gpus={config.num_gpus}: this machine has {available} (on CPUs: device=cpu)")
         launcher = config.launcher
@@ -122,7 +123,7 @@ class SpawnHost(ProcessHost):
                 self.processes[number] = start_process(theirs)
             pipe = self._pipes[number] = ReplicaPipe(ours)
             shard = ShardPlace(number % self.num_shards, self.num_shards, segment, self._config.failure.timeout)
-            pipe.send((self._config, Placement(number, self._num_processes, shard=shard)))
+            pipe.send((self._config, Placement(number * self._num_stages, self._num_processes, shard=shard)))
 
     def _numbers(self, index: int) -> range:
         """Return the numbers of a replica's processes; the first is shard 0's."""
@@ -133,7 +134,7 @@ class SpawnHost(ProcessHost):
         return self._num_replicas * self.num_shards
 
     def placement(self, index: int) -> Placement:
-        return Placement(self._numbers(index)[0], self._num_processes)
+        return Placement(self._numbers(index)[0] * self._num_stages, self._num_processes)
 
     def rendezvous(self, members: Sequence[int]) -> Rendezvous:
         if self._store is None:

@@ -44,7 +44,7 @@ class TeamLauncher(Launcher):
     outlives_failures = True
 
     def __init__(self, config: RuntimeConfig, host: ProcessHost):
-        super().__init__(config.num_replicas)
+        super().__init__(config.num_replicas, gpus_per_replica=config.replica_gpus)
         self._start_timeout = config.launcher.start_timeout
         self.pool = ReplicaPool(host, self.num_replicas, config.failure)
         self._groups = GroupFormer(self.pool, host)

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Generator, Iterator
+
+import torch
 
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import broadcast_object
-from lp_runtime.distributed.shards import ShardPlace, meet_in_store
+from lp_runtime.distributed.shards import ShardPlace, meet_in_store, said_by_first
 from lp_runtime.engine.output import Event, Report, StepOutput
 from lp_runtime.engine.replica import ReplicaInfo, load_follower, start_replica
 from lp_runtime.engine.request import Request
-from lp_runtime.errors import LaunchError, ReplicaError, ShardError, unforeseen_as
+from lp_runtime.errors import (
+    ConfigError,
+    LaunchError,
+    LookaheadError,
+    ModelError,
+    ReplicaError,
+    ShardError,
+    unforeseen_as,
+)
 from lp_runtime.launchers.base import Launcher
+from lp_runtime.launchers.split import choose_split, visible_on
 
 STORE_SECONDS = 60.0  # that shards wait for one another before they load: torchrun has started them together
 logger = logging.getLogger(__name__)
@@ -36,7 +48,7 @@ class TorchrunLauncher(Launcher):
     """
 
     def __init__(self, config: RuntimeConfig, context: ReplicaContext, place: ShardPlace):
-        super().__init__(context.num_replicas, is_leader=context.rank == 0)
+        super().__init__(context.num_replicas, context.rank == 0, place.num_shards)
         self._stack = contextlib.ExitStack()
         with unforeseen_as(LaunchError, f"rank {context.rank * place.num_shards} failed at start"):
             self._replica = self._stack.enter_context(start_replica(config, context, place))
@@ -113,7 +125,7 @@ class TorchrunFollower(Launcher):
     """
 
     def __init__(self, config: RuntimeConfig, context: ReplicaContext, place: ShardPlace):
-        super().__init__(context.num_replicas, is_leader=False)
+        super().__init__(context.num_replicas, False, place.num_shards)
         with unforeseen_as(LaunchError, f"rank {context.rank * place.num_shards + place.shard} failed at start"):
             self._follower = load_follower(config, context.device_index, context.num_local, place)
             self._messages = self._follower.messages()
@@ -159,6 +171,37 @@ class TorchrunFollower(Launcher):
         self._follower.close()
 
 
+def with_split(config: RuntimeConfig, world: ReplicaContext) -> RuntimeConfig:
+    """Return settings whose gpus_per_replica is a number, equal on all ranks: rank 0 chooses, by its own GPU's memory.
+
+    Raises:
+        LookaheadError: if none will do.
+    """
+    if config.model.parallelism == "pipeline" and config.gpus_per_replica != 1:
+        raise ConfigError("model.parallelism=pipeline: not under torchrun, which starts a process for each GPU")
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, parallelism="tensor"))
+    if config.is_split_chosen:
+        return config
+    is_alone = world.num_replicas == 1 or not visible_on(config.device)
+    if config.gpus_per_replica == "auto" and is_alone:
+        return dataclasses.replace(config, gpus_per_replica=1)
+    given = dataclasses.replace(config, gpus=world.num_replicas)
+
+    def free() -> list[int]:
+        return [torch.cuda.mem_get_info(world.device_index)[0]]
+
+    def chosen() -> str:
+        try:
+            return str(choose_split(given, world.num_replicas, free, world.num_local).num_shards)
+        except LookaheadError as error:
+            return str(error)
+
+    answer = said_by_first(world, "split", chosen, STORE_SECONDS)
+    if not answer.isdecimal():
+        raise ModelError(answer)
+    return dataclasses.replace(given, gpus_per_replica=int(answer))
+
+
 def launch_under_torchrun(config: RuntimeConfig) -> Launcher:
     """Start this rank's part of its replica; the shards of a replica are ranks in a row.
 
@@ -171,7 +214,8 @@ def launch_under_torchrun(config: RuntimeConfig) -> Launcher:
     world = ReplicaContext.from_torchrun()
     if config.gpus is not None and config.gpus != world.num_replicas:
         logger.warning("gpus=%d: under torchrun it is WORLD_SIZE, %d", config.gpus, world.num_replicas)
-    num_shards = config.gpus_per_replica
+    config = with_split(config, world)
+    num_shards = config.num_shards
     context, shard = world.divided(num_shards)
     if num_shards == 1:
         return TorchrunLauncher(config, context, ShardPlace())

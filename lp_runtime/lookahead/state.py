@@ -152,8 +152,8 @@ class DecodingState:
             select: says which of the nodes to feed, in place of `fit`; it must answer alike on all replicas.
         """
         depth = self.rules.max_new_tokens - (len(self.tokens) - self.prompt_length) - 1
-        num_before = (self.rules.refed_at or 0) - len(self.tokens)
-        depth = min(depth, num_before) if num_before >= 0 else depth
+        if self.rules.refed_at is not None and len(self.tokens) <= self.rules.refed_at:
+            depth = min(depth, self.rules.refed_at - len(self.tokens))
         tree = self.drafter.propose(self.tokens, self.num_cached, depth, tree_size_hint, self._guide)
         if select is not None:
             tree = self.drafter.keep(tree, select(tree))
@@ -165,17 +165,22 @@ class DecodingState:
         """Return the tree of a step without guesses: the pending tokens alone."""
         return self._proposal(TokenTree(self.pending, max_depth=0))
 
-    def masks(self, tree: TokenTree) -> np.ndarray | None:
-        """Return which tokens may follow the nodes of a step's tree: see TokenTree; None without a constraint."""
-        if tree.masks is None and self._guide is not None:
-            tokens, parents, _ = tree.arrays()
-            tree.masks = self._guide.masks(tokens, parents, tree.root)
-        return tree.masks
+    def masks(self, tree: TokenTree, nodes: np.ndarray) -> np.ndarray | None:
+        """Return which tokens may follow some nodes of a step's tree, [m, words]: see Guide; None without a constraint.
+
+        Args:
+            tree: the step's tree.
+            nodes: [m] indices of the nodes, from the root on.
+        """
+        if self._guide is None:
+            return None
+        tokens, parents, _ = tree.arrays()
+        return self._guide.masks(tokens, parents, tree.root, nodes)
 
     @property
     def has_forced(self) -> bool:
         """Whether a constraint says what must come next."""
-        return self._guide is not None and bool(self._guide.forced((), 1))
+        return self._guide is not None and bool(self._guide.forced(1))
 
     def _proposal(self, tree: TokenTree) -> Proposal:
         """Return a proposal whose digest covers the steps so far."""

@@ -38,8 +38,6 @@ class TokenTree:
         max_depth: no node is added below this depth.
         max_nodes: no node is added to a tree of this many nodes; None for no limit.
         guide: see Args.
-        masks: [T - root, words] int32, bits of the tokens that the constraint allows behind each node from the root on,
-            once they are known; None without a constraint.
         path_probabilities: [T] int64, estimated probability that each node is on the accepted path, fixed point of
             PATH_PROBABILITY_BITS; None where the drafter does not estimate them. With estimates, nodes stand in
             descending order of them, so that any first nodes of a tree are the best tree of their number.
@@ -54,7 +52,6 @@ class TokenTree:
         "max_nodes",
         "path_probabilities",
         "guide",
-        "masks",
         "_children",
         "_arrays",
         "_digest",
@@ -76,7 +73,6 @@ class TokenTree:
         self.max_nodes = max_nodes
         self.path_probabilities = path_probabilities
         self.guide = guide
-        self.masks: np.ndarray | None = None
         # Lists of a tree that comes as arrays are made when they are asked for: of most trees they are not.
         self._tokens: list[int] | None = None if arrays else list(pending)
         self._parents: list[int] | None = None if arrays else list(range(-1, len(pending) - 1))
@@ -121,9 +117,7 @@ class TokenTree:
         places[nodes] = np.arange(len(nodes))
         arrays = tokens[nodes], places[parents[nodes]], depths[nodes]
         probabilities = None if self.path_probabilities is None else self.path_probabilities[nodes]
-        part = TokenTree(tokens[: self.root + 1], self.max_depth, None, arrays, probabilities)
-        part.masks = None if self.masks is None else self.masks[nodes[self.root :] - self.root]
-        return part
+        return TokenTree(tokens[: self.root + 1], self.max_depth, None, arrays, probabilities)
 
     def truncate(self, num_nodes: int) -> None:
         """Keep the first `num_nodes` nodes only, which must include the pending tokens."""
@@ -134,8 +128,6 @@ class TokenTree:
             del values[num_nodes:]
         if self.path_probabilities is not None:
             self.path_probabilities = self.path_probabilities[:num_nodes]
-        if self.masks is not None:
-            self.masks = self.masks[: num_nodes - self.root]
         if self._arrays is not None:
             tokens, parents, depths = self._arrays
             self._arrays = tokens[:num_nodes], parents[:num_nodes], depths[:num_nodes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -61,23 +62,23 @@ def check_chains(model: ChainRunner) -> float:
 @torch.inference_mode()
 def _worst_difference(model: ChainRunner, slot: CacheSlot) -> float:
     """Return the largest relative difference between steps and plain text."""
-    if model.context_length is not None and model.context_length < TEXT_TOKENS:
-        raise ModelError(f"a context of {model.context_length} tokens is too short to work in")
+    longest = min(model.context_length or sys.maxsize, model.rotary_lengths.threshold)
+    if longest < TEXT_TOKENS:
+        raise ModelError(f"a context of {longest} tokens is too short to work in")
     rng = random.Random(0)
     text = [rng.randrange(model.vocabulary_size) for _ in range(TEXT_TOKENS)]
-    behind = PROMPT_TOKENS - 1
-    expected = _plain_logits(model, text, PROMPT_TOKENS)
+    expected = _plain_logits(model, text, len(text))
     model.begin(slot, TEXT_TOKENS)
-    worst = difference_of(model.prefill(slot, text[:PROMPT_TOKENS]), expected[:1])
+    worst = difference_of(model.prefill(slot, text[:PROMPT_TOKENS]), expected[PROMPT_TOKENS - 1 : PROMPT_TOKENS])
     for start, root, num_right, num_wrong in STEPS:
         tree = TokenTree(text[start : root + 1], max_depth=TEXT_TOKENS)
-        chain = text[root + 1 : root + 1 + num_right + num_wrong]
-        wrong = [(token + 1) % model.vocabulary_size for token in chain[num_right:]]
-        tree.add_branch(chain[:num_right] + wrong)
+        behind = text[root + 1 : root + 1 + num_right + num_wrong]
+        wrong = [(token + 1) % model.vocabulary_size for token in behind[num_right:]]
+        tree.add_branch(behind[:num_right] + wrong)
         nodes = range(len(tree))
         logits = model.forward(StepInputs(slot, tree, nodes, nodes, start)).logits
         last = root + 1 + num_right
-        worst = max(worst, difference_of(logits[: last - start], expected[start - behind : last - behind]))
+        worst = max(worst, difference_of(logits[: last - start], expected[start:last]))
     return worst
 
 
@@ -94,7 +95,7 @@ def _difference_at(model: ChainRunner, slot: CacheSlot, length: int) -> float:
     tree.add_branch(text[start + 1 :])
     nodes = range(len(tree))
     found = model.forward(StepInputs(slot, tree, nodes, nodes, start)).logits
-    plain = _plain_logits(model, text, start)[1:]
+    plain = _plain_logits(model, text, len(tree))
     model.begin(slot, longest)
     model.prefill(slot, text[:start])
     one_by_one = [model.forward(StepInputs(slot, TokenTree([token], 0), [0], [0])).logits for token in text[start:]]
@@ -102,12 +103,11 @@ def _difference_at(model: ChainRunner, slot: CacheSlot, length: int) -> float:
     return max(difference_of(found, plain), alone / ALONE_MULTIPLE)
 
 
-def _plain_logits(model: ChainRunner, text: Sequence[int], start: int) -> torch.Tensor:
-    """Return float32 logits, of text[start - 1] and of each token from start on, of a text that is fed without a cache;
-    one token at a time where rotary factors change on the way."""
-    if any(threshold < len(text) for threshold, _ in model.rotary_lengths.tables):
-        return model.feed("text_one_by_one", [], text, start)
-    num_last = len(text) - start + 1
+def _plain_logits(model: ChainRunner, text: Sequence[int], num_last: int) -> torch.Tensor:
+    """Return [num_last, V] float32 logits of a text's last tokens, fed without a cache; where rotary factors change on
+    the way, one token at a time."""
+    if model.rotary_lengths.threshold < len(text):
+        return model.feed("text_one_by_one", [], text, len(text) - num_last + 1)
     keep = {"logits_to_keep": num_last} if model.passes.keeps_logits else {}
     ids = torch.tensor([text], device=model.device)
     return model.model(input_ids=ids, use_cache=False, **keep).logits[0, -num_last:].float()

@@ -132,7 +132,7 @@ class ChainRunner(ModelRunner):
         if not are_certain:
             cache.save_states()
         rows = np.searchsorted(nodes, wanted)
-        logits = self.feed("chunk", [cache], fed.tolist(), rows.tolist(), self._told(slot))
+        logits = self.feed("chunk", [cache], fed.tolist(), rows.tolist())
         slot.undecided = fed.tolist() if commit else []
         if are_certain:
             self._keep(slot, cache)

@@ -163,19 +163,14 @@ def likely_reason(model: PreTrainedModel) -> str:
 def thresholds_of(config: PreTrainedConfig) -> dict[str, int]:
     """Return every number of a configuration beyond which the model may attend otherwise, by field.
 
-    Sliding windows and chunks are among them, the length from which on "dynamic" rotary factors grow, and any field
-    whose name is not known to be something else: a field that nobody has heard of makes the self-check longer, not
-    shorter.
+    Sliding windows and chunks are among them, and any field whose name is not known to be something else: a field that
+    nobody has heard of makes the self-check longer, not shorter.
 
     Args:
         config: the model's (text) configuration.
     """
     found: dict[str, int] = {}
-    fields = config.to_dict()
-    _collect(fields, "", found)
-    ropes = fields.get("rope_parameters") or {}
-    if any("dynamic" in str(each.get("rope_type")) for each in (ropes, *ropes.values()) if isinstance(each, dict)):
-        found["max_position_embeddings"] = config.max_position_embeddings
+    _collect(config.to_dict(), "", found)
     return found
 
 

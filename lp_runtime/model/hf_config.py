@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lp_runtime.model.rotary_lengths import RotaryLengths
@@ -12,30 +14,47 @@ CACHE_DROPPING_TYPES = ("phi3", "phi4_multimodal")  # their prepare_inputs_for_g
 def context_length(config: PreTrainedConfig, lengths: RotaryLengths) -> int | None:
     """Return how many positions a sequence may have; None if the model sets no limit.
 
-    Rotary factors that change with the length do so for all tokens of a pass, which a tree's are no text of. A model in
-    which that stands as it is (lengths without tables) is used up to the length at which they change. So are types
-    whose cache `generate` drops there.
+    Where rotary factors change with the length, transformers' own modules take those of all tokens of a pass by its
+    longest position, so a token's logits would depend on what else is fed. A model whose modules are not replaced is
+    used up to the length at which factors change. So are types whose cache `generate` drops there.
 
     Args:
         config: the model's (text) configuration.
-        lengths: at which the rotary factors change, where each token has those of its own length.
+        lengths: at which the rotary factors change, where each token has those of its own length; UNCHANGING where
+            transformers' modules stay.
     """
-    length = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
-    length = length if length is None or length > 0 else None  # some say -1
-    if lengths.tables:
-        return length and max(length, *(threshold + num_rows - 1 for threshold, num_rows in lengths.tables))
-    return min(filter(None, (length, *_original_lengths(config))), default=None)
-
-
-def _original_lengths(config: PreTrainedConfig) -> list[int | None]:
-    """Return the lengths that a model was first trained with, where more than those must not be fed to it."""
+    length = max_positions(config)
+    if lengths.change:  # "dynamic" factors are made for more positions than max_position_embeddings
+        return length and max(length, lengths.threshold + lengths.num_rows - 1)
     original = getattr(config, "original_max_position_embeddings", None)
-    lengths = [original] if config.model_type in CACHE_DROPPING_TYPES else []
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if "longrope" in (parameters.get("rope_type"), parameters.get("type")):
-            lengths.append(parameters.get("original_max_position_embeddings") or original)
-    return lengths
+            length = min(
+                filter(None, (length, parameters.get("original_max_position_embeddings") or original)), default=None
+            )
+    if config.model_type in CACHE_DROPPING_TYPES:
+        length = min(filter(None, (length, original)), default=None)
+    return length
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """Return how many positions a (text) configuration names; None for no limit."""
+    length = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
+    return length if length is None or length > 0 else None  # some say -1
+
+
+def config_json(location: str, revision: str | None) -> str:
+    """Return a model's config.json as transformers reads it, as text; empty if there is none.
+
+    Args:
+        location: a directory or hub id.
+        revision: branch, tag or commit of a hub id.
+    """
+    try:
+        return json.dumps(PreTrainedConfig.get_config_dict(location, revision=revision or "main")[0], sort_keys=True)
+    except (OSError, ValueError):
+        return ""
 
 
 def attention_of(config: PreTrainedConfig) -> str:

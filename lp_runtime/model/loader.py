@@ -86,6 +86,21 @@ def load_model(
     return model
 
 
+def without_memory(config: ModelConfig, dtype: str) -> PreTrainedModel:
+    """Return a model as it would be loaded, on torch's meta device: names, shapes and no weights.
+
+    Args:
+        config: where the model is.
+        dtype: "auto" is the checkpoint's; else a name in DTYPES.
+    """
+    remote = {"trust_remote_code": config.trust_remote_code}
+    with QUIET:
+        hf_config = AutoConfig.from_pretrained(config.location, revision=config.revision or "main", **remote)
+        given = DTYPES.get(dtype) or getattr(hf_config, "dtype", None) or torch.float32
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(hf_config, dtype=given, **remote)
+
+
 def _load_options(config: ModelConfig, device: torch.device, dtype: str) -> dict[str, Any]:
     """Return the keyword arguments of `from_pretrained`."""
     optional = {"device_map": config.device_map, "quantization_config": config.quantization_config}

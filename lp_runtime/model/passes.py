@@ -21,7 +21,7 @@ from lp_runtime.model.batch_inputs import batch_inputs
 from lp_runtime.model.inputs import InputLayout
 from lp_runtime.model.kv_cache.batch import BatchedCache
 from lp_runtime.model.kv_cache.cache import TreeCache
-from lp_runtime.model.rotary import library_view, told_view
+from lp_runtime.model.rotary import library_view, view_behind
 from lp_runtime.model.rotary_lengths import UNCHANGING, RotaryLengths
 from lp_runtime.model.view import view_of
 from lp_runtime.utils.tensors import tensor_on
@@ -73,7 +73,7 @@ class Passes:
     ) -> torch.Tensor:
         """Feed T tokens of a text behind the one cache; return the logits of n of them, or of the last, [n, V].
 
-        Tokens of a prompt are told its length, as RotaryLengths.told says.
+        A pass of a prompt's tokens is told the prompt's length, as RotaryLengths.told says.
         """
         (cache,) = caches
         start = cache.length
@@ -95,12 +95,12 @@ class Passes:
     def share(self, caches: Sequence[TreeCache], layout: InputLayout, length: int = 0) -> torch.Tensor:
         """Return the logits of the wanted rows of a share of a tree, [n, V]; strictly, in passes of strict_tokens.
 
-        Tokens of a prompt are told its length, as RotaryLengths.told says.
+        Where the model feeds all tokens of a text anew, the pass is told their number: RotaryLengths.told. Strictly, it
+        never does.
         """
         (cache,) = caches
         if self._strict_tokens is not None:
-            logits = self._strict_forward(cache, layout, self._strict_tokens, length)
-            return logits[tensor_on(self._device, layout.rows)]
+            return self._strict_forward(cache, layout, self._strict_tokens)[tensor_on(self._device, layout.rows)]
         ids, positions = tensor_on(self._device, np.stack([layout.tokens, layout.positions]))
         mask = self._masks.build(layout.parents, positions, cache.length)
         num_rows = len(layout.rows)
@@ -148,19 +148,19 @@ class Passes:
 
     def _plain(self) -> PreTrainedModel:
         """Return what runs a text as transformers runs it."""
-        return library_view(self._model) if self.lengths.tables else self._model
+        return library_view(self._model) if self.lengths.change else self._model
 
     def _model_told(self, length: int) -> PreTrainedModel:
         """Return what runs tokens of a prompt with so many tokens; 0 for others."""
         if length and length != self._told[0]:
-            self._told = length, told_view(self._model, length)
+            self._told = length, view_behind(self._model, length)
         return self._told[1] if length else self._model
 
-    def _strict_forward(self, cache: TreeCache, layout: InputLayout, size: int, length: int) -> torch.Tensor:
+    def _strict_forward(self, cache: TreeCache, layout: InputLayout, size: int) -> torch.Tensor:
         """Return [T, V] logits of all tokens, from passes of `size` tokens each, the last one filled up."""
-        logits, model = [], told_view(self.tree_model, length) if length else self.tree_model
+        logits = []
         for ids, positions, mask in strict_passes(layout, size, cache.length, self._masks, self._device):
-            logits.append(self._forward(ids, positions, mask, cache, size, model))
+            logits.append(self._forward(ids, positions, mask, cache, size, self.tree_model))
             cache.keep_writing(size)
         return torch.cat(logits)[: len(layout.tokens)]
 

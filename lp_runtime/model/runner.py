@@ -17,7 +17,7 @@ from lp_runtime.model.attention.mask import CHUNKED, MaskBuilder
 from lp_runtime.model.cuda_graph import FixedPasses, GraphOptions
 from lp_runtime.model.families import check_family
 from lp_runtime.model.hf_config import context_length
-from lp_runtime.model.inputs import InputLayout, compile_layout, lay_out
+from lp_runtime.model.inputs import compile_layout, lay_out
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.slots import CacheSlot, SlotPool
 from lp_runtime.model.pass_inputs import Part
@@ -36,7 +36,8 @@ class ModelRunner:
     """An unmodified Hugging Face causal LM and its KV-cache slots.
 
     Args:
-        model: the loaded model, in eval mode, on one device.
+        model: the loaded model, in eval mode, on one device. Its rotary embeddings are replaced, for good, where their
+            factors change with the length, as rotary.py says.
         prefill_chunk: tokens of a prompt fed at once.
         strict_tokens: tokens of every forward pass of a tree; a larger tree takes several passes. With it a token's
             logits, keys and values do not depend on what else is fed, bit for bit (attention/strict.py). None for one
@@ -264,7 +265,7 @@ class ModelRunner:
     def logits_after_each(self, slot: CacheSlot, tokens: Sequence[int], behind: Sequence[int] = ()) -> StepLogits:
         """Return the logits of n tokens, each as the end of a text of its own that begins with `behind`."""
         slot.cache.clear()
-        slot.tokens = []
+        slot.tokens, slot.prompt_length = [], 0
         if behind:
             self.feed_prompt(slot, behind)
         return StepLogits(self.feed("each_alone", [slot.cache], tokens))
@@ -297,7 +298,7 @@ class ModelRunner:
         the length that the tree's pass must be told."""
         lengths = self.rotary_lengths
         prompt_length = lengths.prompt_length(slot.prompt_length, len(slot.tokens) + tree.root + 1)
-        if not lengths.are_alike(slot.prompt_length, prompt_length):
+        if lengths.row(slot.prompt_length) != lengths.row(prompt_length):
             tokens = slot.tokens
             slot.reset(self._make_cache, slot.capacity, prompt_length=prompt_length)
             result_of(self.prefill_in_chunks(slot, tokens))
@@ -331,15 +332,11 @@ class ModelRunner:
         caches = [inputs.slot.cache for inputs in batch]
         found = self._forward_fixed([Part.whole(*each) for each in zip(caches, layouts, strict=True)])
         if found is None:
-            found = self._feed_shares(caches, layouts)
+            logits = self.feed("shares", caches, layouts)
+            found = [StepLogits(each) for each in logits.split([len(layout.rows) for layout in layouts])]
         for inputs in batch:
             inputs.slot.commit(inputs.tree.pending, commit)
         return found
-
-    def _feed_shares(self, caches: Sequence[TreeCache], layouts: Sequence[InputLayout]) -> list[StepLogits]:
-        """Feed shares of several sequences in one pass of any size."""
-        logits = self.feed("shares", caches, layouts)
-        return [StepLogits(each) for each in logits.split([len(layout.rows) for layout in layouts])]
 
     def num_passes(self, num_tokens: int) -> int:
         """Return the number of forward passes that feed this many tokens of a tree."""

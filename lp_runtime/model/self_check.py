@@ -54,8 +54,13 @@ def check_model(model: ModelRunner) -> float:
         with model.slots.borrowed() as slot:
             worst = _worst_difference(model, slot)
             for field, threshold in lengths_to_cross(model).items():
-                if worst <= TOLERANCES.get(model.dtype, 0.0):
-                    worst, where = max(worst, _difference_at(model, slot, threshold)), f" around {field}={threshold}"
+                starts = [threshold - BEFORE_THRESHOLD]
+                if threshold == model.rotary_lengths.threshold:  # a longer prompt has other factors
+                    starts.append(threshold + 1)
+                for start in starts:
+                    if worst <= TOLERANCES.get(model.dtype, 0.0):
+                        worst = max(worst, _difference_at(model, slot, threshold, start))
+                        where = f" around {field}={threshold}"
     except ModelError:
         raise
     except Exception as error:  # any failure of a foreign model here means the same thing: it cannot be served
@@ -115,8 +120,7 @@ def _worst_difference(model: ModelRunner, slot: CacheSlot) -> float:
     rng = random.Random(0)
     longest = sys.maxsize if model.context_length is None else model.context_length
     # Without a cache, a text in which rotary factors change is not what it is one token at a time.
-    longest = min([longest, *(threshold for threshold, _ in model.rotary_lengths.tables)])
-    length = min(SHORT_PROMPT, longest - LONGEST_TAIL)
+    length = min(SHORT_PROMPT, min(longest, model.rotary_lengths.threshold) - LONGEST_TAIL)
     if length < 2:
         raise ModelError(f"a context of {model.context_length} tokens is too short to work in")
 
@@ -140,17 +144,19 @@ def _worst_difference(model: ModelRunner, slot: CacheSlot) -> float:
 def lengths_to_cross(model: ModelRunner) -> dict[str, int]:
     """Return the lengths to decode across, each once, by a field of the configuration that names it."""
     longest = sys.maxsize if model.context_length is None else model.context_length
+    thresholds = {"max_position_embeddings": model.rotary_lengths.threshold}
+    thresholds |= thresholds_of(model.model.config.get_text_config())
     fields = {
         threshold: field
-        for field, threshold in thresholds_of(model.model.config.get_text_config()).items()
+        for field, threshold in thresholds.items()
         if threshold > BEFORE_THRESHOLD + 1 and threshold + CROSSED_BY + ACCEPTED <= longest
     }
     return {fields[threshold]: threshold for threshold in sorted(fields)}
 
 
 @torch.inference_mode()
-def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int) -> float:
-    """Decode across a length, in trees and one token at a time; return the largest relative difference of a node.
+def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int, start: int) -> float:
+    """Decode around a length, in trees and one token at a time; return the largest relative difference of a node.
 
     Where the model itself fails at such lengths, a warning says so, and the difference is 0.
 
@@ -158,11 +164,11 @@ def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int) -> float
         model: checked at shorter lengths.
         slot: is fed; its content is lost.
         threshold: in tokens.
+        start: tokens of the prompt.
     """
     name = type(model.model).__name__
     log.info("%s is checked around %d tokens", name, threshold)
     rng = random.Random(threshold)
-    start = threshold - BEFORE_THRESHOLD
     text = [rng.randrange(model.vocabulary_size) for _ in range(threshold + CROSSED_BY + ACCEPTED)]
     try:
         expected = _expected_logits(model, text, start)
@@ -186,30 +192,16 @@ def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int) -> float
             for depth, node in enumerate(nodes)
         ]
         pending, root = root + 1, root + max(1, depth)
-    return max(differences + _differences_behind(model, slot, text, threshold))
+    return max(differences)
 
 
 def _expected_logits(model: ModelRunner, text: Sequence[int], start: int) -> torch.Tensor:
-    """Return what transformers computes of a text, one token at a time: Passes.text_one_by_one says which logits."""
-    refed_at = model.rotary_lengths.refed_at
-    if refed_at is None or not start <= refed_at < len(text):
+    """Return what `generate` computes of a text behind a prompt of `start` tokens, as Passes.text_one_by_one says."""
+    lengths, end = model.rotary_lengths, model.rotary_lengths.threshold
+    if not lengths.refeeds or not start <= end < len(text):
         return model.feed("text_one_by_one", [], text, start)
-    before = model.feed("text", [], text[:refed_at], refed_at - start + 1)
-    return torch.cat([before, model.feed("text", [], text, len(text) - refed_at)]).float()
-
-
-def _differences_behind(model: ModelRunner, slot: CacheSlot, text: Sequence[int], threshold: int) -> list[float]:
-    """Return the relative differences behind a prompt that ends beyond a length at which rotary factors change."""
-    if all(threshold != each for each, _ in model.rotary_lengths.tables):
-        return []
-    start = threshold + ACCEPTED
-    expected = model.feed("text_one_by_one", [], text, start)
-    model.begin(slot, len(text))
-    prefilled = model.prefill(slot, text[:start])
-    tree = TokenTree(text[start : start + 1], max_depth=len(text))
-    tree.add_branch(text[start + 1 :])
-    found = torch.cat([prefilled, model.forward(StepInputs.whole(slot, tree)).logits])
-    return [difference_of(a, b) for a, b in zip(found.split(1), expected.split(1), strict=True)]
+    before = model.feed("text", [], text[:end], end - start + 1)
+    return torch.cat([before, model.feed("text", [], text, len(text) - end)]).float()
 
 
 def _compare(

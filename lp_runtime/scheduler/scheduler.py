@@ -140,7 +140,7 @@ class Scheduler:
 
     def _num_replicas_on(self, gpus: int) -> int:
         """Return how many replicas a request's GPUs make; raises ConfigError if there are none such."""
-        each, num_replicas = self._runtime.config.gpus_per_replica, self._launcher.num_replicas
+        each, num_replicas = self._runtime.gpus_per_replica, self._launcher.num_replicas
         if gpus > num_replicas * each:
             what = "the number of replicas" if each == 1 else "the number of GPUs"
             raise ConfigError(f"gpus={gpus}: must be at most {num_replicas * each}, {what}")

@@ -21,16 +21,18 @@ from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.job import Job
 from lp_runtime.scheduler.scheduler import Scheduler
 from lp_runtime.server.chat_form import ChatForm
+from lp_runtime.server.chat_format import ChatFormat
 from lp_runtime.server.errors import ApiError, invalid
 from lp_runtime.server.gate import Gate
 from lp_runtime.server.metrics import Metrics
 from lp_runtime.server.protocol import Chat, Common, Completion
 from lp_runtime.server.responses import Choice, CompletionForm, Form, to_json
-from lp_runtime.server.responses_api import Responses, ResponsesForm
+from lp_runtime.server.responses_api import Responses
+from lp_runtime.server.responses_form import ResponsesForm
 from lp_runtime.server.status import StatusRoutes
 from lp_runtime.server.submission import ServerSettings, Submitter
 from lp_runtime.server.token_routes import TokenRoutes
-from lp_runtime.server.tools import ChatFormat
+from lp_runtime.server.tools import ToolUse
 
 PROMPT_END_TOKENS = 8  # of a prompt, which show whether it has opened the answer's reasoning part
 POLL_SECONDS = 0.1  # between checks whether a client is still connected
@@ -114,33 +116,47 @@ class Server:
 
     async def chat(self, body: Chat, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
-        num_top = body.num_top_logprobs()
-        options = self._options(body, request, num_top)
-        messages = [message.plain() for message in body.messages]
-        chat_format, tools = self._chat_format, body.offered_tools()
-        if tools and not chat_format.takes_tools:
-            raise RequestError("tools: the model's chat template takes none")
-        shown = [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in tools]
-        ids = self._submitter.encode_chat(messages, body.split_special_tokens, shown)
-        prompt_end = self._text(ids[-PROMPT_END_TOKENS:])
-        if body.must_call:
-            is_parallel = body.parallel_tool_calls and body.tool_choice == "required"
-            options["constraint"] = chat_format.constraint_of_calls(tools, is_parallel, prompt_end)
-        elif (constraint := options.get("constraint")) is not None:
-            options["constraint"] = chat_format.behind_reasoning(constraint, prompt_end)
-        choices = await self._submit(body, [ids], body.length(), options)
-        for choice in choices:
-            raw = TextStream(self._tokenizer, False) if chat_format.shows_special_tokens(bool(tools)) else None
-            choice.read_by(chat_format.parser(bool(tools), prompt_end), raw)
-        form = ChatForm(self._settings.name, self._token_text, num_top, None if body.parallel_tool_calls else 1)
-        return await self._answer(body, request, choices, form)
+        num_top, use = body.num_top_logprobs(), body.tool_use()
+        choices = await self._converse(body, request, use, num_top)
+        return await self._answer(
+            body, request, choices, ChatForm(self._settings.name, self._token_text, num_top, use.max_calls)
+        )
 
     async def respond(self, body: Responses, request: Request) -> Response:
         """Answer POST /v1/responses."""
-        options = self._options(body, request, None)
-        ids = self._submitter.encode_chat(body.messages(), body.split_special_tokens)
+        use = body.tool_use()
+        choices = await self._converse(body, request, use, None)
+        return await self._answer(
+            body, request, choices, ResponsesForm(self._settings.name, self._token_text, body, use.max_calls)
+        )
+
+    async def _converse(
+        self, body: Chat | Responses, request: Request, use: ToolUse, num_top: int | None
+    ) -> list[Choice]:
+        """Submit a conversation; its answers are taken apart into reasoning, text and calls.
+
+        Args:
+            body: what the client sent.
+            request: how it came.
+            use: which tools the answer may or must call.
+            num_top: see `_options`.
+
+        Raises:
+            LookaheadError: the request is refused, there is no place for it, or the server ends.
+        """
+        options = self._options(body, request, num_top)
+        chat_format, has_tools = self._chat_format, bool(use.tools)
+        if has_tools and not chat_format.takes_tools:
+            raise RequestError("tools: the model's chat template takes none")
+        ids = self._submitter.encode_chat(body.conversation(), body.split_special_tokens, use.shown())
+        prompt_end = self._text(ids[-PROMPT_END_TOKENS:])
+        text_constraint = options.get("constraint")
+        options["constraint"] = chat_format.constraint(use, text_constraint, prompt_end)
         choices = await self._submit(body, [ids], body.length(), options)
-        return await self._answer(body, request, choices, ResponsesForm(self._settings.name, self._token_text, body))
+        for choice in choices:
+            raw = TextStream(self._tokenizer, False) if chat_format.shows_special_tokens(has_tools) else None
+            choice.read_by(chat_format.parser(has_tools, prompt_end, text_constraint is not None), raw)
+        return choices
 
     def _options(self, body: Common, request: Request, num_top: int | None) -> RequestOptions:
         """Return the options of a body's requests, once the body is checked.

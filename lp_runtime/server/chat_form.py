@@ -48,13 +48,8 @@ class ChatForm(ChoicesForm):
 
     def _parts(self, choice: Choice, text: str) -> dict[str, Any]:
         """Return the parts of a message, or of a delta, that a text has: content, reasoning_content and tool_calls."""
-        if choice.parser is None:
-            return {"content": text} if text else {}
-        pieces = choice.parser.add(text)
-        if choice.reason is not None:
-            pieces += choice.parser.finish()
         parts: dict[str, Any] = {}
-        for piece in pieces:
+        for piece in choice.pieces(text):
             if piece.kind != "arguments":
                 name = "content" if piece.kind == "content" else "reasoning_content"
                 parts[name] = parts.get(name, "") + piece.text

@@ -19,6 +19,7 @@ from lp_runtime.server.json_scanner import JsonScanner
 
 THINK, END_OF_THINK = "<think>", "</think>"
 CALL_HEAD = re.compile(r'[\s\[,;]*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*')
+OTHER_HEAD = re.compile(r'\s*\{\s*(?:[^"\s]|"(?!name")[^"]*")')  # of an object that is no call
 MAX_HEAD_CHARS = 4096  # of a call, in which its name must stand
 
 
@@ -124,13 +125,20 @@ class TextParser(ChatParser):
         marks: what begins calls; empty where none is looked for.
         end: what ends a call; empty where its last brace does.
         bare: whether an answer that begins as a call is one, without a mark.
+        is_either: whether the answer, behind its reasoning part, is calls alone or text alone.
     """
 
     def __init__(
-        self, has_reasoning: bool, is_thinking: bool, marks: tuple[str, ...] = (), end: str = "", bare: bool = False
+        self,
+        has_reasoning: bool,
+        is_thinking: bool,
+        marks: tuple[str, ...] = (),
+        end: str = "",
+        bare: bool = False,
+        is_either: bool = False,
     ):
         self._marks, self._end, self._bare, self._is_thinking = marks, end, bare, is_thinking
-        self._has_reasoning = has_reasoning
+        self._has_reasoning, self._is_either = has_reasoning, is_either
         self._is_wrapped = False  # whether a brace closes the call behind its arguments
         super().__init__()
 
@@ -164,10 +172,25 @@ class TextParser(ChatParser):
 
     def _begin_text(self, is_end: bool) -> bool:
         stripped = self._buffer.lstrip()
-        if self._bare and not stripped and not is_end:
+        if (self._bare or self._is_either) and not stripped and not is_end:
             return False
-        self._state = self._read_head if self._bare and stripped.startswith("{") else self._text
+        if self._bare and stripped.startswith("{"):
+            self._state = self._read_head
+        elif not self._is_either or stripped.startswith(self._marks):
+            self._state = self._text
+        elif not is_end and any(mark.startswith(stripped) for mark in self._marks):
+            return False
+        else:
+            self._only_text()
         return True
+
+    def _only_text(self) -> None:
+        """Pass on what there is as text, and what follows."""
+        self._emit("content", self._buffer)
+        self._buffer = ""
+        if self._is_either:  # a mark inside of the text is text
+            self._marks = ()
+        self._state = self._text
 
     def _text(self, is_end: bool) -> bool:
         if not self._marks:
@@ -196,10 +219,9 @@ class TextParser(ChatParser):
             self._state = self._arguments
             return True
         has_ended = bool(self._end) and self._end in self._buffer
-        if is_end or has_ended or len(self._buffer) > MAX_HEAD_CHARS:  # no call that can be read: text, as it is
-            self._emit("content", self._buffer)
-            self._buffer = ""
-            self._state = self._text
+        is_other = self._bare and OTHER_HEAD.match(self._buffer) is not None
+        if is_end or has_ended or is_other or len(self._buffer) > MAX_HEAD_CHARS:  # no call that can be read: text
+            self._only_text()
         return False
 
     def _arguments(self, is_end: bool) -> bool:

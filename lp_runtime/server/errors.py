@@ -59,6 +59,7 @@ WORDS = {
     "extra_forbidden": "is not a known field",
     "string_type": "must be a string",
     "string_unicode": "must be valid Unicode",
+    "string_pattern_mismatch": "must match {pattern}",
     "string_too_long": "must have at most {max_length} characters",
     "int_type": "must be an integer",
     "int_from_float": "must be an integer",
@@ -88,21 +89,41 @@ async def invalid(_: Request, error: Exception) -> JSONResponse:
 def in_words(errors: Sequence[Mapping]) -> str:
     """Return what is wrong with the first field that pydantic refuses, with the field's name and its value.
 
-    A field that may be one thing or another has an error for each: all are named.
+    A field that may be one thing or another has an error for each: all are named, but for an item of a list that says
+    what it is, whose own error alone is.
 
     Args:
         errors: what pydantic found, at least one.
     """
     where = _place(errors[0])
+    inside = [each for each in errors if _is_tagged(each) and _place(each).startswith(f"{where}.")]
+    if inside:
+        errors, where = inside, _place(inside[0])
     found = [each for each in errors if _place(each) == where]
     if errors[0]["type"] in ("missing", "extra_forbidden"):
         found = found[:1]
-    meanings = dict.fromkeys(WORDS.get(each["type"], each["msg"]).format(**each.get("ctx", {})) for each in found)
+    meanings = dict.fromkeys(_meaning(each) for each in found)
     what = " or ".join(meanings).replace(" or must be ", " or ")
     value = errors[0].get("input")
-    is_shown = isinstance(value, str | int | float) and errors[0]["type"] not in ("missing", "extra_forbidden")
-    shown = f"={value!r}" if is_shown and len(repr(value)) <= MAX_SHOWN_CHARS and where != "body" else ""
-    return f"{where}{shown}: {what}"
+    is_shown = where != "body" and errors[0]["type"] not in ("missing", "extra_forbidden")
+    return f"{where}{_shown(value) if is_shown else ''}: {what}"
+
+
+def _shown(value: object) -> str:
+    """Return a value as messages show it; empty where it is long."""
+    shown = f"={value!r}" if isinstance(value, str | int | float) else ""
+    return shown if len(shown) <= MAX_SHOWN_CHARS + 1 else ""
+
+
+def _meaning(error: Mapping) -> str:
+    """Return what an error says, in words."""
+    known = WORDS.get(error["type"])
+    return str(error["msg"]) if known is None else known.format(**error.get("ctx", {}))
+
+
+def _is_tagged(error: Mapping) -> bool:
+    """Whether an error is inside of an item that says what it is: pydantic names the item's tag, as [message]."""
+    return any(str(part).startswith("[") for part in error["loc"])
 
 
 def _place(error: Mapping) -> str:

@@ -30,13 +30,16 @@ class Message(BaseModel):
 
     def plain(self) -> dict[str, object]:
         """Return the message as chat templates take it, with its content as one text."""
-        content = self.content
-        if isinstance(content, list):
-            content = "".join(part.text for part in content)
+        content = "" if self.content is None else joined(self.content)
         more = dict(self.model_extra or {})
         if isinstance(more.get("tool_calls"), list):
             more["tool_calls"] = [_with_parsed_arguments(call) for call in more["tool_calls"]]
-        return {**more, "role": self.role, "content": "" if content is None else content}
+        return {**more, "role": self.role, "content": content}
+
+
+def joined(content: str | list[ContentPart]) -> str:
+    """Return a message's content as one text."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _with_parsed_arguments(call: object) -> object:

@@ -20,7 +20,7 @@ from lp_runtime.engine.request_builder import RequestOptions
 from lp_runtime.errors import RequestError
 from lp_runtime.server.messages import Message
 from lp_runtime.server.structure import ResponseFormat, StructuredOutputs, constraint_of
-from lp_runtime.server.tools import MAX_TOOLS, NamedTool, Tool
+from lp_runtime.server.tools import MAX_TOOLS, NamedTool, Tool, ToolUse, choose_tools
 
 # What one client may ask for at most, so that others do not pay for it.
 MAX_CHOICES = 128
@@ -318,27 +318,15 @@ class Chat(Common):
             raise RequestError(f"top_logprobs={self.top_logprobs}: only with logprobs=true")
         return self.top_logprobs or 0 if self.logprobs else None
 
-    def offered_tools(self) -> list[Tool]:
-        """Return the tools that the model may call: all, the one that is named, or none.
+    def tool_use(self) -> ToolUse:
+        """Return which tools the answer may or must call.
 
         Raises:
-            RequestError: a call is asked for and there is no such tool, or there is a constraint of the text, too.
+            RequestError: a call is asked for and there is no such tool.
         """
-        if self.tool_choice == "none":
-            return []
-        tools = self.tools
-        if isinstance(self.tool_choice, NamedTool):
-            name = self.tool_choice.function.name
-            tools = [tool for tool in tools if tool.function.name == name]
-            if not tools:
-                raise RequestError(f"tool_choice: {name!r} is not the name of any of the tools")
-        if self.must_call and not tools:
-            raise RequestError("tool_choice=required: there are no tools")
-        if tools and self.constraint() is not None:
-            raise RequestError("response_format and structured_outputs: not with tools, except with tool_choice=none")
-        return tools
+        choice = self.tool_choice.function if isinstance(self.tool_choice, NamedTool) else self.tool_choice
+        return choose_tools(self.tools, choice, self.parallel_tool_calls)
 
-    @property
-    def must_call(self) -> bool:
-        """Whether the answer must be a call."""
-        return self.tool_choice not in ("none", "auto")
+    def conversation(self) -> list[dict[str, object]]:
+        """Return the messages as chat templates take them."""
+        return [message.plain() for message in self.messages]

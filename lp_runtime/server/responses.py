@@ -13,7 +13,7 @@ from lp_runtime.engine.generation import Delta
 from lp_runtime.engine.output import Logprob
 from lp_runtime.model.tokenizer import TextStream
 from lp_runtime.scheduler.job import Job
-from lp_runtime.server.chat_parser import ChatParser
+from lp_runtime.server.chat_parser import ChatParser, Piece
 from lp_runtime.server.stop_trimmer import StopTrimmer
 
 REASONS = {"eos": "stop", "stop": "stop"}  # OpenAI's finish_reason by this package's; all others are "length"
@@ -33,6 +33,7 @@ class Choice:
         tokens: new token ids so far.
         logprobs: log-probabilities of the tokens, if asked for.
         found_by: ranks of the replicas that verified the tokens, if asked for.
+        sources: where the tokens came from, if asked for: see StepOutput.
         reason: OpenAI's finish_reason; None before the end.
         parser, raw: see `read_by`.
     """
@@ -45,6 +46,7 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     found_by: list[int] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
     reason: str | None = None
     parser: ChatParser | None = None
     raw: TextStream | None = None
@@ -65,6 +67,7 @@ class Choice:
         self.tokens += delta.token_ids
         self.logprobs += delta.logprobs or ()
         self.found_by += delta.found_by or ()
+        self.sources += delta.sources or ()
         text = delta.text
         if self.raw is not None:
             text = self.raw.add([token for token in delta.token_ids if token not in self.job.request.eos_token_ids])
@@ -76,6 +79,12 @@ class Choice:
         self.reason = REASONS.get(finish_reason, "length")
         rest = self.trimmer.add(self.raw.finish()) if self.raw is not None else ""
         return rest + self.trimmer.finish(finish_reason == "stop")
+
+    def pieces(self, text: str) -> list[Piece]:
+        """Return the pieces of the answer that a new text completes; all that are left once the choice has ended."""
+        if self.parser is None:
+            return [Piece("content", text)] if text else []
+        return self.parser.add(text) + (self.parser.finish() if self.reason is not None else [])
 
 
 def to_json(body: Mapping[str, object]) -> str:
@@ -219,7 +228,8 @@ class ChoicesForm(Form):
     def grown(self, choice: Choice, text: str, new: slice) -> Iterator[str]:
         delta = self.delta(choice, text, new)
         if choice.job.request.trace:  # beyond the OpenAI API: the tokens of this step
-            delta["lookahead"] = {"tokens": len(choice.tokens[new]), "found_by": choice.found_by[new]}
+            traced = {"found_by": choice.found_by[new], "sources": choice.sources[new]}
+            delta["lookahead"] = {"tokens": len(choice.tokens[new]), **traced}
         yield self.chunk(delta)
 
     def closing(self, choices: list[Choice], with_usage: bool) -> Iterator[str]:

@@ -218,7 +218,7 @@ def test_limits_and_samples(values, message):
         ({"gpus": -2}, "gpus=-2: must be an integer >= 1"),
         ({"gpus": 1.0}, "gpus=1.0: must be an integer >= 1"),
         ({"gpus_per_replica": 2, "gpus": 3}, "gpus=3: must be a multiple of gpus_per_replica=2"),
-        ({"gpus_per_replica": 0}, "gpus_per_replica=0: must be an integer >= 1"),
+        ({"gpus_per_replica": 0}, "gpus_per_replica=0: must be auto, fastest or an integer >= 1"),
         ({"device": "tpu"}, "device=tpu: must be one of auto, cpu, cuda"),
         ({"dtype": "int8"}, "dtype=int8: must be one of auto, float32, bfloat16, float16"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from support.batches import decode_batch
 from support.constrained import (
     EOS,
     TEXTS,
+    WatchedGrammars,
     compile_for_test,
     decode,
     grammars,
@@ -21,6 +23,7 @@ from support.constrained import (
     tokenizer,
 )
 from support.ranks import run_ranks
+from support.small_models import random_model
 
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
@@ -29,9 +32,11 @@ from lp_runtime.distributed.group import Group
 from lp_runtime.engine.batch import Arrival
 from lp_runtime.engine.calibration import Calibration
 from lp_runtime.engine.engine import Engine
+from lp_runtime.engine.output import MODEL
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import ConfigError
 from lp_runtime.hf_generate import lookahead_generate
+from lp_runtime.model.runner import ModelRunner
 
 RECORD = ConstraintConfig(
     json_schema={
@@ -70,7 +75,7 @@ def test_replicas_give_the_same_text():
 
 @pytest.mark.parametrize("drafter", ["full", "paper", "prompt_lookup", "recycling"])
 def test_what_is_forced_is_drafted_and_what_is_forbidden_is_not_fed(drafter):
-    request = record_request(lookahead=LookaheadConfig(W=5, N=6, G=5, drafter=drafter))
+    request = record_request(lookahead=LookaheadConfig(W=5, N=6, G=5, drafter=drafter), trace=True)
     model = runner("Llama")
     engine = Engine(model, Group.alone(), Calibration(model, Group.alone(), cache_dir=None), grammars=grammars())
     text: list[int] = []
@@ -91,16 +96,84 @@ def test_what_is_forced_is_drafted_and_what_is_forbidden_is_not_fed(drafter):
     text = [token for output in outputs for token in output.token_ids]
     forced = report.counts.sources.index("forced")
     assert report.counts.accepted[forced].sum() >= 5, text
+    found = Counter(source for output in outputs for source in output.sources)
+    accepted = dict(zip(report.counts.sources, report.counts.accepted.sum(axis=1), strict=True))
+    assert found.pop(MODEL) >= len(outputs) - 1 and found == Counter(accepted)
+    assert all(len(output.sources) == len(output.token_ids) for output in outputs)
     plain = decode(model, replace(request, lookahead=PLAIN), Group.alone())
     assert text == plain[0] and report.num_steps < 0.8 * plain[1]
 
 
-def test_resuming_goes_on_behind_what_is_committed():
-    request, model = record_request(), runner("Llama")
-    whole, _, _ = decode(model, request, Group.alone())
-    for done in (1, len(whole) // 2):
-        rest, _, _ = decode(model, replace(request, committed=tuple(whole[:done])), Group.alone())
+def masked_on_rank(group: Group, drafter: str) -> list[tuple[list[int], int, int]]:
+    """Return (numbers of nodes that masks were asked of, nodes owned, nodes of the tree) of each step."""
+    steps, asked, model = [], [], runner("Llama")
+
+    def observe(nodes, step, rank, samples):
+        steps.append((asked.copy(), step.shares.num_owned[rank], len(step.tree) - step.tree.root))
+        asked.clear()
+
+    watched = WatchedGrammars(grammars(), lambda nodes: asked.append(len(nodes)))
+    engine = Engine(model, group, Calibration(model, group, cache_dir=None), grammars=watched)
+    request = record_request(lookahead=LookaheadConfig(W=7, N=5, G=7, drafter=drafter))
+    for _ in engine.run(request, observe=observe):
+        pass
+    return steps
+
+
+@pytest.mark.parametrize("drafter", ["full", "paper"])
+def test_a_replica_fills_the_masks_of_the_nodes_it_owns(drafter):
+    """Behind the pass; before it the drafter full fills those of the root and of what is forced behind it."""
+    both = run_ranks(masked_on_rank, 2, drafter)
+    for ranks in zip(*both, strict=True):
+        assert sum(num_owned for _, num_owned, _ in ranks) == ranks[0][2]
+        for asked, num_owned, _ in ranks:
+            assert asked[-1] == num_owned
+            assert len(asked) <= 2 if drafter == "full" else len(asked) == 1
+    is_shared = any(min(num_owned for _, num_owned, _ in ranks) > 0 for ranks in zip(*both, strict=True))
+    assert is_shared or drafter == "paper"  # whose trees are a chain under so strict a constraint
+
+
+@pytest.mark.parametrize("seed", range(30, 34))
+def test_resuming_goes_on_behind_what_is_committed(seed):
+    """A new attempt behind any committed token goes on with the text, sampled or not, whatever drafts it."""
+    draw, model = random_draw(random.Random(seed)), runner("Llama")
+    whole, rng = reference(model.model, draw), random.Random(seed)
+    for done in {1, len(whole) - 1, rng.randrange(len(whole))} - {0}:
+        lookahead = rng.choice([draw.request.lookahead, PLAIN, LookaheadConfig(drafter="full")])
+        again = replace(draw.request, committed=tuple(whole[:done]), lookahead=lookahead)
+        rest, _, _ = decode(model, again, Group.alone())
         assert rest == whole[done:]
+
+
+def strict_runner() -> ModelRunner:
+    """Return a model in bfloat16, where ties are common, whose passes are cut into equal ones."""
+    model = random_model("Llama", seed=1, initializer_range=0.3).to(torch.bfloat16)
+    return ModelRunner(model, prefill_chunk=16, strict_tokens=16, own_attention=True)
+
+
+def strict_request(seed: int) -> Request:
+    return replace(random_draw(random.Random(seed)).request, logprobs=True, max_new_tokens=10)
+
+
+def strict_on_rank(group: Group, seeds: list[int]) -> list[list[tuple[int, float]]]:
+    model, found = strict_runner(), []
+    for seed in seeds:
+        engine = Engine(model, group, Calibration(model, group, cache_dir=None), grammars=grammars())
+        *outputs, _ = engine.run(strict_request(seed))
+        found.append([pair for output in outputs for pair in zip(output.token_ids, output.logprobs, strict=True)])
+    return found
+
+
+def test_strict_bits_on_several_replicas():
+    """With exactness=strict, in bfloat16, a text and its log-probabilities have the bits of one token a step."""
+    seeds, model = [42, 43], strict_runner()
+    expected = []
+    for seed in seeds:
+        request = replace(strict_request(seed), lookahead=PLAIN)
+        engine = Engine(model, Group.alone(), Calibration(model, Group.alone(), cache_dir=None), grammars=grammars())
+        *outputs, _ = engine.run(request)
+        expected.append([pair for output in outputs for pair in zip(output.token_ids, output.logprobs, strict=True)])
+    assert run_ranks(strict_on_rank, 2, seeds) == [expected, expected]
 
 
 def test_requests_of_a_batch_keep_their_own_constraints():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.forked import forking
+from support.forked import forking, next_result
 from support.processes import wait_until
 from support.ranks import CPU, TIMEOUT, run_ranks, running_ranks
 
@@ -110,7 +110,7 @@ def lose_rank_1(group: Group):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_peer_of_a_killed_replica_gets_an_error(backend):
     with running_ranks(lose_rank_1, 2, backend=backend) as (processes, results):
-        rank, errors = results.get(timeout=TIMEOUT)
+        rank, errors = next_result(results, processes)
         processes[1].join(TIMEOUT)
         assert processes[1].exitcode == -signal.SIGKILL
     assert rank == 0
@@ -144,8 +144,8 @@ def wait_for_a_request(group: Group):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_followers_wait_for_the_next_request_as_long_as_it_takes(backend):
-    with running_ranks(wait_for_a_request, 2, backend=backend, step_timeout=STEP_TIMEOUT) as (_, results):
-        assert [results.get(timeout=TIMEOUT)[1] for _ in range(2)] == ["a request", "a request"]
+    with running_ranks(wait_for_a_request, 2, backend=backend, step_timeout=STEP_TIMEOUT) as (processes, results):
+        assert [next_result(results, processes)[1] for _ in range(2)] == ["a request", "a request"]
 
 
 def test_a_single_replica_needs_no_process_group():
@@ -239,7 +239,7 @@ def test_memory_of_several_machines_cannot_be_shared():
     processes = [forking().Process(target=refused, args=(rank, store.port, results)) for rank in range(2)]
     for process in processes:
         process.start()
-    found = [results.get(timeout=TIMEOUT) for _ in processes]
+    found = [next_result(results, processes) for _ in processes]
     for process in processes:
         process.join(TIMEOUT)
     assert found == ["launcher.backend=shared: the replicas are on 2 machines"] * 2
@@ -265,7 +265,7 @@ def test_without_room_for_shared_memory_one_line_and_gloo(tmp_path):
     ]
     for process in processes:
         process.start()
-    found = sorted(results.get(timeout=TIMEOUT) for _ in processes)
+    found = sorted(next_result(results, processes) for _ in processes)
     for process in processes:
         process.join(TIMEOUT)
     why = f"{folder}: No such file or directory"

@@ -190,7 +190,7 @@ def test_cfg_prints_the_settings_and_runs_nothing(capsys):
         ("lookahead.W=1,2", "lookahead.W=1,2: must be an integer >= 0"),
         ("gpus=0", "gpus=0: must be an integer >= 1"),
         ("gpus=two", "gpus=two: must be an integer >= 1"),
-        ("gpus_per_replica=0", "gpus_per_replica=0: must be an integer >= 1"),
+        ("gpus_per_replica=0", "gpus_per_replica=0: must be auto, fastest or an integer >= 1"),
         ("max_new_tokens=0", "max_new_tokens=0: must be an integer >= 1"),
         ("device=tpu", "device=tpu: must be one of auto, cpu, cuda"),
         ("dtype=int4", "dtype=int4: must be one of auto, float32, bfloat16, float16"),

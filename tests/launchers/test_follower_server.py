@@ -143,7 +143,7 @@ def test_strict_output_is_the_same_at_any_number_of_replicas(tiny_model_dir):
         ({"gpus": 3}, "gpus=3: must be a multiple of gpus_per_replica=2"),
         ({"gpus": 1}, "gpus=1: must be a multiple of gpus_per_replica=2"),
         ({"gpus": 2, "model": {"device_map": "auto"}}, "model.device_map=auto: only with gpus_per_replica=1"),
-        ({"gpus_per_replica": 0}, "gpus_per_replica=0: must be an integer >= 1"),
+        ({"gpus_per_replica": 0}, "gpus_per_replica=0: must be auto, fastest or an integer >= 1"),
         ({"model": {"quantization_config": {"quant_method": "bitsandbytes"}}}, "only with gpus_per_replica=1"),
     ],
 )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 
 import numpy as np
 import psutil
 import pytest
+from support.forked import forking, next_result
 from support.ranks import CPU, TIMEOUT, interfaces
 
 from lp_runtime.distributed.context import ReplicaContext
@@ -38,17 +38,17 @@ def exchange_over(rank: int, names: list[str], port: int, results) -> None:
 def test_the_exchange_goes_over_the_interface_that_is_named():
     names = interfaces()
     assert "lo" in names
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.Queue()
+    results = forking().Queue()
     store = host_store("127.0.0.1", 0, TIMEOUT)
     processes = [
-        spawn.Process(target=exchange_over, args=(rank, names, store.port, results), daemon=True) for rank in range(2)
+        forking().Process(target=exchange_over, args=(rank, names, store.port, results), daemon=True)
+        for rank in range(2)
     ]
     for process in processes:
         process.start()
     try:
         for _ in range(2 * len(names)):
-            name, peers, environment = results.get(timeout=2 * TIMEOUT)
+            name, peers, environment = next_result(results, processes)
             assert peers and set(peers) == {(address_of(name), address_of(name))}
             assert environment == ["none", None]
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
@@ -9,7 +10,8 @@ import pytest
 from support import reference
 from support.processes import own_replicas, wait_until
 
-from lp_runtime import ConfigError, LookaheadConfig, LookaheadRuntime, ReplicaError, SamplingConfig
+from lp_runtime import ConfigError, ConstraintConfig, LookaheadConfig, LookaheadRuntime, ReplicaError, SamplingConfig
+from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.settings import FailureConfig, RuntimeConfig
 from lp_runtime.engine.output import Report
 from lp_runtime.launchers.lease import ReplicaLease
@@ -86,6 +88,24 @@ def test_a_replica_killed_while_decoding(undisturbed, runtime, victim, at, name)
     wait_until(lambda: poll(runtime))
     assert_same(decode(runtime), undisturbed["greedy"])
     assert [runtime.launcher.pool.group_of(index) for index in range(3)] == [(0, 1, 2)] * 3
+
+
+WORDS = {"type": "array", "items": {"type": "string", "minLength": 4, "maxLength": 12}, "minItems": 12, "maxItems": 12}
+
+
+@pytest.mark.parametrize(("victim", "at", "name"), [(0, 1, "greedy"), (2, 7, "sampled")])
+def test_a_replica_killed_under_a_constraint(runtime, victim, at, name):
+    """What the others go on with is the text of one token a step: their constraints stand behind the same token."""
+    options = {"constraint": ConstraintConfig(json_schema=WORDS), "sampling": SAMPLINGS[name]}
+    prompt = reference.PROMPTS[1]
+    expected = runtime.generate(prompt, LENGTH, lookahead=PLAIN, **options)
+    assert len(json.loads(expected.text)) == 12
+    stream = runtime.stream(prompt, LENGTH, **options)
+    for number, _ in enumerate(stream):
+        if number == at:
+            os.kill(replicas_of(runtime)[victim], signal.SIGKILL)
+    assert (stream.generation.token_ids, stream.generation.losses) == (expected.token_ids, 1)
+    assert stream.generation.finish_reason == "eos"
 
 
 def test_one_of_two_killed(undisturbed, started_replicas):

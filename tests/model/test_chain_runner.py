@@ -48,7 +48,7 @@ def test_strict_is_refused():
 def test_states_that_are_not_restored_are_found(monkeypatch):
     runner = ChainRunner(model_of("qwen3_next"), 7)
     check_chains(runner)
-    monkeypatch.setattr("lp_runtime.model.kv_cache.states._Saved.restore", lambda saved: None)
+    monkeypatch.setattr("lp_runtime.model.kv_cache.states._restore", lambda layer, saved: None)
     with pytest.raises(ModelError, match="differ from plain text"):
         check_chains(runner)
 

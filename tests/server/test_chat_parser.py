@@ -7,8 +7,10 @@ import random
 
 import pytest
 
+from lp_runtime import ConstraintConfig
+from lp_runtime.server.chat_format import FORMATS, ChatFormat, guess_format
 from lp_runtime.server.chat_parser import HarmonyParser, TextParser
-from lp_runtime.server.tools import FORMATS, ChatFormat, Tool, guess_format
+from lp_runtime.server.tools import Tool, ToolUse
 
 ARGUMENTS = ['{"city": "R}om\\"e", "n": [1, {"a": "]"}]}', "{}"]
 MISTRAL_LIST = f'[{{"name": "f", "arguments": {ARGUMENTS[0]}}}, {{"name": "g", "arguments": {ARGUMENTS[1]}}}]'
@@ -31,6 +33,10 @@ def llama():
     return TextParser(False, False, ("<|python_tag|>",), bare=True)
 
 
+def either():
+    return TextParser(True, False, ("<tool_call>",), "</tool_call>", is_either=True)
+
+
 CASES = {
     "plain": (lambda: TextParser(True, False), "a <b> text", "", "a <b> text", []),
     "thinking": (lambda: TextParser(True, False), "<think>\nhm\n</think>\n\ntext", "\nhm\n", "text", []),
@@ -49,6 +55,9 @@ CASES = {
     ),
     "llama, JSON that is no call": (llama, '{"a": 1}', "", '{"a": 1}', []),
     "llama, text": (llama, "no {call}", "", "no {call}", []),
+    "either, a mark in the text": (either, '{"a": "<tool_call>"}', "", '{"a": "<tool_call>"}', []),
+    "either, calls": (either, "<think>x</think>\n\n" + hermes_text(CALLS), "x", "", CALLS),
+    "either, less than a mark": (either, "<tool", "", "<tool", []),
     "mistral": (mistral, "[TOOL_CALLS]" + MISTRAL_LIST, "", "", CALLS),
     "mistral, by name": (
         mistral,
@@ -99,6 +108,12 @@ def test_any_pieces_give_the_same_parts(name):
     assert list(taken_apart(make(), list(text))) == expected
 
 
+def test_json_that_is_no_call_is_not_held_back():
+    for parser in (llama(), TextParser(False, False, ("<|python_tag|>",), bare=True, is_either=True)):
+        parts = [parser.add(part) for part in ('{"na', 'mes": [', "1, ", "2]}")]
+        assert [[piece.text for piece in part] for part in parts] == [[], ['{"names": ['], ["1, "], ["2]}"]]
+
+
 def test_arguments_come_before_their_call_ends():
     parser = hermes()
     parser.add('<tool_call>\n{"name": "f", "arguments": {"city": "Ro')
@@ -120,41 +135,73 @@ def test_the_format_is_guessed_from_the_template(template, name):
     assert guess_format(template) == name
 
 
+TEXTS = [chr(each) for each in range(32, 127)] + ["\n", "</s>"]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", 'y"}']}, "b": {"type": "boolean"}},
+    "required": ["a"],
+}
+
+
+def drawn(constraint, num):
+    """Yield random texts under a constraint."""
+    xgrammar = pytest.importorskip("xgrammar")
+    from lp_runtime.constraints.compiled import compile_constraint, load_compiled
+
+    info = xgrammar.TokenizerInfo(TEXTS, stop_token_ids=[len(TEXTS) - 1])
+    grammar = load_compiled(compile_constraint(constraint, info), info)
+    rng = random.Random(1)
+    for _ in range(num):
+        matcher, text = xgrammar.GrammarMatcher(grammar), ""
+        mask = xgrammar.allocate_token_bitmask(1, len(TEXTS))
+        while True:
+            matcher.fill_next_token_bitmask(mask)
+            allowed = [each for each in range(len(TEXTS)) if int(mask[0, each // 32]) >> (each % 32) & 1]
+            token = rng.choice(allowed)
+            matcher.accept_token(token)
+            if token == len(TEXTS) - 1:
+                break
+            text += TEXTS[token]
+        yield text
+
+
+def format_of(name):
+    form = ChatFormat("tools", "mistral" if name == "mistral_args" else name, "none")
+    form.tool_format = name
+    return form
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("is_parallel", [True, False])
 def test_a_constrained_call_is_read_back(name, is_parallel):
     """Random text under the constraint of calls is taken apart to calls of the tools, with valid arguments."""
-    xgrammar = pytest.importorskip("xgrammar")
-    from lp_runtime.constraints.compiled import compile_constraint, load_compiled
-
-    form = ChatFormat("tools", "mistral" if name == "mistral_args" else name, "none")
-    form.tool_format = name
-    schema = {
-        "type": "object",
-        "properties": {"a": {"enum": ["x", 'y"}']}, "b": {"type": "boolean"}},
-        "required": ["a"],
-    }
-    tools = [Tool(function={"name": each, "parameters": schema}) for each in ("f", "g_2")]
-    texts = [chr(each) for each in range(32, 127)] + ["\n", "</s>"]
-    info = xgrammar.TokenizerInfo(texts, stop_token_ids=[len(texts) - 1])
-    grammar = load_compiled(
-        compile_constraint(form.constraint_of_calls(tools, is_parallel, "", may_think=False), info), info
-    )
-    rng, counts = random.Random(1), set()
-    for _ in range(30):
-        matcher, text = xgrammar.GrammarMatcher(grammar), ""
-        mask = xgrammar.allocate_token_bitmask(1, len(texts))
-        while True:
-            matcher.fill_next_token_bitmask(mask)
-            allowed = [each for each in range(len(texts)) if int(mask[0, each // 32]) >> (each % 32) & 1]
-            token = rng.choice(allowed)
-            matcher.accept_token(token)
-            if token == len(texts) - 1:
-                break
-            text += texts[token]
+    form = format_of(name)
+    tools = [Tool(function={"name": each, "parameters": SCHEMA}) for each in ("f", "g_2")]
+    counts = set()
+    for text in drawn(form.constraint(ToolUse(tools, True, is_parallel), None, "", may_think=False), 30):
         reasoning, content, calls = taken_apart(form.parser(True, ""), [text])
         assert not reasoning and not content.strip() and calls, text
         counts.add(len(calls))
         for called, arguments in calls:
             assert called in ("f", "g_2") and json.loads(arguments)["a"] in ("x", 'y"}')
     assert (max(counts) > 1) == (is_parallel and name != "harmony")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_or_a_text(name):
+    """Random text under the constraint of calls and of text is calls alone or text alone, and both occur."""
+    form = format_of(name)
+    tools = [Tool(function={"name": "f", "parameters": SCHEMA})]
+    num_calls = 0
+    text_schema = {"type": "object", "properties": {"c": {"enum": ["<tool_call>", "[TOOL_CALLS]"]}}, "required": ["c"]}
+    constraint = form.constraint(ToolUse(tools), ConstraintConfig(json_schema=text_schema), "", may_think=False)
+    for text in drawn(constraint, 30):
+        _, content, calls = taken_apart(form.parser(True, "", is_either=True), [text])
+        num_calls += bool(calls)
+        if not calls:
+            assert json.loads(content)["c"] in ("<tool_call>", "[TOOL_CALLS]")
+        assert not (calls and content.strip()), text
+    assert 0 < num_calls < 30
+    assert form.constraint(ToolUse(tools, must_call=True), ConstraintConfig(regex="a"), "") == form.constraint(
+        ToolUse(tools, must_call=True), None, ""
+    )

@@ -245,9 +245,15 @@ def test_responses(client):
         ({"input": []}, "input: is empty"),
         ({"previous_response_id": "x"}, "previous_response_id: is not supported"),
         ({"background": True}, "background=true: is not supported"),
-        ({"tools": [{"type": "web_search"}]}, "tools: is not supported"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type='web_search': must be 'function'"),
         ({"text": {"verbosity": "low"}}, "text.verbosity: must be medium"),
-        ({"input": [{"type": "function_call_output", "role": "user", "content": "x"}]}, "are not supported"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "items of type 'item_reference' are not supported"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input.0.arguments: must be given"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
+            "call_id='c': there is no such call",
+        ),
+        ({"input": [{"type": "message", "content": "x"}]}, "input.0.role: must be given"),
         ({"input": 5}, "input=5: must be a string or a list"),
     ],
 )

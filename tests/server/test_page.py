@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import urllib.parse
 import urllib.request
@@ -66,10 +67,45 @@ def test_a_generation_in_a_browser(site, tmp_path):
     # How fast the second replica is beside the first decides whether it finds any; the first has every root.
     finders = {int(rank) for title in titles for rank in title.rpartition("replica ")[2].split(", ") if rank}
     assert 0 in finders <= {0, 1}
-    assert texts["legend"] == "".join(f"found by replica {rank}" for rank in sorted(finders))
+    assert texts["legend"].endswith("".join(f"found by replica {rank}" for rank in sorted(finders)))
+    assert "guessed" in texts["legend"] and "forced" not in texts["legend"]
     assert num_runs > 3
     width, height = (int.from_bytes(image[at : at + 4], "big") for at in (16, 20))
     assert image.startswith(PNG) and width >= 900 and height >= 500 and len(image) > 20_000
+
+
+SCHEMA = {"type": "object", "properties": {"copied_name": {"enum": ["abcabc"]}, "n": {"type": "integer"}}}
+RUNS = """[...document.querySelectorAll('#output .run.many')].map(
+    run => [run.className.split(' ')[2], run.title, getComputedStyle(run).backgroundColor])"""
+
+
+@pytest.mark.skipif(browser.find() is None, reason="no Chromium here; scripts/browser.sh fetches one")
+def test_a_constraint_in_a_browser(site, tmp_path):
+    """The text follows the schema, and runs that were forced are shown apart from those that were guessed."""
+    schema = SCHEMA | {"required": ["copied_name", "n"], "additionalProperties": False}
+    with browser.page(browser.find(), tmp_path / "profile") as page:
+        page.open(f"{site[0]}/?{urllib.parse.urlencode({'prompt': reference.PROMPTS[1], 'tokens': 60})}")
+        wait_until(lambda: page.run("document.getElementById('model')?.textContent"))
+        page.run("document.getElementById('go').click()")
+        wait_until(lambda: page.run("document.body?.dataset.done"))
+        guessed = [run for run in page.run(RUNS) if run[0] == "guessed"]
+        assert page.run("document.getElementById('schema').hidden")
+        page.run("const choice = document.getElementById('constraint'); choice.value = 'json_schema'")
+        page.run("document.getElementById('constraint').dispatchEvent(new Event('change'))")
+        assert not page.run("document.getElementById('schema').hidden")
+        page.run("document.getElementById('schema').value = '{'; document.getElementById('go').click()")
+        assert page.run("document.getElementById('error').textContent").startswith("JSON schema: ")
+        page.run(f"document.getElementById('schema').value = {json.dumps(json.dumps(schema))}")
+        page.run("delete document.body.dataset.done; document.getElementById('go').click()")
+        wait_until(lambda: page.run("document.body.dataset.done"))
+        shown = page.run("document.getElementById('output').textContent").removeprefix(reference.PROMPTS[1])
+        assert page.run("document.getElementById('error').textContent") == ""
+        assert "forced by the constraint" in page.run("document.getElementById('legend').textContent")
+        runs = page.run(RUNS)
+    assert shown.startswith('{"copied_name": "abcabc", "n": ')
+    forced = [run for run in runs if run[0] == "forced"]
+    assert forced and all(re.search(r"\(\d+ forced", title) for _, title, _ in forced)
+    assert guessed and not {colour for *_, colour in forced} & {colour for *_, colour in guessed}
 
 
 @pytest.mark.skipif(browser.find() is None, reason="no Chromium here; scripts/browser.sh fetches one")

@@ -11,11 +11,12 @@ import pytest
 import xgrammar
 from support.serving import TEMPLATE, demo_model_that_chats, served
 
-from lp_runtime import ConstraintConfig, LookaheadConfig, LookaheadRuntime, SamplingConfig
+from lp_runtime import ConstraintConfig, LookaheadConfig, LookaheadRuntime, ModelConfig, SamplingConfig
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.settings import DEMO_MODEL
 from lp_runtime.constraints.compiled import compile_constraint, load_compiled
-from lp_runtime.server.tools import ChatFormat
+from lp_runtime.model.loader import load_tokenizer
+from lp_runtime.server.chat_format import ChatFormat
 
 MESSAGES = [{"role": "user", "content": "Write a loop."}]
 TOOLS_TEMPLATE = (
@@ -103,6 +104,97 @@ def test_required_and_named_tools(client):
     assert parts[-1].choices[0].finish_reason == "tool_calls"
 
 
+def steered(*texts):
+    """Return further fields of a request that make the tokens of some texts far likelier than others."""
+    tokenizer = load_tokenizer(ModelConfig(str(DEMO_MODEL)))
+    return {"logit_bias": {str(token): 60 for text in texts for token in tokenizer(text).input_ids}}
+
+
+def test_tools_and_a_format_of_the_text(client):
+    """An answer is a call or follows the format, whichever the model likes; one that must be a call is one."""
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    kinds = set()
+    for bias in (steered("<tool_call>"), steered('{"name": "')):
+        asked = {"tools": [CLOCK], "response_format": form, "parallel_tool_calls": False, **bias}
+        answer = chat(client, **asked).choices[0]
+        parts = [part.choices[0] for part in chat(client, **asked, stream=True)]
+        calls = answer.message.tool_calls or []
+        kinds.add(bool(calls))
+        streamed = "".join(part.delta.content or "" for part in parts)
+        if calls:
+            assert answer.finish_reason == "tool_calls" and answer.message.content is None and not streamed
+            assert isinstance(json.loads(calls[0].function.arguments)["utc"], bool)
+        else:
+            assert streamed == answer.message.content and answer.finish_reason == "stop"
+            jsonschema.validate(json.loads(answer.message.content), SCHEMA)
+    assert kinds == {True, False}
+    answer = chat(client, tools=[CLOCK], tool_choice="required", parallel_tool_calls=False, response_format=form)
+    assert answer.choices[0].message.tool_calls[0].function.name == "clock"
+    answer = chat(client, tools=[CLOCK], tool_choice="none", response_format=form).choices[0]
+    jsonschema.validate(json.loads(answer.message.content), SCHEMA)
+
+
+def respond(client, **more):
+    return client.responses.create(
+        **{"model": "demo", "input": MESSAGES, "max_output_tokens": 90, "temperature": 0} | more
+    )
+
+
+FLAT_CLOCK = {"type": "function", "strict": True, **CLOCK["function"]}
+
+
+def test_tools_of_responses(client):
+    asked = {"tools": [FLAT_CLOCK], "tool_choice": {"type": "function", "name": "clock"}}
+    done = respond(client, **asked)
+    (call,) = done.output
+    assert (done.status, call.type, call.name, call.status) == ("completed", "function_call", "clock", "completed")
+    assert isinstance(json.loads(call.arguments)["utc"], bool) and done.output_text == ""
+    assert done.tools[0].name == "clock" and done.tool_choice.name == "clock" and done.parallel_tool_calls
+    events = list(respond(client, **asked, stream=True))
+    kinds = [each.type.removeprefix("response.") for each in events]
+    deltas = [each.delta for each in events if each.type == "response.function_call_arguments.delta"]
+    assert kinds == [
+        *("created", "in_progress", "output_item.added", *["function_call_arguments.delta"] * len(deltas)),
+        *("function_call_arguments.done", "output_item.done", "completed"),
+    ]
+    assert len(deltas) > 1 and "".join(deltas) == call.arguments == events[-3].arguments
+    assert [each.sequence_number for each in events] == list(range(len(events)))
+    assert events[2].item.call_id == events[-2].item.call_id == events[-1].response.output[0].call_id
+    with client.responses.stream(model="demo", input=MESSAGES, max_output_tokens=90, temperature=0, **asked) as stream:
+        assert stream.get_final_response().output[0].arguments == call.arguments
+    cut = respond(client, **asked, max_output_tokens=done.usage.output_tokens - 3)
+    assert cut.status == cut.output[0].status == "incomplete" and call.arguments.startswith(cut.output[0].arguments)
+    # The next turn: the call as it came, and its output.
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "12:00"}
+    items = [*MESSAGES, call.model_dump(exclude_unset=True), output]
+    in_chat = [
+        {"role": "assistant", "tool_calls": [
+            {"id": call.call_id, "type": "function", "function": {"name": "clock", "arguments": call.arguments}}
+        ]},
+        {"role": "tool", "tool_call_id": call.call_id, "name": "clock", "content": "12:00"},
+    ]  # fmt: skip
+    answer = client.chat.completions.create(
+        model="demo", messages=MESSAGES + in_chat, max_tokens=9, temperature=0, tools=[CLOCK]
+    )
+    responded = respond(client, input=items, tools=[FLAT_CLOCK], max_output_tokens=9)
+    assert responded.output_text == answer.choices[0].message.content
+    assert responded.usage.input_tokens == answer.usage.prompt_tokens
+
+
+def test_several_calls_of_responses(client):
+    flat = [{"type": "function", **each["function"]} for each in (WEATHER, CLOCK)]
+    bias = steered("\n<tool_call>")
+    done = respond(client, tools=flat, tool_choice="required", extra_body=bias, max_output_tokens=120)
+    calls = [item for item in done.output if item.type == "function_call"]
+    assert len(calls) > 1 and len({each.call_id for each in calls}) == len(calls)
+    one = respond(client, tools=flat, tool_choice="required", extra_body=bias, parallel_tool_calls=False)
+    (call,) = one.output
+    assert (call.name, call.arguments) == (calls[0].name, calls[0].arguments)
+    form = {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA}}
+    text = respond(client, tools=flat, text=form, extra_body=steered('{"name": "')).output_text
+    jsonschema.validate(json.loads(text), SCHEMA)
+
+
 def test_earlier_calls_and_their_results(client):
     call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": '{"utc": true}'}}
     more = [
@@ -117,9 +209,9 @@ def test_earlier_calls_and_their_results(client):
     ("more", "place"),
     [
         ({"tools": [{"type": "function", "function": {"description": "x"}}]}, "name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name='a b': must match ^["),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "nope"}}}, "nope"),
         ({"tool_choice": "required"}, "there are no tools"),
-        ({"tools": [CLOCK], "response_format": {"type": "json_object"}}, "not with tools"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "objct"}}}},

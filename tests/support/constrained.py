@@ -6,10 +6,12 @@ from __future__ import annotations
 import functools
 import json
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jsonschema
+import numpy as np
 import regex
 import torch
 import xgrammar
@@ -21,7 +23,7 @@ from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.constraints.compiled import CompiledConstraint, compile_constraint
-from lp_runtime.constraints.grammar_guide import Grammars
+from lp_runtime.constraints.grammar_guide import GrammarGuide, Grammars
 from lp_runtime.distributed.group import Group
 from lp_runtime.engine.calibration import Calibration
 from lp_runtime.engine.engine import Engine
@@ -52,6 +54,36 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def grammars() -> Grammars:
     """Return what makes guides of the tokenizer's texts."""
     return Grammars(tokenizer, SHAPE["vocab_size"], {EOS})
+
+
+class WatchedGuide:
+    """A guide that says of which nodes masks are asked for, before they are filled.
+
+    Args:
+        guide: what answers.
+        watch: called with the nodes.
+    """
+
+    def __init__(self, guide: GrammarGuide, watch: Callable[[Sequence[int]], None]):
+        self._guide, self._watch = guide, watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._guide, name)
+
+    def masks(self, tokens: np.ndarray, parents: np.ndarray, root: int, nodes: Sequence[int]) -> np.ndarray:
+        self._watch(nodes)
+        return self._guide.masks(tokens, parents, root, nodes)
+
+
+@dataclass(frozen=True)
+class WatchedGrammars:
+    """Makes such guides; attributes as of WatchedGuide's arguments."""
+
+    grammars: Grammars
+    watch: Callable[[Sequence[int]], None]
+
+    def guide(self, constraint: CompiledConstraint) -> WatchedGuide:
+        return WatchedGuide(self.grammars.guide(constraint), self.watch)
 
 
 @functools.cache

@@ -5,15 +5,19 @@ Replicas of the command line's processes are started as they are for users.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import queue
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -67,6 +71,15 @@ def _be_replica(pipe: Connection, cores: set[int]) -> None:
     os.setsid()
     os.sched_setaffinity(0, cores)
     be_replica(pipe)
+
+
+def next_result(results, processes: Sequence[BaseProcess]):
+    """The next thing that one of some processes puts into a queue; waited for as long as one of them lives."""
+    while True:
+        were_alive = any(process.is_alive() for process in processes)
+        with contextlib.suppress(queue.Empty):
+            return results.get(timeout=1.0)
+        assert were_alive, f"all processes have ended: {[process.exitcode for process in processes]}"
 
 
 def living_replicas() -> list[int]:

@@ -92,6 +92,8 @@ COMMON = {
         ),
     ),
 }
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+FLAT_TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
 OWN = {
     COMPLETIONS: {
         "prompt": (
@@ -121,7 +123,16 @@ OWN = {
         "max_completion_tokens": (*NO_INT, 0, -1, 65, HUGE),
     },
     RESPONSES: {
-        "input": (ABSENT, None, 1, True, {}, [], [1], [{}], [{"role": "user", "content": 1}], SURROGATE, "x " * 20_000),
+        "input": (
+            *(ABSENT, None, 1, True, {}, [], [1], [{}], [{"role": "user", "content": 1}], SURROGATE, "x " * 20_000),
+            *([{"type": each}] for each in (1, None, [], SURROGATE, "function_call", "reasoning", "item_reference")),
+            [{"type": "function_call", "call_id": "c", "name": SURROGATE, "arguments": "{"}],
+            [{"type": "function_call_output", "call_id": "c", "output": "x"}],
+            [{"type": "reasoning", "content": [{"text": SURROGATE}]}],
+        ),
+        "tools": (1, {}, [1], [{}], [{"type": "web_search"}], [{"type": "function", "name": "a b"}], [FLAT_TOOL] * 129),
+        "tool_choice": (1, {}, [], "x", {"type": "function"}, {"type": "function", "name": "x"}, "required"),
+        "parallel_tool_calls": NO_BOOL,
         "instructions": (*NO_STRING, SURROGATE),
         "max_output_tokens": (*NO_INT, 0, -1, 65, HUGE),
         "previous_response_id": (*NO_STRING, "x"),
@@ -143,7 +154,6 @@ TOKENS = {
     "/detokenize": [{}, {"tokens": "x"}, {"tokens": ["x"]}, {"tokens": [-1]}, {"tokens": [HUGE]}, {"tokens": [1.5]}],
 }
 # What OpenAI's clients can send, and what is not done here; and names that nobody knows.
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 UNKNOWN = {
     "tools": [[TOOL], [1]],
     "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],

@@ -14,10 +14,10 @@ from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.process_group import GroupOptions, process_group
 from lp_runtime.distributed.store import address_of, host_store
 from lp_runtime.errors import LookaheadError
-from support.forked import forking
+from support.forked import forking, next_result
 
 CPU = torch.device("cpu")
-TIMEOUT = 60.0  # seconds
+TIMEOUT = 600.0  # seconds before a rank gives a peer up; not a measure of anything
 
 
 def interfaces() -> list[str]:
@@ -83,5 +83,5 @@ def running_ranks(
 def run_ranks(task: Callable, num_replicas: int, *arguments, backend: str = "auto") -> list:
     """Return what `task(group, *arguments)` returned, or raised, on every rank."""
     with running_ranks(task, num_replicas, *arguments, backend=backend) as (processes, results):
-        found = dict(results.get(timeout=2 * TIMEOUT) for _ in processes)
+        found = dict(next_result(results, processes) for _ in processes)
     return [found[rank] for rank in range(num_replicas)]

@@ -11,9 +11,9 @@ import torch
 
 from lp_runtime.distributed.process_group import new_segment_name
 from lp_runtime.distributed.shards import ShardPlace
-from support.forked import forking
+from support.forked import forking, next_result
 
-TIMEOUT = 120.0  # seconds
+TIMEOUT = 600.0  # seconds before a shard gives another one up; not a measure of anything
 
 
 def _enter(task: Callable, place: ShardPlace, arguments: tuple, results) -> None:
@@ -29,14 +29,14 @@ def _enter(task: Callable, place: ShardPlace, arguments: tuple, results) -> None
 def run_shards(task: Callable, num_shards: int, *arguments) -> list:
     """Return what `task(place, *arguments)` returned, or raised, on every shard, each in a process of its own."""
     results, segment = forking().Queue(), new_segment_name()
-    places = [ShardPlace(shard, num_shards, segment, step_timeout=20.0) for shard in range(num_shards)]
+    places = [ShardPlace(shard, num_shards, segment, step_timeout=TIMEOUT) for shard in range(num_shards)]
     processes = [
         forking().Process(target=_enter, args=(task, each, arguments, results), daemon=True) for each in places
     ]
     try:
         for process in processes:
             process.start()
-        found = dict(results.get(timeout=TIMEOUT) for _ in processes)
+        found = dict(next_result(results, processes) for _ in processes)
     finally:
         for process in processes:
             process.join(TIMEOUT)

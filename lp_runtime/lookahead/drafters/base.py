@@ -65,15 +65,18 @@ class Counts:
         sources: names of the rows: where a node's token came from.
         fed: [sources, MAX_DEPTH_COUNTED] int64 nodes below the root.
         accepted: [sources, MAX_DEPTH_COUNTED] int64 nodes on the committed path.
+        latest: [a] int64 row of each node on the committed path of the latest step, from the root down.
     """
 
     sources: tuple[str, ...]
     fed: np.ndarray = field(init=False)
     accepted: np.ndarray = field(init=False)
+    latest: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         self.fed = np.zeros((len(self.sources), MAX_DEPTH_COUNTED), dtype=np.int64)
         self.accepted = np.zeros_like(self.fed)
+        self.latest = np.zeros(0, dtype=np.int64)
 
     def add(self, sources: np.ndarray, depths: np.ndarray, path: Sequence[int]) -> None:
         """Count one step.
@@ -85,8 +88,13 @@ class Counts:
         """
         columns = np.minimum(depths, MAX_DEPTH_COUNTED) - 1
         np.add.at(self.fed, (sources, columns), 1)
+        self.latest = sources[np.array(path, np.int64)]
         if path:
-            np.add.at(self.accepted, (sources[path], columns[path]), 1)
+            np.add.at(self.accepted, (self.latest, columns[path]), 1)
+
+    def latest_sources(self) -> list[str]:
+        """Return the name of the source of each node on the committed path of the latest step."""
+        return [self.sources[row] for row in self.latest]
 
 
 class Drafter(ABC):
@@ -221,7 +229,7 @@ class CountingDrafter(Drafter):
         most = len(tokens) - num_cached - 1 + self.max_nodes
         depth = min(max_depth, self.max_committed - 1)
         tree = TokenTree(tokens[num_cached:], depth, most if budget is None else min(most, budget), guide=guide)
-        self._forced = tree.add_branch(guide.forced((), depth))
+        self._forced = tree.add_branch(guide.forced(depth))
         return tree, self._forced[-1] if self._forced else tree.root
 
     def count(self, tree: TokenTree, path: Sequence[int], claims: Sequence[Iterable[int]]) -> None:

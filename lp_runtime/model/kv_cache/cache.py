@@ -6,13 +6,32 @@ Built on the cache interface of transformers. Letters: T tokens fed, H key/value
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 LayerStates = tuple[int, torch.Tensor, torch.Tensor]  # index of a layer, its keys and values, [1, H, T, D] each
+
+
+@dataclass(frozen=True)
+class SavedStates:
+    """What layers carry from token to token, as it is at one point of a sequence. Nothing changes it.
+
+    Attributes:
+        layers: of each such layer its attributes by name; tensors in dictionaries are copies.
+    """
+
+    layers: tuple[Mapping[str, object], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        values = [value for layer in self.layers for value in layer.values()]
+        tensors = [each for value in values for each in (value.values() if isinstance(value, dict) else (value,))]
+        return sum(each.numel() * each.element_size() for each in tensors if isinstance(each, torch.Tensor))
 
 
 class _Length:
@@ -189,6 +208,18 @@ class TreeCache(Cache):
         for layer, keys, values in states:
             self._layers[layer].update(keys[:, :, :num_tokens], values[:, :, :num_tokens])
         self.commit(num_tokens)
+
+    def states(self) -> SavedStates | None:
+        """Return what layers carry behind the committed tokens; None if keys and values are all that there is."""
+        return None
+
+    def restore_states(self, states: SavedStates) -> None:
+        """Have the layers carry what those of another cache have carried behind equal tokens.
+
+        Args:
+            states: as `states` has returned it of a cache of the same model.
+        """
+        raise NotImplementedError("keys and values are all that there is")
 
     def keep_writing(self, num_tokens: int) -> None:
         """Have the next forward pass write behind `num_tokens` more tokens, which the last one has written.

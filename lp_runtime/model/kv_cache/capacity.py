@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -103,5 +104,19 @@ def capacity_in_tokens(model: ModelRunner, num_replicas: int, exchange_bytes: in
     free, token_bytes = free_bytes(model.device), model.cache_bytes_per_token
     if free is None or not token_bytes:
         return None
-    own = max(0, free // num_replicas - exchange_bytes)
-    return max(0, int(own * USABLE_FRACTION) // token_bytes - STEP_TOKENS)
+    return tokens_in(max(0, free // num_replicas - exchange_bytes), token_bytes)
+
+
+def tokens_in(num_bytes: int, token_bytes: int) -> int:
+    """Return how many tokens of prompt and output together fit into free memory.
+
+    Args:
+        num_bytes: that are free beside the weights.
+        token_bytes: of a token's keys and values.
+    """
+    return max(0, int(num_bytes * USABLE_FRACTION) // token_bytes - STEP_TOKENS)
+
+
+def bytes_of_tokens(num_tokens: int, token_bytes: int) -> int:
+    """Return the least free memory, in bytes, into which tokens fit, as `tokens_in` has it."""
+    return math.ceil((num_tokens + STEP_TOKENS) * token_bytes / USABLE_FRACTION)

@@ -71,7 +71,7 @@ class CacheSlot:
             prompt_length: P of the text.
             lengths: at which the model's rotary factors change; keys that have others are not counted.
         """
-        is_alike = lengths.are_alike(self.prompt_length, prompt_length)
+        is_alike = lengths.row(self.prompt_length) == lengths.row(prompt_length)
         return len(os.path.commonprefix([self.tokens, list(tokens)])) if is_alike else 0
 
     def commit(self, tokens: Sequence[int], keeps_any: bool = True) -> None:

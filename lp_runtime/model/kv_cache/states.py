@@ -6,7 +6,7 @@ guesses begins, and restored where the chain was not accepted whole. Built on th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from lp_runtime.model.kv_cache.cache import TreeCache, TreeCacheLayer
+from lp_runtime.model.kv_cache.cache import SavedStates, TreeCache, TreeCacheLayer
 
 AnyLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
 ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)  # a window is written into the mask that the model makes
@@ -56,37 +56,25 @@ class TreeStateLayer(LinearAttentionLayer, TreeCacheLayer):  # type: ignore[misc
         LinearAttentionLayer.reset(self)
 
 
-@dataclass
-class _Saved:
-    """What a layer has carried at one point of its sequence.
+def _saved(layer: AnyLayer) -> dict[str, object]:
+    """Return a layer's attributes by name; tensors in dictionaries, which the layer writes in place, are copied."""
+    names = vars(LinearAttentionLayer()) if isinstance(layer, TreeStateLayer) else vars(layer)
+    attributes: dict[str, object] = {}
+    for name in names:
+        value = vars(layer)[name]
+        attributes[name] = {key: _copy(each) for key, each in value.items()} if isinstance(value, dict) else value
+    return attributes
 
-    Attributes:
-        layer: the layer.
-        attributes: its attributes then; tensors in dictionaries, which the layer writes in place, are copies.
-    """
 
-    layer: AnyLayer
-    attributes: dict[str, object]
-
-    @classmethod
-    def of(cls, layer: AnyLayer) -> _Saved:
-        """Save a layer."""
-        names = vars(LinearAttentionLayer()) if isinstance(layer, TreeStateLayer) else vars(layer)
-        attributes: dict[str, object] = {}
-        for name in names:
-            value = vars(layer)[name]
-            attributes[name] = {key: _copy(each) for key, each in value.items()} if isinstance(value, dict) else value
-        return cls(layer, attributes)
-
-    def restore(self) -> None:
-        """Make the layer what it was when it was saved."""
-        live = vars(self.layer)
-        for name, saved in self.attributes.items():
-            if isinstance(saved, dict):
-                for key, value in saved.items():
-                    _restore(live[name], key, value)
-            else:
-                live[name] = saved
+def _restore(layer: AnyLayer, attributes: Mapping[str, object]) -> None:
+    """Make a layer what it, or another cache's layer in its place, was when it was saved."""
+    live = vars(layer)
+    for name, saved in attributes.items():
+        if isinstance(saved, dict):
+            for key, value in saved.items():
+                _write(live[name], key, value)
+        else:
+            live[name] = saved
 
 
 def _copy(value: object) -> object:
@@ -94,9 +82,9 @@ def _copy(value: object) -> object:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _restore(live: dict[object, object], key: object, saved: object) -> None:
+def _write(live: dict[object, object], key: object, saved: object) -> None:
     """Write a saved value to its place in a layer's dictionary, into the tensor that is there if that fits."""
-    now = live[key]
+    now = live.get(key)
     if isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor) and now.shape == saved.shape:
         now.copy_(saved)
     else:
@@ -122,18 +110,25 @@ class StateCache(TreeCache):
             if type(layer) not in ATTENTION:
                 self.layers[index] = layer
                 self._stateful.append(layer)
-        self._saved: list[_Saved] | None = None
+        self._saved: SavedStates | None = None
 
     def save_states(self) -> None:
         """Save the states as they are behind the committed tokens, unless they are saved."""
-        if self._saved is None:
-            self._saved = [_Saved.of(layer) for layer in self._stateful]
+        self._saved = self.states()
 
     def take_back(self) -> None:
         """Take back what was fed since the states were saved."""
-        for saved in self._saved or ():
-            saved.restore()
+        if self._saved is not None:
+            self.restore_states(self._saved)
         self.truncate(self.length)
+
+    def states(self) -> SavedStates:
+        return self._saved or SavedStates(tuple(_saved(layer) for layer in self._stateful))
+
+    @torch.inference_mode()  # as states are written
+    def restore_states(self, states: SavedStates) -> None:
+        for layer, attributes in zip(self._stateful, states.layers, strict=True):
+            _restore(layer, attributes)
 
     def commit(self, num_tokens: int) -> None:
         """Keep all `num_tokens` tokens that were fed since the last commit: their states can be saved now."""

@@ -79,10 +79,39 @@ def check_shards(config: PreTrainedConfig, num_shards: int) -> None:
             raise ModelError(f"{what}: {name}={number}: must be a multiple of gpus_per_replica")
 
 
+def splits_keys(config: PreTrainedConfig) -> bool:
+    """Whether shards of a model divide its keys and values, and not only its weights, by its configuration.
+
+    Plans of some types (phi3, olmo2) put queries, keys and values together on every shard.
+    """
+    plan = own_plan(config) or getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
+    return any(name.rpartition(".")[2] in KEYS and style == "colwise" for name, style in plan.items())
+
+
+def is_split(plan: dict[str, str], name: str, num_dimensions: int) -> int | None:
+    """Return the dimension by which shards divide a parameter; None if every shard has it whole.
+
+    Args:
+        plan: styles by names of modules and parameters, with * for numbers of layers.
+        name: the parameter's.
+        num_dimensions: of the parameter.
+    """
+    pattern = LAYER_NUMBER.sub("*", name)
+    style = plan.get(pattern)
+    if style is None:
+        module = plan.get(pattern.rpartition(".")[0])
+        style = None if module in SUMMED_STYLES else module  # which are of outputs; weights have styles of their own
+    if style in ROW_STYLES or style == "packed_rowwise":  # of inputs: the last dimension, of which a bias has none
+        return num_dimensions - 1 if num_dimensions > 1 else None
+    if style in ("colwise", "packed_colwise", *GATHERED_STYLES):
+        return max(0, num_dimensions - 2)
+    return 0 if style == "embedding_rowwise" else None
+
+
 def _divided(config: PreTrainedConfig, plan: dict[str, str]) -> dict[str, int]:
     """Return the numbers of a (text) configuration that must be multiples of P, by name."""
     numbers: dict[str, int] = {}
-    if any(name.rpartition(".")[2] in KEYS and style == "colwise" for name, style in plan.items()):
+    if splits_keys(config):
         for name in ("num_attention_heads", "num_key_value_heads"):
             numbers[name] = getattr(config, name, None) or 0  # without the second there are as many as of the first
     if config.model_type in OWN_PLANS or any(style in PACKED_STYLES for style in plan.values()):

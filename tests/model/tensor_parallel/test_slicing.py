@@ -20,6 +20,7 @@ from lp_runtime.model.loader import load_model
 from lp_runtime.model.optimize.fusing import fuse_blocks
 from lp_runtime.model.optimize.packing import PackedLinear, pack_linears
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.sizes import size_of_model
 from lp_runtime.model.tensor_parallel.slicing import check_shards, slice_model
 
 CPU = torch.device("cpu")
@@ -68,7 +69,8 @@ def logits_of(model: ModelRunner) -> torch.Tensor:
 
 
 def computed_by_shard(place: ShardPlace, folders: dict[str, Path]) -> dict[str, tuple]:
-    """Of each model: logits as sliced, as fused and packed; weights; bytes of a cached token; packed layers."""
+    """Of each model: logits as sliced, as fused and packed; weights; bytes of a cached token; packed layers; bytes of
+    the weights."""
     found = {}
     for case, folder in folders.items():
         own = dataclasses.replace(place, segment=f"{place.segment}-{list(folders).index(case)}")
@@ -76,6 +78,7 @@ def computed_by_shard(place: ShardPlace, folders: dict[str, Path]) -> dict[str, 
         link = ShardLink(own, CPU, 60.0)
         slice_model(loaded, link)
         num_weights = sum(each.numel() for each in loaded.parameters())
+        num_bytes = sum(each.numel() * each.element_size() for each in [*loaded.parameters(), *loaded.buffers()])
         before = logits_of(ModelRunner(loaded, 2048, own_attention=True))
         fuse_blocks(loaded)
         pack_linears(loaded)
@@ -84,7 +87,7 @@ def computed_by_shard(place: ShardPlace, folders: dict[str, Path]) -> dict[str, 
         runner.begin(slot, 64)
         runner.prefill(slot, TEXT)
         packed = sum(isinstance(each, PackedLinear) for each in loaded.modules())
-        found[case] = before, logits_of(runner), num_weights, slot.cache.bytes_per_token, packed
+        found[case] = before, logits_of(runner), num_weights, slot.cache.bytes_per_token, packed, num_bytes
         link.close()
     return found
 
@@ -106,6 +109,12 @@ def test_slices_compute_what_the_whole_model_does(model_dirs):
         norms = sum(each.numel() for name, each in runner.model.named_parameters() if "proj" not in name)
         assert first[2] + second[2] < num_weights + 2 * norms, case
         assert first[4] and second[4], case
+        size = size_of_model(ModelConfig(path=str(folder)), "float32")  # told without reading weights
+        assert (size.weight_bytes(2), size.cache_bytes_per_token(2)) == (first[5], first[3]), case
+        assert size.weight_bytes(1) == sum(
+            each.numel() * 4 for each in [*runner.model.parameters(), *runner.model.buffers()]
+        )
+        assert size.cache_bytes_per_token(1) == slot.cache.bytes_per_token, case
 
 
 def test_three_shards_and_heads_of_a_kind(tmp_path, random_model):

@@ -30,7 +30,6 @@ from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.utils.jit import bound, with_fresh_cache
 
 NO_VOCABULARY = np.zeros((0, tables.ENTRY), np.int32)
-NO_MASKS = np.zeros((0, 0), np.int32)
 GUIDED_ROUNDS = 2  # of a tree under a constraint: the second grows below what the first has planted
 SMALL_BYTES = 1 << 16  # of draft tables that kernels are compiled with
 
@@ -94,71 +93,47 @@ class BestFirstDrafter(Drafter):
         nodes.tokens[:num_pending] = tokens[num_cached:]
         max_nodes = max(root + 1, min(self.max_nodes, tree_size_hint or self.max_nodes))
         depth = min(max_depth, self._max_depth)
-        digest, masks = None, None
+        digest = None
         if guide is None:
-            size, digest = self._grow_below(root + 1, NO_MASKS, len(tokens), root, max_nodes, depth)
+            size, digest = self._grow_below(root + 1, guided.NO_LIMITS, len(tokens), root, max_nodes, depth)
         else:
-            size, masks = self._grow_guided(guide, len(tokens), root, max_nodes, depth)
+            size = self._grow_guided(guide, len(tokens), root, max_nodes, depth)
         tree_tokens, parents, depths, path_probabilities = nodes.rows[:, :size].copy()
-        tree = TokenTree.from_arrays(tree_tokens, parents, depths, path_probabilities, root, max_depth, digest)
-        tree.masks = masks
-        return tree
+        return TokenTree.from_arrays(tree_tokens, parents, depths, path_probabilities, root, max_depth, digest)
 
     def _grow_below(
-        self, num_seeds: int, masks: np.ndarray, position: int, root: int, max_nodes: int, max_depth: int
+        self, num_seeds: int, limits: guided.Limits, position: int, root: int, max_nodes: int, max_depth: int
     ) -> tuple[int, int]:
         """Grow the tree below the nodes that it has; see growth.grow."""
         state = (self._drafts, self._noise, self._draft_tables.rates, self._nodes, self._frontier, self._candidates)
-        return self._grow(*state, position, root, num_seeds, masks, max_nodes, max_depth)
+        return self._grow(*state, position, root, num_seeds, limits, max_nodes, max_depth)
 
-    def _grow_guided(
-        self, guide: Guide, position: int, root: int, max_nodes: int, max_depth: int
-    ) -> tuple[int, np.ndarray]:
+    def _grow_guided(self, guide: Guide, position: int, root: int, max_nodes: int, max_depth: int) -> int:
         """Grow the tree of a text under a constraint: nothing that is forbidden, and all that is certain.
 
         Returns:
-            (T, masks): number of nodes; [n, words] int32 which tokens may follow each node from the root on.
+            T, the number of nodes.
         """
         nodes = self._nodes
         guided.plant_root(self._drafts, nodes, root)
-        chain = np.array(guide.forced((), max_depth), np.int64)
-        size = guided.plant(nodes, root + 1, root, chain, max_nodes)
-        masks = guide.masks(nodes.tokens[:size], nodes.parents[:size], root)
+        chain = np.array(guide.forced(max_depth), np.int64)
+        size = num_known = guided.plant(nodes, root + 1, root, chain, max_nodes)
+        masks = guide.masks(nodes.tokens[:size], nodes.parents[:size], root, range(root, size))
+        limits = guided.Limits(masks, guided.NO_LIMITS.refused)
         for _ in range(GUIDED_ROUNDS):
-            num_grown, _ = self._grow_below(size, masks, position, root, max_nodes, max_depth)
-            masks = guide.masks(nodes.tokens[:num_grown], nodes.parents[:num_grown], root)
-            kept = guided.prune(nodes, masks, guide.ends, self._path, root, num_grown)
-            masks = masks[: kept - root]
-            size = self._plant_certain(guide, masks, root, kept, max_depth)
-            if size == kept == num_grown:
+            num_grown, _ = self._grow_below(size, limits, position, root, max_nodes, max_depth)
+            tokens, parents = nodes.rows[:2, :num_grown].copy()
+            examined = guide.examine(tokens, parents, root, num_known, max_depth)
+            num_known = guided.prune(nodes, examined.is_allowed, self._path, root, num_grown)
+            size = num_known
+            for node, forced in examined.forced:
+                place = self._path[node]
+                size = guided.plant(nodes, size, place, np.array(forced, np.int64), len(nodes.tokens))
+            if size == num_known == num_grown:
                 break
-        if size > kept:
-            masks = guide.masks(nodes.tokens[:size], nodes.parents[:size], root)
-        order = guided.sort(nodes, root, size)
-        size = min(size, max_nodes)
-        return size, masks[order][: size - root]
-
-    def _plant_certain(self, guide: Guide, masks: np.ndarray, root: int, size: int, max_depth: int) -> int:
-        """Add what is certain behind the nodes of a tree; return the new number of nodes.
-
-        Args:
-            guide: the constraint.
-            masks: [n, words] int32 which tokens may follow each node from the root on.
-            root: index of the root.
-            size: number of nodes.
-            max_depth: largest depth below the root of a node.
-        """
-        nodes, certain = self._nodes, np.zeros(size - root, np.bool_)
-        guided.find_certain(masks, certain)
-        num_planted = size
-        for node in np.flatnonzero(certain[1:]) + root + 1:
-            path, at = [], int(node)
-            while at != root:
-                path.append(int(nodes.tokens[at]))
-                at = int(nodes.parents[at])
-            if chain := guide.forced(path[::-1], max_depth - len(path)):
-                num_planted = guided.plant(nodes, num_planted, node, np.array(chain, np.int64), len(nodes.tokens))
-        return num_planted
+            limits = _moved(limits, tokens, parents, self._path[:num_grown], root)
+        guided.sort(nodes, root, size)
+        return min(size, max_nodes)
 
     def keep(self, tree: TokenTree, nodes: np.ndarray) -> TokenTree:
         kept, own, num = super().keep(tree, nodes), self._nodes, len(nodes)
@@ -195,7 +170,9 @@ class BestFirstDrafter(Drafter):
     ) -> None:
         if found.top_k is None:  # a step without guesses, of which no top-k candidates travelled
             self._draft_tables.append_text(committed)
+            self.counts.latest = self.counts.latest[:0]
             return
+        self.counts.latest = self._nodes.sources[np.array(path, np.int64)]
         self._advance(
             self._drafts,
             self._noise,
@@ -212,6 +189,24 @@ class BestFirstDrafter(Drafter):
         )
 
 
+def _moved(
+    limits: guided.Limits, tokens: np.ndarray, parents: np.ndarray, places: np.ndarray, root: int
+) -> guided.Limits:
+    """Return limits of a tree some of whose nodes were removed: those nodes are refused from now on.
+
+    Args:
+        limits: before.
+        tokens: [T] int64 token ids before.
+        parents: [T] int64 indices of parents before.
+        places: [T] int64 where each node from the root on is now, -1 if it was removed.
+        root: index of the root.
+    """
+    removed = np.flatnonzero(places[root:] < 0) + root
+    refused = np.concatenate([limits.refused, np.stack([parents[removed], tokens[removed]], axis=1)])
+    refused[:, 0] = places[refused[:, 0]]
+    return guided.Limits(limits.masks[places[root : root + len(limits.masks)] >= 0], refused[refused[:, 0] >= 0])
+
+
 @functools.cache
 def _bind_kernels() -> tuple[Callable, Callable, Callable, Callable]:
     """Return (grow, accept, advance, store_prompt) of growth.py and outcome.py, compiled for a drafter's arrays."""
@@ -225,7 +220,7 @@ def _bind_kernels() -> tuple[Callable, Callable, Callable, Callable]:
     integers, entries = np.zeros(1, np.int64), np.zeros((1, tables.ENTRY), np.int32)
     state = (draft_tables.drafts(NO_VOCABULARY), tables.make_noise(False, 0, 0), draft_tables.rates, nodes)
     return (
-        bound(growth.grow, *state, growth.make_frontier(1), candidates, 0, 0, 0, NO_MASKS, 0, 0),
+        bound(growth.grow, *state, growth.make_frontier(1), candidates, 0, 0, 0, guided.NO_LIMITS, 0, 0),
         bound(outcome.accept, nodes.tokens, nodes.parents, 0, 0, integers, integers),
         bound(outcome.advance, *state, counted, candidates, 0, *[integers] * 3, entries, 0),
         bound(

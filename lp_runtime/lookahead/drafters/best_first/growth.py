@@ -17,7 +17,7 @@ from lp_runtime.lookahead.drafters.best_first.candidates import (
     source_of,
 )
 from lp_runtime.lookahead.drafters.best_first.estimates import ONE_BITS, Rates, calibrate, merge
-from lp_runtime.lookahead.drafters.best_first.guided import plant_root
+from lp_runtime.lookahead.drafters.best_first.guided import Limits, is_refused, plant_root
 from lp_runtime.lookahead.drafters.best_first.heap import pop, sift_up
 from lp_runtime.lookahead.drafters.best_first.tables import (
     DraftArrays,
@@ -26,7 +26,6 @@ from lp_runtime.lookahead.drafters.best_first.tables import (
     extend_hashes,
     mix,
 )
-from lp_runtime.lookahead.guide import is_allowed
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS
 from lp_runtime.utils.jit import compiled
 
@@ -77,11 +76,11 @@ def smallest(size: Int) -> Int:
 
 
 @compiled
-def is_open(nodes: Nodes, masks: np.ndarray, root: Int, num_seeds: Int, node: Int, token: Int) -> bool:
+def is_open(nodes: Nodes, limits: Limits, root: Int, num_seeds: Int, node: Int, token: Int) -> bool:
     """Whether a token may follow a node and no seed says so already; arguments as of `grow`."""
     if node >= num_seeds:
         return True
-    if node - root < len(masks) and not is_allowed(masks, node - root, token):
+    if is_refused(limits, root, node, token):
         return False
     for child in range(node + 1, num_seeds):  # noqa: SIM110 (Numba compiles no generators)
         if nodes.parents[child] == node and nodes.tokens[child] == token:
@@ -100,7 +99,7 @@ def grow(
     position: Int,
     root: Int,
     num_seeds: Int,
-    masks: np.ndarray,
+    limits: Limits,
     max_nodes: Int,
     max_depth: Int,
 ) -> tuple[Int, Int]:
@@ -116,8 +115,7 @@ def grow(
         position: absolute position of what follows the root.
         root: index of the root.
         num_seeds: nodes that are there already, root + 1 at least; the tree grows below all from the root on.
-        masks: [m, words] int32 bits of the tokens that may follow each of the first m nodes from the root on; the
-            others may be followed by any.
+        limits: what may not follow these nodes.
         max_nodes: largest number of nodes, the pending tokens included.
         max_depth: largest depth below the root of a node.
 
@@ -127,7 +125,7 @@ def grow(
     for node in range(root + 1):
         nodes.parents[node], nodes.depths[node] = node - 1, node - root
     num_nodes = grow_below(
-        drafts, noise, rates, nodes, frontier, candidates, position, root, num_seeds, masks, max_nodes, max_depth
+        drafts, noise, rates, nodes, frontier, candidates, position, root, num_seeds, limits, max_nodes, max_depth
     )
     digest = np.int64(0)
     for node in range(num_nodes):
@@ -146,7 +144,7 @@ def grow_below(
     position: Int,
     root: Int,
     num_seeds: Int,
-    masks: np.ndarray,
+    limits: Limits,
     max_nodes: Int,
     max_depth: Int,
 ) -> Int:
@@ -169,7 +167,7 @@ def grow_below(
                 feature = candidates.best[i]
                 probability = parent_probability * rates.calibrated[candidates.agreeing[i], feature]
                 is_wanted = probability >= floor and num_pushed < len(frontier.heap)
-                if not (is_wanted and is_open(nodes, masks, root, num_seeds, node, candidates.merged[i])):
+                if not (is_wanted and is_open(nodes, limits, root, num_seeds, node, candidates.merged[i])):
                     continue
                 frontier.sizes[size_of(probability)] += 1
                 num_counted += 1

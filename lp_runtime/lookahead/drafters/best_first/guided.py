@@ -5,17 +5,44 @@ Letters: T nodes in the tree, n of them from the root on.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first.candidates import FORCED, Nodes
 from lp_runtime.lookahead.drafters.best_first.tables import NUM_HASHES, DraftArrays, Int, extend_hashes
-from lp_runtime.lookahead.guide import allows_few, is_allowed
+from lp_runtime.lookahead.guide import is_allowed
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS
 from lp_runtime.utils.jit import compiled
 
 # What is certain is a text; which tokens spell it is not, but nearly so: a token fails once in 1 << 5.
 DOUBT_BITS = 5
-MAX_CERTAIN = 64  # tokens that may follow where a text is certain: those that begin it, fewer than a token has bytes
+
+
+class Limits(NamedTuple):
+    """What a constraint is known to forbid below the nodes that a tree has.
+
+    Attributes:
+        masks: [m, words] int32 bits of the tokens that may follow each of the first m nodes from the root on.
+        refused: [r, 2] int64 (node, token) that were tried below other nodes.
+    """
+
+    masks: np.ndarray
+    refused: np.ndarray
+
+
+NO_LIMITS = Limits(np.zeros((0, 0), np.int32), np.zeros((0, 2), np.int64))
+
+
+@compiled
+def is_refused(limits: Limits, root: Int, node: Int, token: Int) -> bool:
+    """Whether a token is known not to be allowed behind a node."""
+    if node - root < len(limits.masks):
+        return not is_allowed(limits.masks, node - root, token)
+    for refused in limits.refused:  # noqa: SIM110 (Numba compiles no generators)
+        if refused[0] == node and refused[1] == token:
+            return True
+    return False
 
 
 @compiled
@@ -60,14 +87,13 @@ def plant(nodes: Nodes, size: Int, parent: Int, chain: np.ndarray, max_nodes: In
 
 
 @compiled
-def prune(nodes: Nodes, masks: np.ndarray, ends: np.ndarray, places: np.ndarray, root: Int, size: Int) -> Int:
-    """Remove the nodes whose tokens may not follow their parents, or end the text, with all below them.
+def prune(nodes: Nodes, is_node_allowed: np.ndarray, places: np.ndarray, root: Int, size: Int) -> Int:
+    """Remove the nodes that are not allowed.
 
     Args:
         nodes: the tree.
-        masks: [n, words] int32 bits of the tokens that may follow each node from the root on; rows move with nodes.
-        ends: [e] int64 tokens that end the text.
-        places: [T] int64 scratch.
+        is_node_allowed: [n] bool of each node from the root on; none is allowed below one that is not.
+        places: [T] int64; written: where each node from the root on is then, -1 if it is removed.
         root: index of the root.
         size: number of nodes, T.
 
@@ -77,20 +103,12 @@ def prune(nodes: Nodes, masks: np.ndarray, ends: np.ndarray, places: np.ndarray,
     num_kept = root + 1
     places[root] = root
     for node in range(root + 1, size):
-        parent = places[nodes.parents[node]]
         places[node] = -1
-        token = nodes.tokens[node]
-        is_end = False
-        for end in ends:
-            is_end |= end == token
-        if parent < 0 or is_end or not is_allowed(masks, parent - root, token):
-            continue
-        places[node] = num_kept
-        nodes.parents[node] = parent
-        move(nodes, node, num_kept)
-        for word in range(masks.shape[1]):
-            masks[num_kept - root, word] = masks[node - root, word]
-        num_kept += 1
+        if is_node_allowed[node - root]:
+            places[node] = num_kept
+            nodes.parents[node] = places[nodes.parents[node]]
+            move(nodes, node, num_kept)
+            num_kept += 1
     return num_kept
 
 
@@ -104,19 +122,8 @@ def move(nodes: Nodes, node: Int, to: Int) -> None:
         nodes.hashes[to, i] = nodes.hashes[node, i]
 
 
-@compiled
-def find_certain(masks: np.ndarray, certain: np.ndarray) -> None:
-    """Write to `certain`, [n] bool, behind which nodes the text may be certain, by their masks, [n, words] int32."""
-    for row in range(len(masks)):
-        certain[row] = allows_few(masks, row, MAX_CERTAIN)
-
-
-def sort(nodes: Nodes, root: int, size: int) -> np.ndarray:
-    """Sort nodes by path probability, the highest first and parents before children.
-
-    Returns:
-        [n] int64 the place before, counted from the root, of each node from the root on.
-    """
+def sort(nodes: Nodes, root: int, size: int) -> None:
+    """Sort nodes by path probability, the highest first and parents before children."""
     order = np.argsort(-nodes.path_probabilities[root:size], kind="stable")
     places = np.empty_like(order)
     places[order] = np.arange(len(order))
@@ -124,4 +131,3 @@ def sort(nodes: Nodes, root: int, size: int) -> np.ndarray:
     nodes.sources[root:size] = nodes.sources[root:size][order]
     nodes.hashes[root:size] = nodes.hashes[root:size][order]
     nodes.parents[root + 1 : size] = places[nodes.parents[root + 1 : size] - root] + root
-    return order

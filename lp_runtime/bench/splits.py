@@ -1,0 +1,113 @@
+"""lp-bench splits=auto: decodes the prompts with every split of the GPUs into replicas, and keeps which was fastest.
+
+The splits are measured one after another, as their replicas would not fit beside one another. Letters: R replicas of P
+GPUs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lp_runtime.bench.methods import Result, runtime_methods
+from lp_runtime.bench.prompts import encode_prompts
+from lp_runtime.config.commands import BenchConfig
+from lp_runtime.distributed.context import started_by_torchrun
+from lp_runtime.errors import ConfigError, LookaheadError, first_line
+from lp_runtime.launchers.fastest_split import keep_speeds
+from lp_runtime.runtime import LookaheadRuntime
+from lp_runtime.utils.files import write_whole
+
+HEAD = "| R x P | S | ms a step | tokens/s |\n| --- | --- | --- | --- |"
+
+
+@dataclass(frozen=True)
+class SplitSpeed:
+    """How fast a split has decoded the prompts.
+
+    Attributes:
+        replicas: R.
+        gpus_per_replica: P.
+        compression: S, new tokens a step.
+        step_ms: milliseconds of a step, the prefill excluded; of the prompts that took more than one.
+        tokens_per_second: new tokens a second, the prefill included.
+        refusal: why it was not measured; empty if it was.
+    """
+
+    replicas: int
+    gpus_per_replica: int
+    compression: float = 0.0
+    step_ms: float = 0.0
+    tokens_per_second: float = 0.0
+    refusal: str = ""
+
+    def line(self) -> str:
+        """Return the split's row of the table."""
+        name = f"{self.replicas} x {self.gpus_per_replica}"
+        if self.refusal:
+            return f"| {name} | | | {self.refusal} |"
+        return f"| {name} | {self.compression:.2f} | {self.step_ms:.2f} | {self.tokens_per_second:.1f} |"
+
+
+def measure_splits(config: BenchConfig) -> list[SplitSpeed]:
+    """Measure every split of `gpus`, print a table, write it if an output folder is given, and keep the speeds.
+
+    Args:
+        config: settings of the command, checked.
+
+    Returns:
+        the splits, P ascending.
+
+    Raises:
+        LookaheadError: if no split can be measured; the first one's reason.
+    """
+    if started_by_torchrun():
+        raise ConfigError("splits=auto: not under torchrun, which starts the processes of one split")
+    speeds: list[SplitSpeed] = []
+    reasons: list[LookaheadError] = []
+    for num_gpus in (each for each in range(1, config.num_gpus + 1) if config.num_gpus % each == 0):
+        replicas = config.num_gpus // num_gpus
+        try:
+            results = _decode(dataclasses.replace(config, splits=None, gpus_per_replica=num_gpus))
+            speeds.append(_speed(replicas, num_gpus, results))
+        except LookaheadError as error:
+            reasons.append(error)
+            speeds.append(SplitSpeed(replicas, num_gpus, refusal=first_line(error)))
+        print(speeds[-1].line(), file=sys.stderr, flush=True)
+    measured = {each.gpus_per_replica: each.tokens_per_second for each in speeds if not each.refusal}
+    if not measured:
+        raise reasons[0]
+    keep_speeds(config, measured)
+    table = "\n".join([HEAD, *(each.line() for each in speeds)])
+    print(table)
+    if config.output is not None:
+        _write(Path(config.output), table, speeds)
+    return speeds
+
+
+def _decode(config: BenchConfig) -> list[Result]:
+    """Return what a runtime of one split has made of every prompt, in every round."""
+    with LookaheadRuntime.from_config(config) as runtime:
+        prompts = [prompt.token_ids for prompt in encode_prompts(runtime, config)]
+        decode = runtime_methods(config, runtime, ["default"])["default"]
+        decode(prompts[0])  # a first request compiles and measures, which is not to be timed
+        return [decode(prompt) for _ in range(config.rounds) for prompt in prompts]
+
+
+def _speed(replicas: int, gpus_per_replica: int, results: list[Result]) -> SplitSpeed:
+    num_tokens, num_steps = sum(len(each.token_ids) for each in results), sum(each.num_steps for each in results)
+    seconds = [min(each.seconds.values()) for each in results]
+    decoding = sum(time - (each.prefill_seconds or 0.0) for time, each in zip(seconds, results, strict=True))
+    step_ms = 1000 * decoding / max(1, num_steps - len(results))
+    return SplitSpeed(replicas, gpus_per_replica, num_tokens / num_steps, step_ms, num_tokens / sum(seconds))
+
+
+def _write(folder: Path, table: str, speeds: list[SplitSpeed]) -> None:
+    try:
+        write_whole(folder / "splits.md", f"{table}\n".encode())
+        write_whole(folder / "splits.json", (json.dumps([asdict(each) for each in speeds], indent=1) + "\n").encode())
+    except OSError as error:
+        raise ConfigError(f"output={folder}: {error.strerror or error}") from error

@@ -1,0 +1,159 @@
+"""How the GPUs of a runtime are divided into replicas, where the settings leave it to the machine.
+
+Letters: P GPUs of a replica.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lp_runtime.config.settings import ModelConfig, RuntimeConfig
+from lp_runtime.errors import LaunchError, ModelError
+from lp_runtime.launchers.fastest_split import fastest_split
+from lp_runtime.model.kv_cache.capacity import NCCL_BYTES
+from lp_runtime.model.sizes import ModelSize, size_of_model
+
+GIB = 1 << 30
+# Run in a process of its own, as asking makes a CUDA context on every GPU, which takes hundreds of MiB while it lives.
+SURVEY = """
+import json, torch
+print(json.dumps([torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]))
+"""
+SURVEY_SECONDS = 120.0  # that importing torch and making the contexts may take
+
+Survey = Callable[[], Sequence[int]]  # returns the bytes that are free on each GPU
+
+
+def choose_split(config: RuntimeConfig, num_gpus: int, survey: Survey, num_local: int | None = None) -> RuntimeConfig:
+    """Return settings whose gpus_per_replica is a number: as given, or what its free memory says.
+
+    Args:
+        config: the runtime's.
+        num_gpus: that the runtime may use; 0 on CPUs.
+        survey: asked only if more than one GPU a replica is possible.
+        num_local: GPUs of one machine, which P must divide, too; None if `gpus` are all there are.
+
+    Raises:
+        ConfigError: if the fastest is wanted, and nothing was measured.
+        LaunchError: if the GPUs cannot be asked.
+        ModelError: if the model fits on no P.
+    """
+    if config.gpus_per_replica == "fastest":
+        gpus = config.gpus or num_gpus or 1
+        config = dataclasses.replace(config, gpus=gpus, gpus_per_replica=fastest_split(config, gpus))
+    if config.is_split_chosen:
+        return _with_parallelism(config, num_gpus > 0)
+    return _with_fewest(config, num_gpus, survey, num_local)
+
+
+def _with_fewest(config: RuntimeConfig, num_gpus: int, survey: Survey, num_local: int | None) -> RuntimeConfig:
+    """Return settings with the fewest GPUs a replica; arguments and errors as those of `choose_split`."""
+    candidates = [each for each in _divisors(config.gpus, num_gpus) if num_local is None or num_local % each == 0]
+    if config.model.device_map is not None or len(candidates) < 2:  # what does not fit is refused as it is loaded
+        return dataclasses.replace(config, gpus_per_replica=1)
+    size = size_of_model(config.model, config.dtype, config.context_tokens)
+    if size is None or config.model.quantization_config is not None:  # which says too little of its size
+        return dataclasses.replace(config, gpus_per_replica=1)
+    free = min(list(survey())[: config.gpus or num_gpus])
+    num_shards, parallelism = _fewest(size, candidates, free, config.model)
+    model = dataclasses.replace(config.model, parallelism=parallelism)
+    return dataclasses.replace(config, gpus_per_replica=num_shards, model=model)
+
+
+def _with_parallelism(config: RuntimeConfig, on_gpus: bool) -> RuntimeConfig:
+    """Return settings that say how a model lies on the GPUs of a replica; on CPUs auto is tensor."""
+    if config.model.parallelism != "auto" or config.replica_gpus == 1:
+        return config
+    parallelism = "tensor"
+    if on_gpus:
+        size = size_of_model(config.model, config.dtype)
+        if config.model.quantization_config is not None or (size and _why_whole(size, config.replica_gpus)):
+            parallelism = "pipeline"
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, parallelism=parallelism))
+
+
+def _why_whole(size: ModelSize, num_shards: int) -> str:
+    """Return why a model cannot be sliced; empty if it can."""
+    try:
+        size.check_shards(num_shards)
+        return ""
+    except ModelError as error:
+        return str(error)
+
+
+def _divisors(gpus: int | None, num_gpus: int) -> list[int]:
+    """Return the P that are possible, ascending: divisors of `gpus`; any where that is not given."""
+    if gpus is None:
+        return list(range(1, num_gpus + 1))
+    return [each for each in range(1, gpus + 1) if gpus % each == 0] if gpus <= num_gpus else [1]
+
+
+def _fewest(size: ModelSize, candidates: Sequence[int], free: int, config: ModelConfig) -> tuple[int, str]:
+    """Return the fewest GPUs that hold a model, the keys and values of its context and what passes take, and how it
+    lies on them: sliced if it can be, else layer by layer.
+
+    Args:
+        size: the model's.
+        candidates: P that are possible, ascending.
+        free: bytes that are free on every GPU.
+        config: says how the model may lie.
+
+    Raises:
+        ModelError: if it does not fit, with the reason why it is on no more GPUs.
+    """
+    # NCCL has buffers on every GPU, be it between the GPUs of a replica or between replicas.
+    exchange_bytes = NCCL_BYTES if candidates[-1] > 1 else 0
+    needed: dict[int, int] = {}  # bytes by P, of the last way that was tried
+    refusal = ""
+    if config.parallelism != "pipeline":
+        for num_gpus in candidates:
+            if why := _why_whole(size, num_gpus):
+                refusal = refusal or f" ({why})"
+                continue
+            needed[num_gpus], refusal = size.needed_bytes(num_gpus, exchange_bytes), ""
+            if needed[num_gpus] <= free:
+                return num_gpus, "tensor"
+    if config.parallelism != "tensor" and size.parts:
+        for num_gpus in candidates:
+            by_layers = size.needed_for_layers(num_gpus, exchange_bytes)
+            needed[num_gpus], refusal = min(by_layers, needed.get(num_gpus, by_layers)), ""
+            if by_layers <= free:
+                return num_gpus, "pipeline"
+    largest = max(needed)
+    where = "a GPU" if largest == 1 else f"each of {largest} GPUs"
+    raise ModelError(
+        f"model.path={config.location}: does not fit: with {size.context_tokens} tokens of context it needs"
+        f" {needed[largest] / GIB:.1f} GiB on {where}, and {free / GIB:.1f} GiB are free{refusal}"
+    )
+
+
+def free_of_this_machine() -> list[int]:
+    """Return the bytes that are free on each GPU that this process sees, with a CUDA context on it.
+
+    Raises:
+        LaunchError: if the GPUs cannot be asked.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", SURVEY], capture_output=True, text=True, timeout=SURVEY_SECONDS, check=True
+        )
+        return [int(each) for each in json.loads(done.stdout)]
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise LaunchError(
+            f"gpus_per_replica=auto: the GPUs' free memory cannot be told ({type(error).__name__})"
+        ) from error
+
+
+def visible_on(device: str) -> int:
+    """Return how many GPUs this process may give to replicas.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+    """
+    return 0 if device == "cpu" or not torch.cuda.is_available() else torch.cuda.device_count()

@@ -1,0 +1,112 @@
+"""Prompts that begin as an earlier sequence did, of models whose layers carry a state: it is read where it was kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.chain_models import CHUNK_TOKENS, model_of
+from support.engines import engine_of
+from support.ranks import run_ranks
+
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.distributed.group import Group
+from lp_runtime.engine.prompt_prefix import MAX_POINTS, make_prefix_cache
+from lp_runtime.engine.request import Request
+from lp_runtime.model.chain_runner import ChainRunner
+
+PROMPT = tuple(5 + 3 * i % 41 for i in range(60))
+KINDS = ("qwen3_next", "falcon_h1", "mamba2")  # states beside attention, in a layer with attention, and nothing else
+MAX_BYTES = 1 << 30
+SETTINGS = LookaheadConfig(budget=5, prior="none")
+
+
+def make_model(kind: str, max_bytes: int = MAX_BYTES) -> ChainRunner:
+    model = ChainRunner(model_of(kind), CHUNK_TOKENS)
+    with model.slots.borrowed() as slot:
+        model.begin(slot, 50)
+        model.prefill(slot, [1, 2, 3])  # so that the size of a token is known
+    model.slots.prefixes = make_prefix_cache(model, max_bytes, None)
+    return model
+
+
+def decode(engine, model: ChainRunner, request: Request):
+    """(token ids, tokens that were read, tokens of the prompt that were fed)."""
+    before = model.num_prefilled_tokens
+    *outputs, report = engine.run(request)
+    tokens = [token for each in outputs for token in each.token_ids]
+    return tokens, report.cached_tokens, model.num_prefilled_tokens - before
+
+
+def turns(engine, model: ChainRunner, forget=lambda: None) -> list[tuple[list[int], int, int]]:
+    """Two turns of a conversation, three other ones that begin with the same 40 tokens, and the first turn twice more.
+
+    `forget` is called behind the first turn.
+    """
+    engine.prepare(SETTINGS)
+    first = Request(PROMPT, SETTINGS, 24)
+    found = [decode(engine, model, first)]
+    forget()
+    second = replace(first, prompt_ids=(*PROMPT, *found[0][0], 7, 8, 9))
+    found.append(decode(engine, model, second))
+    found += [decode(engine, model, replace(first, prompt_ids=(*PROMPT[:40], other, 1, 2))) for other in (3, 4, 6)]
+    return [*found, decode(engine, model, first), decode(engine, model, first)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prefix_ends_where_states_were_kept(kind):
+    plain, model = make_model(kind, 0), make_model(kind)
+    expected, found = turns(engine_of(plain), plain), turns(engine_of(model), model)
+    assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in expected]
+    first, second, *others, again, once_more = found
+    assert first[1:] == (0, 60)
+    assert 60 <= second[1] <= 60 + 24, "behind the prompt, or behind what the answer's last step had committed"
+    assert [each[1:] for each in others] == [(0, 43), (40, 3), (40, 3)], (
+        "where the first of them parted from the prompt"
+    )
+    assert (again[1], once_more[1]) == (40, 59), "where a prompt ends it cannot be read: its last logits are wanted"
+    for _, num_read, num_fed in found:
+        assert num_read + num_fed in (60, 43, 60 + 24 + 3)
+
+
+@pytest.mark.parametrize("kind", KINDS[:1])
+def test_states_leave_with_what_is_used_least(kind):
+    model = make_model(kind)
+    turns(engine_of(model), model)
+    cache = model.slots.prefixes
+    num_bytes = cache.num_bytes
+    cache.reserve(1 << 40)
+    assert cache.num_bytes == 0, "every state was counted"
+    model.slots.prefixes = make_prefix_cache(model, num_bytes // 2, None)
+    engine = engine_of(model)
+    expected = turns(engine_of(make_model(kind, 0)), make_model(kind, 0))
+    found = turns(engine, model)
+    assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in expected]
+    assert model.slots.prefixes.num_bytes <= num_bytes // 2
+
+
+def on_a_rank(group: Group, forgetful: int) -> list[tuple[list[int], int, int]]:
+    """`turns`; one rank forgets everything behind the first one."""
+    model = make_model("qwen3_next")
+    engine = engine_of(model, group)
+    for number in range(MAX_POINTS + 2):  # more points than replicas tell each other of
+        decode(engine, model, Request((*PROMPT[: 60 - 2 * number], number), SETTINGS, 2))
+
+    def forget() -> None:
+        if group.rank == forgetful:
+            model.slots.prefixes.reserve(1 << 40)
+            assert model.slots.prefixes.num_bytes == 0
+            model.slots.prefixes.reserve(0)
+
+    return turns(engine, model, forget)
+
+
+def test_replicas_agree_where_they_go_on():
+    plain = make_model("qwen3_next", 0)
+    expected = turns(engine_of(plain), plain)
+    one, two = run_ranks(on_a_rank, 2, 1)
+    assert one == two
+    assert [tokens for tokens, _, _ in one] == [tokens for tokens, _, _ in expected]
+    first, second, *others, again, once_more = [num_read for _, num_read, _ in one]
+    assert 0 < first < 60 and second == 0, "one of them has nothing"
+    assert others == [0, 40, 40] and (again, once_more) == (40, 59)

@@ -1,0 +1,246 @@
+"""How many GPUs a replica gets where the settings leave it open, by the memory that simulated GPUs have free."""
+
+from __future__ import annotations
+
+import json
+import struct
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.small_models import FAMILIES, SHAPE
+from transformers import AutoConfig
+
+from lp_runtime import launchers
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.config.settings import ModelConfig, RuntimeConfig
+from lp_runtime.errors import ConfigError, LaunchError, ModelError
+from lp_runtime.launchers import split, torchrun
+from lp_runtime.launchers.ray_booking import gpus_of_cluster
+from lp_runtime.launchers.split import choose_split, free_of_this_machine
+from lp_runtime.model.kv_cache.capacity import NCCL_BYTES, bytes_of_tokens, tokens_in
+from lp_runtime.model.sizes import size_of_model
+
+GIB = 1 << 30
+# Llama 3 70B: nobody has its weights here, and nothing of them is needed.
+LARGE = {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "dtype": "bfloat16",
+}  # fmt: skip
+LARGE_WEIGHTS = 2 * (
+    80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192) + 2 * 128256 * 8192 + 8192
+)  # bytes, by hand
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> str:
+    """A directory with the configuration of a 70B model, and without weights."""
+    folder = tmp_path_factory.mktemp("large")
+    AutoConfig.for_model("llama", **LARGE).save_pretrained(folder)
+    return str(folder)
+
+
+def chosen(path: str, free: float | list[float], gpus: int | None = None, num_gpus: int = 8, **options) -> int:
+    """The GPUs of a replica of a model, with so many GiB free on each GPU."""
+    free = free if isinstance(free, list) else [free] * num_gpus
+    config = RuntimeConfig(model=ModelConfig(path=path), gpus=gpus, device="cuda", **options)
+    result = choose_split(config, num_gpus, lambda: [int(each * GIB) for each in free])
+    assert result.is_split_chosen and result.num_gpus % result.num_shards == 0
+    return result.num_shards
+
+
+def way(path: str, free: float, gpus: int, parallelism: str = "auto") -> tuple[int, str]:
+    """The GPUs of a replica, and how the model lies on them."""
+    given = RuntimeConfig(model=ModelConfig(path=path, parallelism=parallelism), gpus=gpus, device="cuda")
+    config = choose_split(given, gpus, lambda: [int(free * GIB)] * gpus)
+    return config.replica_gpus, config.model.parallelism
+
+
+def test_weights_by_shards_of_a_large_model(large):
+    size = size_of_model(ModelConfig(path=large), "auto")
+    buffers = size.weight_bytes(1) - LARGE_WEIGHTS
+    assert 0 <= buffers < 4096  # frequencies of positions
+    norms = 2 * (2 * 80 + 1) * 8192
+    assert size.weight_bytes(8) == (LARGE_WEIGHTS - norms) // 8 + norms + buffers
+    assert [size.cache_bytes_per_token(shards) for shards in (1, 2, 8)] == [327680, 163840, 40960]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "free", "expected"),
+    [
+        (8, 200, 1),  # 131 GiB of weights
+        (8, 134, 2),  # which leaves too little for the context
+        (8, 79, 2),
+        (8, 60, 4),
+        (8, 24, 8),
+        (None, 79, 2),
+        (None, 60, 4),  # 3 would hold it, and do not divide the heads
+        (6, 79, 2),
+        (1, 24, 1),  # there is no choice; loading says that memory does not suffice
+    ],
+)
+def test_the_fewest_gpus_that_hold_the_model(large, gpus, free, expected):
+    assert chosen(large, free, gpus) == expected
+
+
+def test_the_fullest_gpu_counts_and_those_that_are_not_used_do_not(large):
+    assert chosen(large, [79, 79, 40, 79], 4, 4) == 4
+    assert chosen(large, [79, 79, 79, 79, 1, 1, 1, 1], 4) == 2
+
+
+def test_more_context_takes_more_gpus(large):
+    assert chosen(large, 79, 8) == chosen(large, 79, 8, context_tokens=8192) == 2
+    assert chosen(large, 79, 8, context_tokens=131072) == 4
+
+
+def test_what_a_chosen_replica_holds_is_what_its_capacity_says(large):
+    """One byte less than is needed is too little; with as much, the tokens that were asked for fit once the weights lie
+    there."""
+    size = size_of_model(ModelConfig(path=large), "auto", 5000)
+    needed = size.needed_bytes(2, NCCL_BYTES)
+    kept = needed - size.weight_bytes(2) - size.pass_bytes - NCCL_BYTES
+    assert tokens_in(kept, size.cache_bytes_per_token(2)) == 5000
+    for free, expected in ((needed, 2), (needed - 1, 4)):
+        config = RuntimeConfig(model=ModelConfig(path=large), gpus=4, context_tokens=5000)
+        assert choose_split(config, 4, lambda free=free: [free] * 4).num_shards == expected
+
+
+@pytest.mark.parametrize("token_bytes", [1, 7, 327680])
+@pytest.mark.parametrize("num_tokens", [1, 100, 8191])
+def test_bytes_of_tokens_are_the_least_that_suffice(num_tokens, token_bytes):
+    num_bytes = bytes_of_tokens(num_tokens, token_bytes)
+    assert tokens_in(num_bytes, token_bytes) >= num_tokens > tokens_in(num_bytes - 2, token_bytes)
+
+
+def test_a_model_that_fits_on_no_number_of_gpus_is_refused_in_one_line(large):
+    with pytest.raises(ModelError) as caught:
+        chosen(large, 10, 8)
+    line = str(caught.value)
+    assert "\n" not in line and line.startswith(f"model.path={large}: does not fit")
+    assert "8192 tokens" in line and "on each of 8 GPUs, and 10.0 GiB are free" in line
+
+
+def test_a_model_that_cannot_be_sliced_lies_on_gpus_by_layers(tmp_path, large):
+    """Where tensor parallelism is asked for by name, it is refused with the reason."""
+    AutoConfig.for_model("gpt2", n_embd=8192, n_layer=64, n_head=64, dtype="bfloat16").save_pretrained(tmp_path)
+    path = str(tmp_path)
+    for gpus, free, expected in ((8, 200, (1, "tensor")), (8, 79, (2, "pipeline")), (8, 30, (4, "pipeline"))):
+        assert way(path, free, gpus) == expected
+    assert way(large, 79, 3) == (3, "pipeline")
+    assert way(large, 79, 8, "pipeline") == (2, "pipeline")
+    with pytest.raises(
+        ModelError, match=r"102.0 GiB on a GPU, .* \(gpus_per_replica=2: gpt2: transformers has no tensor"
+    ):
+        way(path, 79, 8, "tensor")
+    with pytest.raises(ModelError, match=r"on a GPU, .*=3: llama: num_attention_heads=64: must be a multiple of"):
+        way(large, 79, 3, "tensor")
+    with pytest.raises(ModelError, match="on each of 8 GPUs, and 5.0 GiB are free$"):
+        way(path, 5, 8)
+
+
+def test_how_a_model_lies_on_a_given_number_of_gpus(tmp_path, large):
+    AutoConfig.for_model("gpt2", n_embd=64, n_layer=2, n_head=4).save_pretrained(tmp_path)
+
+    def lies(path: str, num_gpus: int, **model) -> tuple[str, int, int, int]:
+        given = RuntimeConfig(model=ModelConfig(path=path, **model), gpus=4, gpus_per_replica=2)
+        config = choose_split(given, num_gpus, list)
+        return config.model.parallelism, config.num_shards, config.num_stages, config.num_replicas
+
+    assert lies(large, 8) == ("tensor", 2, 1, 2)
+    assert lies(str(tmp_path), 8) == ("pipeline", 1, 2, 2)
+    assert lies(str(tmp_path), 0) == ("tensor", 2, 1, 2)  # on CPUs, where it is refused
+    assert lies(large, 8, parallelism="pipeline") == ("pipeline", 1, 2, 2)
+    assert lies(large, 8, quantization_config={"quant_method": "bitsandbytes"}) == ("pipeline", 1, 2, 2)
+    with pytest.raises(ConfigError, match="only with gpus_per_replica=1, or model.parallelism=pipeline"):
+        lies(large, 8, quantization_config={"quant_method": "bitsandbytes"}, parallelism="tensor")
+
+
+def test_a_quantized_checkpoint_counts_as_its_files(tmp_path):
+    name, own = FAMILIES["llama"]
+    config = AutoConfig.for_model("llama", **SHAPE | own)
+    config.quantization_config = {"quant_method": "mxfp4"}
+    config.save_pretrained(tmp_path)
+    header = json.dumps({"weight": {"dtype": "U8", "shape": [1000], "data_offsets": [0, 1000]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(1000))
+    assert size_of_model(ModelConfig(path=str(tmp_path)), "auto").weight_bytes(1) == 1000
+    assert way(str(tmp_path), 1, 2) == (1, "tensor")
+    with pytest.raises(ModelError, match="a quantized model cannot be sliced"):
+        way(str(tmp_path), 0, 2, "tensor")
+
+
+def test_a_model_whose_size_cannot_be_told_is_left_to_loading(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    assert size_of_model(ModelConfig(path=str(tmp_path)), "auto") is None
+    assert chosen(str(tmp_path), 1, 8) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_gpus"),
+    [
+        ({"device": "cpu", "gpus": 4}, 0),  # CPUs
+        ({}, 1),  # one GPU
+        ({"gpus": 4}, 2),  # replicas that share GPUs
+        ({"model": ModelConfig(device_map="auto")}, 8),
+        ({"model": ModelConfig(quantization_config={"quant_method": "bitsandbytes"}), "gpus": 8}, 8),
+    ],
+)
+def test_where_there_is_no_choice_nothing_is_asked(settings, num_gpus):
+    def survey():
+        raise AssertionError("asked")
+
+    assert choose_split(RuntimeConfig(**settings), num_gpus, survey).num_shards == 1
+    given = RuntimeConfig(gpus=8, gpus_per_replica=4)
+    assert choose_split(given, 0, survey).num_shards == 4
+
+
+def test_a_launcher_starts_as_many_shards_as_were_chosen(large, monkeypatch):
+    """The local launcher, with four GPUs of 79 GiB: processes would be started for two replicas of two shards."""
+    started = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(split, "free_of_this_machine", lambda: [79 * GIB] * 4)
+    monkeypatch.setattr("lp_runtime.launchers.spawn.SpawnLauncher", started.append)
+    launchers.launch(RuntimeConfig(model=ModelConfig(path=large), gpus=4, lookahead=LookaheadConfig()))
+    (config,) = started
+    assert (config.num_replicas, config.num_shards, config.gpus_per_replica) == (2, 2, 2)
+
+
+def test_ranks_of_torchrun_do_as_rank_0_says(large, monkeypatch):
+    """Rank 0 asks its own GPU; what it cannot do, all ranks refuse alike."""
+    world = SimpleNamespace(rank=0, num_replicas=8, num_local=8, device_index=0)
+    config = RuntimeConfig(model=ModelConfig(path=large))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torchrun, "said_by_first", lambda world, name, value, timeout: value())
+    for free, expected in ((200, 1), (79, 2), (24, 8)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index, free=free: (free * GIB, 0))
+        assert torchrun.with_split(config, world).num_shards == expected
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (GIB, 0))
+    with pytest.raises(ModelError, match="does not fit"):
+        torchrun.with_split(config, world)
+
+
+def test_gpus_of_a_cluster_and_of_its_smallest_node():
+    nodes = [{"Alive": alive, "Resources": {"GPU": number}} for alive, number in ((True, 8), (True, 4), (False, 1))]
+    ray = SimpleNamespace(
+        nodes=lambda: [*nodes, {"Alive": True, "Resources": {}}], cluster_resources=lambda: {"GPU": 12}
+    )
+    assert gpus_of_cluster(ray, "auto") == gpus_of_cluster(ray, "cuda") == (12, 4)
+    assert gpus_of_cluster(ray, "cpu") == (0, 0)
+
+
+def test_gpus_that_cannot_be_asked(monkeypatch):
+    if not torch.cuda.is_available():
+        assert free_of_this_machine() == []
+    monkeypatch.setattr(split.sys, "executable", "/nowhere/python")
+    with pytest.raises(LaunchError, match="the GPUs' free memory cannot be told"):
+        free_of_this_machine()
+
+
+def test_values_of_the_setting():
+    assert RuntimeConfig().gpus_per_replica == "auto" and RuntimeConfig().num_shards == 1
+    for value in ("some", 0, True, 1.5, None, [2]):
+        with pytest.raises(ConfigError, match=r"gpus_per_replica=.*: must be auto, fastest or an integer >= 1"):
+            RuntimeConfig(gpus_per_replica=value)
+    with pytest.raises(ConfigError, match="context_tokens=0: must be an integer >= 1"):
+        RuntimeConfig(context_tokens=0)
