@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -123,10 +123,10 @@ def replace_rotaries(model: PreTrainedModel, may_refeed: bool = True) -> RotaryL
         The lengths at which factors change; UNCHANGING if nothing was replaced. The model must be used where they do
         not change, then.
     """
+    _put_back(model)
     places = places_of(model, _has_changing_factors)
     libraries = [getattr(*place) for place in places]
-    refeeds = model.config.get_text_config().model_type in REFEEDING_TYPES
-    refeeds = refeeds and any(each.rope_type == LONG for each in libraries)
+    refeeds = _refeeds(model, libraries)
     if refeeds and not (may_refeed and tuple(map(int, transformers.__version__.split(".")[:2])) >= REFEEDS_SINCE):
         return UNCHANGING
     made = {id(each): _replacement(each) for each in libraries}
@@ -136,6 +136,12 @@ def replace_rotaries(model: PreTrainedModel, may_refeed: bool = True) -> RotaryL
     for parent, name in places:
         setattr(parent, name, made[id(getattr(parent, name))])
     return lengths.pop()
+
+
+def _refeeds(model: PreTrainedModel, libraries: Sequence[Rotary]) -> bool:
+    """Whether `generate` drops a model's keys at the length at which factors of its rotary embeddings change."""
+    is_long = any(each.rope_type == LONG for each in libraries)
+    return is_long and model.config.get_text_config().model_type in REFEEDING_TYPES
 
 
 def _replacement(library: Rotary) -> RotaryByLength | None:
@@ -182,6 +188,11 @@ def view_behind(model: PreTrainedModel, prompt_length: int) -> PreTrainedModel:
 def library_view(model: PreTrainedModel) -> PreTrainedModel:
     """Return a view of a model that has transformers' own rotary embeddings, as fresh ones are."""
     view = view_of(model)
-    for parent, name in places_of(view, lambda module: isinstance(module, RotaryByLength)):
-        setattr(parent, name, _fresh(getattr(parent, name).library))
+    _put_back(view)
     return view
+
+
+def _put_back(model: PreTrainedModel) -> None:
+    """Put transformers' own rotary embeddings in place of those of `replace_rotaries`."""
+    for parent, name in places_of(model, lambda module: isinstance(module, RotaryByLength)):
+        setattr(parent, name, _fresh(getattr(parent, name).library))

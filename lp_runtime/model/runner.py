@@ -215,7 +215,7 @@ class ModelRunner:
             chunk: token ids, at least one.
             rows: [n] places in the chunk whose logits are wanted; the last one alone if None.
         """
-        logits = self.feed("chunk", [slot.cache], chunk, rows, self._told(slot))
+        logits = self.feed("chunk", [slot.cache], chunk, rows, slot.told(self.rotary_lengths))
         slot.commit(chunk)
         slot.num_prefilled = len(slot.tokens)
         self.num_prefilled_tokens += len(chunk)
@@ -282,27 +282,27 @@ class ModelRunner:
             commit: whether the tree's pending tokens are committed; False to feed another share of the tree next.
         """
         slot, tree, nodes, wanted, _ = inputs
-        told = self._feed_anew(slot, tree)
+        told = self._feed_anew([inputs])
         layout = lay_out(tree, nodes, wanted, slot.cache.length)
         found = None if any_size or told else self._forward_fixed([Part.whole(slot.cache, layout)])
         output = StepLogits(self.feed("share", [slot.cache], layout, told)) if found is None else found[0]
         slot.commit(tree.pending, commit)
         return output
 
-    def _told(self, slot: CacheSlot) -> int:
-        """Return the length that the next pass of a slot must be told: see RotaryLengths."""
-        return self.rotary_lengths.told(slot.prompt_length, len(slot.tokens))
+    def _feed_anew(self, batch: Sequence[StepInputs]) -> int:
+        """Feed all that a slot holds anew, where with its tree's root the text is so long that `generate` does.
 
-    def _feed_anew(self, slot: CacheSlot, tree: TokenTree) -> int:
-        """Feed all that a slot holds anew, where with a tree's root the text is so long that `generate` does; return
-        the length that the tree's pass must be told."""
+        Returns:
+            the length that the pass of one tree must be told: see RotaryLengths; 0 if none must be.
+        """
         lengths = self.rotary_lengths
-        prompt_length = lengths.prompt_length(slot.prompt_length, len(slot.tokens) + tree.root + 1)
-        if lengths.row(slot.prompt_length) != lengths.row(prompt_length):
-            tokens = slot.tokens
-            slot.reset(self._make_cache, slot.capacity, prompt_length=prompt_length)
-            result_of(self.prefill_in_chunks(slot, tokens))
-        return self._told(slot)
+        for slot, tree, *_ in batch:
+            prompt_length = lengths.prompt_length(slot.prompt_length, len(slot.tokens) + tree.root + 1)
+            if lengths.row(slot.prompt_length) != lengths.row(prompt_length):
+                tokens = slot.tokens
+                slot.reset(self._make_cache, slot.capacity, prompt_length=prompt_length)
+                result_of(self.prefill_in_chunks(slot, tokens))
+        return max(inputs.slot.told(lengths) for inputs in batch)
 
     def _forward_fixed(self, parts: Sequence[Part]) -> list[StepLogits] | None:
         """Feed shares of several sequences in passes of fixed sizes; None if they must be fed in passes of any size."""
@@ -325,8 +325,8 @@ class ModelRunner:
         """
         if len(batch) == 1:
             return [self.forward(batch[0], commit)]
-        told = [self._feed_anew(inputs.slot, inputs.tree) for inputs in batch]
-        if not self.supports_batching or any(told):  # what a pass of a fixed size has found is gone after the next one
+        # What a pass of a fixed size has found is gone after the next one.
+        if not self.supports_batching or self._feed_anew(batch):
             return [self.forward(inputs, commit).copy() for inputs in batch]
         layouts = [lay_out(tree, nodes, wanted, slot.cache.length) for slot, tree, nodes, wanted, _ in batch]
         caches = [inputs.slot.cache for inputs in batch]

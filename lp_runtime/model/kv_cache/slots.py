@@ -74,6 +74,10 @@ class CacheSlot:
         is_alike = lengths.row(self.prompt_length) == lengths.row(prompt_length)
         return len(os.path.commonprefix([self.tokens, list(tokens)])) if is_alike else 0
 
+    def told(self, lengths: RotaryLengths) -> int:
+        """Return the length that the next pass must be told: see RotaryLengths.told."""
+        return lengths.told(self.prompt_length, len(self.tokens))
+
     def commit(self, tokens: Sequence[int], keeps_any: bool = True) -> None:
         """Keep the first tokens that the last pass has fed, which are these, or none of them; forget the others."""
         self.cache.commit(len(tokens) if keeps_any else 0)
