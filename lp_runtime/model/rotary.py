@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from lp_runtime.model.optimize.packing import is_hooked, places_of
 from lp_runtime.model.rotary_lengths import UNCHANGING, RotaryLengths
 from lp_runtime.model.view import view_of
+
+log = logging.getLogger(__name__)
 
 Rotary = Any  # an nn.Module whose attributes are read: torch declares them as Tensor | Module
 
@@ -40,7 +43,7 @@ class RotaryByLength(nn.Module):
         library: transformers' module, which is not changed. Its forward must take the factors from `inv_freq` alone.
 
     Attributes:
-        library: a copy of the module, as a fresh one is.
+        library: a copy of the module, which computes with the factors that it is given before every pass.
         threshold: a text of up to so many tokens has the factors of row 0.
         factors: [n, D / 2] float32: row i is of a text of threshold + i tokens, the last one of longer ones, too.
         prompt_length: P of the tokens that are fed; 0 where none of a prompt is.
@@ -65,9 +68,8 @@ class RotaryByLength(nn.Module):
         """
         lengths = (position_ids + 1).clamp_min(self.prompt_length)
         rows = (lengths - self.threshold).clamp(0, len(self.factors) - 1)
-        module = copy.copy(self.library)
-        vars(module)["_buffers"] = vars(module)["_buffers"] | {"inv_freq": self.factors[rows]}
-        return self._compute(module, x, position_ids)
+        self.library.inv_freq = self.factors[rows]
+        return self._compute(self.library, x, position_ids)
 
 
 def _changes(rope_type: object) -> bool:
@@ -83,9 +85,8 @@ def _has_changing_factors(module: nn.Module) -> bool:
 
 def _fresh(library: Rotary) -> Rotary:
     """Return a copy of a rotary embedding as it was before it was used."""
-    module = copy.deepcopy(library)
-    inv_freq = library.original_inv_freq.to(library.inv_freq.dtype, copy=True)
-    module.register_buffer("inv_freq", inv_freq, persistent=False)
+    module: Rotary = view_of(library)
+    module.inv_freq = library.original_inv_freq.to(library.inv_freq.device, copy=True)
     if DYNAMIC in library.rope_type:
         module.max_seq_len_cached = module.original_max_seq_len
     return module
@@ -104,12 +105,10 @@ def _table(library: Rotary) -> tuple[int, torch.Tensor]:
         return threshold, torch.stack([original, long.to(library.inv_freq.dtype)]).float()
     threshold = config.max_position_embeddings
     longest = int(threshold * max(1.0, config.rope_parameters["factor"]))
+    # One length at a time, as the library: several numbers are raised to a power by another function than one, and the
+    # last bits differ.
     lengths = torch.arange(threshold + 1, longest + 1, device=device)
-    # The library computes one length at a time. On a CPU torch raises several numbers to a power by another function
-    # than one, and the last bits differ.
-    parts = lengths if device.type == "cpu" else lengths[None, :, None]
-    found = [function(config, device, seq_len=each)[0].view(-1, len(original)) for each in parts]
-    return threshold, torch.cat([original.float()[None], *found])
+    return threshold, torch.stack([original.float(), *(function(config, device, seq_len=each)[0] for each in lengths)])
 
 
 def replace_rotaries(model: PreTrainedModel, may_refeed: bool = True) -> RotaryLengths:
@@ -125,17 +124,19 @@ def replace_rotaries(model: PreTrainedModel, may_refeed: bool = True) -> RotaryL
     """
     _put_back(model)
     places = places_of(model, _has_changing_factors)
+    if not places:
+        return UNCHANGING
     libraries = [getattr(*place) for place in places]
     refeeds = _refeeds(model, libraries)
-    if refeeds and not (may_refeed and tuple(map(int, transformers.__version__.split(".")[:2])) >= REFEEDS_SINCE):
-        return UNCHANGING
-    made = {id(each): _replacement(each) for each in libraries}
-    lengths = {RotaryLengths(each.threshold, len(each.factors), refeeds) for each in made.values() if each is not None}
-    if len(lengths) != 1 or None in made.values():
+    can_refeed = may_refeed and tuple(map(int, transformers.__version__.split(".")[:2])) >= REFEEDS_SINCE
+    made = {id(each): _replacement(each) for each in libraries if can_refeed or not refeeds}
+    tables = {(each.threshold, len(each.factors)) for each in made.values() if each is not None}
+    if len(tables) != 1 or None in made.values():
+        log.warning("%s: its context ends where its rotary factors change", type(model).__name__)
         return UNCHANGING
     for parent, name in places:
         setattr(parent, name, made[id(getattr(parent, name))])
-    return lengths.pop()
+    return RotaryLengths(*tables.pop(), refeeds)
 
 
 def _refeeds(model: PreTrainedModel, libraries: Sequence[Rotary]) -> bool:

@@ -95,9 +95,12 @@ def test_a_second_runner_replaces_the_librarys_modules_again(kind):
     assert check_model(runners[1]) < 1e-5
 
 
-def test_the_context_is_cut_where_modules_stay(random_model, monkeypatch):
+def test_the_context_is_cut_where_modules_stay(random_model, monkeypatch, caplog):
     """What is not known to take its factors from a buffer, has hooks, or factors by layer, or whose type drops keys."""
     assert ModelRunner(random_model("Phi3", **LONG), 8, strict_tokens=16).context_length == ROPE_THRESHOLD
+    assert [each.message for each in caplog.records] == [
+        "Phi3ForCausalLM: its context ends where its rotary factors change"
+    ]
     hooked = random_model("Phi3", **LONG)
     hooked.model.rotary_emb.register_forward_hook(lambda module, inputs, output: output)
     assert ModelRunner(hooked, 8).context_length == ROPE_THRESHOLD
