@@ -18,7 +18,7 @@ from support.batches import decode_alone, decode_batch
 from support.constrained import WatchedGrammars
 from support.ranks import CPU, run_ranks
 from support.simulated_gpu import Event, Gpu, Graph, Tensor, capturing, simulated_gpu
-from support.small_models import FAMILIES, random_model
+from support.small_models import DYNAMIC, FAMILIES, random_model
 
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig
@@ -455,10 +455,11 @@ def test_a_graph_computes_when_it_is_replayed(gpu):
     assert type(made) is Tensor
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss"])
-def test_beyond_a_sliding_window(gpu, family):
-    """One wait a step, and nothing outside of graphs, where layers hide committed tokens; with attention sinks, too."""
-    name, settings = FAMILIES[family]
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss", "dynamic"])
+def test_beyond_a_length(gpu, family):
+    """One wait a step, and nothing outside of graphs, where layers hide committed tokens; with attention sinks, and
+    where rotary factors change, too."""
+    name, settings = ("Llama", DYNAMIC) if family == "dynamic" else FAMILIES[family]
     request = Request(tuple(range(20, 32)), FIXED, 24)
     free = ModelRunner(random_model(name, seed=1, initializer_range=0.3, **settings), 512, own_attention=True)
     expected, _, _ = decode_alone(free, request)

@@ -69,7 +69,8 @@ def decode_whole_trees(
     drafter = decoder.drafter
     with model.slots.borrowed() as slot:
         one_step = drafter.max_nodes + drafter.max_committed
-        model.begin(slot, len(request.prompt_ids) + request.max_new_tokens + one_step)
+        capacity = len(request.prompt_ids) + request.max_new_tokens + one_step
+        model.begin(slot, capacity, prompt_length=len(request.prompt_ids))
         step = decoder.propose_prefill()
         prompt, alone = request.prompt_ids, Group.alone()
         harvest = PromptHarvest(model, slot, prompt, decoder.num_harvested, decoder.sampler, alone)

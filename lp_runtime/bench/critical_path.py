@@ -112,7 +112,7 @@ class CriticalPathRunner:
     def _run(self, request: Request, decoder: Decoder, slots: Sequence[CacheSlot]) -> CriticalPath:
         state, model = decoder.state, self._model
         for slot in slots:
-            model.begin(slot, capacity_of(request, decoder))
+            model.begin(slot, capacity_of(request, decoder), prompt_length=len(request.prompt_ids))
         for slot in slots[1:]:
             model.prefill(slot, request.prompt_ids)
         started = time.perf_counter()

@@ -70,7 +70,10 @@ class DecoderFactory:
             num_nodes = drafter.max_nodes + drafter.max_committed
             is_auto, calibration = settings.is_auto, self._calibration
             times = calibration.times(num_nodes)[:num_replicas] if is_auto else assumed_times(num_replicas, num_nodes)
-            rules = DecodingRules(request.max_new_tokens, request.eos_token_ids, repr(settings), request.sampling_key)
+            drafting, refed_at = repr(settings), self._model.rotary_lengths.refed_at
+            rules = DecodingRules(
+                request.max_new_tokens, request.eos_token_ids, drafting, request.sampling_key, refed_at
+            )
             kind = (settings.is_auto, spec.noise is None, num_replicas)
             learned = self._learned.setdefault(kind, LearnedCosts.initial(num_replicas))
             budget = (ChainBudget if chains else StepBudget)(times, is_auto, limit, learned)

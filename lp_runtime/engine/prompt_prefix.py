@@ -8,7 +8,6 @@ prompt goes on from, as a tag that is a function of that sequence's whole histor
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
 
 import numpy as np
@@ -42,7 +41,8 @@ def make_prefix_cache(model: ModelRunner, max_bytes: int | None, capacity: int |
     free = max_bytes or 0 if capacity is None else (capacity + STEP_TOKENS) * token_bytes
     usable = free if model.device.type == "cuda" else int(free * CPU_FRACTION)
     chunk = None if model.strict_tokens is None else model.prefill_chunk
-    return PrefixCache(usable if max_bytes is None else max_bytes, free, token_bytes, chunk, model.feeds_chains)
+    kept = usable if max_bytes is None else max_bytes
+    return PrefixCache(kept, free, token_bytes, chunk, model.feeds_chains, model.rotary_lengths)
 
 
 def read_for_resume(model: ModelRunner, slot: CacheSlot, request: Request, capacity: int) -> None:
@@ -55,9 +55,11 @@ def read_for_resume(model: ModelRunner, slot: CacheSlot, request: Request, capac
         capacity: tokens that must fit.
     """
     if model.slots.prefixes is not None:
-        prefix = model.slots.prefixes.find(request.prompt_ids, request.cache_salt)
-        if prefix.num_tokens > len(os.path.commonprefix([slot.tokens, list(request.prompt_ids)])):
-            model.begin(slot, capacity)
+        prompt, lengths = list(request.prompt_ids), model.rotary_lengths
+        length = lengths.prompt_length(len(prompt), len(prompt) + len(request.committed))
+        prefix = model.slots.prefixes.find(prompt, request.cache_salt, length)
+        if prefix.num_tokens > slot.num_known(prompt, length, lengths):
+            model.begin(slot, capacity, prompt_length=length)
             slot.restore(prefix)
 
 
@@ -86,7 +88,7 @@ class PromptPrefix:
         # A prompt whose log-probabilities are wanted is fed whole; what resumes, each replica reads as far as it can.
         if cache is None or request.prompt_logprobs or request.committed:
             return
-        found = cache.find(request.prompt_ids, request.cache_salt)
+        found = cache.find(request.prompt_ids, request.cache_salt, len(request.prompt_ids))
         tag = found.tag if pool.has(found.tag, request.lookahead.draft_tables_bytes) else 0
         row = np.zeros(2 + (MAX_POINTS if cache.keeps_states else 1), np.int64)
         lengths = found.lengths[: len(row) - 2]
@@ -105,7 +107,8 @@ class PromptPrefix:
             return 0
         prefix = self._agreed
         if self._is_alone:  # nobody else counts on it, and others may have ended since
-            prefix = self._cache.find(self._request.prompt_ids, self._request.cache_salt)
+            prompt = self._request.prompt_ids
+            prefix = self._cache.find(prompt, self._request.cache_salt, len(prompt))
             self.num_shared = prefix.num_shared
         slot.restore(prefix)
         self.num_read = prefix.num_tokens
@@ -130,7 +133,8 @@ class PromptPrefix:
             tag: as `next_tag` returns it, once the sequence has ended; 0 before.
         """
         if self._cache is not None:
-            self._cache.store(slot.cache, slot.tokens, slot.num_prefilled, self._request.cache_salt, tag)
+            salt = self._request.cache_salt
+            self._cache.store(slot.cache, slot.tokens, slot.num_prefilled, salt, tag, slot.prompt_length)
 
     def next_tag(self, digest: int) -> int:
         """Return the tag of the sequence's draft tables; 0 if nothing is kept.

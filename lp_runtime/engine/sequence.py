@@ -150,23 +150,24 @@ class Sequence:
     def _replay(self) -> Generator[None, None, None]:
         """Feed what an earlier attempt has committed, and call ordered processors as that attempt has called them."""
         request, model, sampler = self._request, self._model, self.decoder.sampler
-        model.begin(self.slot, self.capacity)
+        model.begin(self.slot, self.capacity, prompt_length=len(request.prompt_ids))
         logits = yield from model.prefill_in_chunks(self.slot, request.prompt_ids)
         prefix = list(request.prompt_ids)
         sampler.replay(logits, prefix)
         rest = request.committed[:-1]
-        for start in range(0, len(rest), REPLAYED_TOKENS):
+        while rest:
             yield
-            chain = TokenTree(rest[start : start + REPLAYED_TOKENS], max_depth=0)
+            num_fed = model.rotary_lengths.num_together(len(self.slot.tokens), min(len(rest), REPLAYED_TOKENS))
+            chain, rest = TokenTree(rest[:num_fed], max_depth=0), rest[num_fed:]
             nodes = range(len(chain))
             for row in model.forward(StepInputs(self.slot, chain, nodes, nodes)).logits.split(1):
-                prefix.append(rest[len(prefix) - len(request.prompt_ids)])
+                prefix.append(request.committed[len(prefix) - len(request.prompt_ids)])
                 sampler.replay(row, prefix)
 
     def _prefill(self) -> Generator[None, None, StepOutput | None]:
         """Feed the prompt, and agree on its first token."""
         model, prompt = self._model, self._request.prompt_ids
-        model.begin(self.slot, self.capacity)
+        model.begin(self.slot, self.capacity, prompt_length=len(prompt))
         prompt = prompt[self._prefix.read_into(self.slot) :]
         step = self.decoder.propose_prefill()
         scorer: PromptScorer | None = None

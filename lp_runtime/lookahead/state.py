@@ -29,12 +29,15 @@ class DecodingRules:
         eos_token_ids: decoding stops after any of these; empty to go on to max_new_tokens.
         drafting: how trees are proposed, as text; part of the digest.
         drawing: everything else that decides which successors are sampled, as text; part of the digest.
+        refed_at: tokens of a text behind which the model computes all of it anew: no tree goes on from a shorter text
+            to a longer one. None for a model that never does.
     """
 
     max_new_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
     drafting: str = ""
     drawing: str = ""
+    refed_at: int | None = None
 
 
 Stop = Callable[[Sequence[int]], int | None]
@@ -148,8 +151,10 @@ class DecodingState:
             tree_size_hint: largest number of nodes to propose, where the drafter can choose; None for its own limit.
             select: says which of the nodes to feed, in place of `fit`; it must answer alike on all replicas.
         """
-        num_left = self.rules.max_new_tokens - (len(self.tokens) - self.prompt_length)
-        tree = self.drafter.propose(self.tokens, self.num_cached, num_left - 1, tree_size_hint, self._guide)
+        depth = self.rules.max_new_tokens - (len(self.tokens) - self.prompt_length) - 1
+        if self.rules.refed_at is not None and len(self.tokens) <= self.rules.refed_at:
+            depth = min(depth, self.rules.refed_at - len(self.tokens))
+        tree = self.drafter.propose(self.tokens, self.num_cached, depth, tree_size_hint, self._guide)
         if select is not None:
             tree = self.drafter.keep(tree, select(tree))
         elif fit is not None and tree.path_probabilities is not None:

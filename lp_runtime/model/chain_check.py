@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -61,8 +62,9 @@ def check_chains(model: ChainRunner) -> float:
 @torch.inference_mode()
 def _worst_difference(model: ChainRunner, slot: CacheSlot) -> float:
     """Return the largest relative difference between steps and plain text."""
-    if model.context_length is not None and model.context_length < TEXT_TOKENS:
-        raise ModelError(f"a context of {model.context_length} tokens is too short to work in")
+    longest = min(model.context_length or sys.maxsize, model.rotary_lengths.threshold)
+    if longest < TEXT_TOKENS:
+        raise ModelError(f"a context of {longest} tokens is too short to work in")
     rng = random.Random(0)
     text = [rng.randrange(model.vocabulary_size) for _ in range(TEXT_TOKENS)]
     expected = _plain_logits(model, text, len(text))
@@ -102,7 +104,10 @@ def _difference_at(model: ChainRunner, slot: CacheSlot, length: int) -> float:
 
 
 def _plain_logits(model: ChainRunner, text: Sequence[int], num_last: int) -> torch.Tensor:
-    """Return [num_last, V] float32 logits of a text's last tokens, fed without a cache."""
+    """Return [num_last, V] float32 logits of a text's last tokens, fed without a cache; where rotary factors change on
+    the way, one token at a time."""
+    if model.rotary_lengths.threshold < len(text):
+        return model.feed("text_one_by_one", [], text, len(text) - num_last + 1)
     keep = {"logits_to_keep": num_last} if model.passes.keeps_logits else {}
     ids = torch.tensor([text], device=model.device)
     return model.model(input_ids=ids, use_cache=False, **keep).logits[0, -num_last:].float()

@@ -10,7 +10,6 @@ Letters: T tokens fed, n nodes whose successors are wanted, V vocabulary.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -23,6 +22,7 @@ from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.kv_cache.states import StateCache
 from lp_runtime.model.passes import Passes
+from lp_runtime.model.rotary_lengths import RotaryLengths
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.step_inputs import StepInputs, StepLogits
 
@@ -33,10 +33,11 @@ class ChainPasses(Passes):
     Args:
         model: in eval mode.
         masks: not read.
+        lengths: at which the model's rotary factors change.
     """
 
-    def __init__(self, model: PreTrainedModel, masks: MaskBuilder):
-        super().__init__(model, masks, None)
+    def __init__(self, model: PreTrainedModel, masks: MaskBuilder, lengths: RotaryLengths):
+        super().__init__(model, masks, None, lengths)
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in parameters
         self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache_params"
@@ -70,8 +71,8 @@ class ChainRunner(ModelRunner):
     def _make_masks(self, config: PreTrainedConfig, attention: str) -> MaskBuilder:
         return MaskBuilder(config, attention, self.dtype, self.device, kinds=frozenset())  # the model makes its own
 
-    def _make_passes(self, model: PreTrainedModel) -> ChainPasses:
-        return ChainPasses(model, self.masks)
+    def _make_passes(self, model: PreTrainedModel, lengths: RotaryLengths) -> ChainPasses:
+        return ChainPasses(model, self.masks, lengths)
 
     def _make_cache(self, capacity: int) -> TreeCache:
         return StateCache(self._config, capacity)
@@ -92,12 +93,12 @@ class ChainRunner(ModelRunner):
             None between chunks; what was fed until then stays, whether the rest is fed or not.
         """
         tokens = [*prompt, *committed[:-1]]
-        num_known = len(os.path.commonprefix([slot.tokens, tokens]))
+        num_known = slot.num_known(tokens, len(prompt), self.rotary_lengths)
         if not slot.tokens or num_known < len(slot.tokens):
-            self.begin(slot, capacity)
+            self.begin(slot, capacity, prompt_length=len(prompt))
         else:
             _states(slot).take_back()
-            slot.undecided = []
+            slot.undecided, slot.prompt_length = [], len(prompt)
             if slot.capacity < self.padded_capacity(capacity):
                 slot.cache.grow(self.padded_capacity(capacity))
         rest = tokens[len(slot.tokens) :]
@@ -150,8 +151,7 @@ class ChainRunner(ModelRunner):
 
     def _keep(self, slot: CacheSlot, cache: StateCache) -> None:
         """Commit what was fed last."""
-        cache.commit(len(slot.undecided))
-        slot.tokens += slot.undecided
+        slot.commit(slot.undecided)
         slot.undecided = []
 
 

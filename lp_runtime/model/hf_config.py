@@ -6,21 +6,26 @@ import json
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lp_runtime.model.rotary_lengths import RotaryLengths
+
 CACHE_DROPPING_TYPES = ("phi3", "phi4_multimodal")  # their prepare_inputs_for_generation drops the cache
 
 
-def context_length(config: PreTrainedConfig) -> int | None:
+def context_length(config: PreTrainedConfig, lengths: RotaryLengths) -> int | None:
     """Return how many positions a sequence may have; None if the model sets no limit.
 
-    Long RoPE takes other rotary factors for a whole pass as soon as one position in it is beyond the original context,
-    so a token's logits would depend on what else is fed; such a model is used within its original context. So are types
-    whose cache `generate` drops there.
+    Where rotary factors change with the length, transformers' own modules take those of all tokens of a pass by its
+    longest position, so a token's logits would depend on what else is fed. A model whose modules are not replaced is
+    used up to the length at which factors change. So are types whose cache `generate` drops there.
 
     Args:
         config: the model's (text) configuration.
+        lengths: at which the rotary factors change, where each token has those of its own length; UNCHANGING where
+            transformers' modules stay.
     """
-    length = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
-    length = length if length is None or length > 0 else None  # some say -1
+    length = max_positions(config)
+    if lengths.change:  # "dynamic" factors are made for more positions than max_position_embeddings
+        return length and max(length, lengths.threshold + lengths.num_rows - 1)
     original = getattr(config, "original_max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
@@ -31,6 +36,12 @@ def context_length(config: PreTrainedConfig) -> int | None:
     if config.model_type in CACHE_DROPPING_TYPES:
         length = min(filter(None, (length, original)), default=None)
     return length
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """Return how many positions a (text) configuration names; None for no limit."""
+    length = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
+    return length if length is None or length > 0 else None  # some say -1
 
 
 def config_json(location: str, revision: str | None) -> str:

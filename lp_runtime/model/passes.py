@@ -21,6 +21,8 @@ from lp_runtime.model.batch_inputs import batch_inputs
 from lp_runtime.model.inputs import InputLayout
 from lp_runtime.model.kv_cache.batch import BatchedCache
 from lp_runtime.model.kv_cache.cache import TreeCache
+from lp_runtime.model.rotary import library_view, view_behind
+from lp_runtime.model.rotary_lengths import UNCHANGING, RotaryLengths
 from lp_runtime.model.view import view_of
 from lp_runtime.utils.tensors import tensor_on
 
@@ -33,15 +35,24 @@ class Passes:
         model: in eval mode.
         masks: knows the model's kinds of layers.
         strict_tokens: see ModelRunner.
+        lengths: at which the model's rotary factors change.
 
     Attributes:
+        lengths: as given.
         tree_model: what trees are fed to: the model, or with `strict_tokens` a view of it.
         keeps_logits: whether the model computes the wanted logits only, where it is told which.
     """
 
-    def __init__(self, model: PreTrainedModel, masks: MaskBuilder, strict_tokens: int | None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        masks: MaskBuilder,
+        strict_tokens: int | None,
+        lengths: RotaryLengths = UNCHANGING,
+    ):
         self._model, self._masks, self._device = model, masks, model.device
-        self._strict_tokens = strict_tokens
+        self._strict_tokens, self.lengths = strict_tokens, lengths
+        self._told: tuple[int, PreTrainedModel] = (0, model)  # the last length that a pass was told, and what it ran
         self.tree_model = model if strict_tokens is None else view_of(model, STRICT)
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -58,15 +69,18 @@ class Passes:
 
     @torch.inference_mode()
     def chunk(
-        self, caches: Sequence[TreeCache], tokens: Sequence[int], rows: Sequence[int] | None = None
+        self, caches: Sequence[TreeCache], tokens: Sequence[int], rows: Sequence[int] | None = None, length: int = 0
     ) -> torch.Tensor:
-        """Feed T tokens of a text behind the one cache; return the logits of n of them, or of the last, [n, V]."""
+        """Feed T tokens of a text behind the one cache; return the logits of n of them, or of the last, [n, V].
+
+        A pass of a prompt's tokens is told the prompt's length, as RotaryLengths.told says.
+        """
         (cache,) = caches
         start = cache.length
         positions = torch.arange(start, start + len(tokens), device=self._device)
         mask = self._masks.build_chunk(positions, start)
         kept = 1 if rows is None else tensor_on(self._device, rows)
-        return self._forward(tensor_on(self._device, tokens), positions, mask, cache, kept)
+        return self._forward(tensor_on(self._device, tokens), positions, mask, cache, kept, self._model_told(length))
 
     @torch.inference_mode()
     def each_alone(self, caches: Sequence[TreeCache], tokens: Sequence[int]) -> torch.Tensor:
@@ -78,8 +92,12 @@ class Passes:
         return self._forward(ids, positions, mask, cache, len(tokens))
 
     @torch.inference_mode()
-    def share(self, caches: Sequence[TreeCache], layout: InputLayout) -> torch.Tensor:
-        """Return the logits of the wanted rows of a share of a tree, [n, V]; strictly, in passes of strict_tokens."""
+    def share(self, caches: Sequence[TreeCache], layout: InputLayout, length: int = 0) -> torch.Tensor:
+        """Return the logits of the wanted rows of a share of a tree, [n, V]; strictly, in passes of strict_tokens.
+
+        Where the model feeds all tokens of a text anew, the pass is told their number: RotaryLengths.told. Strictly, it
+        never does.
+        """
         (cache,) = caches
         if self._strict_tokens is not None:
             return self._strict_forward(cache, layout, self._strict_tokens)[tensor_on(self._device, layout.rows)]
@@ -88,7 +106,7 @@ class Passes:
         num_rows = len(layout.rows)
         are_last = num_rows > 0 and layout.rows[0] == len(layout.tokens) - num_rows
         rows = num_rows if are_last else tensor_on(self._device, layout.rows)
-        return self._forward(ids, positions, mask, cache, rows)
+        return self._forward(ids, positions, mask, cache, rows, self._model_told(length))
 
     @torch.inference_mode()
     def shares(self, caches: Sequence[TreeCache], layouts: Sequence[InputLayout]) -> torch.Tensor:
@@ -103,7 +121,7 @@ class Passes:
         assert not caches
         ids = tensor_on(self._device, tokens)[None]
         positions = torch.arange(len(tokens), device=self._device)[None]
-        output = self._model(input_ids=ids, position_ids=positions, use_cache=False, **self._keeping(num_last))
+        output = self._plain()(input_ids=ids, position_ids=positions, use_cache=False, **self._keeping(num_last))
         return output.logits[0, -num_last:]
 
     @torch.inference_mode()
@@ -111,13 +129,13 @@ class Passes:
         """Return [n, V] float32 logits as `generate` computes them: of tokens[start - 1], and of each token from start
         on. There are no caches: the model makes its own."""
         assert not caches
-        cache = None
+        cache, model = None, self._plain()
         logits: list[torch.Tensor] = []
         for part in (tokens[:start], *([token] for token in tokens[start:])):
             ids = tensor_on(self._device, part)[None]
             first = start + len(logits) - 1 if logits else 0
             positions = torch.arange(first, first + len(part), device=self._device)[None]
-            output = self._model(
+            output = model(
                 input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, **self._keeping(1)
             )
             cache = output.past_key_values
@@ -127,6 +145,16 @@ class Passes:
     def _keeping(self, rows: torch.Tensor | int) -> dict[str, object]:
         """Return the argument that has a model compute wanted logits only; none if it cannot."""
         return {"logits_to_keep": rows} if self.keeps_logits else {}
+
+    def _plain(self) -> PreTrainedModel:
+        """Return what runs a text as transformers runs it."""
+        return library_view(self._model) if self.lengths.change else self._model
+
+    def _model_told(self, length: int) -> PreTrainedModel:
+        """Return what runs tokens of a prompt with so many tokens; 0 for others."""
+        if length and length != self._told[0]:
+            self._told = length, view_behind(self._model, length)
+        return self._told[1] if length else self._model
 
     def _strict_forward(self, cache: TreeCache, layout: InputLayout, size: int) -> torch.Tensor:
         """Return [T, V] logits of all tokens, from passes of `size` tokens each, the last one filled up."""

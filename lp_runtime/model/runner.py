@@ -5,7 +5,6 @@ Letters: T tokens fed, n nodes whose successors are wanted, V vocabulary.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Iterator, Sequence
 
 import torch
@@ -24,6 +23,8 @@ from lp_runtime.model.kv_cache.slots import CacheSlot, SlotPool
 from lp_runtime.model.pass_inputs import Part
 from lp_runtime.model.pass_timer import PassTimer
 from lp_runtime.model.passes import Passes
+from lp_runtime.model.rotary import replace_rotaries
+from lp_runtime.model.rotary_lengths import RotaryLengths
 from lp_runtime.model.step_inputs import StepInputs, StepLogits
 from lp_runtime.model.tensor_parallel.following import LeadingShard
 from lp_runtime.utils.generators import result_of
@@ -35,7 +36,8 @@ class ModelRunner:
     """An unmodified Hugging Face causal LM and its KV-cache slots.
 
     Args:
-        model: the loaded model, in eval mode, on one device.
+        model: the loaded model, in eval mode, on one device. Its rotary embeddings are replaced, for good, where their
+            factors change with the length, as rotary.py says.
         prefill_chunk: tokens of a prompt fed at once.
         strict_tokens: tokens of every forward pass of a tree; a larger tree takes several passes. With it a token's
             logits, keys and values do not depend on what else is fed, bit for bit (attention/strict.py). None for one
@@ -77,13 +79,14 @@ class ModelRunner:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.vocabulary_size: int = config.vocab_size
-        self.context_length = context_length(config)
+        lengths = replace_rotaries(model, may_refeed=strict_tokens is None and not self.feeds_chains)
+        self.context_length = context_length(config, lengths)
         self.masks = self._make_masks(config, attention)
         if strict_tokens is not None and CHUNKED in self.masks.windows_by_kind:
             raise ModelError(f"{config.model_type}: chunked attention cannot be computed with exactness=strict")
         self.strict_tokens = strict_tokens
         self.prefill_chunk = prefill_chunk
-        self.passes = self._make_passes(model)
+        self.passes = self._make_passes(model, lengths)
         self.leading = leading
         self.num_prefilled_tokens = 0
         self.slots = SlotPool(self.padded_capacity)
@@ -99,9 +102,9 @@ class ModelRunner:
         """Return what makes the masks that the model is fed with."""
         return MaskBuilder(config, attention, self.dtype, self.device)
 
-    def _make_passes(self, model: PreTrainedModel) -> Passes:
+    def _make_passes(self, model: PreTrainedModel, lengths: RotaryLengths) -> Passes:
         """Return what runs passes of any size."""
-        return Passes(model, self.masks, self.strict_tokens)
+        return Passes(model, self.masks, self.strict_tokens, lengths)
 
     def _make_cache(self, capacity: int) -> TreeCache:
         """Return an empty cache of one sequence with this capacity in tokens."""
@@ -119,9 +122,15 @@ class ModelRunner:
         """Bytes that one token takes in a slot; 0 before anything was fed."""
         return self.slots.bytes_per_token
 
-    def begin(self, slot: CacheSlot, capacity: int, length: int = 0) -> None:
-        """Empty a slot but for the first `length` tokens, and make `capacity` fit: committed ones and one step's."""
-        slot.reset(self._make_cache, self.padded_capacity(capacity), length)
+    def begin(self, slot: CacheSlot, capacity: int, length: int = 0, prompt_length: int = 0) -> None:
+        """Empty a slot but for the first `length` tokens, and make `capacity` fit: committed ones and one step's. The
+        next sequence has a prompt of `prompt_length` tokens; `prefill`, which feeds a whole one, sees by itself."""
+        slot.reset(self._make_cache, self.padded_capacity(capacity), length, prompt_length)
+
+    @property
+    def rotary_lengths(self) -> RotaryLengths:
+        """The lengths of a text at which the model's rotary factors change."""
+        return self.passes.lengths
 
     @property
     def tree_model(self) -> PreTrainedModel:
@@ -178,6 +187,7 @@ class ModelRunner:
 
     def prefill(self, slot: CacheSlot, prompt: Sequence[int]) -> torch.Tensor:
         """Feed a prompt behind a slot's committed tokens and commit it; return the last token's logits, [1, V]."""
+        slot.prompt_length = len(slot.tokens) + len(prompt)
         return result_of(self.prefill_in_chunks(slot, prompt))
 
     @torch.inference_mode()
@@ -205,9 +215,8 @@ class ModelRunner:
             chunk: token ids, at least one.
             rows: [n] places in the chunk whose logits are wanted; the last one alone if None.
         """
-        logits = self.feed("chunk", [slot.cache], chunk, rows)
-        slot.cache.commit(len(chunk))
-        slot.tokens += chunk
+        logits = self.feed("chunk", [slot.cache], chunk, rows, slot.told(self.rotary_lengths))
+        slot.commit(chunk)
         slot.num_prefilled = len(slot.tokens)
         self.num_prefilled_tokens += len(chunk)
         return logits.float()
@@ -227,19 +236,20 @@ class ModelRunner:
         Yields:
             None between chunks; what was fed until then stays, whether the rest is fed or not.
         """
-        tokens = [*prompt, *committed[:-1]]
-        num_known = len(os.path.commonprefix([slot.tokens, tokens]))
+        tokens, lengths = [*prompt, *committed[:-1]], self.rotary_lengths
+        prompt_length = lengths.prompt_length(len(prompt), len(prompt) + len(committed))
+        num_known = slot.num_known(tokens, prompt_length, lengths)
         # Bit for bit, what was prefilled is not what a tree's pass gives, nor what a chunk of another size gives.
         is_alike = self.strict_tokens is None or slot.num_prefilled == len(prompt)
         if not is_alike or num_known < len(prompt):
             if self.strict_tokens is not None:
                 known = min(num_known, slot.num_prefilled, len(prompt) - 1)
                 num_known = known // self.prefill_chunk * self.prefill_chunk
-            self.begin(slot, capacity, num_known)
+            self.begin(slot, capacity, num_known, prompt_length)
             yield from self.prefill_in_chunks(slot, prompt[num_known:])
             yield
             num_known = len(prompt)
-        self.begin(slot, capacity, num_known)
+        self.begin(slot, capacity, num_known, prompt_length)
         rest = tokens[num_known:]
         if self.strict_tokens is None:
             if rest:
@@ -255,7 +265,7 @@ class ModelRunner:
     def logits_after_each(self, slot: CacheSlot, tokens: Sequence[int], behind: Sequence[int] = ()) -> StepLogits:
         """Return the logits of n tokens, each as the end of a text of its own that begins with `behind`."""
         slot.cache.clear()
-        slot.tokens = []
+        slot.tokens, slot.prompt_length = [], 0
         if behind:
             self.feed_prompt(slot, behind)
         return StepLogits(self.feed("each_alone", [slot.cache], tokens))
@@ -272,11 +282,27 @@ class ModelRunner:
             commit: whether the tree's pending tokens are committed; False to feed another share of the tree next.
         """
         slot, tree, nodes, wanted, _ = inputs
+        told = self._feed_anew([inputs])
         layout = lay_out(tree, nodes, wanted, slot.cache.length)
-        found = None if any_size else self._forward_fixed([Part.whole(slot.cache, layout)])
-        output = StepLogits(self.feed("share", [slot.cache], layout)) if found is None else found[0]
-        _commit(slot, tree, commit)
+        found = None if any_size or told else self._forward_fixed([Part.whole(slot.cache, layout)])
+        output = StepLogits(self.feed("share", [slot.cache], layout, told)) if found is None else found[0]
+        slot.commit(tree.pending, commit)
         return output
+
+    def _feed_anew(self, batch: Sequence[StepInputs]) -> int:
+        """Feed all that a slot holds anew, where with its tree's root the text is so long that `generate` does.
+
+        Returns:
+            the length that the pass of one tree must be told: see RotaryLengths; 0 if none must be.
+        """
+        lengths = self.rotary_lengths
+        for slot, tree, *_ in batch:
+            prompt_length = lengths.prompt_length(slot.prompt_length, len(slot.tokens) + tree.root + 1)
+            if lengths.row(slot.prompt_length) != lengths.row(prompt_length):
+                tokens = slot.tokens
+                slot.reset(self._make_cache, slot.capacity, prompt_length=prompt_length)
+                result_of(self.prefill_in_chunks(slot, tokens))
+        return max(inputs.slot.told(lengths) for inputs in batch)
 
     def _forward_fixed(self, parts: Sequence[Part]) -> list[StepLogits] | None:
         """Feed shares of several sequences in passes of fixed sizes; None if they must be fed in passes of any size."""
@@ -299,7 +325,8 @@ class ModelRunner:
         """
         if len(batch) == 1:
             return [self.forward(batch[0], commit)]
-        if not self.supports_batching:  # what a pass of a fixed size has found is gone after the next one
+        # What a pass of a fixed size has found is gone after the next one.
+        if not self.supports_batching or self._feed_anew(batch):
             return [self.forward(inputs, commit).copy() for inputs in batch]
         layouts = [lay_out(tree, nodes, wanted, slot.cache.length) for slot, tree, nodes, wanted, _ in batch]
         caches = [inputs.slot.cache for inputs in batch]
@@ -308,7 +335,7 @@ class ModelRunner:
             logits = self.feed("shares", caches, layouts)
             found = [StepLogits(each) for each in logits.split([len(layout.rows) for layout in layouts])]
         for inputs in batch:
-            _commit(inputs.slot, inputs.tree, commit)
+            inputs.slot.commit(inputs.tree.pending, commit)
         return found
 
     def num_passes(self, num_tokens: int) -> int:
@@ -319,10 +346,3 @@ class ModelRunner:
         """Wait until the device has done what it was given; returns at once on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-
-
-def _commit(slot: CacheSlot, tree: TokenTree, commit: bool) -> None:
-    """Commit a tree's pending tokens to a slot; without `commit` forget what the pass has written."""
-    slot.cache.commit(tree.root + 1 if commit else 0)
-    if commit:
-        slot.tokens += tree.pending

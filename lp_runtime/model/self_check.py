@@ -54,8 +54,13 @@ def check_model(model: ModelRunner) -> float:
         with model.slots.borrowed() as slot:
             worst = _worst_difference(model, slot)
             for field, threshold in lengths_to_cross(model).items():
-                if worst <= TOLERANCES.get(model.dtype, 0.0):
-                    worst, where = max(worst, _difference_at(model, slot, threshold)), f" around {field}={threshold}"
+                starts = [threshold - BEFORE_THRESHOLD]
+                if threshold == model.rotary_lengths.threshold:  # a longer prompt has other factors
+                    starts.append(threshold + 1)
+                for start in starts:
+                    if worst <= TOLERANCES.get(model.dtype, 0.0):
+                        worst = max(worst, _difference_at(model, slot, threshold, start))
+                        where = f" around {field}={threshold}"
     except ModelError:
         raise
     except Exception as error:  # any failure of a foreign model here means the same thing: it cannot be served
@@ -113,8 +118,9 @@ def check_model_or_disable_graphs(model: ModelRunner) -> float:
 def _worst_difference(model: ModelRunner, slot: CacheSlot) -> float:
     """Return the largest relative difference between tree steps and plain text."""
     rng = random.Random(0)
-    longest = sys.maxsize if model.context_length is None else model.context_length - LONGEST_TAIL
-    length = min(SHORT_PROMPT, longest)
+    longest = sys.maxsize if model.context_length is None else model.context_length
+    # Without a cache, a text in which rotary factors change is not what it is one token at a time.
+    length = min(SHORT_PROMPT, min(longest, model.rotary_lengths.threshold) - LONGEST_TAIL)
     if length < 2:
         raise ModelError(f"a context of {model.context_length} tokens is too short to work in")
 
@@ -138,17 +144,19 @@ def _worst_difference(model: ModelRunner, slot: CacheSlot) -> float:
 def lengths_to_cross(model: ModelRunner) -> dict[str, int]:
     """Return the lengths to decode across, each once, by a field of the configuration that names it."""
     longest = sys.maxsize if model.context_length is None else model.context_length
+    thresholds = {"max_position_embeddings": model.rotary_lengths.threshold}
+    thresholds |= thresholds_of(model.model.config.get_text_config())
     fields = {
         threshold: field
-        for field, threshold in thresholds_of(model.model.config.get_text_config()).items()
+        for field, threshold in thresholds.items()
         if threshold > BEFORE_THRESHOLD + 1 and threshold + CROSSED_BY + ACCEPTED <= longest
     }
     return {fields[threshold]: threshold for threshold in sorted(fields)}
 
 
 @torch.inference_mode()
-def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int) -> float:
-    """Decode across a length, in trees and one token at a time; return the largest relative difference of a node.
+def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int, start: int) -> float:
+    """Decode around a length, in trees and one token at a time; return the largest relative difference of a node.
 
     Where the model itself fails at such lengths, a warning says so, and the difference is 0.
 
@@ -156,14 +164,14 @@ def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int) -> float
         model: checked at shorter lengths.
         slot: is fed; its content is lost.
         threshold: in tokens.
+        start: tokens of the prompt.
     """
     name = type(model.model).__name__
     log.info("%s is checked around %d tokens", name, threshold)
     rng = random.Random(threshold)
-    start = threshold - BEFORE_THRESHOLD
     text = [rng.randrange(model.vocabulary_size) for _ in range(threshold + CROSSED_BY + ACCEPTED)]
     try:
-        expected = model.feed("text_one_by_one", [], text, start)
+        expected = _expected_logits(model, text, start)
     except Exception as error:  # of a foreign model, at lengths that its configuration does not say it cannot have
         log.warning(
             "%s decodes no %d tokens by itself, and is not checked there: %s", name, len(text), first_line(error)
@@ -173,17 +181,27 @@ def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int) -> float
     differences = [difference_of(model.prefill(slot, text[:start]), expected[:1])]
     pending, root = start, start  # indices into the text
     while root + ACCEPTED < len(text):
-        tree = TokenTree(text[pending : root + 1], max_depth=ACCEPTED)
+        depth = model.rotary_lengths.num_together(root, ACCEPTED + 1) - 1
+        tree = TokenTree(text[pending : root + 1], max_depth=depth)
         for _ in range(NUM_DECOYS):
-            tree.add_branch([rng.randrange(model.vocabulary_size) for _ in range(ACCEPTED)])
-        nodes = [tree.root, *tree.add_branch(text[root + 1 : root + 1 + ACCEPTED])]
+            tree.add_branch([rng.randrange(model.vocabulary_size) for _ in range(depth)])
+        nodes = [tree.root, *tree.add_branch(text[root + 1 : root + 1 + depth])]
         logits = model.forward(StepInputs.whole(slot, tree)).logits
         differences += [
             difference_of(logits[node - tree.root][None], expected[root + 1 - start + depth][None])
             for depth, node in enumerate(nodes)
         ]
-        pending, root = root + 1, root + ACCEPTED
+        pending, root = root + 1, root + max(1, depth)
     return max(differences)
+
+
+def _expected_logits(model: ModelRunner, text: Sequence[int], start: int) -> torch.Tensor:
+    """Return what `generate` computes of a text behind a prompt of `start` tokens, as Passes.text_one_by_one says."""
+    lengths, end = model.rotary_lengths, model.rotary_lengths.threshold
+    if not lengths.refeeds or not start <= end < len(text):
+        return model.feed("text_one_by_one", [], text, start)
+    before = model.feed("text", [], text[:end], end - start + 1)
+    return torch.cat([before, model.feed("text", [], text, len(text) - end)]).float()
 
 
 def _compare(

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lp_runtime.config.settings import DEFAULT_CONTEXT_TOKENS, ModelConfig
 from lp_runtime.errors import ModelError, first_line
-from lp_runtime.model.hf_config import context_length
+from lp_runtime.model.hf_config import max_positions
 from lp_runtime.model.kv_cache.capacity import STEP_TOKENS, bytes_of_tokens
 from lp_runtime.model.loader import without_memory
 from lp_runtime.model.location import check_location
@@ -108,7 +108,7 @@ def size_of_model(config: ModelConfig, dtype: str, context_tokens: int | None = 
         model = without_memory(config, dtype)
         parts = _parts(model)
         text = model.config.get_text_config()
-        length = context_length(text) or DEFAULT_CONTEXT_TOKENS
+        length = max_positions(text) or DEFAULT_CONTEXT_TOKENS
         others = {
             "config": model.config,
             "token_bytes": model.dtype.itemsize * _cached_numbers(text),

@@ -137,10 +137,12 @@ def test_an_attention_that_takes_no_tree_is_refused(random_model):
         ModelRunner(model, prefill_chunk=2048)
 
 
-def test_long_rope_is_used_within_its_original_context(random_model):
-    """Beyond it transformers takes other factors for a whole pass, so trees would not be the text's."""
+def test_rotary_factors_that_change_limit_a_context_only_where_they_cannot_be_told_apart(random_model):
     name, settings = small_models.FAMILIES["phi3_longrope"]
-    assert ModelRunner(random_model(name, **settings), 2048).context_length == 64
+    dynamic = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.5}}
+    assert ModelRunner(random_model(name, **settings), 2048).context_length == 256
+    assert ModelRunner(random_model(name, **settings), 2048, strict_tokens=16).context_length == 64
+    assert ModelRunner(random_model("Llama", **dynamic), 2048).context_length == 640
     assert ModelRunner(random_model("Phi3"), 2048).context_length == 256
 
 

@@ -17,6 +17,7 @@ EXACT = [
     ("llama4_text", "no scaled queries"),
     ("mimo_v2_flash", "sliding_window=8"),
     ("nemotron", DEFAULT),
+    ("phi3", "long RoPE"),
 ]
 REFUSED = [
     ("jamba", DEFAULT),

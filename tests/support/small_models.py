@@ -23,6 +23,21 @@ SHAPE = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+ROPE_THRESHOLD = 32  # tokens of a text beyond which the rotary factors of these change
+DYNAMIC = {
+    "max_position_embeddings": ROPE_THRESHOLD,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+}
+LONG = {
+    "original_max_position_embeddings": ROPE_THRESHOLD,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": ROPE_THRESHOLD,
+        "short_factor": [1.0, 1.2, 1.5, 2.0],
+        "long_factor": [2.0, 3.0, 5.0, 8.0],
+    },
+}
 SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 

@@ -1,10 +1,10 @@
 """The prefix cache: keys and values of finished sequences, found again by the longest common prefix of their tokens.
 
-A radix tree for each salt. An edge is a segment: tokens that followed one another in a sequence, with their keys and
-values in tensors of their own. Where two sequences part, the later one's segment hangs below the token at which they
-part, so what they share is kept once. Running sequences keep their slots: a prefix is copied into a slot before the
-rest of a prompt is fed, and out of it when the sequence has ended. What is copied is what
-a prefill computes.
+A radix tree for each salt, and for each set of rotary factors where those change with a prompt's length. An edge is a
+segment: tokens that followed one another in a sequence, with their keys and values in tensors of their own. Where two
+sequences part, the later one's segment hangs below the token at which they part, so what they share is kept once.
+Running sequences keep their slots: a prefix is copied into a slot before the rest of a prompt is fed, and out of it
+when the sequence has ended. What is copied is what a prefill computes.
 
 Of layers that carry a state, keys and values of a prefix are not enough, and a state is that of one point. So states
 are kept at few points: where a prompt and where a sequence ended, and where a prompt parted from what was kept. A
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from lp_runtime.model.kv_cache.cache import LayerStates, SavedStates, TreeCache
+from lp_runtime.model.rotary_lengths import UNCHANGING, RotaryLengths
 
 MIN_TOKENS = 16  # of a prefix that is read, or of a segment: below, copying costs more than feeding
 
@@ -118,8 +119,8 @@ class PrefixCache:
         token_bytes: that one token takes in all layers.
         prompt_chunk: tokens of a prompt that one pass feeds, where the bits of keys and values depend on that: whole
             chunks of prompts are kept and read alone then. None to keep and read any tokens.
-
         keeps_states: whether layers carry states; a prefix can be read up to a point at which they are kept then.
+        lengths: at which the model's rotary factors change: keys with other factors than a prompt's are not read.
 
     Attributes:
         num_bytes: of what is kept.
@@ -133,12 +134,13 @@ class PrefixCache:
         token_bytes: int,
         prompt_chunk: int | None = None,
         keeps_states: bool = False,
+        lengths: RotaryLengths = UNCHANGING,
     ):
-        self.num_bytes, self.keeps_states = 0, keeps_states
+        self.num_bytes, self.keeps_states, self._lengths = 0, keeps_states, lengths
         self._max_bytes, self._memory_bytes, self._token_bytes = max_bytes, memory_bytes, token_bytes
         self._limit = max_bytes
         self._prompt_chunk = prompt_chunk
-        self._roots: dict[str, _Segment] = {}
+        self._roots: dict[tuple[str, int], _Segment] = {}  # by salt, and by the row of the keys' rotary factors
         self._clock = 0
 
     def reserve(self, slot_tokens: int) -> None:
@@ -150,14 +152,15 @@ class PrefixCache:
         self._limit = min(self._max_bytes, max(0, self._memory_bytes - slot_tokens * self._token_bytes))
         self._evict(self._limit, self._clock + 1)
 
-    def find(self, tokens: Sequence[int], salt: str) -> Prefix:
+    def find(self, tokens: Sequence[int], salt: str, prompt_length: int = 0) -> Prefix:
         """Return the longest prefix of a prompt that is kept, and shorter than the prompt; empty if it is of no use.
 
         Args:
             tokens: of the prompt.
             salt: only what was stored with the same salt is found.
+            prompt_length: P of the sequence.
         """
-        parts = self._match(np.array(tokens, np.int64), salt)
+        parts = self._match(np.array(tokens, np.int64), (salt, self._lengths.row(prompt_length)))
         num_shared = min(sum(size for _, size in parts), len(tokens) - 1)
         num_tokens, points = self._whole_chunks(num_shared), self._points_of(parts, num_shared)
         if self.keeps_states:
@@ -183,7 +186,15 @@ class PrefixCache:
         return tuple((length, point.states) for length, point in points)
 
     @torch.inference_mode()
-    def store(self, cache: TreeCache, tokens: Sequence[int], num_prefilled: int, salt: str, tag: int = 0) -> None:
+    def store(
+        self,
+        cache: TreeCache,
+        tokens: Sequence[int],
+        num_prefilled: int,
+        salt: str,
+        tag: int = 0,
+        prompt_length: int = 0,
+    ) -> None:
         """Copy what a sequence has and this cache has not, if memory is free for it.
 
         Args:
@@ -192,15 +203,17 @@ class PrefixCache:
             num_prefilled: how many of them were fed as a prompt, not as a tree.
             salt: of the sequence.
             tag: names the sequence's draft tables; 0 for none.
+            prompt_length: P of the sequence; what has other factors than its prompt is not kept.
         """
         length = len(tokens) if self._prompt_chunk is None else self._whole_chunks(num_prefilled)
+        length, key = self._lengths.num_alike(prompt_length, length), (salt, self._lengths.row(prompt_length))
         ids = np.array(tokens[:length], np.int64)
-        parts = self._match(ids, salt)
+        parts = self._match(ids, key)
         start = sum(size for _, size in parts)
         room = self._limit - (length - start) * self._token_bytes
         fits = length * self._token_bytes <= self._limit
         if length - start >= MIN_TOKENS and fits and self._evict(room, self._clock):
-            parent, size = parts[-1] if parts else (self._roots.setdefault(salt, _Segment(ids[:0])), 0)
+            parent, size = parts[-1] if parts else (self._roots.setdefault(key, _Segment(ids[:0])), 0)
             states = [
                 (layer, keys[:, :, start:length].clone(), values[:, :, start:length].clone())
                 for layer, keys, values in cache.committed()
@@ -210,7 +223,7 @@ class PrefixCache:
             parent.children[place] = child
             self.num_bytes += len(child.tokens) * self._token_bytes
             parts = [*parts, (child, length - start)]
-        self._store_point(parts, length, cache.states())
+        self._store_point(parts, length, cache.states() if length == len(tokens) else None)
         for segment, _ in parts:
             segment.tag = tag or segment.tag
 
@@ -235,11 +248,11 @@ class PrefixCache:
         """Return how many of some tokens are in whole chunks of a prompt, where that matters."""
         return num_tokens if self._prompt_chunk is None else num_tokens // self._prompt_chunk * self._prompt_chunk
 
-    def _match(self, tokens: np.ndarray, salt: str) -> list[tuple[_Segment, int]]:
+    def _match(self, tokens: np.ndarray, key: tuple[str, int]) -> list[tuple[_Segment, int]]:
         """Return the segments, and how many tokens of each, that tokens begin with; they count as used now."""
         self._clock += 1
         parts: list[tuple[_Segment, int]] = []
-        segment, size, start = self._roots.get(salt), 0, 0
+        segment, size, start = self._roots.get(key), 0, 0
         while segment is not None and start < len(tokens):
             segment = segment.children.get((size, int(tokens[start])))
             if segment is not None:
@@ -289,7 +302,7 @@ class PrefixCache:
             self._drop_point(leaf, place)
         self.num_bytes -= len(leaf.tokens) * self._token_bytes
         if leaf.parent.parent is None and not leaf.parent.children:
-            self._roots = {salt: root for salt, root in self._roots.items() if root.children}
+            self._roots = {key: root for key, root in self._roots.items() if root.children}
 
     def _segments(self) -> Iterator[_Segment]:
         """Yield all segments but the roots."""

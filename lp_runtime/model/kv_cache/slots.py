@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.prefix_cache import Prefix, PrefixCache
+from lp_runtime.model.rotary_lengths import RotaryLengths
 
 
 @dataclass
@@ -18,12 +19,14 @@ class CacheSlot:
     Attributes:
         tokens: token ids whose keys and values are committed in `cache`.
         num_prefilled: leading tokens of `tokens` that were fed as a prompt, not as a tree.
+        prompt_length: P: tokens of the prompt that the sequence has, or will have; see model/rotary_lengths.py.
         undecided: token ids that were fed behind `tokens` as a chain of guesses: kept or taken back at the next pass.
     """
 
     _cache: TreeCache | None = None
     tokens: list[int] = field(default_factory=list)
     num_prefilled: int = 0
+    prompt_length: int = 0
     undecided: list[int] = field(default_factory=list)
 
     @property
@@ -37,13 +40,16 @@ class CacheSlot:
         """Tokens that fit into the slot's memory; 0 before memory was allocated."""
         return 0 if self._cache is None else self._cache.capacity
 
-    def reset(self, make_cache: Callable[[int], TreeCache], capacity: int, length: int = 0) -> None:
+    def reset(
+        self, make_cache: Callable[[int], TreeCache], capacity: int, length: int = 0, prompt_length: int = 0
+    ) -> None:
         """Empty the slot but for its first tokens, and make `capacity` tokens fit.
 
         Args:
             make_cache: returns an empty cache with a capacity in tokens.
             capacity: tokens; memory is allocated anew only if the present capacity is smaller.
             length: committed tokens to keep; they are copied where memory is allocated anew.
+            prompt_length: P of the next sequence.
         """
         if self.capacity < capacity and length:
             self.cache.truncate(length)
@@ -55,7 +61,28 @@ class CacheSlot:
             self.cache.truncate(length)
         else:
             self.cache.clear()
-        self.tokens, self.undecided = self.tokens[:length], []
+        self.tokens, self.undecided, self.prompt_length = self.tokens[:length], [], prompt_length
+
+    def num_known(self, tokens: Sequence[int], prompt_length: int, lengths: RotaryLengths) -> int:
+        """Return how many of a text's first tokens the slot holds.
+
+        Args:
+            tokens: of the text.
+            prompt_length: P of the text.
+            lengths: at which the model's rotary factors change; keys that have others are not counted.
+        """
+        is_alike = lengths.row(self.prompt_length) == lengths.row(prompt_length)
+        return len(os.path.commonprefix([self.tokens, list(tokens)])) if is_alike else 0
+
+    def told(self, lengths: RotaryLengths) -> int:
+        """Return the length that the next pass must be told: see RotaryLengths.told."""
+        return lengths.told(self.prompt_length, len(self.tokens))
+
+    def commit(self, tokens: Sequence[int], keeps_any: bool = True) -> None:
+        """Keep the first tokens that the last pass has fed, which are these, or none of them; forget the others."""
+        self.cache.commit(len(tokens) if keeps_any else 0)
+        if keeps_any:
+            self.tokens += tokens
 
     def restore(self, prefix: Prefix) -> None:
         """Commit a prefix to the slot, which is empty, as if a prompt's first tokens had been fed."""

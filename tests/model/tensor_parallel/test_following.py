@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.shards import run_shards
+from support.small_models import LONG
 
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.distributed.shards import ShardPlace
@@ -16,11 +17,14 @@ from lp_runtime.errors import ShardError
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.loader import load_model
+from lp_runtime.model.rotary_lengths import UNCHANGING
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.step_inputs import StepInputs
 
 CPU = torch.device("cpu")
 PROMPT = list(range(3, 15))
+REFED_AT = len(PROMPT) + 2  # tokens: with the second tree's root the story's text is longer
+REFED = LONG | {"original_max_position_embeddings": REFED_AT}
 
 
 def config_of(folder: Path) -> RuntimeConfig:
@@ -76,9 +80,13 @@ def play(place: ShardPlace, folder: Path) -> object:
     return found
 
 
-def test_followers_keep_what_shard_0_keeps(tiny_model_dir):
-    found, counts = run_shards(play, 2, tiny_model_dir)
-    whole = ModelRunner(load_model(ModelConfig(path=str(tiny_model_dir)), CPU, "float32"), 5, own_attention=True)
+@pytest.mark.parametrize(("name", "settings"), [("Llama", {}), ("Phi3", REFED)])
+def test_followers_keep_what_shard_0_keeps(make_model_dir, name, settings):
+    """They are told the lengths of prompts, too, where rotary factors go by them."""
+    folder = make_model_dir(name, **settings)
+    found, counts = run_shards(play, 2, folder)
+    whole = ModelRunner(load_model(ModelConfig(path=str(folder)), CPU, "float32"), 5, own_attention=True)
+    assert whole.rotary_lengths.refed_at == (REFED_AT if settings else None)
     for actual, expected in zip(found, story(whole), strict=True):
         assert torch.allclose(actual, expected, atol=2e-5, rtol=1e-4)
     assert counts == [1]
@@ -104,6 +112,8 @@ def fail(place: ShardPlace, folder: Path) -> str:
 
 class Broken:
     """Passes that fail on one shard alone."""
+
+    lengths = UNCHANGING
 
     def run(self, *args: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory for this pass")

@@ -1,0 +1,269 @@
+"""Models whose rotary factors change with the length of a text: output is what `generate` gives on a fresh model."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.batches import decode_batch
+from support.causal_configs import small_config
+from support.causal_types import small_model
+from support.engines import engine_of
+from support.ranks import run_ranks
+from support.small_models import DYNAMIC, LONG, ROPE_THRESHOLD, random_model
+from support.stateful import EveryThird
+
+from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
+from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.engine.batch import Arrival
+from lp_runtime.engine.prompt_prefix import make_prefix_cache
+from lp_runtime.engine.request import Request
+from lp_runtime.hf_generate import lookahead_generate
+from lp_runtime.model.chain_runner import ChainRunner
+from lp_runtime.model.rotary import library_view
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.view import view_of
+
+KINDS = {"dynamic": ("Llama", DYNAMIC), "longrope": ("Llama", LONG), "re-feeding": ("Phi3", LONG)}
+LOOKAHEAD = LookaheadConfig(7, 5, 7, prior="none")
+CROSSING = [20, ROPE_THRESHOLD - 1, ROPE_THRESHOLD]  # tokens of prompts behind which a text crosses the length
+BEYOND = [ROPE_THRESHOLD + 1, 50]
+CHUNK = 8
+
+
+def model_for(kind: str):
+    """A random model whose texts repeat themselves, so that guesses are right."""
+    name, options = KINDS[kind]
+    return random_model(name, seed=5, initializer_range=0.2, **options)
+
+
+@pytest.fixture(scope="module")
+def models() -> dict:
+    return {kind: model_for(kind) for kind in KINDS}
+
+
+def prompt_of(length: int, step: int = 7) -> tuple[int, ...]:
+    return tuple(3 + step * i % 11 for i in range(length))
+
+
+def generated(model, request: Request, **options) -> list[int]:
+    """What a fresh model generates."""
+    fresh = copy.deepcopy(library_view(model))
+    ids = torch.tensor([request.prompt_ids])
+    output = fresh.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=request.max_new_tokens, **options
+    )
+    return output[0, ids.shape[1] :].tolist()
+
+
+def decode(engine, request: Request, num_outputs: int | None = None):
+    """(token ids, report) of a request, or what its first outputs hold; there is no report then."""
+    tokens: list[int] = []
+    for number, event in enumerate(engine.run(request)):
+        if not hasattr(event, "token_ids"):
+            return tokens, event
+        if number == num_outputs:
+            break
+        tokens += event.token_ids
+    return tokens, None
+
+
+def keeping_prefixes(runner: ModelRunner) -> ModelRunner:
+    """The runner, with a prefix cache."""
+    with runner.slots.borrowed() as slot:
+        runner.begin(slot, 50)
+        runner.prefill(slot, [1, 2, 3])  # so that the size of a token is known
+    runner.slots.prefixes = make_prefix_cache(runner, 1 << 30, None)
+    return runner
+
+
+lookaheads = st.builds(
+    LookaheadConfig,
+    W=st.integers(0, 8),
+    N=st.integers(2, 6),
+    G=st.integers(0, 6),
+    drafter=st.sampled_from(["paper", "full"]),
+    prior=st.just("none"),
+    budget=st.sampled_from([None, None, 5, 20]),
+)
+requests = st.builds(
+    Request,
+    prompt_ids=st.builds(prompt_of, st.one_of(st.sampled_from(CROSSING + BEYOND), st.integers(1, 60))),
+    lookahead=lookaheads,
+    max_new_tokens=st.integers(1, 60),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(requests, st.sampled_from([CHUNK, 2048]))
+def test_the_output_is_greedy_whatever_the_settings(models, kind, request, chunk):
+    model = models[kind]
+    tokens, _ = decode(engine_of(ModelRunner(model, chunk)), request)
+    assert tokens == generated(model, request)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_lengths_matter_and_steps_are_saved(models, kind):
+    """Otherwise the tests of this file would show nothing."""
+    model = models[kind]
+    request = Request(prompt_of(ROPE_THRESHOLD), LOOKAHEAD, 60)
+    tokens, report = decode(engine_of(ModelRunner(model, CHUNK)), request)
+    assert tokens == generated(model, request) and report.num_steps < 50
+    rope = LONG["rope_parameters"]
+    alike = {"rope_parameters": rope | {"long_factor": rope["short_factor"]}}
+    name, options = KINDS[kind]
+    options = options | ({"max_position_embeddings": 256} if kind == "dynamic" else alike)
+    unlike = random_model(name, seed=5, initializer_range=0.2, **options)
+    assert generated(unlike, request) != tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_attempt_goes_on_on_either_side(models, kind):
+    model = models[kind]
+    request = Request(prompt_of(26), LOOKAHEAD, 40)
+    expected = generated(model, request)
+    runner = ModelRunner(model, CHUNK)
+    for num_left in (1, 5, 6, 7, 20):
+        for forgets in (True, False):  # on another replica, or where the slot holds the tokens
+            runner = ModelRunner(model, CHUNK) if forgets else runner
+            rest, _ = decode(engine_of(runner), replace(request, committed=tuple(expected[:num_left])))
+            assert expected[:num_left] + rest == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_processors_that_keep_a_state_are_called_again(models, kind):
+    model = models[kind]
+    for length, attempts in ((26, (2, 6, 7, 20)), (40, (5,))):
+        request = Request(prompt_of(length), LOOKAHEAD, 30, processors=(EveryThird(),))
+        expected = generated(model, request, logits_processor=[EveryThird()])
+        for num_left in attempts:
+            again = replace(request, committed=tuple(expected[:num_left]))
+            assert expected[:num_left] + decode(engine_of(ModelRunner(model, CHUNK)), again)[0] == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefixes_with_other_factors_are_not_read(models, kind):
+    """Prompts on both sides of the length, one the beginning of another; each again behind what the first one kept."""
+    model = models[kind]
+    runner = keeping_prefixes(ModelRunner(model, CHUNK))
+    engine, text = engine_of(runner), prompt_of(60)
+    read = {}
+    for length in (25, 60, 30, 59, 58, 31):
+        request = Request(text[:length], LOOKAHEAD, 20)
+        tokens, report = decode(engine, request)
+        assert tokens == generated(model, request)
+        read[length] = report.cached_tokens
+    # With two sets of factors long prompts read what long ones have kept; where each length has its own, nothing.
+    # The first text was fed anew beyond the length, where a model does that, and so is one of a long prompt's, too.
+    assert (
+        read
+        == {
+            "dynamic": {25: 0, 60: 0, 30: 25, 59: 0, 58: 0, 31: 25},
+            "longrope": {25: 0, 60: 0, 30: 25, 59: 58, 58: 57, 31: 25},
+            "re-feeding": {25: 0, 60: 25, 30: 25, 59: 58, 58: 57, 31: 25},
+        }[kind]
+    )
+    # A turn goes on from the answer before; below the length, up to it.
+    answer = tokens[:10]
+    turn = Request((*text[:31], *answer, 5), LOOKAHEAD, 20)
+    tokens, report = decode(engine, turn)
+    assert tokens == generated(model, turn)
+    runner.slots.clear()  # as on a replica that has decoded others since
+    num_before = runner.num_prefilled_tokens
+    rest, _ = decode(engine, replace(turn, committed=tuple(tokens[:8])))
+    assert tokens[:8] + rest == tokens and runner.num_prefilled_tokens - num_before < 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_of_a_batch_have_lengths_of_their_own(models, kind):
+    model = models[kind]
+    asked = [Request(prompt_of(length, step), LOOKAHEAD, 30) for length, step in ((28, 7), (5, 3), (45, 5), (31, 2))]
+    arrivals = [Arrival(number, each) for number, each in enumerate(asked)]
+    runner = ModelRunner(view_of(model), CHUNK, own_attention=True)
+    assert runner.supports_batching
+    found = decode_batch(engine_of(runner), {1: arrivals[:2], 4: arrivals[2:]})
+    assert [found[number][0] for number in range(4)] == [generated(model, each) for each in asked]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_are_those_of_one_token_a_step(models, kind):
+    engine = engine_of(ModelRunner(models[kind], CHUNK))
+    for length in (20, 40):
+        request = Request(prompt_of(length), LOOKAHEAD, 40, sampling=SamplingConfig(temperature=0.7, seed=4))
+        assert decode(engine, request)[0] == decode(engine, replace(request, lookahead=PLAIN))[0]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_strict_passes(models, kind):
+    model = models[kind]
+    runner = ModelRunner(model, CHUNK, strict_tokens=16)
+    for length in (26, 40):
+        request = Request(prompt_of(length), LOOKAHEAD, 30)
+        expected = generated(model, request)
+        assert decode(engine_of(runner), request)[0] == expected
+        rest, _ = decode(engine_of(runner), replace(request, committed=tuple(expected[:12])))
+        assert expected[:12] + rest == expected
+
+
+def test_chains():
+    """Layers with a state beside attention whose factors change; prefixes with states are read, too."""
+    dynamic = DYNAMIC | {"max_position_embeddings": 64}
+    model = small_model(small_config("falcon_h1", dynamic), seed=3)
+    runner = ChainRunner(model, CHUNK)
+    assert runner.rotary_lengths.threshold == 64
+    engine = engine_of(keeping_prefixes(runner))
+    settings, text, read = LookaheadConfig(budget=5, prior="none"), prompt_of(90), {}
+    for length, num_new in ((40, 30), (62, 12), (90, 12), (63, 5)):
+        request = Request(text[:length], settings, num_new)
+        tokens, report = decode(engine, request)
+        assert tokens == generated(model, request)
+        if not read:
+            with runner.slots.borrowed() as slot:
+                states = slot.cache.states()
+            num_bytes = 64 * runner.cache_bytes_per_token + states.num_bytes
+            assert runner.slots.prefixes.num_bytes == num_bytes, "states behind the prompt, and none beyond the length"
+        read[length] = report.cached_tokens
+        rest, _ = decode(engine, replace(request, committed=tuple(tokens[:4])))
+        assert tokens[:4] + rest == tokens
+    assert read == {40: 0, 62: 40, 90: 0, 63: 62}
+
+
+def on_a_rank(group) -> dict[str, list[list[int]]]:
+    found = {}
+    for kind in ("dynamic", "re-feeding"):
+        engine = engine_of(ModelRunner(model_for(kind), CHUNK), group)
+        found[kind] = [decode(engine, each)[0] for each in shared_requests()]
+    return found
+
+
+def shared_requests() -> list[Request]:
+    asked = [Request(prompt_of(length), LOOKAHEAD, 20) for length in (24, 45)]
+    return [*asked, replace(asked[0], sampling=SamplingConfig(temperature=0.7, seed=4))]
+
+
+def test_two_replicas(models):
+    expected = {}
+    for kind in ("dynamic", "re-feeding"):
+        model = models[kind]
+        *greedy, sampled = shared_requests()
+        expected[kind] = [generated(model, each) for each in greedy]
+        expected[kind].append(decode(engine_of(ModelRunner(model, CHUNK)), sampled)[0])
+    assert run_ranks(on_a_rank, 2) == [expected, expected]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_drop_in(models, kind):
+    """Its model is the caller's: `generate` gives afterwards what it gave before."""
+    model = copy.deepcopy(library_view(models[kind]))
+    ids = torch.tensor([prompt_of(26), prompt_of(26, 5)])
+    options = {"do_sample": False, "max_new_tokens": 30}
+    expected = [generated(model, Request(tuple(row), LOOKAHEAD, 30)) for row in ids.tolist()]
+    ours = model.generate(
+        ids, attention_mask=torch.ones_like(ids), custom_generate=lookahead_generate, W=5, N=4, G=5, **options
+    )
+    assert ours[:, 26:].tolist() == expected
+    after = model.generate(ids[:1], attention_mask=torch.ones_like(ids[:1]), **options)
+    assert after[:, 26:].tolist() == expected[:1]
