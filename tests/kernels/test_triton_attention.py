@@ -75,7 +75,10 @@ def test_sinks(case, num_processors):
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("num_cached", "num_written"), [(20, 1), (100, 2), (64 * 31, 32), (64 * 63, 64)])
+@pytest.mark.parametrize(
+    ("num_cached", "num_written"),
+    [(20, 1), (100, 2), (64 * 31, 32), pytest.param(64 * 63, 64, marks=pytest.mark.slow)],
+)
 def test_parts_without_keys_are_neither_written_nor_read(num_cached, num_written, monkeypatch):
     """In a cache that has room for 64 parts and more: so many as hold keys are, whatever the capacity."""
     made = []

@@ -134,10 +134,16 @@ def test_a_cut_that_is_near_the_rounding_is_left_to_transformers():
 WARPERS = [library.TemperatureLogitsWarper(0.5), library.TopKLogitsWarper(40), library.TopPLogitsWarper(0.9)]
 
 
-@pytest.mark.parametrize("with_logprobs", [False, True])
-@pytest.mark.parametrize("with_top_k", [False, True])
-@pytest.mark.parametrize("num_top_k", [0, K])
-@pytest.mark.parametrize("processors", [WARPERS, [], [*WARPERS, library.MinPLogitsWarper(0.05)], WARPERS[::-1]])
+@pytest.mark.parametrize(
+    ("processors", "num_top_k", "with_top_k", "with_logprobs"),
+    thinned(
+        2,
+        [WARPERS, [], [*WARPERS, library.MinPLogitsWarper(0.05)], WARPERS[::-1]],
+        [0, K],
+        [False, True],
+        [False, True],
+    ),
+)
 def test_a_sampler_with_kernels_samples_what_it_does_without(
     processors, num_top_k, with_top_k, with_logprobs, monkeypatch
 ):

@@ -106,7 +106,7 @@ def path_fed(length: int, others: list[int], size: int, dtype: torch.dtype, path
 @pytest.mark.parametrize(
     ("length", "window", "dtype"),
     [
-        (20, 0, torch.float16),
+        pytest.param(20, 0, torch.float16, marks=pytest.mark.slow),
         (3 * BLOCK - 1, 0, torch.float32),
         pytest.param(18 * BLOCK + 9, 0, torch.float16, marks=pytest.mark.slow),
         (300, 70, torch.float16),

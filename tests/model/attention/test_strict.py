@@ -47,7 +47,7 @@ def test_the_table_names_the_keys_of_a_path():
             assert all(places[at] == at for at in range(max(0, start)))  # the head is committed
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF[0], pytest.param(HALF[1], marks=pytest.mark.slow)])
 def test_logits_are_those_of_one_token_a_step_bit_for_bit(demo_model_dir, dtype):
     model = load_model(ModelConfig(path=str(demo_model_dir)), CPU, "float32").to(dtype)
     text = [(7 * i * i) % 4096 for i in range(12)]
