@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 from support.processes import PATIENCE, marked
 
 # Rank 1 ends after its first call: were rank 0 to wait for it in a collective, its second call would not return.
@@ -35,6 +36,7 @@ with open(f"{output}/{os.environ['RANK']}.json", "w") as file:
 """
 
 
+@pytest.mark.slow
 def test_a_model_that_is_split_over_ranks(demo_model_dir, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]

@@ -331,6 +331,7 @@ def test_a_gpu_that_others_have_filled(gpu, place, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_once_replicas_have_met(gpu, monkeypatch):
     """Compiling a size takes a minute or more: a peer that waited in a collective meanwhile would give this one up."""
     sizes: list[int] = []

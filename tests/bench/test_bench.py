@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.serving import demo_model_that_chats
+from support.thinned import thinned
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime
 from lp_runtime.bench.critical_path import CriticalPath, CriticalPathRunner
@@ -118,11 +119,17 @@ def test_conversations_by_task_to_their_end(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "lookahead",
-    [LookaheadConfig(W=4, N=3, G=4, drafter="paper"), LookaheadConfig(W=6, N=4, G=6, prior="none"), LookaheadConfig()],
-    ids=["paper", "full", "auto"],
+    ("lookahead", "num_replicas"),
+    thinned(
+        2,
+        [
+            LookaheadConfig(W=4, N=3, G=4, drafter="paper"),
+            LookaheadConfig(W=6, N=4, G=6, prior="none"),
+            LookaheadConfig(),
+        ],
+        [3, 1],
+    ),
 )
-@pytest.mark.parametrize("num_replicas", [1, 3])
 def test_a_critical_path_is_that_of_the_same_decoding(lookahead, num_replicas, demo_model_dir):
     model = ModelRunner(load_model(ModelConfig(path=str(demo_model_dir)), CPU, "float32"), 2048)
     calibration = Calibration(model, Group.alone(), None)

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from support import reference
+from support.thinned import thinned
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.config.lookahead import PLAIN
@@ -57,9 +58,10 @@ def penalised_greedy(model, prompt: list[int], presence: float, frequency: float
     return new
 
 
-@pytest.mark.parametrize(("presence", "frequency"), PENALTIES)
-def test_penalties_are_those_of_the_new_text_at_any_parallelism(runtime, hf, presence, frequency):
+@pytest.mark.parametrize("penalties", thinned(2, PENALTIES))
+def test_penalties_are_those_of_the_new_text_at_any_parallelism(runtime, hf, penalties):
     model, prompt = hf
+    presence, frequency = penalties
     expected = penalised_greedy(model, prompt, presence, frequency)
     plain = runtime.generate(prompt, NUM_TOKENS, eos=False, lookahead=PLAIN)
     assert expected != plain.token_ids, "the penalty matters"

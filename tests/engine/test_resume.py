@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.engines import engine_of
+from support.thinned import thinned
 
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
@@ -60,8 +61,7 @@ def decode(model: ModelRunner, request: Request, num_runs: int | None = None, st
     return tokens, logprobs, None
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("keeps_cache", [True, False])
+@pytest.mark.parametrize(("case", "keeps_cache"), thinned(2, CASES, [True, False]))
 def test_what_comes_after(model, prompt_ids, case, keeps_cache, monkeypatch):
     lookahead, options = CASES[case]
     request = Request(prompt_ids, lookahead, 40, **options)

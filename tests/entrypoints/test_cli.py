@@ -382,6 +382,7 @@ def test_replicas_that_are_not_ready_in_time(refusal, tiny_model_dir):
     assert message == "rank 0 was not ready within launcher.start_timeout=0.01 seconds"
 
 
+@pytest.mark.slow
 def test_unreachable_ray(tiny_model_dir, own_folder):
     pytest.importorskip("ray")
     with marked() as mark:

@@ -128,6 +128,7 @@ def test_a_replica_that_fails_at_start_is_named(runtime, cluster, tiny_model_dir
     wait_until(lambda: len(actors(cluster)) == 2)
 
 
+@pytest.mark.slow
 def test_port_that_is_taken(runtime, cluster, tiny_model_dir):
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
@@ -191,6 +192,7 @@ def test_a_submitted_job(cluster, demo_model_dir, greedy, tmp_path):
     assert f'"token_ids": {greedy[2]}' in line
 
 
+@pytest.mark.slow
 def test_a_local_cluster_that_it_starts_and_ends(demo_model_dir, tmp_path):
     folder = tempfile.mkdtemp(prefix="lpr", dir="/tmp")
     with marked(RAY_TMPDIR=folder, **RAY_SETTINGS) as mark:

@@ -116,7 +116,7 @@ NOSET = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 @pytest.mark.parametrize(
     ("environment", "device_indices"),
     [
-        ({}, [0, 0]),
+        pytest.param({}, [0, 0], marks=pytest.mark.slow),
         pytest.param(NOSET, [0, 1], marks=pytest.mark.slow),
         (NOSET | {"CUDA_VISIBLE_DEVICES": "7,GPU-5d2f"}, [0, 1]),
     ],

@@ -109,6 +109,7 @@ def test_a_script_on_two_ranks(environment, demo_model_dir, greedy, sampled, tmp
     environment.assert_gone()
 
 
+@pytest.mark.slow
 def test_a_script_on_the_two_shards_of_a_replica(environment, demo_model_dir, greedy, tmp_path):
     """Both ranks yield the same, whether their streams are read to the end, closed early or left open."""
     (tmp_path / "script.py").write_text(SCRIPT.replace('device="cpu"', 'device="cpu", gpus_per_replica=2'))

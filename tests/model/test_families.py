@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.engines import engine_of
 from support.small_models import FAMILIES, REFUSED, random_model
+from support.thinned import thinned
 
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
@@ -22,8 +23,7 @@ def decode(model: ModelRunner, request: Request) -> list[int]:
     return [token for run in runs for token in run.token_ids]
 
 
-@pytest.mark.parametrize("attention", [None, "eager"], ids=["default", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "attention"), thinned(2, FAMILIES, [None, "eager"]))
 def test_greedy_and_sampling_are_exact(family, attention):
     name, settings = FAMILIES[family]
     model = random_model(name, seed=1, attention=attention, initializer_range=0.3, **settings)

@@ -256,7 +256,7 @@ def test_more_replicas_join_a_running_request(alone, held):
         assert tokens + rest_of(jobs[1]) == alone[second] and jobs[1].generation.losses == 0
 
 
-@pytest.mark.parametrize("num_jobs", [GPUS, GPUS + 1])
+@pytest.mark.parametrize("num_jobs", [pytest.param(GPUS, marks=pytest.mark.slow), GPUS + 1])
 def test_a_replica_lost_under_load(alone, held, num_jobs):
     cases = LONG_CASES[:num_jobs]
     with Scheduler(held, policy="throughput") as scheduler:
