@@ -456,7 +456,7 @@ def test_a_graph_computes_when_it_is_replayed(gpu):
     assert type(made) is Tensor
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss", "dynamic"])
+@pytest.mark.parametrize("family", [pytest.param("mistral", marks=pytest.mark.slow), "gemma3", "gpt_oss", "dynamic"])
 def test_beyond_a_length(gpu, family):
     """One wait a step, and nothing outside of graphs, where layers hide committed tokens; with attention sinks, and
     where rotary factors change, too."""

@@ -8,6 +8,7 @@ import pytest
 from support.chain_models import CHUNK_TOKENS, model_of
 from support.engines import engine_of
 from support.ranks import run_ranks
+from support.thinned import thinned
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.distributed.group import Group
@@ -53,7 +54,7 @@ def turns(engine, model: ChainRunner, forget=lambda: None) -> list[tuple[list[in
     return [*found, decode(engine, model, first), decode(engine, model, first)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(2, KINDS))
 def test_a_prefix_ends_where_states_were_kept(kind):
     plain, model = make_model(kind, 0), make_model(kind)
     expected, found = turns(engine_of(plain), plain), turns(engine_of(model), model)

@@ -142,7 +142,7 @@ def test_steps_through_the_kernels(random_model, name, settings, monkeypatch):
     assert check_model(fixed.runner) < 1e-4
 
 
-@pytest.mark.parametrize("family", thinned(2, FAMILIES))
+@pytest.mark.parametrize("family", thinned(3, FAMILIES))
 def test_families_through_the_kernels(random_model, family, monkeypatch):
     """A step of each, beside eager attention where the model has it."""
     name, settings = FAMILIES[family]
@@ -165,7 +165,9 @@ def test_families_through_the_kernels(random_model, family, monkeypatch):
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("temperature", "logprobs"), [(0.0, False), (0.0, True), (0.8, False)])
+@pytest.mark.parametrize(
+    ("temperature", "logprobs"), [pytest.param(0.0, False, marks=pytest.mark.slow), (0.0, True), (0.8, False)]
+)
 def test_decoding_through_the_kernels(random_model, temperature, logprobs, monkeypatch):
     """What a pass has sampled on its own is used where that is all that is asked for."""
     use_kernels(monkeypatch, kernels)

@@ -10,13 +10,13 @@ EXACT = [
     ("deepseek_v32", DEFAULT),
     ("falcon", "ALiBi"),
     ("gemma3n_text", "shared layers"),
-    ("gpt2", DEFAULT),
+    pytest.param("gpt2", DEFAULT, marks=pytest.mark.slow),
     ("gpt_neo", "window_size=40"),
-    ("lfm3", DEFAULT),
+    pytest.param("lfm3", DEFAULT, marks=pytest.mark.slow),
     ("llama", "dynamic RoPE"),
     ("llama4_text", "no scaled queries"),
     ("mimo_v2_flash", "sliding_window=8"),
-    ("nemotron", DEFAULT),
+    pytest.param("nemotron", DEFAULT, marks=pytest.mark.slow),
     ("phi3", "long RoPE"),
 ]
 REFUSED = [

@@ -5,6 +5,7 @@ import torch
 from support.engines import engine_of
 from support.one_slot import OneSlot
 from support.small_models import FAMILIES, random_model
+from support.thinned import thinned
 
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
@@ -47,7 +48,7 @@ def test_the_table_names_the_keys_of_a_path():
             assert all(places[at] == at for at in range(max(0, start)))  # the head is committed
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF[0], pytest.param(HALF[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", thinned(3, [HALF[0], HALF[1], torch.float32]))
 def test_logits_are_those_of_one_token_a_step_bit_for_bit(demo_model_dir, dtype):
     model = load_model(ModelConfig(path=str(demo_model_dir)), CPU, "float32").to(dtype)
     text = [(7 * i * i) % 4096 for i in range(12)]
