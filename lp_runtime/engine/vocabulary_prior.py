@@ -102,7 +102,9 @@ class VocabularyPrior:
         self._num_saved = 0
         self._common_token: int | None = None
         self._max_tokens = min(MAX_SLICE_TOKENS[model.device.type], max(1, MAX_SLICE_LOGITS // model.vocabulary_size))
-        self._num_tokens = min(FIRST_SLICE_TOKENS, self._max_tokens)  # of the next slice
+        # Of the next slice. A model that is fed chains computes each text by itself, from its first token on.
+        first_tokens = MIN_SLICE_TOKENS if model.feeds_chains else FIRST_SLICE_TOKENS
+        self._num_tokens = min(first_tokens, self._max_tokens)
         self._seconds_left = MAX_ASKING_SECONDS
         self.is_settled = False
 

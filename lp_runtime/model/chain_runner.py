@@ -24,6 +24,7 @@ from lp_runtime.model.kv_cache.states import StateCache
 from lp_runtime.model.passes import Passes
 from lp_runtime.model.rotary_lengths import RotaryLengths
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.scans import FittedScans
 from lp_runtime.model.step_inputs import StepInputs, StepLogits
 
 
@@ -41,6 +42,27 @@ class ChainPasses(Passes):
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in parameters
         self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache_params"
+        self._scans = FittedScans(model)
+
+    @torch.inference_mode()
+    def logits_of_texts(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return the logits behind the last token of each of n texts of one length, [n, V]."""
+        ids = torch.tensor(texts, dtype=torch.int64, device=self._device)
+        logits: torch.Tensor = self._scans.model_for(ids.shape[1])(input_ids=ids, use_cache=False).logits[:, -1]
+        return logits
+
+    def _forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: LayerMasks | None,
+        cache: object,
+        rows: torch.Tensor | int,
+        view: PreTrainedModel | None = None,
+    ) -> torch.Tensor:
+        if view is None or view is self._model:
+            view = self._scans.model_for(len(ids))
+        return super()._forward(ids, positions, mask, cache, rows, view)
 
     def _inputs(self, positions: torch.Tensor, mask: LayerMasks | None, cache: object) -> dict[str, object]:
         inputs: dict[str, object] = {self._cache_name: cache}
@@ -59,6 +81,7 @@ class ChainRunner(ModelRunner):
     """
 
     feeds_chains = True
+    passes: ChainPasses
 
     def __init__(self, model: PreTrainedModel, prefill_chunk: int):
         super().__init__(model, prefill_chunk)
@@ -111,8 +134,7 @@ class ChainRunner(ModelRunner):
 
         The slot is not used: texts of one length are a batch.
         """
-        ids = torch.tensor([[*behind, token] for token in tokens], dtype=torch.int64, device=self.device)
-        return StepLogits(self.model(input_ids=ids, use_cache=False).logits[:, -1])
+        return StepLogits(self.passes.logits_of_texts([[*behind, token] for token in tokens]))
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, commit: bool = True, any_size: bool = False) -> StepLogits:
