@@ -2,9 +2,10 @@
 
     python benchmarks/micro.py shards --model DIR --shards 1 2
 
-For each number of shards P, in new processes: the largest shard's weights, how much its resident memory grew at most
-while it loaded and looked at every weight, pages of the checkpoint included, and what it read from the disk (the page
-cache is emptied of the checkpoint before, as far as the system does that). Then the time of a sum
+For each number of shards P, in new processes: the largest shard's weights, how much its own memory grew at most while
+it loaded and looked at every weight, the same with mapped pages of the checkpoint, which are the page cache's and leave
+when memory is short, and what it read from the disk (the page cache is emptied of the checkpoint before, as far as the
+system does that). Then the time of a sum
 of [tokens, hidden size] float32 between P processes, over shared memory and over gloo, medians in turns.
 """
 
@@ -33,6 +34,7 @@ CPU = torch.device("cpu")
 TIMEOUT_SECONDS = 300.0
 SAMPLE_SECONDS = 0.002
 NUM_SUMS, NUM_TURNS = 50, 6
+COLUMNS = ("weights, MiB", "own memory grew by, MiB", "with mapped pages, MiB", "read, MiB")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load and sum with each number of shards."""
     config = ModelConfig(path=args.model)
-    results = Results("shards", args.output, dict.fromkeys(("weights, MiB", "grown by, MiB", "read, MiB"), ".0f"))
+    results = Results("shards", args.output, dict.fromkeys(COLUMNS, ".0f"))
     for num_shards in args.shards:
         empty_page_cache(Path(config.location))
         found = in_processes(num_shards, config, args.dtype, args.tokens)
@@ -84,12 +86,18 @@ def _measure(place: ShardPlace, results, config: ModelConfig, dtype: str, tokens
     torch.set_num_threads(1)
     importlib.import_module("transformers.distributed.tensor_parallel")  # what is imported takes memory, too
     process = psutil.Process()
-    before, read = process.memory_info().rss, process.io_counters().read_bytes
+
+    def resident() -> tuple[int, int]:
+        """Return bytes of its own, and with mapped files' pages."""
+        memory = process.memory_info()
+        return memory.rss - memory.shared, memory.rss
+
+    before, read = resident(), process.io_counters().read_bytes
     peaks, is_done = [before], threading.Event()
 
     def sample() -> None:
         while not is_done.wait(SAMPLE_SECONDS):
-            peaks.append(process.memory_info().rss)
+            peaks.append(resident())
 
     sampler = threading.Thread(target=sample)
     sampler.start()
@@ -102,11 +110,9 @@ def _measure(place: ShardPlace, results, config: ModelConfig, dtype: str, tokens
     is_done.set()
     sampler.join()
     weights = {each.data_ptr(): each.numel() * each.element_size() for each in model.parameters()}
-    found = {
-        "weights, MiB": sum(weights.values()) / 2**20,
-        "grown by, MiB": (max(peaks) - before) / 2**20,
-        "read, MiB": (process.io_counters().read_bytes - read) / 2**20,
-    }
+    own, whole = (max(each) - start for each, start in zip(zip(*peaks, strict=True), before, strict=True))
+    numbers = (sum(weights.values()), own, whole, process.io_counters().read_bytes - read)
+    found = dict(zip(COLUMNS, (number / 2**20 for number in numbers), strict=True))
     if link is not None:
         found |= sums(link, model.config.get_text_config().hidden_size, tokens)
         link.smallest(0)  # nobody leaves before all have ended
