@@ -9,7 +9,7 @@ Pages are README.md, CONTRIBUTING.md, CHANGELOG.md and docs/**/*.md. Checked in 
 - a path in `code` or in a code block that begins with a folder of the repository (FOLDERS) is there;
 - a setting in `code`, or in a command in a code block, is one that the command takes (not in CHANGELOG.md, which names
   old ones);
-- a table of docs/results/ has ten rows at most;
+- a table of docs/results/ has ten rows at most, and README.md 120 lines;
 - words are spelled as codespell, where it is installed, thinks they should be ([tool.codespell] in pyproject.toml).
 """
 
@@ -30,6 +30,7 @@ from lp_runtime.config.serving import ServeConfig
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("lp_runtime", "tests", "scripts", "benchmarks", "conf", "launch", "docs", ".ci")
 MAX_ROWS = 10  # of a table in docs/results/
+MAX_README_LINES = 120
 
 COMMANDS = {"lp-generate": GenerateConfig, "lp-chat": ChatConfig, "lp-serve": ServeConfig, "lp-bench": BenchConfig}
 LIKE_GENERATE = ("-m lp_runtime ", "scripts/demo.sh", "launch/torchrun.sh", "launch/ray_job.sh", "launch/slurm.sbatch")
@@ -209,6 +210,8 @@ def check_page(page: Path, root: Path = ROOT) -> list[str]:
         found += check_settings(lines)
     if "results" in page.relative_to(root).parts:
         found += check_tables(lines)
+    if page == root / "README.md" and len(lines) > MAX_README_LINES:
+        found.append((len(lines), f"{len(lines)} lines; at most {MAX_README_LINES}: the rest belongs in docs/"))
     return [f"{page.relative_to(root)}:{number}: {complaint}" for number, complaint in sorted(found)]
 
 

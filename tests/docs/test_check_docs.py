@@ -123,3 +123,12 @@ def test_tables_of_results_are_short(complaints):
     assert complaints(table) == []
     assert len(complaints(table, "docs/results/page.md")) == 1
     assert complaints(table.replace("| 1 |\n", "", 1), "docs/results/page.md") == []
+
+
+def test_the_front_page_is_short(complaints, script):
+    most = script.MAX_README_LINES
+    assert complaints("line\n" * most, "README.md") == []
+    assert complaints("line\n" * (most + 1), "README.md") == [
+        f"{most + 1}: {most + 1} lines; at most {most}: the rest belongs in docs/"
+    ]
+    assert complaints("line\n" * (most + 1), "CONTRIBUTING.md") == []
