@@ -26,16 +26,16 @@ from lp_runtime.engine.output import Report
 from lp_runtime.engine.recorder import Recorder
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import SamplerSpec
-from lp_runtime.errors import ConfigError, RequestError, first_line
+from lp_runtime.errors import ConfigError, ModelError, RequestError, first_line
 from lp_runtime.kernels.dispatch import kernels_for
 from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.attention.choice import ATTENTIONS
 from lp_runtime.model.cuda_graph import can_capture
-from lp_runtime.model.families import check_whole
 from lp_runtime.model.generate_call import GenerateCall, LayerStates
 from lp_runtime.model.hf_config import attention_of, attention_settings
 from lp_runtime.model.kept_runner import RunnerKeeper
 from lp_runtime.model.make_runner import check_runner, make_runner
+from lp_runtime.model.ranks_of_one import equal_on_all_ranks, num_ranks_of_one
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.types import CausalLM, GenerationConfig, StoppingCriteriaList, Tokenizer
 from lp_runtime.model.view import view_of
@@ -79,7 +79,8 @@ def lookahead_generate(
     `return_dict_in_generate` with `output_scores`, `output_logits` and the cache. Greedy output is `generate`'s own.
     Samples are drawn from the same distribution with other noise: one seed gives one output at any W, N, G and number
     of ranks.
-    Under torchrun all ranks make the same call and share its work.
+    Under torchrun all ranks make the same call and share its work. Ranks that hold one model together (transformers'
+    `tp_plan`) are one replica: steps have a fixed size then, 32 nodes if none of W, N and G is given.
 
     Args:
         model: loaded by the caller; it is only read, so that several threads may call at once.
@@ -121,17 +122,20 @@ def lookahead_generate(
         )
     RuntimeConfig(lookahead=lookahead, exactness=exactness, strict_tokens=strict_tokens)  # checks them
     sampling = SamplingConfig(seed=seed)
-    check_whole(model)
+    is_split = num_ranks_of_one(model) > 1
     call = GenerateCall(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    if is_split:
+        lookahead = equal_on_all_ranks(lookahead, call.time_left())
     tokens = strict_tokens if exactness == "strict" else None
     make = functools.partial(_make_runner, model, tokens)
-    with _ranks(model.device, share_ranks) as group, _runners.runner(model, (tokens,), make) as runner:
+    with _ranks(model.device, share_ranks and not is_split) as group, _runners.runner(model, (tokens,), make) as runner:
         measured = _checked(model, runner, group)
         calibration = Calibration(runner, group, RuntimeConfig.cache_dir, measured, is_gradual=True)
         if lookahead.has_vocabulary_prior:
             calibration.prepare_vocabulary(ASKING_SECONDS)
         if call.do_sample and seed is None:
-            sampling.seed = broadcast_object(int(torch.randint(2**63 - 1, ())), group)
+            with _ranks(model.device, share_ranks or is_split) as ranks:
+                sampling.seed = broadcast_object(int(torch.randint(2**63 - 1, ())), ranks)
             call.samples = list(range(len(call.rows)))
         constrained = _compiled(constraint, constraint_tokenizer, runner.vocabulary_size, call.eos_token_ids)
         return _Rows(call, runner, group, lookahead, sampling, calibration, *constrained).decode()
@@ -163,8 +167,13 @@ def _make_runner(model: CausalLM, strict_tokens: int | None) -> ModelRunner:
     """Return a runner of a view of a model; on a GPU its passes are captured where that is possible."""
     attention = attention_of(model.config.get_text_config())
     view = view_of(model, None if attention in ATTENTIONS else "sdpa")
-    on_gpu = kernels_for(model.device) is not None
+    is_split = num_ranks_of_one(model) > 1
+    on_gpu = kernels_for(model.device) is not None and not is_split
     runner = make_runner(view, ModelConfig.prefill_chunk, strict_tokens, own_attention=on_gpu)
+    if is_split and runner.feeds_chains:
+        raise ModelError(
+            f"{model.config.model_type}: is fed chains of guesses, which a model split over ranks cannot be"
+        )
     if on_gpu and not runner.feeds_chains and can_capture(runner.tree_model):
         runner.enable_graphs(capture=True, refuses_waits=False)  # other threads may wait for the GPU
     runner.supports_batching = False  # rows are decoded one after the other

@@ -1,43 +1,57 @@
-"""The drop-in on a model that transformers has split over ranks: refused in one line, before any collective."""
+"""The drop-in on a model that transformers has made tensor-parallel: its ranks are one replica."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from support.processes import PATIENCE, marked
 
-# Rank 1 ends after its first call: were rank 0 to wait for it in a collective, its second call would not return.
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.errors import ConfigError, ModelError
+from lp_runtime.model import ranks_of_one
+
 SCRIPT = """
 import json, os, sys
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
-from lp_runtime import ModelError, lookahead_generate
+from lp_runtime import ConfigError, LookaheadConfig, lookahead_generate
 
 torch.set_num_threads(1)
 folder, output = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, tp_plan="auto")
-refusals = []
-for share_ranks in (False, True)[: 2 - int(os.environ["RANK"])]:
-    try:
-        model.generate(
-            torch.tensor([[300, 301, 302]]),
-            custom_generate=lookahead_generate,
-            share_ranks=share_ranks,
-            do_sample=False,
-            max_new_tokens=4,
-        )
-    except ModelError as error:
-        refusals.append(str(error))
-with open(f"{output}/{os.environ['RANK']}.json", "w") as file:
-    json.dump(refusals, file)
+prompt = torch.arange(300, 330)[None]
+
+def generate(**settings):
+    return model.generate(prompt, max_new_tokens=32, **settings)[0, 30:].tolist()
+
+found = {"ranks": model.tp_size, "greedy": generate(do_sample=False), "ours": {}}
+for name, settings in {
+    "auto": {},
+    "window": {"W": 5, "N": 3, "G": 5},
+    "each its own prompt": {"share_ranks": False},
+    "paper": {"lookahead": LookaheadConfig(W=5, N=4, G=5, drafter="paper")},
+    "strict": {"exactness": "strict"},
+}.items():
+    found["ours"][name] = generate(do_sample=False, custom_generate=lookahead_generate, **settings)
+torch.manual_seed(dist.get_rank())
+found["sampled"] = generate(do_sample=True, custom_generate=lookahead_generate)
+try:
+    generate(do_sample=False, max_time=60.0, custom_generate=lookahead_generate)
+except ConfigError as error:
+    found["refusal"] = str(error)
+with open(f"{output}/{dist.get_rank()}.json", "w") as file:
+    json.dump(found, file)
+dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
-def test_a_model_that_is_split_over_ranks(demo_model_dir, tmp_path):
+def test_ranks_that_hold_one_model_decode_together(demo_model_dir, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
     with marked() as mark:
@@ -50,6 +64,40 @@ def test_a_model_that_is_split_over_ranks(demo_model_dir, tmp_path):
             timeout=PATIENCE,
         )
     assert done.returncode == 0, done.stderr
-    refusals = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert refusals == [[refusals[1][0]] * 2, [refusals[1][0]]]
-    assert refusals[1][0].startswith("llama: its weights are split over 2 ranks") and "\n" not in refusals[1][0]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second and first["ranks"] == 2  # samples, too, whatever each rank's own generator would have drawn
+    assert all(tokens == first["greedy"] for tokens in first["ours"].values()), first
+    assert first["refusal"].startswith("max_time: cannot be kept by a model that is split over ranks")
+
+
+def test_settings_are_equal_on_all_ranks():
+    auto = ranks_of_one.equal_on_all_ranks(LookaheadConfig(), None)
+    assert not auto.is_auto and auto.max_fixed_nodes == 32 and not auto.has_vocabulary_prior
+    given = LookaheadConfig(W=5, N=3, G=5, budget=16)
+    assert ranks_of_one.equal_on_all_ranks(given, None).window == given.window
+    with pytest.raises(ConfigError, match="max_time"):
+        ranks_of_one.equal_on_all_ranks(given, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "mesh_size", "world", "complaint"),
+    [
+        (None, None, 4, None),
+        (4, 4, 4, None),
+        (2, 2, 4, "split over 2 ranks; load it whole, or with tp_plan='auto' over all 4 ranks"),
+        (None, 4, 4, "split over 4 ranks, and not by a tp_plan; load it whole"),
+        (2, 4, 4, "split over 4 ranks, and not by a tp_plan"),
+    ],
+)
+def test_how_a_model_may_be_split(monkeypatch, tp_size, mesh_size, world, complaint):
+    monkeypatch.setattr(ranks_of_one, "num_processes", lambda: world)
+    model = torch.nn.Linear(2, 2)
+    if mesh_size:
+        model.weight.device_mesh = SimpleNamespace(size=lambda: mesh_size)
+    model.tp_size, model.config = tp_size, SimpleNamespace(model_type="llama")
+    if complaint is None:
+        assert ranks_of_one.num_ranks_of_one(model) == (tp_size or 1)
+    else:
+        with pytest.raises(ModelError) as caught:
+            ranks_of_one.num_ranks_of_one(model)
+        assert complaint in str(caught.value) and "\n" not in str(caught.value)

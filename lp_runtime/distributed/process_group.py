@@ -324,6 +324,11 @@ def existing_or_new_group(device: torch.device, timeout: float) -> Iterator[Grou
         yield group
 
 
+def num_processes() -> int:
+    """Return the processes of the default process group; 1 where there is none."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 @functools.cache
 def _torchruns_store(context: ReplicaContext, timeout: float) -> Store:
     """Return the store of torchrun's ranks, connected to once: connecting may take seconds, and calls are many.

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lp_runtime.errors import ModelError
 from lp_runtime.model.attention.mask import layer_kinds
-from lp_runtime.model.tensor_parallel.layers import is_sliced
+from lp_runtime.model.ranks_of_one import num_ranks_of_one
 
 ALIBI_MODELS = ("bloom", "mpt")  # add ALiBi whatever their configuration says
 
@@ -57,7 +57,7 @@ def check_family(model: PreTrainedModel) -> None:
         ModelError: naming the field or the layers that are the reason.
     """
     config = model.config.get_text_config()
-    check_whole(model)
+    num_ranks_of_one(model)
     layer_kinds(config)
     if reason := _reason(config, model):
         raise ModelError(f"{config.model_type}: cannot be fed a token tree: {reason}")
@@ -72,7 +72,7 @@ def why_chains(model: PreTrainedModel) -> str | None:
     Raises:
         ModelError: if its weights are split over ranks.
     """
-    check_whole(model)
+    num_ranks_of_one(model)
     try:
         check_family(model)
     except ModelError as error:
@@ -90,32 +90,9 @@ def check_chain_family(model: PreTrainedModel) -> None:
         ModelError: naming what is missing.
     """
     config = model.config.get_text_config()
-    check_whole(model)
+    num_ranks_of_one(model)
     if not (_takes(model, "past_key_values") or _takes(model, "cache_params")):
         raise ModelError(f"{config.model_type}: its forward takes no past_key_values: there is no cache to go on from")
-
-
-def check_whole(model: PreTrainedModel) -> None:
-    """Refuse a model whose weights are split over ranks. Calls no collective.
-
-    Its ranks hold one model together; here every rank would be taken for a replica, with a share of the step's tokens
-    of its own, and the collectives inside the model's layers would not match.
-
-    Args:
-        model: tensor-parallel by transformers' `tp_plan`, sharded by FSDP, or whole; a shard of ours counts as whole.
-
-    Raises:
-        ModelError: naming how many ranks share the weights.
-    """
-    num_ranks = 1 if is_sliced(model) else getattr(model, "tp_size", None) or 1
-    for parameter in model.parameters():
-        mesh = getattr(parameter, "device_mesh", None)  # a DTensor has one
-        num_ranks = max(num_ranks, 1 if mesh is None else mesh.size())
-    if num_ranks > 1:
-        raise ModelError(
-            f"{model.config.model_type}: its weights are split over {num_ranks} ranks (tensor parallelism or FSDP);"
-            " every rank must hold the whole model, so load it without tp_plan, tp_size and distributed_config"
-        )
 
 
 def _reason(config: PreTrainedConfig, model: PreTrainedModel) -> str | None:
