@@ -51,6 +51,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_hold_one_model_decode_together(demo_model_dir, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]

@@ -164,7 +164,9 @@ def check(
         assert not launches
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "logprobs" else ()) for name in REQUESTS]
+)
 def test_one_wait_a_step(gpu, model, expected, name):
     assert model.graphs.capture
     loop = Engine(model, Group.alone(CUDA)) if name == "greedy" else loop_of(model)
@@ -195,6 +197,7 @@ def test_masks_are_filled_while_the_pass_runs(gpu, model):
     assert report.num_steps > 3
 
 
+@pytest.mark.slow
 def test_one_wait_a_step_without_captured_passes(gpu, expected):
     model, _ = ready_model(RuntimeConfig(dtype="float32", compile="off"), CUDA)
     assert model.graphs is None

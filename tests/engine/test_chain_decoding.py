@@ -8,6 +8,7 @@ from support.causal_types import compare
 from support.chain_models import RECURRENT, decode, decode_type, model_of, request_of
 from support.engines import engine_of
 from support.ranks import run_ranks
+from support.thinned import thinned
 
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.distributed.group import Group
@@ -18,7 +19,7 @@ from lp_runtime.model.chain_runner import ChainRunner
 NUM_REQUESTS = 6
 
 
-@pytest.mark.parametrize("model_type", RECURRENT)
+@pytest.mark.parametrize("model_type", thinned(3, RECURRENT))
 def test_the_drop_in_gives_the_tokens_of_generate(model_type):
     outcome = compare(model_of(model_type), prompts=(1, 30))
     assert outcome.kind == "exact", outcome.reason

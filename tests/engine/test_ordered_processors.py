@@ -53,7 +53,7 @@ def decode(model, request, group=None, num_outputs=None) -> tuple[list[int], Rep
     return tokens, None
 
 
-@pytest.mark.parametrize(("setting", "name"), thinned(2, SETTINGS, STATEFUL))
+@pytest.mark.parametrize(("setting", "name"), thinned(3, SETTINGS, STATEFUL))
 def test_greedy_in_the_drop_in_is_generates_own(model, name, setting):
     make = STATEFUL[name]
     expected = generated(model, make())

@@ -93,7 +93,9 @@ def test_a_replica_killed_while_decoding(undisturbed, runtime, victim, at, name)
 WORDS = {"type": "array", "items": {"type": "string", "minLength": 4, "maxLength": 12}, "minItems": 12, "maxItems": 12}
 
 
-@pytest.mark.parametrize(("victim", "at", "name"), [(0, 1, "greedy"), (2, 7, "sampled")])
+@pytest.mark.parametrize(
+    ("victim", "at", "name"), [pytest.param(0, 1, "greedy", marks=pytest.mark.slow), (2, 7, "sampled")]
+)
 def test_a_replica_killed_under_a_constraint(runtime, victim, at, name):
     """What the others go on with is the text of one token a step: their constraints stand behind the same token."""
     options = {"constraint": ConstraintConfig(json_schema=WORDS), "sampling": SAMPLINGS[name]}

@@ -113,7 +113,10 @@ def test_cancelled_while_its_prompt_is_fed(runtime, alone, gpus):
         assert scheduler.totals.requests == {"cancelled": 1, "length": 1}
 
 
-@pytest.mark.parametrize("policy, max_batch", [("fair", 2), ("latency", 8), ("throughput", 1), ("throughput", 8)])
+@pytest.mark.parametrize(
+    "policy, max_batch",
+    [("fair", 2), pytest.param("latency", 8, marks=pytest.mark.slow), ("throughput", 1), ("throughput", 8)],
+)
 def test_outputs_are_those_of_requests_alone(alone, runtime, policy, max_batch):
     rng = random.Random(0)
     cases = rng.choices(CASES, k=9)

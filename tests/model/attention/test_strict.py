@@ -20,7 +20,7 @@ from lp_runtime.model.passes import Passes
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.self_check import check_model
 
-ALWAYS = ("llama", "mistral", "gemma3", "qwen3_moe", "gpt_oss", "falcon")  # the other families are slow, together
+ALWAYS = ("llama", "gemma3", "qwen3_moe", "gpt_oss")  # the other families are slow, together
 
 CPU = torch.device("cpu")
 # Attention of their own that takes no other (falcon, gptj), experts whose bits depend on what else is fed (gpt_oss),
