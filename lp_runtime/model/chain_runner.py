@@ -51,18 +51,8 @@ class ChainPasses(Passes):
         logits: torch.Tensor = self._scans.model_for(ids.shape[1])(input_ids=ids, use_cache=False).logits[:, -1]
         return logits
 
-    def _forward(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        mask: LayerMasks | None,
-        cache: object,
-        rows: torch.Tensor | int,
-        view: PreTrainedModel | None = None,
-    ) -> torch.Tensor:
-        if view is None or view is self._model:
-            view = self._scans.model_for(len(ids))
-        return super()._forward(ids, positions, mask, cache, rows, view)
+    def _model_for(self, num_tokens: int) -> PreTrainedModel:
+        return self._scans.model_for(num_tokens)
 
     def _inputs(self, positions: torch.Tensor, mask: LayerMasks | None, cache: object) -> dict[str, object]:
         inputs: dict[str, object] = {self._cache_name: cache}

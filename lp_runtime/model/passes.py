@@ -150,11 +150,15 @@ class Passes:
         """Return what runs a text as transformers runs it."""
         return library_view(self._model) if self.lengths.change else self._model
 
-    def _model_told(self, length: int) -> PreTrainedModel:
-        """Return what runs tokens of a prompt with so many tokens; 0 for others."""
+    def _model_told(self, length: int) -> PreTrainedModel | None:
+        """Return the view that runs tokens of a prompt with so many tokens; None for other tokens, where it is 0."""
         if length and length != self._told[0]:
             self._told = length, view_behind(self._model, length)
-        return self._told[1] if length else self._model
+        return self._told[1] if length else None
+
+    def _model_for(self, num_tokens: int) -> PreTrainedModel:
+        """Return what runs T tokens, or a view of it that runs them faster."""
+        return self._model
 
     def _strict_forward(self, cache: TreeCache, layout: InputLayout, size: int) -> torch.Tensor:
         """Return [T, V] logits of all tokens, from passes of `size` tokens each, the last one filled up."""
@@ -180,7 +184,8 @@ class Passes:
         """
         arguments = self._keeping(rows) | self._inputs(positions, mask, cache)
         with on(self._device):
-            logits: torch.Tensor = (view or self._model)(input_ids=ids[None], use_cache=True, **arguments).logits[0]
+            run = view or self._model_for(len(ids))
+            logits: torch.Tensor = run(input_ids=ids[None], use_cache=True, **arguments).logits[0]
         if not self.keeps_logits:
             logits = logits[-rows:] if isinstance(rows, int) else logits[rows]
         return logits

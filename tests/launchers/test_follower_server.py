@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 from support import reference
+from support.gate import Gate
 from support.processes import own_replicas, wait_until
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
@@ -88,13 +89,15 @@ def test_one_seed_gives_one_text_at_any_number_of_replicas(runtime, sampled):
 
 
 @pytest.mark.parametrize("victim", range(4))
-def test_a_lost_shard_loses_its_replica_and_no_other(runtime, expected, victim):
+def test_a_lost_shard_loses_its_replica_and_no_other(runtime, expected, victim, tmp_path):
     """Shards 0 and 1 of both replicas, in turn, while a request is decoded."""
     processes = dict(runtime.launcher.host.processes)
-    stream = runtime.stream(reference.PROMPTS[1], LENGTH, eos=False)
+    gate = Gate(tmp_path / "open", len(reference.PROMPTS[1]))
+    stream = runtime.stream(reference.PROMPTS[1], LENGTH, eos=False, processors=[gate])
     for number, _ in enumerate(stream):
-        if number == 2:
+        if number == 0:
             os.kill(processes[victim].pid, signal.SIGKILL)
+            gate.path.touch()
     assert stream.generation.token_ids == expected[1]
     assert stream.generation.losses == 1
     wait_until(lambda: runtime.num_ready == 2)
