@@ -25,8 +25,9 @@ import argparse
 from pathlib import Path
 
 from common import add_output_argument, add_prompt_arguments
-from studies.drafting import STUDIES, Study
+from studies.drafting import STUDIES
 from studies.drafting_bench import Bench
+from studies.drafting_table import Study
 
 
 def main() -> None:

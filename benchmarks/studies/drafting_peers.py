@@ -1,0 +1,65 @@
+"""The drafting studies that compare with published draft-free methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from support.goose import GooseDrafter
+from support.peers import SamDrafter
+from support.racer import RacerDrafter
+
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.lookahead.drafters.base import Drafter
+from lp_runtime.lookahead.drafters.token_recycling import TokenRecyclingDrafter
+from studies.drafting_bench import GREEDY, Drafting
+from studies.drafting_table import PROMPT_LOOKUP, Study, add_by_kind, full, paper
+
+SAM = "SAM decoding with a recycling tree"
+
+
+def kept(drafter: Drafter) -> Callable[[], Drafter]:
+    """Return a drafting of one drafter for all prompts, whose tables are never reset."""
+    return lambda: drafter
+
+
+def reset_peers(budget: int) -> list[tuple[str, Drafting]]:
+    """Return the methods that are compared at a budget, their tables reset for each prompt."""
+    at = {
+        16: [("prompt lookup", PROMPT_LOOKUP), ("RACER, 16", lambda: RacerDrafter(16))],
+        64: [
+            ("RACER, 64", lambda: RacerDrafter(64)),
+            ("Goose, 64", lambda: GooseDrafter(64)),
+            ("token recycling, 64", LookaheadConfig(drafter="recycling", budget=64)),
+            (SAM, SamDrafter),
+        ],
+        83: [("paper (15, 5, 15)", paper(15, 5, 15))],
+    }
+    return [(f"full, {budget}", full(budget)), *at[budget]]
+
+
+def kept_peers() -> list[tuple[str, Drafting]]:
+    """Return the methods whose tables can outlive prompts, at 64 nodes, with tables that do."""
+    return [
+        ("full, 64, kept", full(64, draft_tables="runtime")),
+        ("RACER, 64, kept", kept(RacerDrafter(64))),
+        ("Goose, 64, kept", kept(GooseDrafter(64))),
+        ("token recycling, 64, kept", kept(TokenRecyclingDrafter(64))),
+    ]
+
+
+def peers(study: Study) -> None:
+    """S beside the published draft-free methods at 64, 16 and 83 nodes, by kind of prompt, greedy; tables reset."""
+    for budget in (64, 16, 83):
+        add_by_kind(study, reset_peers(budget), GREEDY)
+
+
+def peers_sampled(study: Study) -> None:
+    """As `peers`, at temperature 1.0 and 0.7."""
+    for temperature in (1.0, 0.7):
+        for budget in (83, 64, 16):
+            add_by_kind(study, reset_peers(budget), {"temperature": temperature})
+
+
+def peers_kept(study: Study) -> None:
+    """As `peers` at 64 nodes, greedy, with tables that are kept from prompt to prompt."""
+    add_by_kind(study, kept_peers(), GREEDY)

@@ -1,0 +1,158 @@
+"""The table and plot of one drafting study, what its columns count, and settings that several studies compare."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from common import Results, Value
+
+from lp_runtime.config.lookahead import LookaheadConfig
+from studies.drafting_bench import GREEDY, Bench, Drafting, Run
+
+PLOTTED = ("drafters", "degrees", "chains")
+PROMPT_LOOKUP = LookaheadConfig(drafter="prompt_lookup")
+RECYCLING = LookaheadConfig(drafter="recycling")
+
+
+def full(budget: int, degree: int = 1, **settings: str) -> LookaheadConfig:
+    """Return settings of the drafter `full` that spends its budget in every step.
+
+    Args:
+        budget: tokens that a replica feeds in a step.
+        degree: number of replicas.
+        settings: further settings of LookaheadConfig.
+    """
+    return LookaheadConfig(W=(budget * degree) // 4 + 1, N=5, G=0, budget=budget, **settings)
+
+
+def paper(W: int, N: int, G: int, **settings: str | bool) -> LookaheadConfig:
+    """Return settings of the drafter `paper`; `settings` are further ones of LookaheadConfig."""
+    return LookaheadConfig(W=W, N=N, G=G, drafter="paper", **settings)
+
+
+def compression_ratio(runs: Sequence[Run]) -> float:
+    """Return S over all runs."""
+    return sum(len(run.tokens) for run in runs) / sum(run.num_steps for run in runs)
+
+
+def step_tokens(runs: Sequence[Run]) -> float:
+    """Return the tokens that the busiest replica feeds a step, the mean over all runs' steps without the prefills'."""
+    return sum(run.num_fed for run in runs) / max(1, sum(run.num_steps - 1 for run in runs))
+
+
+def least_repetitive(runs: Sequence[Run]) -> list[Run]:
+    """Return the third of the runs whose outputs repeat the fewest 4-grams."""
+    return sorted(runs, key=lambda run: run.repeated)[: max(1, len(runs) // 3)]
+
+
+class Study:
+    """One study's rows.
+
+    Args:
+        name: of the study and its files.
+        bench: decodes.
+        output: folder for the files; None to print only.
+    """
+
+    def __init__(self, name: str, bench: Bench, output: Path | None):
+        self.bench = bench
+        self._results = Results(
+            name, output, {"propose ms": ".3f", "advance ms": ".3f"} | dict.fromkeys(_RATIOS, ".3f")
+        )
+        self._output = output
+        self._points: dict[str, list[tuple[float, float]]] = {}
+
+    def add(
+        self,
+        label: str,
+        drafting: Drafting,
+        degree: int = 1,
+        sampling: Mapping[str, float] = GREEDY,
+        line: str | None = None,
+        x: float | None = None,
+        as_chains: bool = False,
+    ) -> list[Run]:
+        """Decode all prompts, and add a row.
+
+        Args:
+            label: of the row.
+            drafting: what drafts.
+            degree: number of replicas.
+            sampling: settings of SamplingConfig.
+            line: of the plot that the row is a point of; `label` by default.
+            x: where the point stands; at the step tokens by default.
+            as_chains: see `Bench.decode_all`.
+        """
+        runs = self.bench.decode_all(drafting, degree, sampling, as_chains)
+        row = self.row(label, runs, degree, sampling)
+        self.add_row(row)
+        self._points.setdefault(line or label, []).append((x or step_tokens(runs), compression_ratio(runs)))
+        return runs
+
+    @staticmethod
+    def row(
+        label: str, runs: Sequence[Run], degree: int = 1, sampling: Mapping[str, float] = GREEDY
+    ) -> dict[str, Value]:
+        """Return the columns that most studies have; arguments as in `add`, and the prompts' runs."""
+        shown = (
+            ", ".join(f"{name} {value:g}" for name, value in sampling.items()) if sampling["temperature"] else "greedy"
+        )
+        row: dict[str, Value] = {"drafter": label, "replicas": degree, "sampling": shown}
+        row |= {"step tokens": step_tokens(runs), "S": compression_ratio(runs)}
+        row |= {"S, least repetitive": compression_ratio(least_repetitive(runs))}
+        return row | {"4-grams repeated": statistics.mean(run.repeated for run in runs)}
+
+    def add_row(self, row: Mapping[str, Value]) -> None:
+        """Add a row of any columns."""
+        self._results.add(row)
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file of the study's where there is a folder."""
+        if self._output is not None:
+            self._output.mkdir(parents=True, exist_ok=True)
+            (self._output / name).write_text(text)
+
+    def finish(self, about: str) -> None:
+        """Print and write the table, and the plot where the study has one and matplotlib is installed."""
+        self._results.finish(about)
+        if self._output is not None and self._results.name in PLOTTED:
+            label = "tokens a step, all replicas" if self._results.name != "drafters" else "tokens fed a step"
+            plot(self._points, label, self._output / f"{self._results.name}.svg")
+
+
+_RATIOS = ("S", "S, least repetitive", "4-grams repeated")
+
+
+def add_by_kind(study: Study, methods: Sequence[tuple[str, Drafting]], sampling: Mapping[str, float]) -> None:
+    """Decode all prompts by some methods, and add a row a method, with S by kind of prompt."""
+    kinds = [kind for kind, _ in study.bench.prompts]
+    for label, drafting in methods:
+        runs = study.bench.decode_all(drafting, sampling=sampling)
+        row = study.row(label, runs, sampling=sampling) | {"outputs equal": f"{len(runs)} of {len(runs)}"}
+        for kind in dict.fromkeys(kinds):
+            row[kind] = compression_ratio([run for run, of in zip(runs, kinds, strict=True) if of == kind])
+        study.add_row(row)
+
+
+def plot(lines: Mapping[str, Sequence[tuple[float, float]]], x_label: str, path: Path) -> None:
+    """Plot S against tokens, a line a label; without matplotlib do nothing."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("matplotlib is not installed: no plot")
+        return
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for label, points in lines.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel("S")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, bbox_inches="tight")
+    pyplot.close(figure)
