@@ -35,8 +35,8 @@ from lp_runtime.model.generate_call import GenerateCall, LayerStates
 from lp_runtime.model.hf_config import attention_of, attention_settings
 from lp_runtime.model.kept_runner import RunnerKeeper
 from lp_runtime.model.make_runner import check_runner, make_runner
-from lp_runtime.model.ranks_of_one import equal_on_all_ranks, num_ranks_of_one
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.tensor_parallel.tp_plan import lockstep_settings, tp_size_of
 from lp_runtime.model.types import CausalLM, GenerationConfig, StoppingCriteriaList, Tokenizer
 from lp_runtime.model.view import view_of
 from lp_runtime.sampling.grammar_mask import with_grammar_mask
@@ -122,10 +122,10 @@ def lookahead_generate(
         )
     RuntimeConfig(lookahead=lookahead, exactness=exactness, strict_tokens=strict_tokens)  # checks them
     sampling = SamplingConfig(seed=seed)
-    is_split = num_ranks_of_one(model) > 1
+    is_split = tp_size_of(model) > 1
     call = GenerateCall(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
     if is_split:
-        lookahead = equal_on_all_ranks(lookahead, call.time_left())
+        lookahead = lockstep_settings(lookahead, call.time_left())
     tokens = strict_tokens if exactness == "strict" else None
     make = functools.partial(_make_runner, model, tokens)
     with _ranks(model.device, share_ranks and not is_split) as group, _runners.runner(model, (tokens,), make) as runner:
@@ -167,7 +167,7 @@ def _make_runner(model: CausalLM, strict_tokens: int | None) -> ModelRunner:
     """Return a runner of a view of a model; on a GPU its passes are captured where that is possible."""
     attention = attention_of(model.config.get_text_config())
     view = view_of(model, None if attention in ATTENTIONS else "sdpa")
-    is_split = num_ranks_of_one(model) > 1
+    is_split = tp_size_of(model) > 1
     on_gpu = kernels_for(model.device) is not None and not is_split
     runner = make_runner(view, ModelConfig.prefill_chunk, strict_tokens, own_attention=on_gpu)
     if is_split and runner.feeds_chains:

@@ -13,7 +13,7 @@ from support.processes import PATIENCE, marked
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.errors import ConfigError, ModelError
-from lp_runtime.model import ranks_of_one
+from lp_runtime.model.tensor_parallel import tp_plan
 
 SCRIPT = """
 import json, os, sys
@@ -71,13 +71,13 @@ def test_ranks_that_hold_one_model_decode_together(demo_model_dir, tmp_path):
     assert first["refusal"].startswith("max_time: cannot be kept by a model that is split over ranks")
 
 
-def test_settings_are_equal_on_all_ranks():
-    auto = ranks_of_one.equal_on_all_ranks(LookaheadConfig(), None)
+def test_settings_of_ranks_in_lockstep():
+    auto = tp_plan.lockstep_settings(LookaheadConfig(), None)
     assert not auto.is_auto and auto.max_fixed_nodes == 32 and not auto.has_vocabulary_prior
     given = LookaheadConfig(W=5, N=3, G=5, budget=16)
-    assert ranks_of_one.equal_on_all_ranks(given, None).window == given.window
+    assert tp_plan.lockstep_settings(given, None).window == given.window
     with pytest.raises(ConfigError, match="max_time"):
-        ranks_of_one.equal_on_all_ranks(given, 3.0)
+        tp_plan.lockstep_settings(given, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -91,14 +91,14 @@ def test_settings_are_equal_on_all_ranks():
     ],
 )
 def test_how_a_model_may_be_split(monkeypatch, tp_size, mesh_size, world, complaint):
-    monkeypatch.setattr(ranks_of_one, "num_processes", lambda: world)
+    monkeypatch.setattr(tp_plan, "num_processes", lambda: world)
     model = torch.nn.Linear(2, 2)
     if mesh_size:
         model.weight.device_mesh = SimpleNamespace(size=lambda: mesh_size)
     model.tp_size, model.config = tp_size, SimpleNamespace(model_type="llama")
     if complaint is None:
-        assert ranks_of_one.num_ranks_of_one(model) == (tp_size or 1)
+        assert tp_plan.tp_size_of(model) == (tp_size or 1)
     else:
         with pytest.raises(ModelError) as caught:
-            ranks_of_one.num_ranks_of_one(model)
+            tp_plan.tp_size_of(model)
         assert complaint in str(caught.value) and "\n" not in str(caught.value)

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lp_runtime.errors import ModelError
 from lp_runtime.model.attention.mask import layer_kinds
-from lp_runtime.model.ranks_of_one import num_ranks_of_one
+from lp_runtime.model.tensor_parallel.tp_plan import tp_size_of
 
 ALIBI_MODELS = ("bloom", "mpt")  # add ALiBi whatever their configuration says
 
@@ -57,7 +57,7 @@ def check_family(model: PreTrainedModel) -> None:
         ModelError: naming the field or the layers that are the reason.
     """
     config = model.config.get_text_config()
-    num_ranks_of_one(model)
+    tp_size_of(model)  # refuses a model that is split in another way
     layer_kinds(config)
     if reason := _reason(config, model):
         raise ModelError(f"{config.model_type}: cannot be fed a token tree: {reason}")
@@ -72,7 +72,7 @@ def why_chains(model: PreTrainedModel) -> str | None:
     Raises:
         ModelError: if its weights are split over ranks.
     """
-    num_ranks_of_one(model)
+    tp_size_of(model)  # refuses a model that is split in another way
     try:
         check_family(model)
     except ModelError as error:
@@ -90,7 +90,7 @@ def check_chain_family(model: PreTrainedModel) -> None:
         ModelError: naming what is missing.
     """
     config = model.config.get_text_config()
-    num_ranks_of_one(model)
+    tp_size_of(model)  # refuses a model that is split in another way
     if not (_takes(model, "past_key_values") or _takes(model, "cache_params")):
         raise ModelError(f"{config.model_type}: its forward takes no past_key_values: there is no cache to go on from")
 

@@ -18,7 +18,7 @@ from lp_runtime.model.tensor_parallel.layers import is_sliced
 FIXED_WINDOW = LookaheadConfig(W=8, N=3, G=8)  # 32 nodes a step, where measurements would choose
 
 
-def num_ranks_of_one(model: PreTrainedModel) -> int:
+def tp_size_of(model: PreTrainedModel) -> int:
     """Return how many ranks hold a model together; 1 for a whole model, and for a shard of ours.
 
     Calls no collective.
@@ -44,7 +44,7 @@ def num_ranks_of_one(model: PreTrainedModel) -> int:
     return num_ranks
 
 
-def equal_on_all_ranks(lookahead: LookaheadConfig, max_time: float | None) -> LookaheadConfig:
+def lockstep_settings(lookahead: LookaheadConfig, max_time: float | None) -> LookaheadConfig:
     """Return settings by which ranks decide alike without telling one another: steps of a fixed size, and no prior.
 
     Args:
