@@ -84,7 +84,7 @@ FEW = ("fixed", "sampled")
 NOTHING: Counter = Counter()
 GREEDY = ("greedy", "fixed", "one token a step")  # whose samples a captured pass has computed
 SAMPLING = ("sampler.py", "gumbel.py", "processors.py", "hf_settings.py", "step_logits.py")  # what samples
-SIZES = (1, 4, 8, 16, 32, 64, 128)  # of captured passes
+SIZES = (1, 8, 32, 128)  # of captured passes
 
 
 @contextmanager
@@ -459,7 +459,15 @@ def test_a_graph_computes_when_it_is_replayed(gpu):
     assert type(made) is Tensor
 
 
-@pytest.mark.parametrize("family", [pytest.param("mistral", marks=pytest.mark.slow), "gemma3", "gpt_oss", "dynamic"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("mistral", marks=pytest.mark.slow),
+        pytest.param("gemma3", marks=pytest.mark.slow),
+        "gpt_oss",
+        "dynamic",
+    ],
+)
 def test_beyond_a_length(gpu, family):
     """One wait a step, and nothing outside of graphs, where layers hide committed tokens; with attention sinks, and
     where rotary factors change, too."""

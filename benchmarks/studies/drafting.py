@@ -15,11 +15,18 @@ from studies.drafting_table import (
     add_by_kind,
     full,
     paper,
+    step_tokens,
 )
 from studies.starting_rates import fit_calibration, fit_rates, promised_and_accepted, source_of, starting_rates_of
 
 BUDGETS = (16, 32, 46, 54, 83, 160, 320, 640)
 DEGREES = (1, 2, 4, 8, 16)
+FIXED = (1, 4, 8, 16, 32, 64)  # tokens a step
+STEP_MS = {  # milliseconds of a step by its tokens: machine A with SmolLM2-135M in float32, another CPU, a GPU
+    "machine A": {1: 43, 8: 48, 16: 54, 24: 66, 32: 79, 64: 115, 128: 230},
+    "CPU": {1: 30, 2: 33, 4: 38, 8: 46, 16: 62, 32: 95, 64: 165, 128: 310},
+    "GPU": {1: 9.0, 64: 9.4, 128: 11.0, 256: 16.0},
+}
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # columns of the study `sources`
 
 
@@ -135,6 +142,22 @@ def starting_rates(study: Study) -> None:
     study.write("starting_rates.py", source_of(fitted, "the prompts and the model of the command"))
 
 
+def auto(study: Study) -> None:
+    """Tokens per second of lookahead=auto over the best fixed number of tokens a step, by kind, at given step times."""
+    kinds = [kind for kind, _ in study.bench.prompts]
+    for machine, step_ms in STEP_MS.items():
+        runs = {str(num): study.bench.decode_all(full(num), step_ms=step_ms) for num in FIXED}
+        sized = study.bench.decode_all(LookaheadConfig(), step_ms=step_ms)
+        for kind in ["all", *dict.fromkeys(kinds)]:
+            at = [index for index, each in enumerate(kinds) if kind in ("all", each)]
+            seconds = {name: sum(each[index].step_seconds for index in at) for name, each in runs.items()}
+            best = min(seconds, key=seconds.__getitem__)
+            auto_seconds = sum(sized[index].step_seconds for index in at)
+            row: dict[str, Value] = {"step times": machine, "kind": kind, "best fixed": best}
+            row |= {"auto over it": seconds[best] / auto_seconds, "auto over 1": seconds["1"] / auto_seconds}
+            study.add_row(row | {"auto, step tokens": step_tokens([sized[index] for index in at])})
+
+
 def host(study: Study) -> None:
     """Milliseconds a step of proposing and advancing on the host; nothing else must run on the machine."""
     for settings in (GREEDY, {"temperature": 1.0}):
@@ -161,5 +184,6 @@ STUDIES = (
     peers_kept,
     sources,
     starting_rates,
+    auto,
     host,
 )

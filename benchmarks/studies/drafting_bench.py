@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 from common import load_prompts_by_kind
 from support.peers import Peer
 
@@ -14,7 +15,7 @@ from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.group import CPU, Group
-from lp_runtime.engine.calibration import Calibration
+from lp_runtime.engine.calibration import Calibration, Measured, StepMeasurement
 from lp_runtime.engine.decoder import Decoder
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.request import Request
@@ -28,11 +29,12 @@ from lp_runtime.model.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.tokenizer import check_chat_template, conversation, encode_chat
 from lp_runtime.sizing.budget import StepBudget
-from lp_runtime.sizing.cost_model import assumed_times
+from lp_runtime.sizing.cost_model import assumed_times, interpolate
 from studies.recorded_model import RecordedModel, Recording
 
 NGRAM = 4  # tokens of the n-grams by which repetition is measured
 GREEDY: Mapping[str, float] = {"temperature": 0.0}
+HOST_NS = 350_000  # of a step, where times are given
 
 # What drafts: settings of the runtime, or a peer's drafter.
 Drafting = LookaheadConfig | Callable[[], Drafter]
@@ -50,6 +52,7 @@ class Run:
         propose_seconds: over all steps.
         advance_seconds: over all steps.
         counted: what the drafter `full` has counted of candidates; None for other drafters.
+        step_seconds: that the steps without the prefill's would take where times are given, else 0.
     """
 
     tokens: list[int]
@@ -59,6 +62,7 @@ class Run:
     propose_seconds: float
     advance_seconds: float
     counted: Rates | None
+    step_seconds: float
 
     @property
     def repeated(self) -> float:
@@ -91,8 +95,8 @@ class Bench:
         self._chain_fed = ChainFed(self.model.model, config.prefill_chunk)
         if args.record is not None:
             args.record.mkdir(parents=True, exist_ok=True)
-        cache = None if args.record is None else str(args.record)
-        self.calibration = Calibration(self.model, Group.alone(), cache)
+        self._cache = None if args.record is None else str(args.record)
+        self.calibration = Calibration(self.model, Group.alone(), self._cache)
         self._max_new_tokens: int = args.max_new_tokens
         self._eos = eos_token_ids(self.model.model) if args.eos else frozenset()
         tokenizer = load_tokenizer(config)
@@ -124,6 +128,7 @@ class Bench:
         degree: int = 1,
         sampling: Mapping[str, float] = GREEDY,
         as_chains: bool = False,
+        step_ms: Mapping[int, float] | None = None,
     ) -> list[Run]:
         """Decode all prompts in order; the first time with a way of sampling, one token a step, too, to compare with.
 
@@ -132,8 +137,16 @@ class Bench:
             degree: number of replicas.
             sampling: settings of SamplingConfig; the seed is the prompt's index among those of its kind.
             as_chains: whether each replica is fed one path of the tree, as a model with a recurrent state is.
+            step_ms: milliseconds that one replica's steps are taken to have, by their number of tokens; None for what
+                the calibration says, and for steps whose times are not known.
         """
-        engine = Engine(self._chain_fed if as_chains else self.model, Group(0, degree, CPU), self.calibration)
+        group, calibration, times = Group(0, degree, CPU), self.calibration, None
+        if step_ms is not None:
+            points = np.array(list(step_ms)), (1e6 * np.array(list(step_ms.values()))).astype(np.int64)
+            known = Measured(StepMeasurement(*points, np.array(0), np.array(0)))
+            calibration = Calibration(self.model, group, self._cache, known)
+            times = interpolate(*points, 2 * int(points[0][-1]))
+        engine = Engine(self._chain_fed if as_chains else self.model, group, calibration)
         runs = []
         for index in range(len(self.prompts)):
             asked = (self._sampling(index, sampling), self._max_new_tokens, *sorted(self._eos))
@@ -141,7 +154,7 @@ class Bench:
             if recording.text is None:
                 alone = Engine(self.model, Group.alone(), self.calibration)
                 recording.text = self._decode(alone, index, PLAIN, 1, sampling, None).tokens
-            run = self._decode(engine, index, drafting, degree, sampling, recording)
+            run = self._decode(engine, index, drafting, degree, sampling, recording, times)
             if run.tokens != recording.text:
                 raise SystemExit(f"prompt {index}: the output is not that of one token a step")
             recording.save()
@@ -156,6 +169,7 @@ class Bench:
         degree: int,
         sampling: Mapping[str, float],
         recording: Recording | None,
+        times: np.ndarray | None = None,
     ) -> Run:
         """Decode a prompt; with no recording the model is asked for every node."""
         settings = drafting if isinstance(drafting, LookaheadConfig) else LookaheadConfig()
@@ -168,7 +182,7 @@ class Bench:
         else:
             decoder = self._open_peer(drafting(), request, spec, degree)
         try:
-            return self._run(decoder, self._recorded[index], spec, recording)
+            return self._run(decoder, self._recorded[index], spec, recording, times)
         finally:
             engine.close_decoder(decoder)
 
@@ -176,15 +190,22 @@ class Bench:
         """Return the settings that a prompt is sampled with."""
         return SamplingConfig(**sampling, seed=self._seeds[index] if sampling["temperature"] else None)
 
-    def _run(self, decoder: Decoder, model: RecordedModel, spec: SamplerSpec, recording: Recording | None) -> Run:
-        """Decode a request to its end."""
+    def _run(
+        self,
+        decoder: Decoder,
+        model: RecordedModel,
+        spec: SamplerSpec,
+        recording: Recording | None,
+        times: np.ndarray | None,
+    ) -> Run:
+        """Decode a request to its end; `times` are nanoseconds by number of tokens, None where they are not known."""
         state, drafter, sampler, width = decoder.state, decoder.drafter, spec.build(K), decoder.sampler.width
         step = decoder.propose_prefill()
         answers = model.prefill(decoder, step, sampler, recording)
         if isinstance(drafter, Peer):
             drafter.note_prompt(state.tokens, *model.shown_of_prompt())
         decoder.advance_prefill(step, decoder.verify(step, answers.values(0, width)))
-        num_fed, propose_seconds, advance_seconds = 0, 0.0, 0.0
+        num_fed, propose_seconds, advance_seconds, step_ns, host_ns = 0, 0.0, 0.0, 0, 0
         while state.finish_reason is None:
             started = time.perf_counter()
             step = decoder.propose()
@@ -194,12 +215,16 @@ class Bench:
             if isinstance(drafter, Peer):
                 drafter.note_nodes(step.tree, answers.ids, answers.logits)
             verified = decoder.verify(step, answers.values(step.tree.root, width))
-            unknown = [0] * len(step.shares)
-            decoder.advance(step, verified, unknown, unknown)
+            sizes = step.shares.sizes
+            forward_ns = [0 if times is None else int(times[min(size, len(times) - 1)]) for size in sizes]
+            decoder.advance(step, verified, forward_ns, [host_ns] * len(sizes))
+            host_ns = 0 if times is None else HOST_NS
+            step_ns += max(forward_ns) + host_ns
             advance_seconds += time.perf_counter() - started
-            num_fed += max(step.shares.sizes)
+            num_fed += max(sizes)
         counted = drafter.counted() if isinstance(drafter, BestFirstDrafter) else None
-        return Run(state.new_tokens, state.num_steps, num_fed, drafter, propose_seconds, advance_seconds, counted)
+        seconds = propose_seconds, advance_seconds
+        return Run(state.new_tokens, state.num_steps, num_fed, drafter, *seconds, counted, 1e-9 * step_ns)
 
     def _open_peer(self, drafter: Drafter, request: Request, spec: SamplerSpec, degree: int) -> Decoder:
         """Return the decoder of a drafter that the runtime does not have."""

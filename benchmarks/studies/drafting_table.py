@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from common import Results, Value
+from common import Results, Value, fixed_steps
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from studies.drafting_bench import GREEDY, Bench, Drafting, Run
@@ -24,7 +25,7 @@ def full(budget: int, degree: int = 1, **settings: str) -> LookaheadConfig:
         degree: number of replicas.
         settings: further settings of LookaheadConfig.
     """
-    return LookaheadConfig(W=(budget * degree) // 4 + 1, N=5, G=0, budget=budget, **settings)
+    return replace(fixed_steps(budget, degree), **settings)
 
 
 def paper(W: int, N: int, G: int, **settings: str | bool) -> LookaheadConfig:

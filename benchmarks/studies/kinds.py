@@ -1,30 +1,29 @@
-"""Tokens per second of lookahead=auto beside one token a step and other drafters, by kind of prompt and temperature.
+"""Tokens per second of drafters and sizes of steps, by kind of prompt and temperature, over one token a step.
 
     python benchmarks/speed.py kinds --prompts spec_bench.jsonl:turns --limit 480 --each 3 --temperatures 0 0.7 1.0
+    python benchmarks/speed.py kinds --model DIR --chat --eos --prompts spec_bench.jsonl:turns --limit 480 --each 2 \\
+        --temperatures 0 --settings auto tokens=4 tokens=8 tokens=16 tokens=32 tokens=64
 
 Every prompt is decoded with every setting, one after the other, in an order that turns from prompt to prompt. The
-columns are medians over a kind's prompts of the ratio to one token a step of the same prompt in the same round.
-Nothing else must run on the machine. The exit status is 1 if an output is not that of one token a step.
+columns are the ratio to one token a step of decoding's tokens per second, over all prompts of a kind, the prefill
+excluded; beside them, the first setting's over the best of the others, one token a step among them, and the first
+setting's worst prompt. Nothing else must run on the machine. The exit status is 1 if an output is not that of one token
+a step.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 from dataclasses import dataclass, field
 
-from common import Results, add_prompt_arguments, load_prompts_by_kind
+from common import Results, add_prompt_arguments, add_settings_argument, load_prompts_by_kind, parse_setting
 
-from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
+from lp_runtime import Generation, LookaheadRuntime, SamplingConfig
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.settings import ModelConfig
 
-SETTINGS = {
-    "one token a step": PLAIN,
-    "auto": LookaheadConfig(),
-    "prompt lookup": LookaheadConfig(drafter="prompt_lookup"),
-    "paper (15,5,15)": LookaheadConfig(W=15, N=5, G=15, drafter="paper"),
-}
+SETTINGS = ("auto", "prompt_lookup:auto", "paper:15,5,15")
+ALL = "all"  # the row of all kinds
 
 
 @dataclass
@@ -32,53 +31,76 @@ class Kind:
     """What was measured of the prompts of one kind at one temperature.
 
     Attributes:
-        ratios: tokens per second over those of one token a step, by setting, a value a prompt.
-        step_tokens: tokens fed a step by `auto`, a value a prompt.
+        plain: seconds of decoding one token a step, a value a prompt.
+        seconds: of decoding, by setting, a value a prompt.
+        step_tokens: tokens fed a step with the first setting, a value a prompt.
     """
 
-    ratios: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in list(SETTINGS)[1:]})
+    plain: list[float] = field(default_factory=list)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
     step_tokens: list[float] = field(default_factory=list)
+
+    def row(self) -> dict[str, float]:
+        """Return the columns of a row."""
+        speed = {name: sum(self.plain) / sum(each) for name, each in self.seconds.items()}
+        first, *others = speed
+        worst = min(plain / each for plain, each in zip(self.plain, self.seconds[first], strict=True))
+        return speed | {
+            f"{first} over the best other": speed[first] / max([1.0, *(speed[name] for name in others)]),
+            f"{first}, worst prompt": worst,
+            f"{first}, step tokens": sum(self.step_tokens) / len(self.step_tokens),
+        }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
     add_prompt_arguments(parser)
+    add_settings_argument(parser, SETTINGS)
     parser.add_argument("--each", type=int, default=3, help="prompts of each kind")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.0])
+    parser.add_argument("--chat", action="store_true", help="put prompts through the model's chat template")
+    parser.add_argument("--eos", action="store_true", help="stop at the end of the text, else go on past it")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
 
 
+def decode_seconds(generation: Generation) -> float:
+    """Return what was spent behind the prefill's step."""
+    return generation.seconds - generation.prefill_seconds
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure every kind at every temperature; 1 if any output differs."""
     prompts = load_prompts_by_kind(args)
-    results = Results("kinds", args.output, {"auto, step tokens": ".1f"})
+    results = Results("kinds", args.output, {f"{args.settings[0]}, step tokens": ".1f"})
     num_wrong = 0
     options = {"launcher": "local", "device": args.device, "dtype": args.dtype, "gpus": args.gpus}
     with LookaheadRuntime(ModelConfig(path=args.model), **options) as runtime:
+
+        def decode(prompt: str, setting: str | None, sampling: SamplingConfig) -> Generation:
+            lookahead = PLAIN if setting is None else parse_setting(setting)
+            given = {"messages": [{"role": "user", "content": prompt}]} if args.chat else {"prompt": prompt}
+            return runtime.generate(
+                **given, max_new_tokens=args.max_new_tokens, eos=args.eos, lookahead=lookahead, sampling=sampling
+            )
+
         for temperature in args.temperatures:
-            names = list(SETTINGS)
-            kinds = {kind: Kind() for kind, _ in prompts}
+            order: list[str | None] = [None, *args.settings]
+            kinds = {kind: Kind() for kind in [*(kind for kind, _ in prompts), ALL]}
             for number, (kind, prompt) in enumerate(prompts):
                 sampling = SamplingConfig(temperature=temperature, seed=number if temperature else None)
-                names.append(names.pop(0))
-                generations = {
-                    name: runtime.generate(
-                        prompt, args.max_new_tokens, eos=False, lookahead=SETTINGS[name], sampling=sampling
-                    )
-                    for name in names
-                }
-                plain = generations["one token a step"]
-                num_wrong += sum(each.token_ids != plain.token_ids for each in generations.values())
-                for name, ratios in kinds[kind].ratios.items():
-                    ratios.append(generations[name].tokens_per_second / plain.tokens_per_second)
-                kinds[kind].step_tokens.append(generations["auto"].step_tokens)
+                order.append(order.pop(0))
+                found = {setting: decode(prompt, setting, sampling) for setting in order}
+                plain = found.pop(None)
+                num_wrong += sum(each.token_ids != plain.token_ids for each in found.values())
+                for measured in (kinds[kind], kinds[ALL]):
+                    measured.plain.append(decode_seconds(plain))
+                    for name in args.settings:
+                        measured.seconds.setdefault(name, []).append(decode_seconds(found[name]))
+                    measured.step_tokens.append(found[args.settings[0]].step_tokens)
             for kind, measured in kinds.items():
-                row = {"temperature": temperature, "kind": kind}
-                row |= {name: statistics.median(ratios) for name, ratios in measured.ratios.items()}
-                row |= {"auto, worst prompt": min(measured.ratios["auto"])}
-                results.add(row | {"auto, step tokens": statistics.mean(measured.step_tokens)})
+                results.add({"temperature": temperature, "kind": kind} | measured.row())
     about = f"{len(prompts)} prompts, {args.max_new_tokens} new tokens each, {args.gpus} replica(s)"
     results.finish(f"{about}, outputs that differ: {num_wrong}")
     return 1 if num_wrong else 0

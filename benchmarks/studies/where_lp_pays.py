@@ -23,7 +23,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from common import Results, Value, add_prompt_arguments, load_prompts
+from common import Results, Value, add_prompt_arguments, fixed_steps, load_prompts
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.bench.critical_path import CriticalPathRunner
@@ -127,7 +127,7 @@ def lookahead_of(args: argparse.Namespace, degree: int) -> LookaheadConfig:
     """Return the settings of drafting at a degree."""
     if args.budget is None:
         return LookaheadConfig()
-    return LookaheadConfig(W=args.budget * degree // 4 + 1, N=5, G=0, budget=args.budget)
+    return fixed_steps(args.budget, degree)
 
 
 def critical_paths(

@@ -227,5 +227,5 @@ class Decoder:
         if self._num_followers:  # the budget knows nothing of them
             shares = Shares.of_one(len(step.tree), step.tree.root)
             forward_ns, overhead_ns = forward_ns[:1], overhead_ns[:1]
-        self.budget.observe(shares, forward_ns, overhead_ns, len(token_ids) - 1, is_late=times_are_late)
+        self.budget.observe(step.tree, shares, forward_ns, overhead_ns, nodes[1:], is_late=times_are_late)
         return Committed(token_ids, nodes)

@@ -22,6 +22,7 @@ CONTEXT_TOKENS = 256  # cached while steps are measured
 MEASURE_SECONDS = 2.0  # that measuring may take, about
 MIN_MEASURED_TOKENS = 16  # steps of so many tokens are measured whatever it takes
 MAX_ROUNDS = 5
+NUM_WARM = 4  # steps of one token that are not timed, in each round: those behind a long pass are slow on a CPU
 MAX_COST_MULTIPLE = 12  # no step is measured that costs this multiple of one token's: none so large ever pays
 BRANCH_TOKENS = 8  # of a measured tree's branches, as drafted trees have about
 MAX_POINTS = 64  # measured steps of a replica
@@ -95,30 +96,40 @@ class _StepMeter:
 
     def measure(self) -> StepMeasurement:
         """Return the median durations of steps, as many as there is time for."""
-        started = time.perf_counter()
+        sizes, deadline = self._sizes_in_time()
+        durations: list[list[int]] = [[] for _ in sizes]
+        for _ in range(MAX_ROUNDS):
+            if durations[0] and time.perf_counter() > deadline:
+                break
+            self._begin()
+            for _ in range(NUM_WARM):
+                self._step(1)
+            for size, times in zip(sizes, durations, strict=True):
+                times.append(self._step(size))
+        medians = np.array([int(statistics.median(times)) for times in durations])
+        return StepMeasurement(np.array(sizes), medians, np.array(self._num_padded), np.array(self._harvest_ns()))
+
+    def _sizes_in_time(self) -> tuple[list[int], float]:
+        """Run steps of every size that may pay and fits into the memory and, beyond some, into the time.
+
+        Returns:
+            ([points] the sizes, the time of `time.perf_counter` at which measuring should end).
+        """
+        deadline = time.perf_counter() + MEASURE_SECONDS
         self._begin()
         once: list[int] = []
         for size in self._sizes:
             try:
                 warming_up = time.perf_counter()
                 self._step(size)  # the first of each size compiles and captures, whatever that takes
-                started += time.perf_counter() - warming_up
+                deadline += time.perf_counter() - warming_up
                 once.append(min(self._step(size), self._step(size)))  # one may be disturbed
             except torch.OutOfMemoryError:
                 break
-            is_late = time.perf_counter() - started > MEASURE_SECONDS and size >= MIN_MEASURED_TOKENS
+            is_late = time.perf_counter() > deadline and size >= MIN_MEASURED_TOKENS
             if is_late or once[-1] > MAX_COST_MULTIPLE * once[0]:
                 break
-        sizes = self._sizes[: len(once)]
-        durations: list[list[int]] = [[] for _ in sizes]
-        for _ in range(MAX_ROUNDS):
-            if durations[0] and time.perf_counter() - started > MEASURE_SECONDS:
-                break
-            self._begin()
-            for size, times in zip(sizes, durations, strict=True):
-                times.append(self._step(size))
-        medians = np.array([int(statistics.median(times)) for times in durations])
-        return StepMeasurement(np.array(sizes), medians, np.array(self._num_padded), np.array(self._harvest_ns()))
+        return self._sizes[: len(once)], deadline
 
     def _harvest_ns(self) -> int:
         """Return how many nanoseconds longer a prefill takes for each token whose top-k candidates are found."""
@@ -134,7 +145,7 @@ class _StepMeter:
         return max(0, min(durations[True]) - min(durations[False])) // len(prompt)
 
     def _begin(self) -> None:
-        self._model.begin(self._slot, len(self._context) + 3 * len(self._sizes) + self._sizes[-1])
+        self._model.begin(self._slot, len(self._context) + 3 * len(self._sizes) + NUM_WARM + self._sizes[-1])
         self._model.prefill(self._slot, self._context)
 
     def _step(self, size: int) -> int:

@@ -17,15 +17,19 @@ from lp_runtime.distributed.partition import Shares, largest_fit, partition_by_t
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
 from lp_runtime.sizing.cost_model import FIXED_POINT_ONE, CostModel, finishing_times
 from lp_runtime.sizing.drafting_state import DraftingSchedule
-from lp_runtime.sizing.learned_costs import EXPECTED_BITS, LearnedCosts, TimedStep
+from lp_runtime.sizing.learned_costs import LearnedCosts, TimedStep
+from lp_runtime.sizing.promises import EXPECTED_BITS, correct
 from lp_runtime.utils.jit import compiled, with_fresh_cache
 
 RATE_BITS = 32  # fixed point of tokens a nanosecond, beside EXPECTED_BITS
 MAX_EXPECTED = (1 << 31) - 1  # so that rates fit into 64 bits
-MIN_GAIN_PERCENT = 110  # of a step that drafts, over one that does not: estimates of it are that uncertain
 LITTLE_GAIN_PERCENT = 140  # below this, a change in the time of a step that does not draft may turn the decision
 MIN_TREE_SIZE_HINT = 64  # nodes for each replica: less is grown in no time
-MIN_PROMISE = (1 << EXPECTED_BITS) // 500  # tokens of a node: estimates below are too rough to save little by
+# Tokens that a node is worth at least. What the model says behind a guess that was wrong goes into the draft tables and
+# saves steps later: the first nodes of a step are worth that. Of the others, low estimates are too rough to save by.
+NUM_TEACHING = 24
+TEACHING_WORTH = (1 << EXPECTED_BITS) // 30
+MIN_WORTH = (1 << EXPECTED_BITS) // 500
 
 
 class StepBudget:
@@ -50,7 +54,6 @@ class StepBudget:
         self._schedule = DraftingSchedule(self._learned)
         self._finishing = np.zeros(0, np.int64)  # memory of `step_times`
         self._cut: tuple[TokenTree, Shares] | None = None  # a tree that was fitted, and its shares then
-        self._promised = 0  # accepted tokens that the fitted tree promises, fixed point of EXPECTED_BITS
         self._num_guessed = 0  # nodes below the root in the last step that was observed
         self._untimed: TimedStep | None = None  # a step whose times are still to come
         self.tree_size_hint: int | None = MIN_TREE_SIZE_HINT * len(times) if is_auto else None
@@ -82,29 +85,36 @@ class StepBudget:
         if not self._is_auto:
             return largest_fit(tree, num_replicas, limit)
         num_pending = tree.root + 1
-        size, rate, plain_rate, promised = _best_size(
+        promises = self._learned.promises
+        size, rate, plain_rate = _best_size(
             path_probabilities,
             num_pending,
             len(tree),
             self.step_times(num_pending, len(tree), limit),
-            *self._learned.trust,
+            promises.kept,
+            promises.promised,
             self._plain_step_time(num_pending),
         )
-        if rate * 100 < plain_rate * MIN_GAIN_PERCENT:
-            size, promised = num_pending, 0
-        elif num_replicas > 1:
+        if num_replicas > 1 and size > num_pending:
             shares = partition_by_times(tree, times, self.limit, size)
             self._cut = tree, shares
             if max(shares.sizes) > limit:
                 size = largest_fit(tree, num_replicas, limit, size)
-                promised = path_probabilities[num_pending:size].sum() >> (PATH_PROBABILITY_BITS - EXPECTED_BITS)
         pays = size > num_pending
-        if not pays:
-            self._learned.restore_trust()
-        self._schedule.tree_fitted(pays, gains_little=pays and rate * 100 < plain_rate * LITTLE_GAIN_PERCENT)
-        self._promised = int(promised)
+        self._fitted(pays, pays and rate * 100 < plain_rate * LITTLE_GAIN_PERCENT)
         self.tree_size_hint = max(MIN_TREE_SIZE_HINT * num_replicas, 4 * size // 3)
         return int(size)
+
+    def _fitted(self, pays: bool, gains_little: bool) -> None:
+        """Note what the tree of the step under way is worth.
+
+        Args:
+            pays: Whether any nodes but the pending tokens are fed.
+            gains_little: Whether they are fed for a small gain.
+        """
+        if not pays:
+            self._learned.promises.restore()
+        self._schedule.tree_fitted(pays, gains_little)
 
     def _plain_step_time(self, num_pending: int) -> int:
         """Return the nanoseconds of a step that does not draft, host included.
@@ -151,19 +161,21 @@ class StepBudget:
 
     def observe(
         self,
+        tree: TokenTree,
         shares: Shares,
         forward: Sequence[int],
         overhead: Sequence[int],
-        num_accepted: int,
+        accepted: Sequence[int],
         is_late: bool = False,
     ) -> None:
         """Learn from a step.
 
         Args:
+            tree: The tree that was fed.
             shares: [R] the step's shares.
             forward: [R] nanoseconds that each replica's forward pass took; 0 where unknown.
             overhead: [R] nanoseconds that the step before took beside its forward pass; 0 where unknown.
-            num_accepted: Tokens that the step committed besides the bonus token.
+            accepted: Nodes of the tree whose tokens the step has committed, the root excluded.
             is_late: Whether `forward`, too, is of the step before.
         """
         is_plain = follows_plain = False
@@ -172,9 +184,8 @@ class StepBudget:
             self._observe_overhead(max(overhead))
             self._schedule.end_step()
             is_plain = not self._schedule.drafted
-            if self._promised:
-                self._learned.observe_promise(self._promised, num_accepted)
-                self._promised = 0
+            if tree.path_probabilities is not None:
+                self._learned.promises.observe(tree.path_probabilities, tree.root + 1, accepted)
             self._num_guessed = sum(shares.num_owned) - 1
             self._learned.observe_shares(shares, self._num_guessed)
         elif len(shares) == 1:
@@ -209,41 +220,43 @@ def compile_budget() -> None:
     def use() -> None:
         tree = TokenTree([0, 1], max_depth=3)
         tree.add_branch([2])
-        budget = StepBudget(np.full((1, 9), 1000), True, None, LearnedCosts.initial(1))
-        budget.fit(tree, np.full(3, 1 << PATH_PROBABILITY_BITS, dtype=np.int64))
+        learned, certain = LearnedCosts.initial(1), np.full(3, 1 << PATH_PROBABILITY_BITS, dtype=np.int64)
+        budget = StepBudget(np.full((1, 9), 1000), True, None, learned)
+        budget.fit(tree, certain)
+        learned.promises.corrected(certain)
+        learned.promises.observe(certain, tree.root + 1, [2])
         shares = budget.shares(tree)
         for _ in range(2):
-            budget.observe(shares, [1], [1], 1)
+            budget.observe(tree, shares, [1], [1], [2])
 
     with_fresh_cache(use)
 
 
 @compiled
 def _best_size(path_probabilities, num_pending, num_nodes, times, kept, promised, plain_time):
-    """Return how many of the tree's first nodes maximise expected committed tokens per nanosecond; ties go to fewer.
+    """Return how many of the tree's first nodes maximise tokens per nanosecond; ties go to fewer.
+
+    Tokens are the expected committed ones, and no node is worth less than TEACHING_WORTH or MIN_WORTH.
 
     Args:
         path_probabilities: [T] see `StepBudget.fit`.
         num_pending: Smallest result, >= 1.
         num_nodes: Largest result, T.
         times: [n] nanoseconds of a step that drafts and feeds the pending tokens and 0, 1, 2 ... nodes more.
-        kept: Accepted tokens of earlier steps, >= 0.
-        promised: Accepted tokens that path probabilities promised for earlier steps, in the unit of `kept`, > 0.
+        kept: [L] see Promises.
+        promised: [L] see Promises.
         plain_time: Nanoseconds of a step that does not draft.
 
     Returns:
-        (number of nodes, its rate, the rate of a step that does not draft, accepted tokens that the nodes promise).
-        Rates are in tokens a nanosecond, fixed point of EXPECTED_BITS + RATE_BITS; tokens are fixed point of
-        EXPECTED_BITS.
+        (number of nodes, its rate, the rate of a step that does not draft). Rates are in tokens a nanosecond, fixed
+        point of EXPECTED_BITS + RATE_BITS.
     """
     plain_rate = (np.int64(1) << EXPECTED_BITS + RATE_BITS) // plain_time
-    best, best_rate, best_promise, promise, floor = num_pending, plain_rate, np.int64(0), np.int64(0), np.int64(0)
+    best, best_rate, expected = num_pending, plain_rate, np.int64(1) << EXPECTED_BITS
     for node in range(num_pending, min(num_nodes, num_pending + len(times) - 1)):
-        of_node = path_probabilities[node] >> (PATH_PROBABILITY_BITS - EXPECTED_BITS)
-        promise += of_node
-        floor += max(0, MIN_PROMISE - of_node)
-        expected = min((1 << EXPECTED_BITS) + promise * kept // promised + floor, MAX_EXPECTED)
+        least = TEACHING_WORTH if node < num_pending + NUM_TEACHING else MIN_WORTH
+        expected = min(expected + max(least, correct(path_probabilities[node], kept, promised)), MAX_EXPECTED)
         rate = (expected << RATE_BITS) // times[node + 1 - num_pending]
         if rate > best_rate:
-            best, best_rate, best_promise = node + 1, rate, promise
-    return best, best_rate, plain_rate, best_promise
+            best, best_rate = node + 1, rate
+    return best, best_rate, plain_rate

@@ -16,13 +16,14 @@ import numpy as np
 from lp_runtime.distributed.chains import heaviest_chains
 from lp_runtime.distributed.partition import Share, Shares
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
-from lp_runtime.sizing.budget import LITTLE_GAIN_PERCENT, MIN_GAIN_PERCENT, RATE_BITS, StepBudget
+from lp_runtime.sizing.budget import LITTLE_GAIN_PERCENT, RATE_BITS, StepBudget
 from lp_runtime.sizing.cost_model import FIXED_POINT_ONE
-from lp_runtime.sizing.learned_costs import EXPECTED_BITS, LearnedCosts
+from lp_runtime.sizing.learned_costs import LearnedCosts
+from lp_runtime.sizing.promises import EXPECTED_BITS
 
+MIN_GAIN_PERCENT = 110  # of a step that drafts, over one that does not: estimates of it are that uncertain
 MAX_REFED = 32  # pending tokens of a replica: with more it catches up, whatever that costs
 CHAIN_HINT = 48  # nodes of a tree for each replica: one path of it is fed
-SHIFT = PATH_PROBABILITY_BITS - EXPECTED_BITS
 
 
 class ChainBudget(StepBudget):
@@ -53,6 +54,7 @@ class ChainBudget(StepBudget):
             tree: what the drafter proposed.
         """
         weights = _weights(tree)
+        expected = self._learned.promises.corrected(weights)
         num_refed = [tree.root + 1 - ahead for ahead in self._ahead]
         followers = sorted(
             (rank for rank, is_late in enumerate(self._must_catch_up) if not is_late), key=lambda rank: num_refed[rank]
@@ -61,13 +63,15 @@ class ChainBudget(StepBudget):
         needed = np.full(len(tree), np.iinfo(np.int64).max)  # tokens that the first replica to reach a node feeds
         for rank, path in paths.items():
             needed[path] = np.minimum(needed[path], num_refed[rank] + 1 + np.arange(len(path)))
-        size = self._best_size(needed, weights, num_refed) if paths else 0
+        size, gains_little = self._best_size(needed, expected, num_refed) if paths else (0, False)
         self._brought = [0] * len(num_refed)
         for rank, path in paths.items():
             path = path[: max(0, size - num_refed[rank])]
             own = path[needed[path] == num_refed[rank] + 1 + np.arange(len(path))]
-            self._brought[rank] = int(weights[own].sum() >> SHIFT)
+            self._brought[rank] = int(expected[own].sum())
         kept = np.flatnonzero((needed <= size) | (np.arange(len(tree)) <= tree.root))
+        if paths and self._is_auto:
+            self._fitted(size > 0, gains_little)
         places = np.full(len(tree), -1, np.int64)
         places[kept] = np.arange(len(kept))
         nothing = np.zeros(0, np.int64)
@@ -77,46 +81,34 @@ class ChainBudget(StepBudget):
         ]
         return kept
 
-    def _best_size(self, needed: np.ndarray, weights: np.ndarray, num_refed: Sequence[int]) -> int:
-        """Return how many tokens a replica may feed; 0 for no chains.
+    def _best_size(self, needed: np.ndarray, expected: np.ndarray, num_refed: Sequence[int]) -> tuple[int, bool]:
+        """Return how many tokens a replica may feed, 0 for no chains, and whether chains of so many gain little.
 
         Args:
             needed: [T] int64 tokens that the first replica to reach each node feeds; the largest int64 for none.
-            weights: [T] int64 see `_weights`.
+            expected: [T] int64 tokens that are expected of each node, fixed point of EXPECTED_BITS.
             num_refed: [R] pending tokens that each replica feeds.
         """
         times = self._costs.times
         limit = times.shape[1] - 1 if self.limit is None else min(self.limit, times.shape[1] - 1)
         if not self._is_auto:
-            return limit
+            return limit, False
         fed = needed[needed <= limit]
         if not len(fed):
-            self._fitted(0, False, 0)
-            return 0
-        kept, promised = self._learned.trust
+            return 0, False
         host, plain = self._learned.host, self._plain_step_time(min(max(num_refed), times.shape[1] - 1))
-        gains = np.bincount(fed, weights[needed <= limit] >> SHIFT).astype(np.int64).cumsum()
+        gains = np.bincount(fed, expected[needed <= limit]).astype(np.int64).cumsum()
         nodes = np.bincount(fed).cumsum()
         slowest = times.max(axis=0)
         best, best_rate, plain_rate = 0, _rate(1 << EXPECTED_BITS, plain), _rate(1 << EXPECTED_BITS, plain)
         for size in range(int(fed.min()), len(gains)):
-            expected = (1 << EXPECTED_BITS) + int(gains[size]) * kept // promised
             host_ns = host.drafting_ns + host.per_node_ns * int(nodes[size]) // FIXED_POINT_ONE
-            rate = _rate(expected, int(slowest[size]) + host_ns)
+            rate = _rate((1 << EXPECTED_BITS) + int(gains[size]), int(slowest[size]) + host_ns)
             if rate > best_rate:
                 best, best_rate = size, rate
         if best_rate * 100 < plain_rate * MIN_GAIN_PERCENT:
             best = 0
-        gains_little = best > 0 and best_rate * 100 < plain_rate * LITTLE_GAIN_PERCENT
-        self._fitted(best, gains_little, int(gains[best]) if best else 0)
-        return best
-
-    def _fitted(self, size: int, gains_little: bool, promised: int) -> None:
-        """Note what chains are worth: see `StepBudget.fit`."""
-        if not size:
-            self._learned.restore_trust()
-        self._schedule.tree_fitted(size > 0, gains_little)
-        self._promised = promised
+        return best, best > 0 and best_rate * 100 < plain_rate * LITTLE_GAIN_PERCENT
 
     def shares(self, tree: TokenTree) -> Shares:
         """Return the shares of the chains that were selected, or of the pending tokens alone.

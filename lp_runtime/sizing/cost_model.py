@@ -78,8 +78,8 @@ def interpolate(tokens: Sequence[int], nanoseconds: Sequence[int], num_tokens: i
     """Return times for every number of tokens, from times that were measured for some.
 
     Where passes are padded to fixed sizes, times are a staircase: a pass takes what the next measured size takes.
-    Elsewhere times follow a straight line between two measured points, and behind the last two. A point below the one
-    before is raised, so that times never fall.
+    Elsewhere times follow a straight line between two measured points, and behind the last two. A point above a later
+    one is lowered to it, so that times never fall: what disturbs a measurement makes it longer.
 
     Args:
         tokens: Numbers of tokens that were measured, ascending.
@@ -91,7 +91,7 @@ def interpolate(tokens: Sequence[int], nanoseconds: Sequence[int], num_tokens: i
         [num_tokens + 1] int64 nanoseconds for 0, 1, 2 ... tokens.
     """
     # In integers, so that all replicas have the same times to the last bit.
-    known = np.maximum.accumulate(np.asarray(nanoseconds, dtype=np.int64))
+    known = np.minimum.accumulate(np.asarray(nanoseconds, dtype=np.int64)[::-1])[::-1]
     times = np.full(num_tokens + 1, known[0], dtype=np.int64)
     for i in range(len(tokens) - 1):
         end = tokens[i + 1] if i + 2 < len(tokens) else max(tokens[i + 1], num_tokens)

@@ -1,4 +1,4 @@
-"""What steps have shown of replicas, of the host and of a tree's promises.
+"""What steps have shown of replicas, of the host and of path probabilities.
 
 Letters: R replicas, M tokens that a replica's time is known for at most.
 """
@@ -13,18 +13,13 @@ import numpy as np
 from lp_runtime.distributed.partition import Shares
 from lp_runtime.sizing.cost_model import FIXED_POINT_ONE
 from lp_runtime.sizing.host_cost import HostCost
+from lp_runtime.sizing.promises import Promises
 from lp_runtime.utils.jit import compiled
 
 NUM_TIMED = 4  # steps of the root alone that are timed before the first step that drafts
 SMOOTHING_STEPS = 8  # of all means over steps
 MAX_SCALE = FIXED_POINT_ONE << 20  # so that products stay within 64 bits
 ASSUMED_FED_PER_NODE = 9 * FIXED_POINT_ONE // 8  # replicas share few ancestors in the trees that are usual
-EXPECTED_BITS = 22  # fixed point of expected tokens: 512 of them fit into 31 bits
-INITIAL_TOKENS = 4  # that count as promised and as kept before the first step
-PROMISE_MEMORY_STEPS = 32  # promises are remembered for about as many
-MAX_DISCOUNT = 4  # promises are divided by at most this: else nothing would be tried again
-RECOVERY_FITS = 16  # a tree that does not pay makes up for one part in so many of the promises that were not kept
-TRUST_SHIFT = 8  # bits that sums of promises drop, so that products with them stay within 64
 
 
 class TimedStep(NamedTuple):
@@ -56,8 +51,7 @@ class LearnedCosts:
         host: Host cost of a step.
         fed_per_node: Tokens that all replicas together feed for each node below the root, fixed point of
             FIXED_POINT_ONE; more than 1 because several replicas feed the same ancestors.
-        promised: Accepted tokens that path probabilities promised lately, fixed point of EXPECTED_BITS.
-        kept: Accepted tokens that there were, fixed point of EXPECTED_BITS.
+        promises: What was accepted beside what path probabilities promised.
     """
 
     scales: np.ndarray
@@ -65,8 +59,7 @@ class LearnedCosts:
     num_plain: int = 0
     host: HostCost = field(default_factory=HostCost)
     fed_per_node: int = ASSUMED_FED_PER_NODE
-    promised: int = INITIAL_TOKENS << EXPECTED_BITS
-    kept: int = INITIAL_TOKENS << EXPECTED_BITS
+    promises: Promises = field(default_factory=Promises)
 
     @classmethod
     def initial(cls, num_replicas: int, is_timed: bool = False) -> LearnedCosts:
@@ -83,26 +76,6 @@ class LearnedCosts:
     def is_timed(self) -> bool:
         """Whether enough steps of the root alone were timed to compare steps that draft with them."""
         return self.num_plain >= NUM_TIMED
-
-    @property
-    def trust(self) -> tuple[int, int]:
-        """(kept, promised) accepted tokens lately, in one unit; promised is at least 1."""
-        return self.kept >> TRUST_SHIFT, max(1, self.promised >> TRUST_SHIFT)
-
-    def restore_trust(self) -> None:
-        """Believe promises a little more: a tree that is not fed keeps none, and would never be fed again."""
-        self.kept += max(0, self.promised - self.kept) // RECOVERY_FITS
-
-    def observe_promise(self, promised: int, num_accepted: int) -> None:
-        """Learn how many tokens of a promise were accepted.
-
-        Args:
-            promised: Expected number of accepted tokens, fixed point of EXPECTED_BITS.
-            num_accepted: Tokens that the step committed besides the bonus token.
-        """
-        self.promised += promised - self.promised // PROMISE_MEMORY_STEPS
-        self.kept += (num_accepted << EXPECTED_BITS) - self.kept // PROMISE_MEMORY_STEPS
-        self.kept = max(self.kept, self.promised // MAX_DISCOUNT)
 
     def observe_shares(self, shares: Shares, num_nodes: int) -> None:
         """Learn how many tokens replicas feed for each node.

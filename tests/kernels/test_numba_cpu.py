@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from lp_runtime.kernels import numba_cpu
 from lp_runtime.kernels.numba_cpu import MAX_SIZE, add_and_norm, array_of, norm, rotate_and_write, takes
+from lp_runtime.utils import jit
 
 
 @pytest.fixture
@@ -89,6 +90,7 @@ def test_what_they_are_not_for():
 
 def test_they_are_not_used_where_they_compute_something_else(anew, monkeypatch, caplog):
     monkeypatch.setattr(numba_cpu, "norm", lambda states, *_: states)
+    monkeypatch.setattr(jit, "_cache_folders", set())  # else all processes' cached code is deleted
     with caplog.at_level(logging.WARNING):
         assert not takes(torch.zeros(1, 2, 8))
     assert "kernels for the CPU do not run" in caplog.text and "going on without" in caplog.text

@@ -77,7 +77,12 @@ def test_sinks(case, num_processors):
 
 @pytest.mark.parametrize(
     ("num_cached", "num_written"),
-    [(20, 1), (100, 2), (64 * 31, 32), pytest.param(64 * 63, 64, marks=pytest.mark.slow)],
+    [
+        (20, 1),
+        pytest.param(100, 2, marks=pytest.mark.slow),
+        (64 * 31, 32),
+        pytest.param(64 * 63, 64, marks=pytest.mark.slow),
+    ],
 )
 def test_parts_without_keys_are_neither_written_nor_read(num_cached, num_written, monkeypatch):
     """In a cache that has room for 64 parts and more: so many as hold keys are, whatever the capacity."""

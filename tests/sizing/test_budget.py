@@ -87,7 +87,7 @@ def test_free_tokens_are_fed_and_expensive_ones_are_not():
 def test_a_tree_that_promises_little_is_not_fed():
     times = flat(200, 1, 0.05)
     assert fitted(StepBudget(times, True, None), make_tree(200, rate=0.8)) > 3
-    assert fitted(StepBudget(times, True, None), make_tree(200, rate=0.04)) == 1
+    assert fitted(StepBudget(times, True, None), make_tree(200, rate=0.02)) == 1
 
 
 def test_the_choice_is_the_best_of_all():
@@ -115,13 +115,13 @@ def test_when_nothing_pays_drafting_rests_longer_and_longer():
         if not budget.is_resting:
             asked.append(step)
             assert fitted(budget, tree) == 1
-        budget.observe(shares, [MILLISECOND], [0], 0)
+        budget.observe(make_tree(1), shares, [MILLISECOND], [0], [])
     assert asked[:REST_AFTER_STEPS] == list(range(REST_AFTER_STEPS))
     pauses = np.diff(asked)
     assert (np.diff(pauses) >= 0).all() and pauses[-1] == MAX_REST_STEPS
     # and it wakes up when something does
     while budget.is_resting:
-        budget.observe(shares, [MILLISECOND], [0], 0)
+        budget.observe(make_tree(1), shares, [MILLISECOND], [0], [])
     assert fitted(budget, make_tree(50, rate=0.9)) > 1
     assert not budget.is_resting
 
@@ -138,7 +138,7 @@ def test_a_replica_that_turns_out_slow_gets_less(slowdown):
         shares = budget.shares(tree)
         took = [int(actual[rank, len(share.nodes)]) for rank, share in enumerate(shares)]
         first = first or max(took)
-        budget.observe(shares, took, [0, 0, 0], 0)
+        budget.observe(tree, shares, took, [0, 0, 0], [])
     sizes = [len(share.nodes) for share in shares]
     assert sizes[1] < 0.7 * min(sizes[0], sizes[2])
     assert max(took) < 0.8 * first
@@ -152,7 +152,7 @@ def test_small_differences_are_noise():
     tree = make_tree(100)
     before = budget.shares(tree)
     for step in range(20):
-        budget.observe(before, [MILLISECOND, MILLISECOND * (105 + step % 3) // 100], [0, 0], 0)
+        budget.observe(tree, before, [MILLISECOND, MILLISECOND * (105 + step % 3) // 100], [0, 0], [])
     assert budget.shares(tree).owner.tolist() == before.owner.tolist()
 
 
@@ -173,10 +173,11 @@ def test_promises_are_believed_as_far_as_they_were_kept():
     times = flat(200, 1, 0.08)
     hopeful, doubtful = (StepBudget(times, True, None, timed(times)) for _ in range(2))
     for _ in range(60):
-        for budget, num_accepted in ((hopeful, 3), (doubtful, 0)):
+        for budget, is_kept in ((hopeful, True), (doubtful, False)):
             size = fitted(budget, tree)
             cut = make_tree(size, rate=0.6)
-            budget.observe(budget.shares(cut), [int(times[0, size])], [0], num_accepted)
+            accepted = list(range(1, size)) if is_kept else []
+            budget.observe(cut, budget.shares(cut), [int(times[0, size])], [0], accepted)
     fresh = fitted(StepBudget(times, True, None, timed(times)), tree)
     assert fitted(doubtful, tree) < fresh <= fitted(hopeful, tree)
 
@@ -190,7 +191,7 @@ def test_a_step_of_the_root_alone_is_timed_before_the_first_that_drafts():
     shares = budget.shares(make_tree(1))
     for _ in range(NUM_TIMED):
         assert budget.is_resting
-        budget.observe(shares, [MILLISECOND // 3], [0], 0)
+        budget.observe(make_tree(1), shares, [MILLISECOND // 3], [0], [])
     assert not budget.is_resting
     assert fitted(budget, tree) == 1
 
@@ -207,14 +208,14 @@ def test_times_that_come_a_step_late_teach_the_same(is_auto):
         shares = [budget.shares(fed[step % 3]) for budget in (late, prompt)][0]
         for budget in (late, prompt):
             budget.fit(fed[step % 3], fed[step % 3].path_probabilities)
-        prompt.observe(shares, nanoseconds[step + 1], [0, 0], 2)
-        late.observe(shares, nanoseconds[step], [0, 0], 2, is_late=True)
+        prompt.observe(fed[step % 3], shares, nanoseconds[step + 1], [0, 0], [1, 2])
+        late.observe(fed[step % 3], shares, nanoseconds[step], [0, 0], [1, 2], is_late=True)
     assert learned_late.scales.tolist() != learned.scales.tolist()
-    late.observe(shares, nanoseconds[12], [0, 0], 2, is_late=True)
+    late.observe(fed[step % 3], shares, nanoseconds[12], [0, 0], [1, 2], is_late=True)
     assert learned_late.scales.tolist() == learned.scales.tolist() != [FIXED_POINT_ONE] * 2
 
 
-@pytest.mark.parametrize(("slope", "is_probed"), [(0.36, True), (0.001, False)])
+@pytest.mark.parametrize(("slope", "is_probed"), [(0.5, True), (0.001, False)])
 def test_what_hardly_pays_is_compared_with_fresh_times_now_and_then(slope, is_probed):
     """A step of the root alone may have become cheaper while all steps drafted: a few are timed again."""
     tree = make_tree(64)
@@ -224,21 +225,21 @@ def test_what_hardly_pays_is_compared_with_fresh_times_now_and_then(slope, is_pr
     for _ in range(3 * PROBE_AFTER_STEPS):
         if step.is_resting:
             rested += 1
-            share = step.shares(TokenTree([0], max_depth=0))
+            part = TokenTree([0], max_depth=0)
         else:
             num_nodes = fitted(step, tree)
             assert num_nodes > 1
             part = make_tree(64)
             part.truncate(num_nodes)
-            share = step.shares(part)
+        share = step.shares(part)
         size = len(share[0].nodes)
-        step.observe(share, [int(times[0, size])], [1], int(size > 1))
+        step.observe(part, share, [int(times[0, size])], [1], [1] if size > 1 else [])
     assert (rested >= 2 * PROBE_STEPS) == is_probed
     assert is_probed or rested == 0
 
 
 def settled(times: np.ndarray, overhead) -> tuple[StepBudget, LearnedCosts]:
-    """Return a budget, and what it has learned, after 60 steps of a tree of 400 nodes.
+    """Return a budget, and what it has learned, after 60 steps of trees of 100 to 400 nodes.
 
     Args:
         times: [1, M + 1] nanoseconds of the forward pass.
@@ -248,10 +249,10 @@ def settled(times: np.ndarray, overhead) -> tuple[StepBudget, LearnedCosts]:
     budget = StepBudget(times, True, None, learned)
     learned.host.plain_ns = overhead(0)
     host_ns = 0
-    for _ in range(60):
-        part = make_tree(400)
+    for step in range(60):
+        part = make_tree((400, 250, 100)[step % 3])
         part.truncate(size := fitted(budget, part))
-        budget.observe(budget.shares(part), [MILLISECOND], [host_ns], 3)
+        budget.observe(part, budget.shares(part), [MILLISECOND], [host_ns], [1, 2, 3])
         host_ns = overhead(size - 1)  # known with the next step
     return budget, learned
 
@@ -275,7 +276,7 @@ def test_host_time_that_does_not_depend_on_the_tree_does_not_keep_trees_small():
         for _ in range(400):  # chains that promise little: two nodes, or none, pay
             part = make_tree(3, rate=0.3)
             part.truncate(size := fitted(budget, part))
-            budget.observe(budget.shares(part), [MILLISECOND], [host_ns], int(size > 1))
+            budget.observe(part, budget.shares(part), [MILLISECOND], [host_ns], [1] if size > 1 else [])
             host_ns = overhead(size - 1)
         assert fitted(budget, make_tree(400)) > 80
 
@@ -285,12 +286,8 @@ def test_steps_in_which_nothing_paid_do_not_make_nodes_expensive():
     budget, learned = settled(times, lambda num: 100_000 + 2_500 * num)
     per_node_ns = learned.host.per_node_ns
     for _ in range(2000):
-        part = make_tree(40, rate=0.001)
-        size = 1
-        if not budget.is_resting:
-            part.truncate(size := fitted(budget, part))
-        assert size == 1
-        budget.observe(budget.shares(make_tree(1)), [MILLISECOND], [160_000], 0)
+        assert budget.is_resting or fitted(budget, make_tree(1)) == 1
+        budget.observe(make_tree(1), budget.shares(make_tree(1)), [MILLISECOND], [160_000], [])
     assert learned.host.per_node_ns < 2 * per_node_ns
     assert fitted(budget, make_tree(400)) > 30
 
@@ -304,14 +301,14 @@ def test_the_time_of_a_tree_is_known_before_it_is_cut():
         part = make_tree(size)
         shares = budget.shares(part)
         actual = max(times[rank, fed] for rank, fed in enumerate(shares.sizes))
-        budget.observe(shares, [int(times[rank, fed]) for rank, fed in enumerate(shares.sizes)], [0] * 3, 2)
+        budget.observe(part, shares, [int(times[rank, fed]) for rank, fed in enumerate(shares.sizes)], [0] * 3, [1, 2])
         estimate = budget.step_times(1, size, 400)[size - 1]
     assert estimate == pytest.approx(actual, rel=0.08)
     fed = (sum(shares.sizes) - 3) / (size - 1)
     assert learned.fed_per_node / FIXED_POINT_ONE == pytest.approx(fed, rel=0.03)
 
 
-@pytest.mark.parametrize(("odds", "between", "padded"), [(16, 17, 16), (4, 24, 24)])
+@pytest.mark.parametrize(("odds", "between", "padded"), [(64, 17, 16), (4, 24, 24)])
 def test_padding_is_a_part_of_what_a_node_costs(odds, between, padded):
     """17 tokens cost what 24 do: the seventeenth node, though certain, pays only if others fill the pass, too."""
     tree = TokenTree([0], max_depth=64)
