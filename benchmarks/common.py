@@ -15,7 +15,8 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +26,7 @@ import psutil
 import torch
 
 from lp_runtime import Generation, LookaheadConfig
+from lp_runtime.errors import LookaheadError
 from lp_runtime.utils.prompt_file import Prompt, read_prompts
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -66,7 +68,17 @@ def run_command(description: str, studies: Mapping[str, str]) -> None:
     )
     study.add_arguments(parser)
     add_output_argument(parser)
-    sys.exit(study.run(parser.parse_args(chosen.arguments)))
+    with one_line_errors():
+        sys.exit(study.run(parser.parse_args(chosen.arguments)))
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Within it, an error that users of the package meet is one line on stderr, and ends the process with status 1."""
+    try:
+        yield
+    except LookaheadError as error:
+        sys.exit(f"error: {error}")
 
 
 def add_output_argument(parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from common import add_output_argument, add_prompt_arguments
+from common import add_output_argument, add_prompt_arguments, one_line_errors
 from studies.drafting import STUDIES
 from studies.drafting_bench import Bench
 from studies.drafting_table import Study
@@ -55,4 +55,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()

@@ -20,6 +20,7 @@ Nothing else must run on the machine, and one thread a process must do as much b
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ from lp_runtime.distributed.group import Group
 from lp_runtime.engine.calibration import Calibration
 from lp_runtime.engine.loading import choose_device, ready_model
 from lp_runtime.engine.request import Request
+from lp_runtime.errors import ModelError
 from lp_runtime.model.loader import load_tokenizer
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -115,9 +117,20 @@ def prefixes_of(text_ids: Sequence[int], length: int, num_prompts: int) -> list[
     return [tuple(repeated[number * stride :][:length]) for number in range(num_prompts)]
 
 
+def quantization_of(name: str) -> str | None:
+    """Return the key in QUANTIZATIONS of a variant that is quantized; None for others."""
+    return next((kind for kind in QUANTIZATIONS if name.startswith(kind)), None)
+
+
+def check_packages(name: str) -> None:
+    """Raise a ModelError if a variant needs a package that is not installed."""
+    if quantization_of(name) and importlib.util.find_spec("torchao") is None:
+        raise ModelError(f"--models {name}=...: needs the package torchao: pip install -e '.[quantized]'")
+
+
 def config_of(name: str, location: str, args: argparse.Namespace, gpus: int) -> RuntimeConfig:
     """Return the settings that a variant is loaded with."""
-    kind = next((kind for kind in QUANTIZATIONS if name.startswith(kind)), None)
+    kind = quantization_of(name)
     quantization = None if kind is None else {"quant_method": "torchao", "quant_type": {"default": QUANTIZATIONS[kind]}}
     model = ModelConfig(path=location or args.model, quantization_config=quantization)
     return RuntimeConfig(model=model, gpus=gpus, device=args.device, dtype=args.dtype)
@@ -165,6 +178,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure every model, prefix and degree."""
     results = Results("where_lp_pays", args.output, {"tokens a step": ".1f", "forward ms": ".1f", "over LP 1": ".2f"})
     num_wrong = 0
+    for variant in args.models:
+        check_packages(variant.partition("=")[0])
     for variant in args.models:
         name, _, location = variant.partition("=")
         config = config_of(name, location, args, 1)
