@@ -55,8 +55,8 @@ def peers(study: Study) -> None:
 
 def peers_sampled(study: Study) -> None:
     """As `peers`, at temperature 1.0 and 0.7."""
-    for temperature in (1.0, 0.7):
-        for budget in (83, 64, 16):
+    for budget in (83, 64, 16):
+        for temperature in (1.0, 0.7):
             add_by_kind(study, reset_peers(budget), {"temperature": temperature})
 
 

@@ -1,12 +1,13 @@
-"""What slicing a model saves while it loads, and what a sum between shards takes.
+"""What slicing a model saves while it loads, and what sums and sampling between shards take.
 
     python benchmarks/micro.py shards --model DIR --shards 1 2
 
 For each number of shards P, in new processes: the largest shard's weights, how much its own memory grew at most while
 it loaded and looked at every weight, the same with mapped pages of the checkpoint, which are the page cache's and leave
 when memory is short, and what it read from the disk (the page cache is emptied of the checkpoint before, as far as the
-system does that). Then the time of a sum
-of [tokens, hidden size] float32 between P processes, over shared memory and over gloo, medians in turns.
+system does that). Then the time of a sum of [tokens, hidden size] float32 between P processes, over shared memory and
+over gloo; and of sampling so many tokens' successors with K top-k candidates, greedily and with noise, from logits that
+are put together and from slices of the vocabulary. Medians in turns.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import os
 import statistics
 import threading
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -27,13 +30,25 @@ from common import Results, add_model_argument
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.process_group import new_segment_name
 from lp_runtime.distributed.shards import CollectiveReducer, ShardLink, ShardPlace, shard_group
+from lp_runtime.kernels.types import Packing
+from lp_runtime.lookahead.drafters.best_first.tables import MAX_MARGIN, UNITS_PER_NAT, K
+from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.loader import load_model
+from lp_runtime.model.tensor_parallel.layers import GatheredLinear
 from lp_runtime.model.tensor_parallel.slicing import slice_model
+from lp_runtime.sampling.gumbel import GumbelNoise
+from lp_runtime.sampling.packing import NO_TOKEN
+from lp_runtime.sampling.processors import TreeProcessors
+from lp_runtime.sampling.sampler import Sampler
+from lp_runtime.sampling.slices import Draw, VocabularySlice
+from lp_runtime.sampling.step_logits import StepLogits
+from lp_runtime.sampling.truncation import Truncation
 
 CPU = torch.device("cpu")
 TIMEOUT_SECONDS = 300.0
 SAMPLE_SECONDS = 0.002
 NUM_SUMS, NUM_TURNS = 50, 6
+PACKING = Packing(K, 1 + K // 2, NO_TOKEN, UNITS_PER_NAT, MAX_MARGIN)
 COLUMNS = ("weights, MiB", "own memory grew by, MiB", "with mapped pages, MiB", "read, MiB")
 
 
@@ -56,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         for name in found[0]:
             row[name] = max(each[name] for each in found)
         results.add(row)
-    results.finish(f"{config.location}, {args.dtype}; sums in us")
+    results.finish(f"{config.location}, {args.dtype}; sums and samples in us")
     return 0
 
 
@@ -115,6 +130,7 @@ def _measure(place: ShardPlace, results, config: ModelConfig, dtype: str, tokens
     found = dict(zip(COLUMNS, (number / 2**20 for number in numbers), strict=True))
     if link is not None:
         found |= sums(link, model.config.get_text_config().hidden_size, tokens)
+        found |= samples(place, model.get_output_embeddings(), tokens)
         link.smallest(0)  # nobody leaves before all have ended
         link.close()
     results.put(found)
@@ -127,14 +143,62 @@ def sums(link: ShardLink, size: int, tokens: list[int]) -> dict[str, float]:
         "shared": link.reducer,
         "gloo": CollectiveReducer(shard_group(place, "gloo", TIMEOUT_SECONDS), place.num_shards),
     }
+    tasks: dict[str, Callable[[], object]] = {}
+    for num_tokens in tokens:
+        for name, reducer in reducers.items():
+            states = torch.ones(num_tokens, size)
+            tasks[f"{name}, {num_tokens} tokens"] = partial(reducer.all_reduce, states)
+    return in_turns(tasks)
+
+
+def samples(place: ShardPlace, head: GatheredLinear, tokens: list[int]) -> dict[str, float]:
+    """Return the median time of sampling by tokens, noise and way, in microseconds."""
+    vocabulary, size = VocabularySlice(place.shard, head.sizes, CPU), head.sizes[place.shard]
+    tasks: dict[str, Callable[[], object]] = {}
+    for num_tokens in tokens:
+        part = torch.randn(num_tokens, size, generator=torch.Generator().manual_seed(place.shard))
+        nodes = list(range(num_tokens))
+        tree = TokenTree([0], max_depth=num_tokens)
+        tree.add_branch(nodes[1:])
+        for what, noise in (("greedy", None), ("noise", GumbelNoise(1, 0, head.out_features, CPU))):
+            sampler = Sampler(TreeProcessors([], CPU), noise, num_top_k=K)
+            tasks[f"{what}, put together, {num_tokens} tokens"] = partial(
+                sample_together, place, head, part, sampler, tree, nodes
+            )
+            key = None if noise is None else (1, 0)
+            draw = Draw(PACKING, Truncation(), key, [1 + node for node in nodes])
+            tasks[f"{what}, in slices, {num_tokens} tokens"] = partial(
+                sample_slices, place, head, vocabulary, part, draw
+            )
+    return in_turns(tasks)
+
+
+def sample_together(
+    place: ShardPlace, head: GatheredLinear, part: torch.Tensor, sampler: Sampler, tree: TokenTree, nodes: list[int]
+) -> None:
+    """Put logits together on every shard, and sample from them on the first."""
+    logits = head.put_together(part)
+    if place.is_leader:
+        sampler.sample(StepLogits(logits), tree, nodes, [0])
+
+
+def sample_slices(
+    place: ShardPlace, head: GatheredLinear, vocabulary: VocabularySlice, part: torch.Tensor, draw: Draw
+) -> None:
+    """Find in each slice what sampling needs, and put that together on the first shard."""
+    found = head.gather(vocabulary.find(part, draw))
+    if place.is_leader:
+        vocabulary.pack(found, draw)
+
+
+def in_turns(tasks: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Return the median time of each task in microseconds; all shards run the same ones."""
     times: dict[str, list[float]] = {}
     for _ in range(NUM_TURNS):
-        for num_tokens in tokens:
-            for name, reducer in reducers.items():
-                states = torch.ones(num_tokens, size)
-                started = time.perf_counter()
-                for _ in range(NUM_SUMS):
-                    reducer.all_reduce(states)
-                taken = 1e6 * (time.perf_counter() - started) / NUM_SUMS
-                times.setdefault(f"{name}, {num_tokens} tokens", []).append(taken)
+        for name, task in tasks.items():
+            task()
+            started = time.perf_counter()
+            for _ in range(NUM_SUMS):
+                task()
+            times.setdefault(name, []).append(1e6 * (time.perf_counter() - started) / NUM_SUMS)
     return {name: statistics.median(each) for name, each in times.items()}

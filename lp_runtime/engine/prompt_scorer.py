@@ -15,7 +15,7 @@ from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.step_inputs import StepInputs
-from lp_runtime.sampling.sampler import pack_top_logprobs, unpack_top_logprobs
+from lp_runtime.sampling.logprobs import pack_top_logprobs, unpack_top_logprobs
 from lp_runtime.utils.generators import result_of
 
 SCORED_TOKENS = 64  # fed at once: the logits of all are wanted, [n, V] float32

@@ -47,23 +47,27 @@ def _gumbel_of(upper, lower):
     return (-tl.log(-tl.log(uniform))).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["key_low", "key_high", "sample"])
+@triton.jit(do_not_specialize=["key_low", "key_high", "sample", "first"])
 def _scan_chunks(
     logits, thresholds, first_ids, positions, values, ids, best_values, best_ids,
-    inverse_temperature, key_low, key_high, sample, size, stride,
+    inverse_temperature, key_low, key_high, sample, first, size, stride,
     NUM: tl.constexpr, NO_TOKEN: tl.constexpr, DRAWS: tl.constexpr, HAS_CUT: tl.constexpr, SHIFT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    IS_ODD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find, in a chunk, the NUM largest scores and the largest sum of score and noise; of equals the lowest id first.
 
     A program for each row and each chunk. Compiled without fused multiply-add: a score is rounded before its noise is
-    added.
+    added. Chunks are of ids from `first` on, or, where that IS_ODD, from the id before it on: noise comes in pairs.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     num_chunks = tl.num_programs(1)
-    tokens = chunk * BLOCK + tl.arange(0, BLOCK)
-    inside = tokens < size
-    raw = tl.load(logits + row.to(tl.int64) * stride + tokens, mask=inside, other=float("-inf")).to(tl.float32)
+    places = chunk * BLOCK + tl.arange(0, BLOCK)
+    inside = places < size
+    if IS_ODD:
+        places -= 1
+        inside = (places >= 0) & (places < size)
+    tokens = first + places
+    raw = tl.load(logits + row.to(tl.int64) * stride + places, mask=inside, other=float("-inf")).to(tl.float32)
     left = raw * inverse_temperature
     if HAS_CUT:
         score = left if SHIFT == 0 else raw
@@ -72,7 +76,7 @@ def _scan_chunks(
     best_place = row.to(tl.int64) * num_chunks + chunk
     if DRAWS:
         if tl.max(left, 0) > float("-inf"):
-            pairs = chunk * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+            pairs = first // 2 + chunk * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
             position = tl.load(positions + row).to(tl.uint32)
             even, odd = _gumbel(pairs, position, sample.to(tl.uint32), key_low.to(tl.uint32), key_high.to(tl.uint32))
             noisy = left + tl.interleave(even, odd)
@@ -81,17 +85,17 @@ def _scan_chunks(
             tl.store(best_ids + best_place, tl.min(tl.where(noisy == best, tokens, NO_TOKEN), 0))
         else:  # nothing of the chunk may be sampled
             tl.store(best_values + best_place, float("-inf"))
-            tl.store(best_ids + best_place, chunk * BLOCK)
+            tl.store(best_ids + best_place, first + chunk * BLOCK)
     elif NUM == 0:
         best = tl.max(left, 0)
         tl.store(best_values + best_place, best)
         tl.store(best_ids + best_place, tl.min(tl.where(left == best, tokens, NO_TOKEN), 0))
-    places = best_place * NUM
+    first_place = best_place * NUM
     for rank in tl.static_range(NUM):
         best = tl.max(left, 0)
         token = tl.min(tl.where(left == best, tokens, NO_TOKEN), 0)
-        tl.store(values + places + rank, best)
-        tl.store(ids + places + rank, token)
+        tl.store(values + first_place + rank, best)
+        tl.store(ids + first_place + rank, token)
         left = tl.where(tokens == token, float("-inf"), left)
 
 
@@ -161,26 +165,113 @@ def sample_and_pack(
     Returns:
         [n, width] int64.
     """
+    num_chunks = triton.cdiv(logits.shape[1], CHUNK)
+    return _pack(*_scan(logits, packing, noise, inverse_temperature, cut, num_chunks), packing, noise, logits.shape[1])
+
+
+def find_in_slice(
+    logits: torch.Tensor,
+    packing: Packing,
+    noise: Noise | None,
+    inverse_temperature: float,
+    first: int,
+    num_tokens: int,
+) -> torch.Tensor:
+    """Find, in a slice of the vocabulary, what `pack_found` needs of it.
+
+    Args:
+        logits: [n, v] of the slice; see `sample_and_pack`, as for what is not said here.
+        packing: how results will be packed.
+        noise: added before the successor is chosen.
+        inverse_temperature: factor of the logits, in float32.
+        first: the slice's first token id.
+        num_tokens: of the largest slice.
+
+    Returns:
+        [n, C (1 + max(K, 1))] int64 of C chunks: scores and token ids, half an integer each.
+    """
+    num_chunks = triton.cdiv(num_tokens + 1, CHUNK)
+    found = _scan(logits, packing, noise, inverse_temperature, None, num_chunks, first)
+    values, ids, best_values, best_ids = found
+    values, ids = torch.cat([values, best_values], 1), torch.cat([ids, best_ids], 1)
+    return (values.view(torch.int32).long() << 32) | ids.long()
+
+
+def pack_found(found: torch.Tensor, packing: Packing, noise: Noise | None, vocabulary_size: int) -> torch.Tensor:
+    """Return what `sample_and_pack` returns for the whole vocabulary, from what was found in its slices.
+
+    Args:
+        found: [P, n, width] int64 of the slices, in the order of their token ids.
+        packing: as given to `find_in_slice`.
+        noise: likewise.
+        vocabulary_size: V.
+
+    Returns:
+        [n, width] int64.
+    """
+    num_slices, num_rows, width = found.shape
+    num = max(1, packing.num)
+    num_chunks = width // (1 + num)
+    values, ids = (found >> 32).int().view(torch.float32), (found & 0xFFFFFFFF).int()
+    parts = []
+    for each in (values, ids):
+        each = each.transpose(0, 1)  # [n, P, width]
+        parts.append((each[..., : num_chunks * num].reshape(num_rows, -1), each[..., num_chunks * num :]))
+    (values, best_values), (ids, best_ids) = parts
+    best_values, best_ids = (each.reshape(num_rows, -1).contiguous() for each in (best_values, best_ids))
+    return _pack(values.contiguous(), ids.contiguous(), best_values, best_ids, packing, noise, vocabulary_size)
+
+
+def _scan(
+    logits: torch.Tensor,
+    packing: Packing,
+    noise: Noise | None,
+    inverse_temperature: float,
+    cut: Cut | None,
+    num_chunks: int,
+    first: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Find the likeliest tokens of C chunks, and the one to be sampled.
+
+    Returns:
+        (values, ids, best_values, best_ids): [n, C max(K, 1)] float32 and int32, and [n, C] of the same. The last two
+        are not written where there are candidates and no noise.
+    """
     num_rows, size = logits.shape
     assert logits.stride(1) == 1 and packing.width >= 1 + triton.cdiv(packing.num, 2)
-    num, device = packing.num, logits.device
-    packed = torch.empty((num_rows, packing.width), dtype=torch.int64, device=device)
-    if not num_rows:
-        return packed
-    num_chunks = triton.cdiv(size, CHUNK)
-    values = torch.empty((num_rows, num_chunks * max(1, num)), dtype=torch.float32, device=device)
+    device = logits.device
+    values = torch.empty((num_rows, num_chunks * max(1, packing.num)), dtype=torch.float32, device=device)
     ids = torch.empty(values.shape, dtype=torch.int32, device=device)
     best_values = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
     best_ids = torch.empty(best_values.shape, dtype=torch.int32, device=device)
+    if not num_rows:
+        return values, ids, best_values, best_ids
     positions = best_ids if noise is None else noise.positions  # read where there is noise alone
     thresholds, first_ids = (best_values, best_ids) if cut is None else cut  # likewise
     seed, sample = (0, 0) if noise is None else (noise.seed, noise.sample)
     _scan_chunks[(num_rows, num_chunks)](
         logits, thresholds, first_ids, positions, values, ids, best_values, best_ids,
-        inverse_temperature, _word(seed), _word(seed >> 32), _word(sample), size, logits.stride(0),
-        NUM=num, NO_TOKEN=packing.no_token, DRAWS=noise is not None, HAS_CUT=cut is not None,
-        SHIFT=KEY_SHIFTS[logits.dtype], BLOCK=CHUNK, enable_fp_fusion=False,
+        inverse_temperature, _word(seed), _word(seed >> 32), _word(sample), first, size, logits.stride(0),
+        NUM=packing.num, NO_TOKEN=packing.no_token, DRAWS=noise is not None, HAS_CUT=cut is not None,
+        SHIFT=KEY_SHIFTS[logits.dtype], IS_ODD=first % 2 == 1, BLOCK=CHUNK, enable_fp_fusion=False,
     )  # fmt: skip
+    return values, ids, best_values, best_ids
+
+
+def _pack(
+    values: torch.Tensor,
+    ids: torch.Tensor,
+    best_values: torch.Tensor,
+    best_ids: torch.Tensor,
+    packing: Packing,
+    noise: Noise | None,
+    size: int,
+) -> torch.Tensor:
+    """Return [n, width] int64, from what `_scan` found in all of V = `size` tokens."""
+    num, (num_rows, num_chunks) = packing.num, best_ids.shape
+    packed = torch.empty((num_rows, packing.width), dtype=torch.int64, device=ids.device)
+    if not num_rows:
+        return packed
     _pack_rows[(num_rows,)](
         values, ids, best_values, best_ids, packed, num_chunks, size,
         NUM=num, WIDTH=packing.width, NO_TOKEN=packing.no_token, MARGIN_UNIT=packing.margin_unit,

@@ -7,7 +7,7 @@ Letters: T tokens fed, n nodes whose successors are wanted, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.rotary import library_view, view_behind
 from lp_runtime.model.rotary_lengths import UNCHANGING, RotaryLengths
 from lp_runtime.model.view import view_of
+from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.utils.tensors import tensor_on
 
 
@@ -66,6 +67,15 @@ class Passes:
         """
         logits: torch.Tensor = getattr(self, kind)(caches, *what)
         return logits
+
+    def found(self, logits: torch.Tensor, feed: Callable[..., torch.Tensor]) -> StepLogits:
+        """Return what the pass of a tree has found.
+
+        Args:
+            logits: what the pass returned.
+            feed: ModelRunner.feed, for further passes.
+        """
+        return StepLogits(logits)
 
     @torch.inference_mode()
     def chunk(

@@ -27,6 +27,7 @@ from lp_runtime.model.rotary import replace_rotaries
 from lp_runtime.model.rotary_lengths import RotaryLengths
 from lp_runtime.model.step_inputs import StepInputs, StepLogits
 from lp_runtime.model.tensor_parallel.following import LeadingShard
+from lp_runtime.model.tensor_parallel.head import make_passes
 from lp_runtime.utils.generators import result_of
 
 CAPACITY_UNIT = 1024  # tokens; with passes of fixed sizes a slot's capacity is a multiple, so that slots fit often
@@ -104,7 +105,7 @@ class ModelRunner:
 
     def _make_passes(self, model: PreTrainedModel, lengths: RotaryLengths) -> Passes:
         """Return what runs passes of any size."""
-        return Passes(model, self.masks, self.strict_tokens, lengths)
+        return make_passes(model, self.masks, self.strict_tokens, lengths)
 
     def _make_cache(self, capacity: int) -> TreeCache:
         """Return an empty cache of one sequence with this capacity in tokens."""
@@ -164,19 +165,20 @@ class ModelRunner:
         self.supports_batching |= is_strict
 
     def feed(self, kind: str, caches: Sequence[TreeCache], *what: object) -> torch.Tensor:
-        """Run a pass of any size, on all shards of the replica.
+        """Run a pass of any size, on all shards of the replica; return its logits, [n, V] as a rule.
 
         Args:
             kind: name of a method of Passes.
             caches: where keys and values go, of each sequence.
             what: further arguments of that method.
-
-        Returns:
-            [n, V] logits.
         """
         if self.leading is not None:
             return self.leading.run(self.passes, kind, caches, what)
         return self.passes.run(kind, caches, what)
+
+    def _feed_tree(self, kind: str, caches: Sequence[TreeCache], *what: object) -> StepLogits:
+        """Run a pass of trees, of any size; see `feed`."""
+        return self.passes.found(self.feed(kind, caches, *what), self.feed)
 
     def disable_graphs(self) -> None:
         """Feed trees in passes of any size from now on."""
@@ -285,7 +287,7 @@ class ModelRunner:
         told = self._feed_anew([inputs])
         layout = lay_out(tree, nodes, wanted, slot.cache.length)
         found = None if any_size or told else self._forward_fixed([Part.whole(slot.cache, layout)])
-        output = StepLogits(self.feed("share", [slot.cache], layout, told)) if found is None else found[0]
+        output = self._feed_tree("share", [slot.cache], layout, told) if found is None else found[0]
         slot.commit(tree.pending, commit)
         return output
 
@@ -332,8 +334,7 @@ class ModelRunner:
         caches = [inputs.slot.cache for inputs in batch]
         found = self._forward_fixed([Part.whole(*each) for each in zip(caches, layouts, strict=True)])
         if found is None:
-            logits = self.feed("shares", caches, layouts)
-            found = [StepLogits(each) for each in logits.split([len(layout.rows) for layout in layouts])]
+            found = self._feed_tree("shares", caches, layouts).split([len(layout.rows) for layout in layouts])
         for inputs in batch:
             inputs.slot.commit(inputs.tree.pending, commit)
         return found

@@ -56,7 +56,7 @@ def philox(counter: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
 
 
 def uniforms(
-    seed: int, sample: int, positions: Sequence[int], vocabulary_size: int, device: torch.device
+    seed: int, sample: int, positions: Sequence[int], vocabulary_size: int, device: torch.device, first: int = 0
 ) -> torch.Tensor:
     """Return uniform numbers in (0, 1) of 52 bits, equal on every device.
 
@@ -66,19 +66,21 @@ def uniforms(
         positions: [m] absolute positions of the tokens to be sampled.
         vocabulary_size: V.
         device: where the numbers are computed.
+        first: the first token id that a number is wanted of: those of V ids from it on are returned.
 
     Returns:
         [m, V] float64.
     """
-    num_pairs = (vocabulary_size + 1) // 2  # one counter makes the bits of two neighbouring token ids
-    counter = torch.zeros((4, len(positions), num_pairs), dtype=torch.int64, device=device)
-    counter[0] = torch.arange(num_pairs, device=device)
+    # One counter makes the bits of two neighbouring token ids.
+    pairs = torch.arange(first // 2, (first + vocabulary_size + 1) // 2, device=device)
+    counter = torch.zeros((4, len(positions), len(pairs)), dtype=torch.int64, device=device)
+    counter[0] = pairs
     counter[1] = tensor_on(device, positions)[:, None]
     counter[2] = sample
     words = philox(counter, (seed & WORD_MASK, seed >> WORD_BITS))
     unused = WORD_BITS - HALF_BITS
     bits = ((words[0::2] >> unused) << HALF_BITS) | (words[1::2] >> unused)  # [2, m, V / 2]
-    return ((bits.double() + 0.5) * UNIFORM_UNIT).permute(1, 2, 0).flatten(1)[:, :vocabulary_size]
+    return ((bits.double() + 0.5) * UNIFORM_UNIT).permute(1, 2, 0).flatten(1)[:, first % 2 :][:, :vocabulary_size]
 
 
 class GumbelNoise:
@@ -89,22 +91,24 @@ class GumbelNoise:
         sample: index of one of several samples of a prompt, 0 to MAX_SAMPLE.
         vocabulary_size: V.
         device: where the noise is computed and kept.
+        first: the first of the V token ids whose noise is wanted; more than 0 for a slice of a vocabulary.
 
     Attributes:
         seed: as given.
         sample: as given.
     """
 
-    def __init__(self, seed: int, sample: int, vocabulary_size: int, device: torch.device):
+    def __init__(self, seed: int, sample: int, vocabulary_size: int, device: torch.device, first: int = 0):
         self.seed, self.sample = seed, sample
-        self._vocabulary_size, self._device = vocabulary_size, device
+        self._vocabulary_size, self._device, self._first = vocabulary_size, device, first
         self._row_of: dict[int, int] = {}  # by position
         self._rows = torch.empty((0, vocabulary_size), dtype=torch.float32, device=device)
 
     def at(self, positions: Sequence[int]) -> torch.Tensor:
         """Return [n, V] float32 standard Gumbel noise of the tokens to be sampled at `positions`, [n]."""
         if missing := sorted(set(positions) - self._row_of.keys()):
-            new = -(-uniforms(self.seed, self.sample, missing, self._vocabulary_size, self._device).log()).log()
+            uniform = uniforms(self.seed, self.sample, missing, self._vocabulary_size, self._device, self._first)
+            new = -(-uniform.log()).log()
             # Positions before this step's will not be asked for again.
             kept = [position for position in self._row_of if position >= min(positions)]
             rows = self._rows.index_select(0, tensor_on(self._device, [self._row_of[position] for position in kept]))

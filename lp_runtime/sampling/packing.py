@@ -57,23 +57,64 @@ def pack_top_k(scores: np.ndarray, num: int, packed: np.ndarray) -> None:
     """
     ids, values = np.empty(num + 1, dtype=np.int64), np.empty(num + 1, dtype=np.float32)
     for row in range(scores.shape[0]):
-        line = scores[row]
-        ids[:] = NO_TOKEN
-        values[:] = -np.inf
-        smallest = values[num - 1]
-        for start in range(0, line.size, BLOCK):
-            block = line[start : start + BLOCK]
-            if block.size == BLOCK:
-                num_larger = np.int32(0)
-                for place in range(BLOCK):  # of most blocks no more than this is done, many tokens at once
-                    num_larger += np.int32(block[place] > smallest)
-                if num_larger == 0:
-                    continue
-            for token in range(start, start + block.size):
-                if line[token] > smallest:
-                    insert_candidate(ids, values, num, token, line[token])
-                    smallest = values[num - 1]
+        _scan_row(scores[row], num, ids, values)
         pack_words(ids, values, num, packed, row)
+
+
+@compiled(makes_arrays=True)
+def find_top_k(scores: np.ndarray, num: int, ids: np.ndarray, values: np.ndarray) -> None:
+    """Find the likeliest tokens of each row on a CPU, as `pack_top_k` does.
+
+    Args:
+        scores: [n, V] float32.
+        num: K.
+        ids: [n, K] int64, written with token ids, the likeliest first; NO_TOKEN where there are fewer.
+        values: [n, K] float32, written with their scores; -inf where there are fewer.
+    """
+    row_ids, row_values = np.empty(num + 1, dtype=np.int64), np.empty(num + 1, dtype=np.float32)
+    for row in range(scores.shape[0]):
+        _scan_row(scores[row], num, row_ids, row_values)
+        ids[row], values[row] = row_ids[:num], row_values[:num]
+
+
+@compiled(makes_arrays=True)
+def pack_found(ids: np.ndarray, values: np.ndarray, num: int, packed: np.ndarray) -> None:
+    """Pack the likeliest of tokens that were found in slices of the vocabulary, as `pack_top_k` does of all tokens.
+
+    Args:
+        ids: [n, m] int64 token ids; of equal scores the lower id comes first.
+        values: [n, m] float32 their scores; those at -inf are not among the likeliest.
+        num: K.
+        packed: [n, width] int64; all but the first column is written.
+    """
+    best_ids, best_values = np.empty(num + 1, dtype=np.int64), np.empty(num + 1, dtype=np.float32)
+    for row in range(ids.shape[0]):
+        best_ids[:] = NO_TOKEN
+        best_values[:] = -np.inf
+        for place in range(ids.shape[1]):
+            if values[row, place] > best_values[num - 1]:
+                insert_candidate(best_ids, best_values, num, ids[row, place], values[row, place])
+        pack_words(best_ids, best_values, num, packed, row)
+
+
+@compiled(makes_arrays=True)
+def _scan_row(line: np.ndarray, num: int, ids: np.ndarray, values: np.ndarray) -> None:
+    """Find the likeliest tokens of one row, [V] float32; `ids`, [K + 1], and `values`, [K + 1], are written."""
+    ids[:] = NO_TOKEN
+    values[:] = -np.inf
+    smallest = values[num - 1]
+    for start in range(0, line.size, BLOCK):
+        block = line[start : start + BLOCK]
+        if block.size == BLOCK:
+            num_larger = np.int32(0)
+            for place in range(BLOCK):  # of most blocks no more than this is done, many tokens at once
+                num_larger += np.int32(block[place] > smallest)
+            if num_larger == 0:
+                continue
+        for token in range(start, start + block.size):
+            if line[token] > smallest:
+                insert_candidate(ids, values, num, token, line[token])
+                smallest = values[num - 1]
 
 
 @compiled

@@ -23,9 +23,12 @@ from lp_runtime.kernels.types import Noise, Packing
 from lp_runtime.lookahead.drafters.best_first.tables import ENTRY, MAX_MARGIN, UNITS_PER_NAT, K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.sampling.gumbel import GumbelNoise, sample_successors
+from lp_runtime.sampling.logprobs import pack_top_logprobs, unpack_top_logprobs
 from lp_runtime.sampling.packing import HALF_BITS, HALF_MASK, MARGIN_BITS, NO_TOKEN, pack_kernel, unpack_kernel
 from lp_runtime.sampling.processors import TreeProcessors
+from lp_runtime.sampling.slices import Draw, SlicedLogits
 from lp_runtime.sampling.step_logits import StepLogits
+from lp_runtime.sampling.truncation import Truncation
 from lp_runtime.utils.tensors import tensor_on
 
 Scores = Callable[[], torch.Tensor]
@@ -99,26 +102,37 @@ class Sampler:
             (packed, scores): [n, width] int64 for `unpack`; and a function that returns the [n, V] float32 processed
             logits that were sampled from, to be called before the next pass.
         """
-        kernels, truncation = kernels_for(found.rows.device), self._processors.truncation
+        kernels, truncation = kernels_for(found.device), self._processors.truncation
         is_greedy = self.noise is None and self._processors.is_empty
         if found.presampled is not None and is_greedy and self.num_top_k <= K:
             packed = found.presampled[:, : self._top_logprobs_column].contiguous()
             return self._add_logprobs(packed, found), lambda: found.logits
-        if kernels is None or truncation is None or not kernels.can_cut(found.rows.dtype, truncation.top_p):
-            scores = self._processors(found.logits, tree, nodes, tokens, masks)
-            return self._sampled(found, scores, tree, nodes, tokens, with_top_k), lambda: scores
+        if isinstance(found, SlicedLogits) and truncation is not None and not truncation.cuts:
+            key = None if self.noise is None else (self.noise.seed, self.noise.sample)
+            draw = Draw(self._packing(with_top_k), truncation, key, _positions(tree, nodes, tokens))
+            packed = self._add_logprobs(found.sample(draw), found)
+            return packed, lambda: self._processors(found.logits, tree, nodes, tokens, masks)
+        if kernels is not None and truncation is not None and kernels.can_cut(found.rows.dtype, truncation.top_p):
+            return self._sampled_by(
+                kernels, truncation, found, self._noise_of(tree, nodes, tokens, found.device), with_top_k
+            )
+        scores = self._processors(found.logits, tree, nodes, tokens, masks)
+        return self._sampled(found, scores, tree, nodes, tokens, with_top_k), lambda: scores
+
+    def _sampled_by(
+        self, kernels: ModuleType, truncation: Truncation, found: StepLogits, noise: Noise | None, with_top_k: bool
+    ) -> tuple[torch.Tensor, Scores]:
+        """Sample by kernels that scale and cut logits themselves; result as that of `sample`."""
         inverse, cut = truncation.inverse_temperature, None
-        with on(found.rows.device):
+        with on(found.device):
             if truncation.cuts and len(found):
                 cut = kernels.find_cut(found.rows, inverse, truncation.top_k, truncation.top_p)
-            noise = self._noise_of(tree, nodes, tokens, found.rows.device)
-            packing = self._packing(with_top_k)
-            packed = kernels.sample_and_pack(found.rows, packing, noise, inverse, cut)
+            packed = kernels.sample_and_pack(found.rows, self._packing(with_top_k), noise, inverse, cut)
 
-        def scores_of_cut() -> torch.Tensor:
+        def scores() -> torch.Tensor:
             return found.logits * inverse if cut is None else kernels.cut_scores(found.rows, inverse, cut)
 
-        return self._add_logprobs(packed, found), scores_of_cut
+        return self._add_logprobs(packed, found), scores
 
     @torch.no_grad()
     def sample_in_order(
@@ -270,27 +284,6 @@ class Sampler:
             n tuples of (token id, log-probability); None if they do not travel.
         """
         return unpack_top_logprobs(packed[:, self._top_logprobs_column :]) if self._num_top_logprobs else None
-
-
-def pack_top_logprobs(logits: torch.Tensor, num: int) -> torch.Tensor:
-    """Return the likeliest tokens of each row with their log-probabilities, packed.
-
-    Args:
-        logits: [n, V] float32.
-        num: tokens of each row, <= V.
-
-    Returns:
-        [n, num] int64, token id << 32 | bits of the float32 log-probability, likeliest first.
-    """
-    values, ids = (logits - logits.logsumexp(dim=-1, keepdim=True)).topk(num, dim=-1)
-    return (ids << HALF_BITS) | (values.contiguous().view(torch.int32).long() & HALF_MASK)
-
-
-def unpack_top_logprobs(packed: np.ndarray) -> list[tuple[tuple[int, float], ...]]:
-    """Return (token id, log-probability) pairs of each row of what `pack_top_logprobs` returns, [n, num]."""
-    ids = (packed >> HALF_BITS).tolist()
-    values = (packed & HALF_MASK).astype(np.uint32).view(np.float32).tolist()
-    return [tuple(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]
 
 
 def sample_greedily(logits: torch.Tensor, kernels: ModuleType) -> torch.Tensor:

@@ -16,14 +16,19 @@ class Truncation(NamedTuple):
     """Scaling and cuts of one request.
 
     Attributes:
-        inverse_temperature: factor of the logits, in float32. A GPU multiplies by it where torch divides by a number.
+        temperature: what the logits are divided by.
         top_k: tokens that are kept; None for all.
         top_p: probability that is kept; None for all.
     """
 
-    inverse_temperature: float = 1.0
+    temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+
+    @property
+    def inverse_temperature(self) -> float:
+        """Factor of the logits, in float32. A GPU multiplies by it where torch divides by a number."""
+        return float(np.float32(1) / np.float32(self.temperature))
 
     @property
     def cuts(self) -> bool:
@@ -43,8 +48,7 @@ def truncation_of(processors: Sequence[object]) -> Truncation | None:
     truncation = Truncation()
     for processor in processors:
         if isinstance(processor, library.TemperatureLogitsWarper):
-            inverse = np.float32(1) / np.float32(processor.temperature)
-            truncation = truncation._replace(inverse_temperature=float(inverse))
+            truncation = truncation._replace(temperature=processor.temperature)
         elif isinstance(processor, library.TopKLogitsWarper | library.TopPLogitsWarper):
             if processor.filter_value != -math.inf:
                 return None

@@ -84,6 +84,25 @@ def assert_alike(scores: torch.Tensor, noise: Noise, expected: torch.Tensor) -> 
     assert found.tolist() == (scores + expected).argmax(-1).tolist()
 
 
+@pytest.mark.parametrize(
+    ("sizes", "num", "draws"),
+    thinned(2, [(CHUNK + 1, CHUNK + 1, 9), (33, 33, 1), (2 * CHUNK, 50)], [0, 3, K], [False, True]),
+)
+def test_slices_of_the_vocabulary_give_what_the_whole_gives(sizes, num, draws):
+    size = sum(sizes)
+    logits = torch.randn(3, size, generator=torch.Generator().manual_seed(size)).to(DEVICE)
+    logits[1] = 0.0
+    logits[2, 5:] = -torch.inf
+    noise = Noise(9, 2, torch.tensor([0, 4, 77], device=DEVICE)) if draws else None
+    packed = packing_of(num, 1 + (num + 1) // 2)
+    found, first = [], 0
+    for each in logits.split(sizes, dim=1):
+        found.append(kernels.find_in_slice(each, packed, noise, 1.25, first, sizes[0]))
+        first += each.shape[1]
+    actual = kernels.pack_found(torch.stack(found), packed, noise, size)
+    assert actual.tolist() == kernels.sample_and_pack(logits, packed, noise, 1.25).tolist()
+
+
 CUTS = [(None, 0.9), (50, None), (20, 0.8), (None, 0.0), (1, 0.5), (5000, 0.999)]
 
 

@@ -34,7 +34,7 @@ ALIGNED = f"{STRIDES} size"  # multiples of 16, as they are
 EXACT = {"enable_fp_fusion": False}
 SAMPLING = dict.fromkeys(["values", "thresholds", "best_values"], "*fp32")
 SAMPLING |= dict.fromkeys(["ids", "first_ids", "best_ids"], "*i32") | {"packed": "*i64", "positions": "*i64"}
-SAMPLING |= dict.fromkeys(["key_low", "key_high", "sample", "stride", "num_chunks", "top_k"], "i32")
+SAMPLING |= dict.fromkeys(["key_low", "key_high", "sample", "first", "stride", "num_chunks", "top_k"], "i32")
 SAMPLING |= dict.fromkeys(["inverse_temperature", "cut_mass", "reach", "mass_unit"], "fp32")
 
 
@@ -131,8 +131,10 @@ def main(capabilities: list[int]) -> None:
             print(compile_kernel(triton_norm._add_and_norm, capability, "bf16", {}, block, num_warps=num_warps))
         one = {"NUM": 8, "NO_TOKEN": (1 << 24) - 1}
         for dtype, shift, draws in (("bf16", 16, True), ("bf16", 16, False), ("fp32", 0, True)):
-            chunk = {**one, "DRAWS": draws, "HAS_CUT": draws, "SHIFT": shift, "BLOCK": triton_sampling.CHUNK}
-            print(compile_kernel(triton_sampling._scan_chunks, capability, dtype, SAMPLING, chunk, **EXACT))
+            for is_odd in (False, True):
+                chunk = {**one, "DRAWS": draws, "HAS_CUT": draws and not is_odd, "SHIFT": shift, "IS_ODD": is_odd}
+                chunk["BLOCK"] = triton_sampling.CHUNK
+                print(compile_kernel(triton_sampling._scan_chunks, capability, dtype, SAMPLING, chunk, **EXACT))
         packing = {"WIDTH": 5, "MARGIN_UNIT": 16, "MAX_MARGIN": 255, "BLOCK": 512, "BLOCK_CHUNKS": 64}
         row = {**one, **packing, "HAS_BEST": True}
         print(compile_kernel(triton_sampling._pack_rows, capability, "fp32", SAMPLING, row))

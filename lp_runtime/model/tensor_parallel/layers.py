@@ -5,6 +5,8 @@ Letters: P shards, T tokens, V vocabulary, E hidden size.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -63,6 +65,17 @@ class RowwiseLinear(SliceModule):
         return total if self.bias is None else total + self.bias
 
 
+@dataclass
+class OutputMode:
+    """What a GatheredLinear returns; its views (model/view.py) have it, too.
+
+    Attributes:
+        is_whole: whether that is the whole output, and not this shard's part of it alone.
+    """
+
+    is_whole: bool = True
+
+
 class GatheredLinear(SliceModule):
     """A linear layer whose weights are split by outputs, and whose output is put together: the head, by vocabulary.
 
@@ -70,22 +83,33 @@ class GatheredLinear(SliceModule):
         linear: this shard's part.
         reducer: puts outputs together.
         sizes: [P] outputs of each shard's part, the largest first.
+        shard: this shard's number.
 
     Attributes:
         out_features: numbers of the whole output.
+        sizes: as given.
+        shard: as given.
+        mode: what `forward` returns.
     """
 
-    def __init__(self, linear: nn.Linear, reducer: Reducer, sizes: list[int]):
+    def __init__(self, linear: nn.Linear, reducer: Reducer, sizes: list[int], shard: int):
         super().__init__(linear, reducer)
         self.in_features, self.out_features = linear.in_features, sum(sizes)
-        self._sizes = sizes
+        self.sizes, self.shard, self.mode = sizes, shard, OutputMode()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the whole layer's output, [..., out_features]."""
+        """Return the whole layer's output, [..., out_features], or this shard's part of it."""
         part = self.sliced(x)
-        padded = nn.functional.pad(part, (0, self._sizes[0] - part.shape[-1]))
-        parts = self._reducer.all_gather(padded)
-        return torch.cat([each[..., :size] for each, size in zip(parts, self._sizes, strict=True)], -1)
+        return self.put_together(part) if self.mode.is_whole else part
+
+    def put_together(self, part: torch.Tensor) -> torch.Tensor:
+        """Return all shards' parts of an output side by side, [..., out_features]."""
+        parts = self.gather(nn.functional.pad(part, (0, self.sizes[0] - part.shape[-1])))
+        return torch.cat([each[..., :size] for each, size in zip(parts, self.sizes, strict=True)], -1)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return all shards' tensors, of one shape, [P, ...]."""
+        return self._reducer.all_gather(tensor)
 
 
 class VocabularyEmbedding(SliceModule):

@@ -180,7 +180,7 @@ def _replaced(module: nn.Module, style: str, reducer: Reducer, place: ShardPlace
     if style in GATHERED_STYLES:
         chunk = _chunk(num_outputs, place)
         sizes = [max(0, min(chunk, num_outputs - chunk * shard)) for shard in range(place.num_shards)]
-        return GatheredLinear(module, reducer, sizes)
+        return GatheredLinear(module, reducer, sizes, place.shard)
     return module
 
 

@@ -1,0 +1,32 @@
+"""Packing of the likeliest tokens' log-probabilities into the integers that travel; sampler.py says where they lie.
+
+Letters: n nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from lp_runtime.sampling.packing import HALF_BITS, HALF_MASK
+
+
+def pack_top_logprobs(logits: torch.Tensor, num: int) -> torch.Tensor:
+    """Return the likeliest tokens of each row with their log-probabilities, packed.
+
+    Args:
+        logits: [n, V] float32.
+        num: tokens of each row, <= V.
+
+    Returns:
+        [n, num] int64, token id << 32 | bits of the float32 log-probability, likeliest first.
+    """
+    values, ids = (logits - logits.logsumexp(dim=-1, keepdim=True)).topk(num, dim=-1)
+    return (ids << HALF_BITS) | (values.contiguous().view(torch.int32).long() & HALF_MASK)
+
+
+def unpack_top_logprobs(packed: np.ndarray) -> list[tuple[tuple[int, float], ...]]:
+    """Return (token id, log-probability) pairs of each row of what `pack_top_logprobs` returns, [n, num]."""
+    ids = (packed >> HALF_BITS).tolist()
+    values = (packed & HALF_MASK).astype(np.uint32).view(np.float32).tolist()
+    return [tuple(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]

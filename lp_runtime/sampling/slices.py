@@ -1,0 +1,169 @@
+"""Sampling from a vocabulary whose slices lie on several shards: each finds what its slice may give, and what they
+found, a few integers a node, is put together. The outcome is that of sampling from all logits, bit for bit.
+
+Letters: n nodes, V vocabulary, P slices, v tokens of one of them, K top-k candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lp_runtime.kernels.dispatch import kernels_for, on
+from lp_runtime.kernels.types import Noise, Packing
+from lp_runtime.sampling.gumbel import GumbelNoise
+from lp_runtime.sampling.packing import HALF_BITS, HALF_MASK, find_top_k, pack_found
+from lp_runtime.sampling.step_logits import StepLogits
+from lp_runtime.sampling.truncation import Truncation
+from lp_runtime.utils.tensors import tensor_on
+
+MAX_NOISES = 64  # samples whose noise is remembered: of requests that are decoded together
+
+
+class Draw(NamedTuple):
+    """How the successors of n nodes are sampled; can be sent to another process.
+
+    Attributes:
+        packing: how results are packed.
+        truncation: what the logits are scaled by; it cuts nothing.
+        key: (seed, sample) of the noise; None for greedy decoding.
+        positions: [n] absolute positions of the tokens to be sampled.
+    """
+
+    packing: Packing
+    truncation: Truncation
+    key: tuple[int, int] | None
+    positions: Sequence[int]
+
+
+class VocabularySlice:
+    """Samples from one slice of a vocabulary, and from what was found in all of them.
+
+    Args:
+        index: which of the slices it is.
+        sizes: [P] tokens of each slice, the largest first, in the order of their token ids.
+        device: of the logits.
+
+    Attributes:
+        device: as given.
+    """
+
+    def __init__(self, index: int, sizes: Sequence[int], device: torch.device):
+        self._first, self._size, self.device = sum(sizes[:index]), sizes[index], device
+        self._vocabulary_size, self._largest_size = sum(sizes), sizes[0]
+        self._noises: dict[tuple[int, int], GumbelNoise] = {}  # the one that was used last at the end
+
+    @property
+    def can_find(self) -> bool:
+        """Whether `find` and `pack` work on the device; if not, all logits must be put together."""
+        return self.device.type == "cpu" or kernels_for(self.device) is not None
+
+    def find(self, logits: torch.Tensor, draw: Draw) -> torch.Tensor:
+        """Find the token of the slice that would be sampled, and its likeliest ones.
+
+        Args:
+            logits: [n, v] in the model's dtype.
+            draw: how successors are sampled.
+
+        Returns:
+            [n, width] int64, of one width on all slices: token ids and their scores, half an integer each.
+        """
+        if kernels := kernels_for(self.device):
+            if not kernels.can_cut(logits.dtype, None):
+                logits = logits.float()
+            inverse = draw.truncation.inverse_temperature
+            with on(self.device):
+                noise = self._kernel_noise(draw)
+                return kernels.find_in_slice(logits, draw.packing, noise, inverse, self._first, self._largest_size)
+        scores, num = logits.float().numpy(), draw.packing.num
+        if draw.truncation.temperature != 1.0:
+            scores = scores / np.float32(draw.truncation.temperature)
+        ids = np.zeros((len(scores), 1 + num), np.int64)
+        values = np.full(ids.shape, -np.inf, np.float32)
+        if self._size:
+            noisy = scores if draw.key is None else scores + self._noise(draw.key).at(draw.positions).numpy()
+            ids[:, 0] = noisy.argmax(axis=-1)
+            values[:, 0] = np.take_along_axis(noisy, ids[:, :1], axis=-1)[:, 0]
+        if num:
+            find_top_k(np.ascontiguousarray(scores), num, ids[:, 1:], values[:, 1:])
+        return torch.from_numpy((values.view(np.int32).astype(np.int64) << HALF_BITS) | (ids + self._first))
+
+    def pack(self, found: torch.Tensor, draw: Draw) -> torch.Tensor:
+        """Put together what was found in all slices.
+
+        Args:
+            found: [P, n, width] int64, in the order of the slices' token ids.
+            draw: as given to `find`.
+
+        Returns:
+            [n, width] int64 packed successors, as sampling/sampler.py lays them out, without log-probabilities.
+        """
+        if kernels := kernels_for(self.device):
+            with on(self.device):
+                return kernels.pack_found(found, draw.packing, self._kernel_noise(draw), self._vocabulary_size)
+        words, num = found.transpose(0, 1).numpy(), draw.packing.num  # [n, P, width]
+        ids, values = words & HALF_MASK, (words >> HALF_BITS).astype(np.int32).view(np.float32)
+        packed = np.zeros((len(words), draw.packing.width), np.int64)
+        winners = values[:, :, 0].argmax(axis=-1)  # of equals the first slice: its ids are the lowest
+        packed[:, 0] = ids[np.arange(len(words)), winners, 0]
+        if num:
+            flat = (len(words), -1)
+            pack_found(ids[:, :, 1:].reshape(flat), values[:, :, 1:].reshape(flat), num, packed)
+        return torch.from_numpy(packed)
+
+    def _noise(self, key: tuple[int, int]) -> GumbelNoise:
+        """Return the slice's part of a sample's noise."""
+        noise = self._noises.pop(key, None) or GumbelNoise(*key, self._size, self.device, self._first)
+        self._noises[key] = noise
+        if len(self._noises) > MAX_NOISES:
+            del self._noises[next(iter(self._noises))]
+        return noise
+
+    def _kernel_noise(self, draw: Draw) -> Noise | None:
+        """Return what a kernel must know of the noise."""
+        return None if draw.key is None else Noise(*draw.key, tensor_on(self.device, draw.positions))
+
+
+class SlicedLogits(StepLogits):
+    """Logits of nodes that stay on the shards, a slice on each, until somebody asks for all.
+
+    Args:
+        vocabulary: this shard's slice.
+        read: has all shards put together the logits of rows `start` to `stop` of their last pass, [n, V].
+        find: has all shards find what a draw needs in rows `start` to `stop` of their last pass, [P, n, width].
+        rows_of_pass: [start, stop) the rows of the n nodes.
+    """
+
+    def __init__(
+        self,
+        vocabulary: VocabularySlice,
+        read: Callable[[int, int], torch.Tensor],
+        find: Callable[[int, int, Draw], torch.Tensor],
+        rows_of_pass: range,
+    ):
+        super().__init__(torch.empty(0))
+        self._vocabulary, self._read, self._find, self._rows_of_pass = vocabulary, read, find, rows_of_pass
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """[n, V] logits in the model's dtype, put together at the first use."""
+        return self._read(self._rows_of_pass.start, self._rows_of_pass.stop)
+
+    @property
+    def device(self) -> torch.device:
+        return self._vocabulary.device
+
+    def __len__(self) -> int:
+        return len(self._rows_of_pass)
+
+    def sample(self, draw: Draw) -> torch.Tensor:
+        """Sample the n nodes' successors without putting logits together; see `VocabularySlice.pack`."""
+        found = self._find(self._rows_of_pass.start, self._rows_of_pass.stop, draw)
+        return self._vocabulary.pack(found, draw)
+
+    def part(self, start: int, stop: int) -> SlicedLogits:
+        return SlicedLogits(self._vocabulary, self._read, self._find, self._rows_of_pass[start:stop])

@@ -1,0 +1,124 @@
+"""Sampling from slices of a vocabulary gives, bit for bit, what sampling from all of it gives."""
+
+from __future__ import annotations
+
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from support.thinned import thinned
+from transformers.generation import logits_process as library
+
+from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.sampling.gumbel import GumbelNoise
+from lp_runtime.sampling.processors import TreeProcessors
+from lp_runtime.sampling.sampler import Sampler
+from lp_runtime.sampling.slices import Draw, SlicedLogits, VocabularySlice
+from lp_runtime.sampling.step_logits import StepLogits
+
+CPU = torch.device("cpu")
+SIZES = [(200, 100), (67, 67, 66), (101, 101, 101, 0), (5, 5, 3)]
+NODES, TOKENS = [0, 1, 2], [5, 3]
+
+
+def tree() -> TokenTree:
+    tree = TokenTree([3], max_depth=4)
+    tree.add_branch([1, 2])
+    return tree
+
+
+def scores_of(kind: str, size: int) -> torch.Tensor:
+    random = 2 * torch.randn(3, size, generator=torch.Generator().manual_seed(size))
+    places = torch.tensor([1, size - 1])
+    return {
+        "random": random,
+        "bfloat16": random.bfloat16(),
+        "equal": torch.zeros(3, size),
+        "few": torch.full((3, size), -torch.inf).index_fill_(1, places, 1.0),
+        "none": torch.full((3, size), -torch.inf),
+        "infinite": random.clone().index_fill_(1, places, torch.inf),
+        "no number": random.clone().index_fill_(1, places, torch.nan),
+    }[kind]
+
+
+class Sliced:
+    """Logits in slices, which count how often they are put together."""
+
+    def __init__(self, logits: torch.Tensor, sizes: tuple[int, ...]):
+        self._logits, self._slices = logits, logits.split(sizes, dim=1)
+        self._parts = [VocabularySlice(index, sizes, CPU) for index in range(len(sizes))]
+        self.num_read = 0
+
+    def _read(self, start: int, stop: int) -> torch.Tensor:
+        self.num_read += 1
+        return self._logits[start:stop]
+
+    def _find(self, start: int, stop: int, draw: Draw) -> torch.Tensor:
+        draw = pickle.loads(pickle.dumps(draw))  # as it travels
+        return torch.stack(
+            [part.find(each[start:stop], draw) for part, each in zip(self._parts, self._slices, strict=True)]
+        )
+
+    def found(self) -> SlicedLogits:
+        return SlicedLogits(self._parts[0], self._read, self._find, range(len(self._logits)))
+
+
+def outcome(found: StepLogits, processors: list, seed: int | None, num_top_k: int, size: int, steps: int = 2) -> list:
+    noise = None if seed is None else GumbelNoise(seed, 1, size, CPU)
+    sampler = Sampler(TreeProcessors(processors, CPU), noise, num_top_k=num_top_k)
+    packed = []
+    for step in range(steps):  # noise is remembered from step to step
+        tokens = [*TOKENS, *range(step)]
+        packed.append(sampler.sample(found, tree(), NODES, tokens)[0].tolist())
+        packed.append(sampler.sample(found, tree(), NODES, tokens, with_top_k=False)[0].tolist())
+        packed.append(sampler.sample(found.first(2), tree(), NODES[:2], tokens)[0].tolist())
+    return packed
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "seed", "num_top_k", "temperature"),
+    thinned(
+        3,
+        SIZES,
+        ["random", "bfloat16", "equal", "few", "none", "infinite", "no number"],
+        [None, 7, (1 << 63) + 5],
+        [0, 3, K],
+        [None, 0.7, 1.3],
+    ),
+)
+def test_slices_give_what_the_whole_vocabulary_gives(sizes, kind, seed, num_top_k, temperature):
+    logits = scores_of(kind, sum(sizes))
+    processors = [] if temperature is None else [library.TemperatureLogitsWarper(temperature)]
+    sliced = Sliced(logits, sizes)
+    alike = partial(outcome, processors=processors, seed=seed, num_top_k=num_top_k, size=sum(sizes))
+    assert alike(sliced.found()) == alike(StepLogits(logits))
+    assert sliced.num_read == 0
+
+
+@pytest.mark.parametrize("processor", [library.TopPLogitsWarper(0.8), library.RepetitionPenaltyLogitsProcessor(1.2)])
+def test_a_processor_that_needs_all_logits_gets_them(processor):
+    logits = scores_of("random", 300)
+    sliced = Sliced(logits, (150, 150))
+    expected = outcome(StepLogits(logits), [processor], 7, K, 300)
+    assert outcome(sliced.found(), [processor], 7, K, 300) == expected
+    assert sliced.num_read
+
+
+def test_log_probabilities_and_scores_are_of_all_logits():
+    logits = scores_of("random", 300)
+    sampler = Sampler(TreeProcessors([library.TemperatureLogitsWarper(0.5)], CPU), None, True, K, num_top_logprobs=3)
+    results = []
+    for found in (StepLogits(logits), Sliced(logits, (150, 150)).found()):
+        packed, scores = sampler.sample(found, tree(), NODES, TOKENS)
+        results.append((packed.tolist(), scores()))
+    assert results[0][0] == results[1][0]
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_parts_are_of_their_rows():
+    logits = scores_of("random", 300)
+    first, second = Sliced(logits, (200, 100)).found().split([1, 2])
+    assert torch.equal(first.logits, logits[:1]) and torch.equal(second.copy().logits, logits[1:])
+    assert len(second) == 2 and second.device == CPU
