@@ -6,8 +6,8 @@ Letters: n nodes, V vocabulary, P slices, v tokens of one of them, K top-k candi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from lp_runtime.sampling.gumbel import GumbelNoise
 from lp_runtime.sampling.packing import HALF_BITS, HALF_MASK, find_top_k, pack_found
 from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.sampling.truncation import Truncation
+from lp_runtime.utils.jit import with_fresh_cache
 from lp_runtime.utils.tensors import tensor_on
 
 MAX_NOISES = 64  # samples whose noise is remembered: of requests that are decoded together
@@ -56,6 +57,7 @@ class VocabularySlice:
         self._first, self._size, self.device = sum(sizes[:index]), sizes[index], device
         self._vocabulary_size, self._largest_size = sum(sizes), sizes[0]
         self._noises: dict[tuple[int, int], GumbelNoise] = {}  # the one that was used last at the end
+        compile_slices()
 
     @property
     def can_find(self) -> bool:
@@ -89,7 +91,9 @@ class VocabularySlice:
             ids[:, 0] = noisy.argmax(axis=-1)
             values[:, 0] = np.take_along_axis(noisy, ids[:, :1], axis=-1)[:, 0]
         if num:
-            find_top_k(np.ascontiguousarray(scores), num, ids[:, 1:], values[:, 1:])
+            found = np.empty((len(scores), num), np.int64), np.empty((len(scores), num), np.float32)
+            find_top_k(np.ascontiguousarray(scores), num, *found)
+            ids[:, 1:], values[:, 1:] = found
         return torch.from_numpy((values.view(np.int32).astype(np.int64) << HALF_BITS) | (ids + self._first))
 
     def pack(self, found: torch.Tensor, draw: Draw) -> torch.Tensor:
@@ -128,6 +132,19 @@ class VocabularySlice:
         return None if draw.key is None else Noise(*draw.key, tensor_on(self.device, draw.positions))
 
 
+@functools.cache
+def compile_slices() -> None:
+    """Compile the Numba code that samples from slices, or load it from disk; once a process."""
+
+    def use() -> None:
+        """Find and pack the candidates of one node."""
+        ids, values = np.zeros((1, 2), np.int64), np.zeros((1, 2), np.float32)
+        find_top_k(np.zeros((1, 3), np.float32), 2, ids, values)
+        pack_found(ids, values, 2, np.zeros((1, 2), np.int64))
+
+    with_fresh_cache(use)
+
+
 class SlicedLogits(StepLogits):
     """Logits of nodes that stay on the shards, a slice on each, until somebody asks for all.
 
@@ -148,7 +165,7 @@ class SlicedLogits(StepLogits):
         super().__init__(torch.empty(0))
         self._vocabulary, self._read, self._find, self._rows_of_pass = vocabulary, read, find, rows_of_pass
 
-    @cached_property
+    @functools.cached_property
     def rows(self) -> torch.Tensor:
         """[n, V] logits in the model's dtype, put together at the first use."""
         return self._read(self._rows_of_pass.start, self._rows_of_pass.stop)
