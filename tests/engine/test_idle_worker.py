@@ -11,6 +11,10 @@ from lp_runtime.engine.idle_worker import IdleWorker
 PATIENCE = 60.0  # seconds; a failure's only
 
 
+def is_there(name: str) -> bool:
+    return name in [thread.name for thread in threading.enumerate()]
+
+
 class Slices:
     """Work whose slices a test lets go one by one."""
 
@@ -40,6 +44,7 @@ def test_a_slice_that_has_begun_is_waited_for_and_no_other_begins():
     def use() -> None:
         with worker.paused():
             assert slices.num_done == 1
+            assert not is_there("test")  # a waiting thread would slow down those that compute
             entered.set()
             assert not slices.begun.acquire(blocking=False)
 
@@ -50,6 +55,7 @@ def test_a_slice_that_has_begun_is_waited_for_and_no_other_begins():
     user.join(PATIENCE)
     assert entered.is_set()
     slices.await_slice()  # the next one, now that nobody uses the model
+    assert is_there("test")
     slices.may_end.release(2)
     worker.stop()
     assert 2 <= slices.num_done <= 3
