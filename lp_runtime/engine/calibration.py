@@ -28,7 +28,7 @@ from lp_runtime.sizing.cost_model import interpolate
 
 SWEEP_SECONDS = 8.0  # that asking about the vocabulary at once may take, about; what is left of it is left out
 START_SECONDS = 1.0  # that asking may take of a start, where the rest is asked between requests
-FORMAT_VERSION = 6  # of the files, and of what passes do: one more where either changes
+FORMAT_VERSION = 7  # of the files, and of what passes do: one more where either changes
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 7
 CONTEXT_TOKENS = 256  # cached while steps are measured
 MEASURE_SECONDS = 2.0  # that measuring may take, about
 MIN_MEASURED_TOKENS = 16  # steps of so many tokens are measured whatever it takes
-MAX_ROUNDS = 5
+MIN_ROUNDS, MAX_ROUNDS = 2, 5  # besides the first, in which steps of all sizes are compiled
 NUM_WARM = 4  # steps of one token that are not timed, in each round: those behind a long pass are slow on a CPU
 MAX_COST_MULTIPLE = 12  # no step is measured that costs this multiple of one token's: none so large ever pays
 BRANCH_TOKENS = 8  # of a measured tree's branches, as drafted trees have about
@@ -35,7 +34,7 @@ class StepMeasurement(NamedTuple):
 
     Attributes:
         tokens: [points] tokens of each measured step, ascending.
-        nanoseconds: [points] the median duration of each.
+        nanoseconds: [points] the shortest duration of each.
         num_padded: [] up to so many tokens a pass is padded to the next of `tokens`; 0 for none.
         harvest_ns: [] how much longer a prefill takes for each token whose top-k candidates are found.
     """
@@ -95,41 +94,47 @@ class _StepMeter:
         self._sizes = [*padded, *(size for size in GRID if self._num_padded < size <= limit)]
 
     def measure(self) -> StepMeasurement:
-        """Return the median durations of steps, as many as there is time for."""
-        sizes, deadline = self._sizes_in_time()
-        durations: list[list[int]] = [[] for _ in sizes]
-        for _ in range(MAX_ROUNDS):
-            if durations[0] and time.perf_counter() > deadline:
+        """Return the durations of steps, as many as there is time for: of each size the shortest that was seen.
+
+        What disturbs a step makes it longer, and one that seems dear is never taken, so nothing later would tell.
+        """
+        durations, deadline = self._first_round()
+        sizes = self._sizes[: len(durations)]
+        for number in range(MAX_ROUNDS):
+            if number >= MIN_ROUNDS and time.perf_counter() > deadline:
                 break
             self._begin()
             for _ in range(NUM_WARM):
                 self._step(1)
-            for size, times in zip(sizes, durations, strict=True):
-                times.append(self._step(size))
-        medians = np.array([int(statistics.median(times)) for times in durations])
-        return StepMeasurement(np.array(sizes), medians, np.array(self._num_padded), np.array(self._harvest_ns()))
+            for place, size in enumerate(sizes):
+                if size > MIN_MEASURED_TOKENS and time.perf_counter() > deadline:
+                    break
+                durations[place] = min(durations[place], self._step(size))
+        return StepMeasurement(
+            np.array(sizes), np.array(durations), np.array(self._num_padded), np.array(self._harvest_ns())
+        )
 
-    def _sizes_in_time(self) -> tuple[list[int], float]:
+    def _first_round(self) -> tuple[list[int], float]:
         """Run steps of every size that may pay and fits into the memory and, beyond some, into the time.
 
         Returns:
-            ([points] the sizes, the time of `time.perf_counter` at which measuring should end).
+            ([points] nanoseconds of the sizes, the time of `time.perf_counter` at which measuring should end).
         """
         deadline = time.perf_counter() + MEASURE_SECONDS
         self._begin()
-        once: list[int] = []
+        durations: list[int] = []
         for size in self._sizes:
             try:
                 warming_up = time.perf_counter()
                 self._step(size)  # the first of each size compiles and captures, whatever that takes
                 deadline += time.perf_counter() - warming_up
-                once.append(min(self._step(size), self._step(size)))  # one may be disturbed
+                durations.append(min(self._step(size), self._step(size)))
             except torch.OutOfMemoryError:
                 break
             is_late = time.perf_counter() > deadline and size >= MIN_MEASURED_TOKENS
-            if is_late or once[-1] > MAX_COST_MULTIPLE * once[0]:
+            if is_late or durations[-1] > MAX_COST_MULTIPLE * durations[0]:
                 break
-        return self._sizes[: len(once)], deadline
+        return durations, deadline
 
     def _harvest_ns(self) -> int:
         """Return how many nanoseconds longer a prefill takes for each token whose top-k candidates are found."""
