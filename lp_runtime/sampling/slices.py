@@ -115,7 +115,7 @@ class VocabularySlice:
         winners = values[:, :, 0].argmax(axis=-1)  # of equals the first slice: its ids are the lowest
         packed[:, 0] = ids[np.arange(len(words)), winners, 0]
         if num:
-            flat = (len(words), -1)
+            flat = (len(words), num * words.shape[1])
             pack_found(ids[:, :, 1:].reshape(flat), values[:, :, 1:].reshape(flat), num, packed)
         return torch.from_numpy(packed)
 
@@ -179,6 +179,8 @@ class SlicedLogits(StepLogits):
 
     def sample(self, draw: Draw) -> torch.Tensor:
         """Sample the n nodes' successors without putting logits together; see `VocabularySlice.pack`."""
+        if not len(self):  # a replica may own no nodes of a step
+            return torch.zeros((0, draw.packing.width), dtype=torch.int64, device=self.device)
         found = self._find(self._rows_of_pass.start, self._rows_of_pass.stop, draw)
         return self._vocabulary.pack(found, draw)
 

@@ -74,6 +74,8 @@ def outcome(found: StepLogits, processors: list, seed: int | None, num_top_k: in
         packed.append(sampler.sample(found, tree(), NODES, tokens)[0].tolist())
         packed.append(sampler.sample(found, tree(), NODES, tokens, with_top_k=False)[0].tolist())
         packed.append(sampler.sample(found.first(2), tree(), NODES[:2], tokens)[0].tolist())
+        none, _ = sampler.sample(found.first(0), tree(), [], tokens)  # a replica may own no nodes
+        assert none.shape == (0, sampler.width)
     return packed
 
 
