@@ -27,6 +27,8 @@ STEP_MS = {  # milliseconds of a step by its tokens: machine A with SmolLM2-135M
     "CPU": {1: 30, 2: 33, 4: 38, 8: 46, 16: 62, 32: 95, 64: 165, 128: 310},
     "GPU": {1: 9.0, 64: 9.4, 128: 11.0, 256: 16.0},
 }
+# A replica of one thread of machine A, with the real model inflated to 337M parameters in float32.
+THREAD_MS = {1: 37.1, 2: 39.5, 3: 42.7, 4: 43.3, 6: 46.9, 8: 53.8, 12: 63.0, 16: 76.1, 24: 113.8, 32: 150, 64: 300}
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # columns of the study `sources`
 
 
@@ -158,6 +160,17 @@ def auto(study: Study) -> None:
             study.add_row(row | {"auto, step tokens": step_tokens([sized[index] for index in at])})
 
 
+def auto_degrees(study: Study) -> None:
+    """Tokens per second of lookahead=auto on several replicas, beside fixed numbers of tokens; at given step times."""
+    for degree in DEGREES[:-1]:
+        sizes = (4, 6, 8, 12) if degree > 1 else (1, 4, 6, 8)
+        for label, settings in [("auto", LookaheadConfig()), *((f"full, {num}", full(num, degree)) for num in sizes)]:
+            runs = study.bench.decode_all(settings, degree, step_ms=THREAD_MS)
+            num_tokens = sum(len(run.tokens) - 1 for run in runs)
+            row = study.row(label, runs, degree)
+            study.add_row(row | {"tokens/s": num_tokens / sum(run.step_seconds for run in runs)})
+
+
 def host(study: Study) -> None:
     """Milliseconds a step of proposing and advancing on the host; nothing else must run on the machine."""
     for settings in (GREEDY, {"temperature": 1.0}):
@@ -185,5 +198,6 @@ STUDIES = (
     sources,
     starting_rates,
     auto,
+    auto_degrees,
     host,
 )

@@ -71,6 +71,24 @@ class Run:
         return 1 - len(set(ngrams)) / max(1, len(ngrams))
 
 
+class EqualReplicas(Calibration):
+    """What is measured of one replica, as if all were like it.
+
+    Args:
+        model: the replica's.
+        num_replicas: how many there are.
+        cache_dir: see Calibration.
+        steps: what its steps are taken to have.
+    """
+
+    def __init__(self, model: ModelRunner, num_replicas: int, cache_dir: str | None, steps: StepMeasurement):
+        super().__init__(model, Group.alone(), cache_dir, Measured(steps))
+        self._num_replicas = num_replicas
+
+    def times(self, num_tokens: int) -> np.ndarray:
+        return np.tile(super().times(num_tokens), (self._num_replicas, 1))
+
+
 class ChainFed(ModelRunner):
     """A model whose requests are decoded as those of one with a recurrent state are: each replica follows a path."""
 
@@ -143,8 +161,8 @@ class Bench:
         group, calibration, times = Group(0, degree, CPU), self.calibration, None
         if step_ms is not None:
             points = np.array(list(step_ms)), (1e6 * np.array(list(step_ms.values()))).astype(np.int64)
-            known = Measured(StepMeasurement(*points, np.array(0), np.array(0)))
-            calibration = Calibration(self.model, group, self._cache, known)
+            steps = StepMeasurement(*points, np.array(0), np.array(0))
+            calibration = EqualReplicas(self.model, degree, self._cache, steps)
             times = interpolate(*points, 2 * int(points[0][-1]))
         engine = Engine(self._chain_fed if as_chains else self.model, group, calibration)
         runs = []

@@ -15,7 +15,7 @@ from lp_runtime.utils.jit import compiled
 
 
 @compiled(makes_arrays=True)
-def _leaves_deep_first(parents, depths, root, num_nodes):
+def leaves_deep_first(parents, depths, root):
     """Return the tree's leaves in depth-first order, the deepest subtree first.
 
     Neighbours in this order share the most ancestors. Leaves with many ancestors (the end of the window's level 0) come
@@ -25,12 +25,12 @@ def _leaves_deep_first(parents, depths, root, num_nodes):
         parents: [T] index of each node's parent.
         depths: [T] depth of each node below the root.
         root: Index of the root.
-        num_nodes: Number of the tree's first nodes to look at.
 
     Returns:
         ([L] leaves, [L] depth of the last ancestor that each leaf shares with the leaf before).
     """
-    height = depths[:num_nodes].copy()  # depth of the deepest node below
+    num_nodes = len(parents)
+    height = depths.copy()  # depth of the deepest node below
     num_children = np.zeros(num_nodes, np.int64)
     for node in range(num_nodes - 1, root, -1):
         parent = parents[node]
@@ -69,7 +69,7 @@ def _leaves_deep_first(parents, depths, root, num_nodes):
 
 
 @compiled(makes_arrays=True)
-def _fits(leaves, branches, depths, capacity, bins):
+def fits(leaves, branches, depths, capacity, bins):
     """Pack the leaves greedily into bins, and return whether all of them fit.
 
     Each leaf goes into the bin where it adds the fewest nodes; of several, into the one with the least capacity left.
@@ -77,8 +77,8 @@ def _fits(leaves, branches, depths, capacity, bins):
     no other leaf of the bin shares more with it.
 
     Args:
-        leaves: [L] see `_leaves_deep_first`.
-        branches: [L] see `_leaves_deep_first`.
+        leaves: [L] see `leaves_deep_first`.
+        branches: [L] see `leaves_deep_first`.
         depths: [T] depth of each node below the root.
         capacity: [R] nodes below the root that fit into each bin.
         bins: [L], written with the bin of each leaf.
@@ -122,11 +122,11 @@ def _next_time(times, capacity, num_pending, max_tokens):
 
 @compiled(makes_arrays=True)
 def _pack(leaves, branches, depths, num_pending, num_nodes, times, limit, bins):
-    """Pack the leaves under the shortest time for which `_fits` finds a packing.
+    """Pack the leaves under the shortest time for which `fits` finds a packing.
 
     Args:
-        leaves: [L] see `_leaves_deep_first`; L >= 1.
-        branches: [L] see `_leaves_deep_first`.
+        leaves: [L] see `leaves_deep_first`; L >= 1.
+        branches: [L] see `leaves_deep_first`.
         depths: [T] depth of each node below the root.
         num_pending: P.
         num_nodes: Number of the tree's first nodes that are cut.
@@ -146,7 +146,7 @@ def _pack(leaves, branches, depths, num_pending, num_nodes, times, limit, bins):
         for rank in range(num_replicas):
             while capacity[rank] < max_tokens - num_pending and times[rank, num_pending + capacity[rank] + 1] <= time:
                 capacity[rank] += 1
-        if capacity.sum() >= num_nodes - num_pending and _fits(leaves, branches, depths, capacity, bins):
+        if capacity.sum() >= num_nodes - num_pending and fits(leaves, branches, depths, capacity, bins):
             return
         # what fits only changes where one more token fits
         next_time = _next_time(times, capacity, num_pending, max_tokens)
@@ -157,12 +157,34 @@ def _pack(leaves, branches, depths, num_pending, num_nodes, times, limit, bins):
             max_tokens = times.shape[1] - 1
         else:  # nobody knows how long so many take
             capacity[:] = num_nodes
-            _fits(leaves, branches, depths, capacity, bins)
+            fits(leaves, branches, depths, capacity, bins)
             return
 
 
+@compiled
+def feed_leaves(leaves, bins, parents, owner, feeds, sizes):
+    """Let replicas feed the leaves in their bins, with all ancestors.
+
+    Args:
+        leaves: [L] nodes.
+        bins: [L] rank of the replica of each leaf.
+        parents: [T] index of each node's parent.
+        owner: [T] rank that owns each node, or -1; nodes without an owner get one.
+        feeds: [R, T] whether each replica feeds each node; the pending tokens are fed.
+        sizes: [R], nodes that each replica feeds now are added.
+    """
+    for i in range(len(leaves)):
+        node, rank = leaves[i], bins[i]
+        while not feeds[rank, node]:
+            feeds[rank, node] = True
+            sizes[rank] += 1
+            if owner[node] < 0:
+                owner[node] = rank
+            node = parents[node]
+
+
 @compiled(makes_arrays=True)
-def _list_nodes(feeds, owner, sizes):
+def list_nodes(feeds, owner, sizes):
     """Return the nodes that each replica feeds and owns, one replica's behind the other's.
 
     Args:
@@ -186,67 +208,33 @@ def _list_nodes(feeds, owner, sizes):
                     owned[num_listed] = node
                     num_listed += 1
                     num_owned[rank] += 1
-    return nodes, owned, num_owned
+    return nodes, owned[:num_listed], num_owned
 
 
 @compiled(makes_arrays=True)
-def cut(parents, depths, root, num_nodes, times, limit):
+def cut(parents, depths, root, times, limit):
     """Return shares that finish in the shortest time for which `_pack` finds a packing.
 
     Args:
         parents: [T] index of each node's parent.
         depths: [T] depth of each node below the root.
         root: Index of the root.
-        num_nodes: Number of the tree's first nodes to cut.
         times: [R, M + 1] see `partition_by_times`.
         limit: Largest number of tokens that a replica feeds, if that fits.
 
     Returns:
         (owner, nodes, owned, sizes, num_owned), as `Shares` takes them but for arrays of sizes.
     """
-    num_replicas, num_pending = len(times), root + 1
+    num_replicas, num_nodes, num_pending = len(times), len(parents), root + 1
     feeds = np.zeros((num_replicas, num_nodes), np.bool_)
     feeds[:, :num_pending] = True
     owner = np.full(num_nodes, -1, np.int64)
     owner[root] = 0
     sizes = np.full(num_replicas, num_pending, np.int64)
-    leaves, branches = _leaves_deep_first(parents, depths, root, num_nodes)
+    leaves, branches = leaves_deep_first(parents, depths, root)
     bins = np.empty(len(leaves), np.int64)
     if len(leaves):
         _pack(leaves, branches, depths, num_pending, num_nodes, times, limit, bins)
-    for i in range(len(leaves)):
-        node, rank = leaves[i], bins[i]
-        while not feeds[rank, node]:
-            feeds[rank, node] = True
-            sizes[rank] += 1
-            if owner[node] < 0:
-                owner[node] = rank
-            node = parents[node]
-    nodes, owned, num_owned = _list_nodes(feeds, owner, sizes)
+    feed_leaves(leaves, bins, parents, owner, feeds, sizes)
+    nodes, owned, num_owned = list_nodes(feeds, owner, sizes)
     return owner, nodes, owned, sizes, num_owned
-
-
-@compiled(makes_arrays=True)
-def largest_packing(parents, depths, root, num_nodes, num_replicas, budget):
-    """Return the largest number of first nodes that a bisection finds to fit; all of them are tried first.
-
-    Args:
-        parents: [T] index of each node's parent.
-        depths: [T] depth of each node below the root.
-        root: Index of the root.
-        num_nodes: Largest result.
-        num_replicas: R.
-        budget: Largest number of tokens that a replica feeds.
-    """
-    capacity = np.full(num_replicas, budget - root - 1, np.int64)
-    low, high = min(num_nodes, max(root + 1, budget)), num_nodes
-    bins = np.empty(num_nodes, np.int64)
-    middle = high
-    while low < high:
-        leaves, branches = _leaves_deep_first(parents, depths, root, middle)
-        if _fits(leaves, branches, depths, capacity, bins):
-            low = middle
-        else:
-            high = middle - 1
-        middle = (low + high + 1) // 2
-    return low

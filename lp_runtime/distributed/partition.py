@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lp_runtime.distributed.packing import cut, largest_packing
+from lp_runtime.distributed.filling import fill_shares
+from lp_runtime.distributed.packing import cut
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.utils.jit import with_fresh_cache
 
@@ -130,44 +131,41 @@ def partition(tree: TokenTree, speeds: Sequence[float]) -> Shares:
     return partition_by_times(tree, linear_times(speeds, len(tree)))
 
 
-def partition_by_times(
-    tree: TokenTree, times: np.ndarray, limit: int | None = None, num_nodes: int | None = None
-) -> Shares:
+def partition_by_times(tree: TokenTree, times: np.ndarray, limit: int | None = None) -> Shares:
     """Cut the tree into R shares, balanced on what each replica computes, ancestors included.
 
     Args:
         tree: The step's tree.
         times: [R, M + 1] int64 time that each replica takes for 0, 1, 2 ... tokens, in one unit; must not fall.
-        limit: Largest number of tokens that a replica feeds, if the tree allows it (see `largest_fit`); a larger tree
-            exceeds the limit. None for no limit.
-        num_nodes: Number of the tree's first nodes to cut; None for all.
+        limit: Largest number of tokens that a replica feeds, where a packing is found that keeps it. None for no limit.
 
     Returns:
         R shares. A replica without leaves feeds the pending tokens alone.
     """
-    num_nodes = len(tree) if num_nodes is None else num_nodes
     if len(times) == 1:
-        return Shares.of_one(num_nodes, tree.root)
+        return Shares.of_one(len(tree), tree.root)
     _, parents, depths = tree.arrays()
-    max_tokens = num_nodes if limit is None else limit
-    owner, nodes, owned, sizes, num_owned = cut(parents, depths, tree.root, num_nodes, times, max_tokens)
+    max_tokens = len(tree) if limit is None else limit
+    owner, nodes, owned, sizes, num_owned = cut(parents, depths, tree.root, times, max_tokens)
     return Shares(owner, nodes, owned, sizes.tolist(), num_owned.tolist())
 
 
-def largest_fit(tree: TokenTree, num_replicas: int, budget: int, num_nodes: int | None = None) -> int:
-    """Return how many of the tree's first nodes R replicas can feed within a budget of tokens each.
+def select_within(tree: TokenTree, capacity: np.ndarray) -> tuple[np.ndarray, Shares]:
+    """Choose nodes that replicas can feed, the tree's first nodes first; what fits nowhere, and all below it, is left.
 
     Args:
-        tree: The step's tree.
-        num_replicas: R.
-        budget: Largest number of tokens that a replica feeds.
-        num_nodes: Largest result; None for all nodes.
+        tree: The step's tree, its likeliest nodes first.
+        capacity: [R] int64 nodes beside the pending ones that each replica may feed.
+
+    Returns:
+        (nodes, shares): [m] int64 ascending indices, the pending tokens included, and R shares of the tree of these.
     """
-    num_nodes = len(tree) if num_nodes is None else num_nodes
-    if num_replicas == 1 or num_nodes <= budget:
-        return min(num_nodes, max(budget, tree.root + 1))
     _, parents, depths = tree.arrays()
-    return int(largest_packing(parents, depths, tree.root, num_nodes, num_replicas, budget))
+    owner, fed, owned, sizes, num_owned = fill_shares(parents, depths, tree.root, capacity)
+    nodes = np.flatnonzero((owner >= 0) | (np.arange(len(owner)) < tree.root))
+    places = np.empty(len(owner), np.int64)
+    places[nodes] = np.arange(len(nodes))
+    return nodes, Shares(owner[nodes], places[fed], places[owned], sizes.tolist(), num_owned.tolist())
 
 
 @functools.cache
@@ -179,6 +177,6 @@ def compile_partition() -> None:
 
     def use() -> None:
         partition(tree, [1.0, 1.0])
-        largest_fit(tree, 2, 3)
+        select_within(tree, np.ones(2, np.int64))
 
     with_fresh_cache(use)

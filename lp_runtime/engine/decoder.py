@@ -136,7 +136,7 @@ class Decoder:
         budget.set_batch_size(batch_size)
         if budget.is_resting and not state.has_forced:
             return self._step(state.propose_root(), has_top_k=False)
-        if isinstance(budget, ChainBudget):
+        if budget.selects:
             return self._step(state.propose(None, budget.tree_size_hint, budget.select))
         return self._step(state.propose(budget.fit, budget.tree_size_hint))
 

@@ -156,7 +156,9 @@ class DecodingState:
             depth = min(depth, self.rules.refed_at - len(self.tokens))
         tree = self.drafter.propose(self.tokens, self.num_cached, depth, tree_size_hint, self._guide)
         if select is not None:
-            tree = self.drafter.keep(tree, select(tree))
+            nodes = select(tree)
+            if len(nodes) < len(tree):
+                tree = self.drafter.keep(tree, nodes)
         elif fit is not None and tree.path_probabilities is not None:
             tree.truncate(fit(tree, tree.path_probabilities))
         return self._proposal(tree)

@@ -13,23 +13,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lp_runtime.distributed.partition import Shares, largest_fit, partition_by_times
+from lp_runtime.distributed.partition import Shares, partition_by_times, select_within
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
-from lp_runtime.sizing.cost_model import FIXED_POINT_ONE, CostModel, finishing_times
+from lp_runtime.sizing.best_size import best_capacity, best_size
+from lp_runtime.sizing.cost_model import FIXED_POINT_ONE, CostModel
 from lp_runtime.sizing.drafting_state import DraftingSchedule
 from lp_runtime.sizing.learned_costs import LearnedCosts, TimedStep
-from lp_runtime.sizing.promises import EXPECTED_BITS, correct
-from lp_runtime.utils.jit import compiled, with_fresh_cache
+from lp_runtime.utils.jit import with_fresh_cache
 
-RATE_BITS = 32  # fixed point of tokens a nanosecond, beside EXPECTED_BITS
-MAX_EXPECTED = (1 << 31) - 1  # so that rates fit into 64 bits
 LITTLE_GAIN_PERCENT = 140  # below this, a change in the time of a step that does not draft may turn the decision
 MIN_TREE_SIZE_HINT = 64  # nodes for each replica: less is grown in no time
-# Tokens that a node is worth at least. What the model says behind a guess that was wrong goes into the draft tables and
-# saves steps later: the first nodes of a step are worth that. Of the others, low estimates are too rough to save by.
-NUM_TEACHING = 24
-TEACHING_WORTH = (1 << EXPECTED_BITS) // 30
-MIN_WORTH = (1 << EXPECTED_BITS) // 500
 
 
 class StepBudget:
@@ -52,8 +45,8 @@ class StepBudget:
         self._learned = learned or LearnedCosts.initial(len(times))
         self._costs = CostModel(times, self._learned.scales)
         self._schedule = DraftingSchedule(self._learned)
-        self._finishing = np.zeros(0, np.int64)  # memory of `step_times`
-        self._cut: tuple[TokenTree, Shares] | None = None  # a tree that was fitted, and its shares then
+        # Of the step under way: [R] the most tokens that each replica may feed, and shares that keep to it.
+        self._selected: tuple[np.ndarray, Shares] | None = None
         self._num_guessed = 0  # nodes below the root in the last step that was observed
         self._untimed: TimedStep | None = None  # a step whose times are still to come
         self.tree_size_hint: int | None = MIN_TREE_SIZE_HINT * len(times) if is_auto else None
@@ -71,39 +64,76 @@ class StepBudget:
         """Whether the next step feeds the root alone, without asking the drafter: see `DraftingState`."""
         return self._is_auto and self._schedule.is_resting
 
+    @property
+    def selects(self) -> bool:
+        """Whether `select` says which nodes are fed, as several replicas cannot share any tree evenly; else `fit`."""
+        return len(self._costs.times) > 1
+
     def fit(self, tree: TokenTree, path_probabilities: np.ndarray) -> int:
-        """Return how many of a tree's first nodes to feed.
+        """Return how many of a tree's first nodes a single replica feeds.
 
         Args:
             tree: The drafter's tree, its nodes in the order of `path_probabilities`.
             path_probabilities: [T] int64 estimated probability that a node is on the accepted path, fixed point of
                 PATH_PROBABILITY_BITS, descending.
         """
-        times = self._costs.times
-        num_replicas, max_tokens = times.shape[0], times.shape[1] - 1
-        limit = max_tokens if self.limit is None else min(max_tokens, self.limit)
+        times, num_pending, limit = self._costs.times[0], tree.root + 1, self._max_tokens
         if not self._is_auto:
-            return largest_fit(tree, num_replicas, limit)
-        num_pending = tree.root + 1
-        promises = self._learned.promises
-        size, rate, plain_rate = _best_size(
+            return min(len(tree), max(limit, num_pending))
+        promises, host = self._learned.promises, self._learned.host
+        size, rate, plain_rate = best_size(
             path_probabilities,
             num_pending,
-            len(tree),
-            self.step_times(num_pending, len(tree), limit),
+            times[: limit + 1],
             promises.kept,
             promises.promised,
             self._plain_step_time(num_pending),
+            host.drafting_ns,
+            host.per_node_ns,
         )
-        if num_replicas > 1 and size > num_pending:
-            shares = partition_by_times(tree, times, self.limit, size)
-            self._cut = tree, shares
-            if max(shares.sizes) > limit:
-                size = largest_fit(tree, num_replicas, limit, size)
-        pays = size > num_pending
-        self._fitted(pays, pays and rate * 100 < plain_rate * LITTLE_GAIN_PERCENT)
-        self.tree_size_hint = max(MIN_TREE_SIZE_HINT * num_replicas, 4 * size // 3)
+        self._fitted(size > num_pending, size > num_pending and rate * 100 < plain_rate * LITTLE_GAIN_PERCENT)
+        self.tree_size_hint = max(MIN_TREE_SIZE_HINT, 4 * size // 3)
         return int(size)
+
+    def select(self, tree: TokenTree) -> np.ndarray:
+        """Return the nodes of a tree that several replicas feed, [m] int64 ascending, the pending tokens included.
+
+        What no replica has capacity for is left out: the end of a long chain, rather than all that promises less.
+
+        Args:
+            tree: What the drafter proposed.
+        """
+        if tree.path_probabilities is None:
+            return np.arange(len(tree))
+        times, num_pending, limit = self._costs.times, tree.root + 1, self._max_tokens
+        capacity = np.full(len(times), max(0, limit - num_pending))
+        if self._is_auto:
+            promises, host = self._learned.promises, self._learned.host
+            capacity, rate, plain_rate = best_capacity(
+                tree.arrays()[1],
+                tree.path_probabilities,
+                tree.root,
+                times,
+                limit,
+                promises.kept,
+                promises.promised,
+                self._plain_step_time(num_pending),
+                host.drafting_ns,
+                host.per_node_ns,
+            )
+            pays = bool(capacity.any())
+            self._fitted(pays, pays and rate * 100 < plain_rate * LITTLE_GAIN_PERCENT)
+        nodes, shares = select_within(tree, capacity)
+        self._selected = capacity + num_pending, shares
+        if self._is_auto:
+            self.tree_size_hint = max(MIN_TREE_SIZE_HINT * len(times), 4 * len(nodes) // 3)
+        return nodes
+
+    @property
+    def _max_tokens(self) -> int:
+        """Largest number of tokens that a replica feeds."""
+        max_tokens = self._costs.times.shape[1] - 1
+        return max_tokens if self.limit is None else min(max_tokens, self.limit)
 
     def _fitted(self, pays: bool, gains_little: bool) -> None:
         """Note what the tree of the step under way is worth.
@@ -126,38 +156,17 @@ class StepBudget:
         times = zip(self._costs.times[:, num_pending].tolist(), learned.plain_scales.tolist(), strict=True)
         return learned.host.plain_ns + max(time * scale // FIXED_POINT_ONE for time, scale in times)
 
-    def step_times(self, num_pending: int, num_nodes: int, limit: int) -> np.ndarray:
-        """Return how long steps take that draft and feed the pending tokens and 0, 1, 2 ... nodes more, host included.
-
-        Args:
-            num_pending: Pending tokens, >= 1.
-            num_nodes: Nodes of the tree, T.
-            limit: Largest number of tokens that a replica feeds.
-
-        Returns:
-            [n] int64 nanoseconds, up to T nodes or as many as the replicas may feed; valid until the next call.
-        """
-        times, host = self._costs.times, self._learned.host
-        num_replicas = len(times)
-        max_nodes = min(num_pending + num_replicas * max(0, limit - num_pending), num_nodes)
-        size = max(1, max_nodes - num_pending + 1)
-        if len(self._finishing) < size:
-            self._finishing = np.zeros(2 * size, np.int64)
-        finishing = self._finishing[:size]
-        fed_per_node = self._learned.fed_per_node if num_replicas > 1 else FIXED_POINT_ONE
-        finishing_times(times, num_pending, limit, fed_per_node, host.drafting_ns, host.per_node_ns, finishing)
-        return finishing
-
     def shares(self, tree: TokenTree) -> Shares:
         """Return the tree's shares, with which the last replica finishes as soon as the partition can make it.
 
         Args:
-            tree: The tree to feed, cut to what `fit` returned.
+            tree: The tree to feed, of the nodes that `fit` or `select` returned.
         """
-        cut, self._cut = self._cut, None
-        if cut is not None and cut[0] is tree and len(cut[1].owner) == len(tree):
-            return cut[1]
-        return partition_by_times(tree, self._costs.times, self.limit)
+        shares = partition_by_times(tree, self._costs.times, self.limit)
+        selected, self._selected = self._selected, None
+        if selected is not None and (np.array(shares.sizes) > selected[0]).any():
+            return selected[1]
+        return shares
 
     def observe(
         self,
@@ -187,7 +196,6 @@ class StepBudget:
             if tree.path_probabilities is not None:
                 self._learned.promises.observe(tree.path_probabilities, tree.root + 1, accepted)
             self._num_guessed = sum(shares.num_owned) - 1
-            self._learned.observe_shares(shares, self._num_guessed)
         elif len(shares) == 1:
             return
         measured = self._costs.measured
@@ -220,7 +228,9 @@ def compile_budget() -> None:
     def use() -> None:
         tree = TokenTree([0, 1], max_depth=3)
         tree.add_branch([2])
-        learned, certain = LearnedCosts.initial(1), np.full(3, 1 << PATH_PROBABILITY_BITS, dtype=np.int64)
+        certain = tree.path_probabilities = np.full(3, 1 << PATH_PROBABILITY_BITS, dtype=np.int64)
+        StepBudget(np.full((2, 9), 1000), True, None).select(tree)
+        learned = LearnedCosts.initial(1)
         budget = StepBudget(np.full((1, 9), 1000), True, None, learned)
         budget.fit(tree, certain)
         learned.promises.corrected(certain)
@@ -230,33 +240,3 @@ def compile_budget() -> None:
             budget.observe(tree, shares, [1], [1], [2])
 
     with_fresh_cache(use)
-
-
-@compiled
-def _best_size(path_probabilities, num_pending, num_nodes, times, kept, promised, plain_time):
-    """Return how many of the tree's first nodes maximise tokens per nanosecond; ties go to fewer.
-
-    Tokens are the expected committed ones, and no node is worth less than TEACHING_WORTH or MIN_WORTH.
-
-    Args:
-        path_probabilities: [T] see `StepBudget.fit`.
-        num_pending: Smallest result, >= 1.
-        num_nodes: Largest result, T.
-        times: [n] nanoseconds of a step that drafts and feeds the pending tokens and 0, 1, 2 ... nodes more.
-        kept: [L] see Promises.
-        promised: [L] see Promises.
-        plain_time: Nanoseconds of a step that does not draft.
-
-    Returns:
-        (number of nodes, its rate, the rate of a step that does not draft). Rates are in tokens a nanosecond, fixed
-        point of EXPECTED_BITS + RATE_BITS.
-    """
-    plain_rate = (np.int64(1) << EXPECTED_BITS + RATE_BITS) // plain_time
-    best, best_rate, expected = num_pending, plain_rate, np.int64(1) << EXPECTED_BITS
-    for node in range(num_pending, min(num_nodes, num_pending + len(times) - 1)):
-        least = TEACHING_WORTH if node < num_pending + NUM_TEACHING else MIN_WORTH
-        expected = min(expected + max(least, correct(path_probabilities[node], kept, promised)), MAX_EXPECTED)
-        rate = (expected << RATE_BITS) // times[node + 1 - num_pending]
-        if rate > best_rate:
-            best, best_rate = node + 1, rate
-    return best, best_rate, plain_rate

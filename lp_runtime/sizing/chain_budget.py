@@ -16,7 +16,8 @@ import numpy as np
 from lp_runtime.distributed.chains import heaviest_chains
 from lp_runtime.distributed.partition import Share, Shares
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
-from lp_runtime.sizing.budget import LITTLE_GAIN_PERCENT, RATE_BITS, StepBudget
+from lp_runtime.sizing.best_size import RATE_BITS
+from lp_runtime.sizing.budget import LITTLE_GAIN_PERCENT, StepBudget
 from lp_runtime.sizing.cost_model import FIXED_POINT_ONE
 from lp_runtime.sizing.learned_costs import LearnedCosts
 from lp_runtime.sizing.promises import EXPECTED_BITS
@@ -46,6 +47,10 @@ class ChainBudget(StepBudget):
         self._brought = [0] * num_replicas  # accepted tokens that each chain alone promises, fixed point
         self._must_catch_up = [False] * num_replicas
         self.tree_size_hint = CHAIN_HINT * num_replicas if is_auto else None
+
+    @property
+    def selects(self) -> bool:
+        return True
 
     def select(self, tree: TokenTree) -> np.ndarray:
         """Return the nodes of the replicas' chains and the pending tokens, [m] int64 ascending.

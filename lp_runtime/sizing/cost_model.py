@@ -16,7 +16,6 @@ ASSUMED_FREE_TOKENS = 64
 ASSUMED_STEP_NS = 1_000_000  # of a step of one token; all times are relative to it then
 FIXED_POINT_ONE = 1 << 10  # 1.0 of scales and of times of a node: all replicas must compute equal integers
 EQUAL_SPREAD = 15 * FIXED_POINT_ONE // 100  # scales that differ by less are noise, and replicas count as equally fast
-NEVER_NS = 1 << 52  # longer than any step, and far from the largest int64
 
 
 class CostModel:
@@ -116,40 +115,6 @@ def shared_times(times: np.ndarray, batch_size: int) -> np.ndarray:
     known = np.minimum(places, times.shape[1] - 1)
     slopes = times[:, -1:] - times[:, -2:-1] if times.shape[1] > 1 else 0
     return np.ascontiguousarray((times[:, known] + (places - known) * slopes) // batch_size)
-
-
-@compiled(makes_arrays=True)
-def finishing_times(times, num_pending, limit, fed_per_node, drafting_ns, per_node_ns, finishing):
-    """Estimate when a step of the pending tokens and of 0, 1, 2 ... nodes more is over, without cutting a tree.
-
-    Args:
-        times: [R, M + 1] nanoseconds of each replica's forward pass.
-        num_pending: Pending tokens, >= 1.
-        limit: Largest number of tokens that a replica feeds.
-        fed_per_node: Tokens that all replicas together feed for each node, fixed point of FIXED_POINT_ONE.
-        drafting_ns: Host time of a step without nodes.
-        per_node_ns: Host time of each node, fixed point of FIXED_POINT_ONE.
-        finishing: [n], written with nanoseconds.
-    """
-    num_added = np.zeros(len(times), np.int64)  # tokens beside the pending ones, by replica
-    time, num_fed = np.int64(0), np.int64(0)
-    for rank in range(len(times)):
-        time = max(time, times[rank, num_pending])
-    for num_nodes in range(len(finishing)):
-        while num_fed * FIXED_POINT_ONE < num_nodes * fed_per_node:
-            next_rank, next_time = -1, np.int64(0)
-            for rank in range(len(times)):  # the replica that is done first with one token more feeds it
-                if num_pending + num_added[rank] < limit:
-                    later = times[rank, num_pending + num_added[rank] + 1]
-                    if next_rank < 0 or later < next_time:
-                        next_rank, next_time = rank, later
-            if next_rank < 0:  # no replica may feed more
-                time = NEVER_NS
-                break
-            time = max(time, next_time)
-            num_added[next_rank] += 1
-            num_fed += 1
-        finishing[num_nodes] = time + drafting_ns + per_node_ns * num_nodes // FIXED_POINT_ONE
 
 
 @compiled

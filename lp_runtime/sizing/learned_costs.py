@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lp_runtime.distributed.partition import Shares
 from lp_runtime.sizing.cost_model import FIXED_POINT_ONE
 from lp_runtime.sizing.host_cost import HostCost
 from lp_runtime.sizing.promises import Promises
@@ -19,7 +18,6 @@ from lp_runtime.utils.jit import compiled
 NUM_TIMED = 4  # steps of the root alone that are timed before the first step that drafts
 SMOOTHING_STEPS = 8  # of all means over steps
 MAX_SCALE = FIXED_POINT_ONE << 20  # so that products stay within 64 bits
-ASSUMED_FED_PER_NODE = 9 * FIXED_POINT_ONE // 8  # replicas share few ancestors in the trees that are usual
 
 
 class TimedStep(NamedTuple):
@@ -49,8 +47,6 @@ class LearnedCosts:
             machine that slows down as a whole changes `scales` alone.
         num_plain: Number of steps that `plain_scales` were learned from.
         host: Host cost of a step.
-        fed_per_node: Tokens that all replicas together feed for each node below the root, fixed point of
-            FIXED_POINT_ONE; more than 1 because several replicas feed the same ancestors.
         promises: What was accepted beside what path probabilities promised.
     """
 
@@ -58,7 +54,6 @@ class LearnedCosts:
     plain_scales: np.ndarray
     num_plain: int = 0
     host: HostCost = field(default_factory=HostCost)
-    fed_per_node: int = ASSUMED_FED_PER_NODE
     promises: Promises = field(default_factory=Promises)
 
     @classmethod
@@ -76,19 +71,6 @@ class LearnedCosts:
     def is_timed(self) -> bool:
         """Whether enough steps of the root alone were timed to compare steps that draft with them."""
         return self.num_plain >= NUM_TIMED
-
-    def observe_shares(self, shares: Shares, num_nodes: int) -> None:
-        """Learn how many tokens replicas feed for each node.
-
-        Args:
-            shares: [R] the step's shares.
-            num_nodes: Nodes below the root that the step fed.
-        """
-        num_replicas = len(shares)
-        if num_replicas > 1 and num_nodes >= num_replicas:
-            num_pending = len(shares.owner) - num_nodes
-            num_fed = sum(shares.sizes) - num_replicas * num_pending
-            self.fed_per_node += (num_fed * FIXED_POINT_ONE // num_nodes - self.fed_per_node) // SMOOTHING_STEPS
 
     def observe_times(self, step: TimedStep, nanoseconds: np.ndarray) -> None:
         """Learn from how long forward passes took: `scales` from a step that drafts, else `plain_scales`.

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lp_runtime.distributed.partition import Shares, largest_fit, linear_times, partition, partition_by_times
+from lp_runtime.distributed.partition import Shares, partition, partition_by_times, select_within
 from lp_runtime.lookahead.drafters.paper.window import Window
 from lp_runtime.lookahead.tree import TokenTree
 
@@ -113,24 +113,40 @@ def test_a_tree_that_is_larger_than_any_known_time_is_cut_all_the_same():
     check_shares(tree, partition_by_times(tree, times, 10))
 
 
-@pytest.mark.parametrize("num_replicas", [1, 3])
-def test_the_first_nodes_alone_are_cut(num_replicas):
-    tree = lookahead_tree(5, 3, 5)
-    times = linear_times([1.0] * num_replicas, len(tree))
-    first = lookahead_tree(5, 3, 5)
-    first.truncate(12)
-    assert lists(partition_by_times(tree, times, num_nodes=12)) == lists(partition_by_times(first, times))
+@settings(max_examples=200, deadline=None)
+@given(trees(), st.lists(st.integers(0, 9), min_size=1, max_size=5))
+def test_a_tree_is_filled_in_its_order(tree, capacity):
+    """No replica gets more than its capacity, and a node is left out only where it fits nowhere."""
+    nodes, shares = select_within(tree, np.array(capacity))
+    part = tree.part(nodes)
+    check_shares(part, shares)
+    assert all(size <= tree.root + 1 + each for size, each in zip(shares.sizes, capacity, strict=True))
+    kept = set(nodes.tolist())
+    assert kept == with_ancestors(tree, list(kept))
+    fed = [{int(nodes[node]) for node in share.nodes} for share in shares]
+    for node in range(tree.root + 1, len(tree)):
+        if node not in kept and tree.parents[node] in kept:
+            added = [len(with_ancestors(tree, [node]) - each) for each in fed]
+            left = [tree.root + 1 + most - len(each) for most, each in zip(capacity, fed, strict=True)]
+            assert all(num > room for num, room in zip(added, left, strict=True))
 
 
-def test_as_much_as_fits_is_found():
+def test_all_of_a_tree_is_taken_that_fits():
     tree = lookahead_tree(15, 5, 15)
     least = max(partition(tree, [1.0] * 4).sizes)
-    assert largest_fit(tree, 4, least) == len(tree)
-    for budget in (20, least - 1):
-        size = largest_fit(tree, 4, budget)
-        assert budget < size < len(tree)
-        assert max(partition_by_times(tree, linear_times([1.0] * 4, 200), budget, size).sizes) <= budget
-        assert largest_fit(tree, 4, budget, size) == size
+    nodes, shares = select_within(tree, np.full(4, least + 1))
+    assert len(nodes) == len(tree) and max(shares.sizes) <= least + 2
+
+
+def test_siblings_are_fed_in_place_of_the_end_of_a_chain():
+    """A chain of nine and six siblings, for three replicas of four nodes: the chain's first four, all of the rest."""
+    tree = TokenTree([0], max_depth=9)
+    tree.add_branch(list(range(1, 10)))
+    for token in range(10, 16):
+        tree.add(0, token)
+    nodes, shares = select_within(tree, np.full(3, 4))
+    assert nodes.tolist() == [0, 1, 2, 3, 4, *range(10, 16)]
+    assert max(shares.sizes) == 5
 
 
 def test_more_replicas_than_leaves_leaves_some_with_the_pending_tokens_alone():

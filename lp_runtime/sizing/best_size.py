@@ -1,0 +1,155 @@
+"""The size of a step with which the most tokens are committed a nanosecond, by what nodes promise and steps take.
+
+All arithmetic is of integers, so that all replicas decide alike; nanoseconds are of whole steps, the host's included.
+
+Letters: T nodes in the tree, R replicas, M tokens that a replica's time is known for at most, L levels of promises.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lp_runtime.distributed.filling import clear, fill
+from lp_runtime.sizing.cost_model import FIXED_POINT_ONE
+from lp_runtime.sizing.promises import EXPECTED_BITS, correct
+from lp_runtime.utils.jit import compiled
+
+RATE_BITS = 32  # fixed point of tokens a nanosecond, beside EXPECTED_BITS
+MAX_EXPECTED = (1 << 31) - 1  # so that rates fit into 64 bits
+# Tokens that a node is worth at least. What the model says behind a guess that was wrong goes into the draft tables and
+# saves steps later: the first nodes of a step are worth that. Of the others, low estimates are too rough to save by.
+NUM_TEACHING = 24
+TEACHING_WORTH = (1 << EXPECTED_BITS) // 30
+MIN_WORTH = (1 << EXPECTED_BITS) // 500
+
+
+@compiled
+def rate_of(expected, nanoseconds):
+    """Return tokens a nanosecond, fixed point of EXPECTED_BITS + RATE_BITS.
+
+    Args:
+        expected: Committed tokens, fixed point of EXPECTED_BITS.
+        nanoseconds: Of the step, > 0.
+    """
+    return (np.int64(expected) << RATE_BITS) // nanoseconds
+
+
+@compiled
+def _worth(expected, num_before):
+    """Return what a node counts for, in tokens, fixed point of EXPECTED_BITS.
+
+    Args:
+        expected: Accepted tokens that are expected of the node, fixed point of EXPECTED_BITS.
+        num_before: Nodes below the root that are fed in the same step and promise more.
+    """
+    return max(expected, np.int64(TEACHING_WORTH if num_before < NUM_TEACHING else MIN_WORTH))
+
+
+@compiled
+def best_size(path_probabilities, num_pending, times, kept, promised, plain_ns, drafting_ns, per_node_ns):
+    """Return how many of the tree's first nodes one replica should feed; of equally good sizes the smallest.
+
+    Args:
+        path_probabilities: [T] see `StepBudget.fit`.
+        num_pending: Pending tokens, >= 1.
+        times: [m + 1] nanoseconds of a forward pass of 0, 1, 2 ... tokens; m is the largest result.
+        kept: [L] see Promises.
+        promised: [L] see Promises.
+        plain_ns: Nanoseconds of a step that does not draft.
+        drafting_ns: Nanoseconds of the host in a step that drafts.
+        per_node_ns: Host time of each node below the root, fixed point of FIXED_POINT_ONE.
+
+    Returns:
+        (number of nodes, its rate, the rate of a step that does not draft): rates see `rate_of`.
+    """
+    expected = np.int64(1) << EXPECTED_BITS
+    plain_rate = rate_of(expected, plain_ns)
+    best, best_rate = np.int64(num_pending), plain_rate
+    for node in range(num_pending, min(len(path_probabilities), len(times) - 1)):
+        num = node + 1 - num_pending
+        expected += _worth(correct(path_probabilities[node], kept, promised), num - 1)
+        host_ns = drafting_ns + per_node_ns * num // FIXED_POINT_ONE
+        rate = rate_of(min(expected, MAX_EXPECTED), times[node + 1] + host_ns)
+        if rate > best_rate:
+            best, best_rate = np.int64(node + 1), rate
+    return best, best_rate, plain_rate
+
+
+@compiled(makes_arrays=True)
+def _add_capacity(times, num_pending, max_tokens, capacity):
+    """Let the replicas feed about a quarter more, and return in how many nanoseconds all are done; 0 if none may more.
+
+    Args:
+        times: [R, M + 1] nanoseconds of each replica's forward pass.
+        num_pending: Pending tokens, >= 1.
+        max_tokens: Largest number of tokens that a replica may feed.
+        capacity: [R] nodes beside the pending ones that each replica may feed so far, written with what it may now.
+    """
+    most = capacity.max()
+    size = min(max(most + 1, most * 5 // 4), max_tokens - num_pending)
+    if size <= most:
+        return np.int64(0)
+    time, plain_time = times[0, num_pending + size], np.int64(0)
+    for rank in range(len(times)):
+        time = min(time, times[rank, num_pending + size])
+        plain_time = max(plain_time, times[rank, num_pending])
+    time = max(time, plain_time)  # all replicas feed the pending tokens
+    for rank in range(len(times)):
+        while capacity[rank] < max_tokens - num_pending and times[rank, num_pending + capacity[rank] + 1] <= time:
+            capacity[rank] += 1
+    return time
+
+
+@compiled(makes_arrays=True)
+def best_capacity(parents, path_probabilities, root, times, limit, kept, promised, plain_ns, drafting_ns, per_node_ns):
+    """Return how many nodes each of several replicas should feed beside the pending tokens.
+
+    What fits is found by filling the replicas for one capacity after another: a long chain must be fed by one replica,
+    however many there are, and siblings need not be.
+
+    Args:
+        parents: [T] index of each node's parent.
+        path_probabilities: [T] see `StepBudget.fit`.
+        root: Index of the root.
+        times: [R, M + 1] nanoseconds of each replica's forward pass of 0, 1, 2 ... tokens.
+        limit: Largest number of tokens that a replica feeds, at most M.
+        kept: [L] see Promises.
+        promised: [L] see Promises.
+        plain_ns: Nanoseconds of a step that does not draft.
+        drafting_ns: Nanoseconds of the host in a step that drafts.
+        per_node_ns: Host time of each node below the root, fixed point of FIXED_POINT_ONE.
+
+    Returns:
+        ([R] capacity, its rate, the rate of a step that does not draft): rates see `rate_of`.
+    """
+    num_replicas, num_nodes, num_pending = len(times), len(parents), root + 1
+    expected = np.empty(num_nodes, np.int64)
+    most = np.int64(1) << EXPECTED_BITS  # tokens of a step that feeds all nodes
+    for node in range(num_pending, num_nodes):
+        expected[node] = correct(path_probabilities[node], kept, promised)
+        most += _worth(expected[node], node - num_pending)
+    owner, feeds = np.empty(num_nodes, np.int64), np.empty((num_replicas, num_nodes), np.bool_)
+    capacity, left = np.zeros(num_replicas, np.int64), np.empty(num_replicas, np.int64)
+    best = capacity.copy()
+    plain_rate = rate_of(np.int64(1) << EXPECTED_BITS, plain_ns)
+    best_rate = plain_rate
+    num_fed = np.int64(0)
+    while num_fed < num_nodes - num_pending:
+        time = _add_capacity(times, num_pending, min(limit, num_nodes), capacity)
+        if time == 0 or rate_of(min(most, MAX_EXPECTED), time + drafting_ns) <= best_rate:
+            break
+        clear(root, capacity, owner, feeds, left)
+        fill(parents, root, owner, feeds, left)
+        tokens, num_fed = np.int64(1) << EXPECTED_BITS, np.int64(0)
+        for node in range(num_pending, num_nodes):
+            if owner[node] >= 0:
+                tokens += _worth(expected[node], num_fed)
+                num_fed += 1
+        time = np.int64(0)
+        for rank in range(num_replicas):
+            time = max(time, times[rank, num_pending + capacity[rank] - left[rank]])
+        host_ns = drafting_ns + per_node_ns * num_fed // FIXED_POINT_ONE
+        rate = rate_of(min(tokens, MAX_EXPECTED), time + host_ns)
+        if rate > best_rate:
+            best[:], best_rate = capacity, rate
+    return best, best_rate, plain_rate
