@@ -10,8 +10,8 @@ the slowest counts. `forward ms` is the slowest share's forward pass, the mean o
 the prefill excluded, with an exchange of --exchange-us in every step. With --budget every replica feeds so many tokens
 at every degree; without it lookahead=auto chooses. A model whose name begins with int8 or int4 is quantized while it is
 loaded (weights alone, by torchao, the extra `quantized`; its int4 weights of CPUs are stored in bytes). With
---processes, one and two real processes stand beside the critical paths of one and two. Each prompt is --prefixes tokens
-of the file's texts, one behind the other, from another place for each prompt. Outputs are compared with one token a
+--processes, one and two real processes stand beside the critical paths of one and two. Each of --limit prompts is
+--prefixes tokens of all the files' texts, one behind the other, from another place for each prompt. Outputs are compared with one token a
 step; the exit status is 1 if any differs.
 
 Nothing else must run on the machine, and one thread a process must do as much beside another as alone.
@@ -184,10 +184,11 @@ def run(args: argparse.Namespace) -> int:
         name, _, location = variant.partition("=")
         config = config_of(name, location, args, 1)
         tokenizer = load_tokenizer(config.model)
-        texts = [str(prompt.value) for prompt in load_prompts(args)]
+        everything = argparse.Namespace(prompts=args.prompts, limit=1 << 30)
+        texts = ["\n".join(map(str, prompt.turns)) for prompt in load_prompts(everything)]
         ids = tokenizer("\n\n".join(texts), add_special_tokens=False, verbose=False)["input_ids"]
         for length in args.prefixes:
-            prompts = prefixes_of(ids, length, len(texts))
+            prompts = prefixes_of(ids, length, args.limit)
             paths = dict(critical_paths(config, args, prompts))
             if args.processes:
                 for num in (1, 2):
@@ -202,6 +203,6 @@ def run(args: argparse.Namespace) -> int:
                 )
                 num_wrong += num_differ
                 results.add(row | {f"over LP {args.degrees[0]}": over, "outputs that differ": num_differ})
-    about = f"{args.limit} prompts a file, {args.max_new_tokens} new tokens, {args.dtype}"
+    about = f"{args.limit} prompts, {args.max_new_tokens} new tokens, {args.dtype}"
     results.finish(f"{about}, exchanges of {args.exchange_us:g} us on critical paths")
     return 1 if num_wrong else 0
