@@ -11,8 +11,8 @@ the prefill excluded, with an exchange of --exchange-us in every step. With --bu
 at every degree; without it lookahead=auto chooses. A model whose name begins with int8 or int4 is quantized while it is
 loaded (weights alone, by torchao, the extra `quantized`; its int4 weights of CPUs are stored in bytes). With
 --processes, one and two real processes stand beside the critical paths of one and two. Each of --limit prompts is
---prefixes tokens of all the files' texts, one behind the other, from another place for each prompt. Outputs are compared with one token a
-step; the exit status is 1 if any differs.
+--prefixes tokens of all the files' texts, one behind the other, from another place for each prompt. Outputs are
+compared with one token a step; the exit status is 1 if any differs.
 
 Nothing else must run on the machine, and one thread a process must do as much beside another as alone.
 """
@@ -185,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
         config = config_of(name, location, args, 1)
         tokenizer = load_tokenizer(config.model)
         everything = argparse.Namespace(prompts=args.prompts, limit=1 << 30)
-        texts = ["\n".join(map(str, prompt.turns)) for prompt in load_prompts(everything)]
+        texts = ["\n".join(prompt.turns) for prompt in load_prompts(everything)]
         ids = tokenizer("\n\n".join(texts), add_special_tokens=False, verbose=False)["input_ids"]
         for length in args.prefixes:
             prompts = prefixes_of(ids, length, args.limit)

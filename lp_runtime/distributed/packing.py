@@ -129,7 +129,7 @@ def _pack(leaves, branches, depths, num_pending, num_nodes, times, limit, bins):
         branches: [L] see `leaves_deep_first`.
         depths: [T] depth of each node below the root.
         num_pending: P.
-        num_nodes: Number of the tree's first nodes that are cut.
+        num_nodes: T.
         times: [R, M + 1] see `partition_by_times`.
         limit: Largest number of tokens that a replica feeds, if that fits.
         bins: [L], written with the replica of each leaf.

@@ -151,7 +151,7 @@ def partition_by_times(tree: TokenTree, times: np.ndarray, limit: int | None = N
 
 
 def select_within(tree: TokenTree, capacity: np.ndarray) -> tuple[np.ndarray, Shares]:
-    """Choose nodes that replicas can feed, the tree's first nodes first; what fits nowhere, and all below it, is left.
+    """Choose nodes that replicas can feed, in the tree's order: what fits nowhere, and all below it, is left out.
 
     Args:
         tree: The step's tree, its likeliest nodes first.

@@ -149,7 +149,8 @@ class DecodingState:
             fit: says how many of the tree's nodes to feed; asked if the drafter estimates path probabilities. It must
                 answer alike on all replicas. None to feed all.
             tree_size_hint: largest number of nodes to propose, where the drafter can choose; None for its own limit.
-            select: says which of the nodes to feed, in place of `fit`; it must answer alike on all replicas.
+            select: says which of the nodes to feed, in place of `fit`; asked of every drafter's tree. It must answer
+                alike on all replicas.
         """
         depth = self.rules.max_new_tokens - (len(self.tokens) - self.prompt_length) - 1
         if self.rules.refed_at is not None and len(self.tokens) <= self.rules.refed_at:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lp_runtime.distributed.filling import clear, fill
+from lp_runtime.distributed.filling import feed_pending, fill
 from lp_runtime.sizing.cost_model import FIXED_POINT_ONE
 from lp_runtime.sizing.promises import EXPECTED_BITS, correct
 from lp_runtime.utils.jit import compiled
@@ -28,7 +28,7 @@ def rate_of(expected, nanoseconds):
     """Return tokens a nanosecond, fixed point of EXPECTED_BITS + RATE_BITS.
 
     Args:
-        expected: Committed tokens, fixed point of EXPECTED_BITS.
+        expected: Committed tokens, at most MAX_EXPECTED, fixed point of EXPECTED_BITS.
         nanoseconds: Of the step, > 0.
     """
     return (np.int64(expected) << RATE_BITS) // nanoseconds
@@ -52,7 +52,7 @@ def best_size(path_probabilities, num_pending, times, kept, promised, plain_ns, 
     Args:
         path_probabilities: [T] see `StepBudget.fit`.
         num_pending: Pending tokens, >= 1.
-        times: [m + 1] nanoseconds of a forward pass of 0, 1, 2 ... tokens; m is the largest result.
+        times: [m + 1] nanoseconds of a forward pass of 0, 1, 2 ... tokens; no tree of more than m is fed.
         kept: [L] see Promises.
         promised: [L] see Promises.
         plain_ns: Nanoseconds of a step that does not draft.
@@ -75,27 +75,34 @@ def best_size(path_probabilities, num_pending, times, kept, promised, plain_ns, 
     return best, best_rate, plain_rate
 
 
-@compiled(makes_arrays=True)
+@compiled
 def _add_capacity(times, num_pending, max_tokens, capacity):
-    """Let the replicas feed about a quarter more, and return in how many nanoseconds all are done; 0 if none may more.
+    """Let the replicas feed more: one about a quarter more, all what takes no longer than that.
 
     Args:
         times: [R, M + 1] nanoseconds of each replica's forward pass.
         num_pending: Pending tokens, >= 1.
         max_tokens: Largest number of tokens that a replica may feed.
         capacity: [R] nodes beside the pending ones that each replica may feed so far, written with what it may now.
+
+    Returns:
+        nanoseconds in which all are done; 0 if none may feed more.
     """
-    most = capacity.max()
-    size = min(max(most + 1, most * 5 // 4), max_tokens - num_pending)
-    if size <= most:
+    room, most = max_tokens - num_pending, np.int64(-1)
+    for rank in range(len(times)):
+        if capacity[rank] < room:  # others are full: those that are slower may not be
+            most = max(most, capacity[rank])
+    if most < 0:
         return np.int64(0)
-    time, plain_time = times[0, num_pending + size], np.int64(0)
+    size = min(max(most + 1, most * 5 // 4), room)
+    time, plain_time = np.int64(-1), np.int64(0)
     for rank in range(len(times)):
-        time = min(time, times[rank, num_pending + size])
-        plain_time = max(plain_time, times[rank, num_pending])
-    time = max(time, plain_time)  # all replicas feed the pending tokens
+        plain_time = max(plain_time, times[rank, num_pending])  # all replicas feed the pending tokens
+        if capacity[rank] < room and (time < 0 or times[rank, num_pending + size] < time):
+            time = times[rank, num_pending + size]
+    time = max(time, plain_time)
     for rank in range(len(times)):
-        while capacity[rank] < max_tokens - num_pending and times[rank, num_pending + capacity[rank] + 1] <= time:
+        while capacity[rank] < room and times[rank, num_pending + capacity[rank] + 1] <= time:
             capacity[rank] += 1
     return time
 
@@ -138,7 +145,8 @@ def best_capacity(parents, path_probabilities, root, times, limit, kept, promise
         time = _add_capacity(times, num_pending, min(limit, num_nodes), capacity)
         if time == 0 or rate_of(min(most, MAX_EXPECTED), time + drafting_ns) <= best_rate:
             break
-        clear(root, capacity, owner, feeds, left)
+        feed_pending(root, owner, feeds)
+        left[:] = capacity
         fill(parents, root, owner, feeds, left)
         tokens, num_fed = np.int64(1) << EXPECTED_BITS, np.int64(0)
         for node in range(num_pending, num_nodes):

@@ -22,7 +22,7 @@ from lp_runtime.sizing.learned_costs import LearnedCosts, TimedStep
 from lp_runtime.utils.jit import with_fresh_cache
 
 LITTLE_GAIN_PERCENT = 140  # below this, a change in the time of a step that does not draft may turn the decision
-MIN_TREE_SIZE_HINT = 64  # nodes for each replica: less is grown in no time
+MIN_TREE_SIZE_HINT = 64  # nodes: less is grown in no time
 
 
 class StepBudget:
@@ -66,7 +66,7 @@ class StepBudget:
 
     @property
     def selects(self) -> bool:
-        """Whether `select` says which nodes are fed, as several replicas cannot share any tree evenly; else `fit`."""
+        """Whether `select` says which nodes are fed, as not every tree can be shared evenly; else `fit`."""
         return len(self._costs.times) > 1
 
     def fit(self, tree: TokenTree, path_probabilities: np.ndarray) -> int:
@@ -103,6 +103,7 @@ class StepBudget:
         Args:
             tree: What the drafter proposed.
         """
+        self._selected = None
         if tree.path_probabilities is None:
             return np.arange(len(tree))
         times, num_pending, limit = self._costs.times, tree.root + 1, self._max_tokens
@@ -126,7 +127,7 @@ class StepBudget:
         nodes, shares = select_within(tree, capacity)
         self._selected = capacity + num_pending, shares
         if self._is_auto:
-            self.tree_size_hint = max(MIN_TREE_SIZE_HINT * len(times), 4 * len(nodes) // 3)
+            self.tree_size_hint = MIN_TREE_SIZE_HINT + 3 * len(nodes) // 2  # some are left out
         return nodes
 
     @property
@@ -164,9 +165,9 @@ class StepBudget:
         """
         shares = partition_by_times(tree, self._costs.times, self.limit)
         selected, self._selected = self._selected, None
-        if selected is not None and (np.array(shares.sizes) > selected[0]).any():
-            return selected[1]
-        return shares
+        if selected is None or len(selected[1].owner) != len(tree) or (np.array(shares.sizes) <= selected[0]).all():
+            return shares
+        return selected[1]
 
     def observe(
         self,

@@ -50,6 +50,7 @@ class ChainBudget(StepBudget):
 
     @property
     def selects(self) -> bool:
+        """True: a replica feeds one path of the tree."""
         return True
 
     def select(self, tree: TokenTree) -> np.ndarray:

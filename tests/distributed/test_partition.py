@@ -131,11 +131,12 @@ def test_a_tree_is_filled_in_its_order(tree, capacity):
             assert all(num > room for num, room in zip(added, left, strict=True))
 
 
-def test_all_of_a_tree_is_taken_that_fits():
-    tree = lookahead_tree(15, 5, 15)
-    least = max(partition(tree, [1.0] * 4).sizes)
-    nodes, shares = select_within(tree, np.full(4, least + 1))
-    assert len(nodes) == len(tree) and max(shares.sizes) <= least + 2
+@settings(max_examples=200, deadline=None)
+@given(trees(), st.integers(1, 5))
+def test_all_of_a_tree_is_taken_that_the_partition_can_share(tree, num_replicas):
+    most = max(partition(tree, [1.0] * num_replicas).sizes)
+    nodes, shares = select_within(tree, np.full(num_replicas, most - tree.root - 1))
+    assert len(nodes) == len(tree) and max(shares.sizes) == most
 
 
 def test_siblings_are_fed_in_place_of_the_end_of_a_chain():
