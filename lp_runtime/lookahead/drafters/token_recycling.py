@@ -66,7 +66,8 @@ class TokenRecyclingDrafter(CountingDrafter):
             parent = nodes[path]
             if parent is not None:
                 row = self._table.get(tree.tokens[parent], self._unseen_row)
-                parent = tree.add(parent, int(row[rank]))
+                candidate = int(row[rank])  # -1 where fewer than K tokens may follow, as with sampling.top_k=5
+                parent = tree.add(parent, candidate) if candidate >= 0 else None
             nodes[path + str(rank)] = parent
         return tree
 

@@ -54,7 +54,9 @@ def best_first(
     return BestFirstDrafter(max_nodes, draft_tables or DraftTables(SMALL), vocabulary, noise, max_depth)
 
 
-def found_of(tree: TokenTree, committed: list[int], drafter: Drafter, seed: int) -> VerificationResult:
+def found_of(
+    tree: TokenTree, committed: list[int], drafter: Drafter, seed: int, num_candidates: int = tables.K
+) -> VerificationResult:
     """The toy model's verification result of a tree; `committed` ends with the tree's root."""
     texts: list[list[int]] = []
     for node, token in enumerate(tree.tokens):
@@ -63,11 +65,13 @@ def found_of(tree: TokenTree, committed: list[int], drafter: Drafter, seed: int)
         texts.append([*before, token])
     rankings = [toy_ranking(text, seed) for text in texts]
     entries = entries_of(rankings[tree.root :]) if drafter.num_top_k else None
+    if entries is not None:
+        entries[:, num_candidates : tables.K] = -1
     return VerificationResult([ranking[0] for ranking in rankings], entries)
 
 
 def decode(
-    prompt: list[int], drafter: Drafter, seed: int, num_new: int, fit=None
+    prompt: list[int], drafter: Drafter, seed: int, num_new: int, fit=None, num_candidates: int = tables.K
 ) -> tuple[DecodingState, list[TokenTree]]:
     state = DecodingState(prompt, DecodingRules(num_new), drafter)
     proposal = state.propose_prefill()
@@ -76,7 +80,7 @@ def decode(
     while state.finish_reason is None:
         proposal = state.propose(fit)
         trees.append(proposal.tree)
-        state.advance(proposal, found_of(proposal.tree, state.tokens, drafter, seed))
+        state.advance(proposal, found_of(proposal.tree, state.tokens, drafter, seed, num_candidates))
     return state, trees
 
 
@@ -104,12 +108,19 @@ DRAFTERS = {
 
 @pytest.mark.parametrize("name", DRAFTERS)
 @settings(max_examples=15, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=12), st.integers(0, 50), st.integers(1, 60))
-def test_no_drafter_changes_the_output(name, prompt, seed, num_new):
+@given(
+    st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=12),
+    st.integers(0, 50),
+    st.integers(1, 60),
+    st.sampled_from([1, 3, tables.K]),
+)
+def test_no_drafter_changes_the_output(name, prompt, seed, num_new, num_candidates):
+    """Nor does one that is told of fewer than K candidates, as with sampling.top_k=3, propose what is no token."""
     drafter = DRAFTERS[name]()
-    state, trees = decode(prompt, drafter, seed, num_new)
+    state, trees = decode(prompt, drafter, seed, num_new, num_candidates=num_candidates)
     assert state.new_tokens == greedy_text(prompt, seed, num_new)
     for tree in trees:
+        assert all(0 <= token < VOCABULARY for token in tree.tokens)
         assert max(tree.depths) <= drafter.max_committed - 1
         assert len(tree) - tree.root <= drafter.max_nodes
         assert len(set(zip(tree.parents, tree.tokens, strict=True))) == len(tree)  # siblings differ
