@@ -121,7 +121,7 @@ def _next_time(times, capacity, num_pending, max_tokens):
 
 
 @compiled(makes_arrays=True)
-def _pack(leaves, branches, depths, num_pending, num_nodes, times, limit, bins):
+def _pack(leaves, branches, depths, num_pending, times, limit, bins):
     """Pack the leaves under the shortest time for which `fits` finds a packing.
 
     Args:
@@ -129,12 +129,11 @@ def _pack(leaves, branches, depths, num_pending, num_nodes, times, limit, bins):
         branches: [L] see `leaves_deep_first`.
         depths: [T] depth of each node below the root.
         num_pending: P.
-        num_nodes: T.
         times: [R, M + 1] see `partition_by_times`.
         limit: Largest number of tokens that a replica feeds, if that fits.
         bins: [L], written with the replica of each leaf.
     """
-    num_replicas = len(times)
+    num_replicas, num_nodes = len(times), len(depths)
     max_tokens = min(limit, times.shape[1] - 1)
     # No packing can beat the pending tokens everywhere, nor the deepest leaf on the replica that is fastest with it.
     deepest = 0
@@ -234,7 +233,7 @@ def cut(parents, depths, root, times, limit):
     leaves, branches = leaves_deep_first(parents, depths, root)
     bins = np.empty(len(leaves), np.int64)
     if len(leaves):
-        _pack(leaves, branches, depths, num_pending, num_nodes, times, limit, bins)
+        _pack(leaves, branches, depths, num_pending, times, limit, bins)
     feed_leaves(leaves, bins, parents, owner, feeds, sizes)
     nodes, owned, num_owned = list_nodes(feeds, owner, sizes)
     return owner, nodes, owned, sizes, num_owned
