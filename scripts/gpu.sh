@@ -3,8 +3,8 @@
 #
 #   scripts/gpu.sh OUT A     versions and bandwidth; the floor at SHAPE; the kernels of a step; every kernel; tests/gpu
 #   scripts/gpu.sh OUT B     lp-bench at SHAPE; nucleus sampling, prefixes, batches; the exchange; NCCL of one rank
-#   scripts/gpu.sh OUT C     the floor at LARGE; compile=full; transformers compiled; replicas that share a GPU; experts;
-#                            a real model, if there is one
+#   scripts/gpu.sh OUT C     the floor at LARGE; compile=full; transformers compiled; replicas that share a GPU, and
+#                            shards; sums inside captured passes; experts; a real model, if there is one
 #   scripts/gpu.sh OUT all   A, B and C without their limits; with several GPUs also NCCL, shared memory, kills and LP
 #   scripts/gpu.sh OUT B exchange nccl      these parts of a call only
 #
@@ -56,9 +56,9 @@ else
     real=(limit=2 "methods=[hf,hf_prompt_lookup,plain,default]")
 fi
 half=(--dtype bfloat16)
-device=cuda nccl=nccl kills=20
+device=cuda nccl=nccl kills=20 sums=(--sums)
 if [ "${SIZE:-}" = tiny ]; then
-    device=cpu gpus=2 nccl=gloo kills=2
+    device=cpu gpus=2 nccl=gloo kills=2 sums=() # NCCL is not simulated
 else
     gpus=${LP_GPUS:-$("$python" -c 'import torch; print(torch.cuda.device_count())')}
 fi
@@ -74,8 +74,8 @@ parts_of() {
     case $1 in
     A) echo machine:40 floor:110 profile:70 kernels:120 off:70 tests:130 ;;
     B) echo inflate:80 bench:160 requests:110 wide:70 exchange:60 nccl:60 ;;
-    C) echo large:90 full:130 inflate:70 compiled:80 share:80 experts:50 real:40 ;;
-    many) echo equality:1800 ranks:1800 kills:1800 parallel:3600 tensor_parallel:3600 ;;
+    C) echo large:90 full:110 inflate:70 compiled:70 share:70 shards:60 experts:40 real:30 ;;
+    many) echo equality:1800 ranks:1800 kills:1800 parallel:3600 splits:3600 tensor_parallel:3600 ;;
     esac
 }
 
@@ -87,7 +87,7 @@ model_path() { if [ "$shape" = demo ]; then echo "$PWD/lp_runtime/demo_model"; e
 own_prompts() {
     "$python" -c "
 import json, sys
-from lp_runtime.bench.command import OWN_PROMPTS
+from lp_runtime.bench.prompts import OWN_PROMPTS
 print('\n'.join(json.dumps({'text': prompt}) for prompt in OWN_PROMPTS), file=open(sys.argv[1], 'w'))" "$work/prompts.jsonl"
     echo "$work/prompts.jsonl:text"
 }
@@ -119,6 +119,11 @@ run() {
     full) "${micro[@]}" floor --output "$results" "${floor_shape[@]}" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens 1 "${few[1]}" --compile full ;;
     compiled) lp_bench model.path="$(model_path)" dtype=bfloat16 limit=1 "methods=[hf,hf_compiled]" ;;
     share) "$python" benchmarks/correctness.py equality --output "$results" --device cuda --backend gloo "${share[@]}" --prompts "$(own_prompts)" ;;
+    shards)
+        "$python" benchmarks/correctness.py equality --output "$results" --device "$device" --backend gloo --gpus 2 --gpus-per-replica 2 \
+            --settings 5,3,5 --limit 3 --max-new-tokens "$new" --prompts "$(own_prompts)"
+        "${micro[@]}" floor --output "$results" "${floor_shape[@]}" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${few[@]}" "${sums[@]}"
+        ;;
     experts) "${micro[@]}" experts --output "$results" --model "$experts" "${half[@]}" "${floor[@]}" --tokens "${few[@]}" ;;
     real)
         if [ ! -f "$models/real/config.json" ]; then
@@ -133,6 +138,7 @@ run() {
     kills) "$python" benchmarks/resilience.py kills --output "$results" --device "$device" --kills "$kills" --gpus "${replicas[@]}" --backends shared "$nccl" \
         --limit 3 --max-new-tokens "$new" --prompts "$(own_prompts)" ;;
     parallel) lp_bench model.path="$(model_path)" dtype=bfloat16 device="$device" gpus="$gpus" limit=2 "methods=[hf,plain,default]" ${PROMPTS:+prompts="$PROMPTS"} ;;
+    splits) lp_bench model.path="$(model_path)" dtype=bfloat16 device="$device" gpus="$gpus" limit=2 splits=auto ${PROMPTS:+prompts="$PROMPTS"} ;;
     tensor_parallel) "$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" benchmarks/speed.py tensor_parallel \
         --output "$results" --model "$(model_path)" --dtype bfloat16 --limit 2 --max-new-tokens "$new" --prompts "$(own_prompts)" ;;
     esac

@@ -14,7 +14,7 @@ from support.simulated_gpu import Gpu, Graph, simulated_gpu
 
 from lp_runtime import LookaheadConfig, lookahead_generate
 from lp_runtime.config.settings import ModelConfig
-from lp_runtime.model import cuda_graph, self_check
+from lp_runtime.model import fixed_passes, self_check
 from lp_runtime.model.loader import load_model
 
 pytestmark = [
@@ -28,8 +28,8 @@ LOOKAHEAD = LookaheadConfig(5, 4, 5)
 
 @pytest.fixture
 def gpu(monkeypatch) -> Iterator[Gpu]:
-    monkeypatch.setattr(cuda_graph, "SIZES", SIZES)
-    monkeypatch.setattr(cuda_graph, "MIN_LARGEST", SIZES[-1])
+    monkeypatch.setattr(fixed_passes, "SIZES", SIZES)
+    monkeypatch.setattr(fixed_passes, "MIN_LARGEST", SIZES[-1])
     with simulated_gpu() as gpu:
         yield gpu
 

@@ -36,7 +36,7 @@ from lp_runtime.engine.output import Report
 from lp_runtime.engine.replica import join_group, load_replica
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import ModelError
-from lp_runtime.model import cuda_graph, self_check
+from lp_runtime.model import fixed_passes, self_check
 from lp_runtime.model.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 
@@ -91,8 +91,8 @@ SIZES = (1, 8, 32, 128)  # of captured passes
 def gpu_of_few_sizes() -> Iterator[Gpu]:
     """A simulated GPU on which passes of few sizes are captured, as each takes a while here."""
     with simulated_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_graph, "SIZES", SIZES)
-        patch.setattr(cuda_graph, "MIN_LARGEST", SIZES[-1])
+        patch.setattr(fixed_passes, "SIZES", SIZES)
+        patch.setattr(fixed_passes, "MIN_LARGEST", SIZES[-1])
         yield gpu
 
 

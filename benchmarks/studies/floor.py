@@ -7,7 +7,9 @@ The floor is weight bytes / copy bandwidth, the bandwidth being what a large cop
 written. A step is what decoding does: inputs to the device, forward pass, successors and top-k candidates back on the
 host. Medians of --rounds, which alternate between the sizes. `issued ms` is when the host has given the device
 everything to do: what the host takes is hidden behind the device as long as that is less than the step. Weights that
-packing keeps outside of parameters are counted by their shapes. The exit status is 1 if a model could not be measured.
+packing keeps outside of parameters are counted by their shapes. With --sums each layer's two sums over the GPUs of a
+replica are in the passes, of one GPU over NCCL (gloo on a CPU): what captured passes of several GPUs launch more. The
+exit status is 1 if a model could not be measured.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ from common import Results
 from inflate_model import DEMO_MODEL, SHAPES, inflated
 
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
+from lp_runtime.distributed.process_group import new_segment_name
+from lp_runtime.distributed.reducers import CollectiveReducer
+from lp_runtime.distributed.shards import ShardPlace, shard_group
 from lp_runtime.engine.loading import choose_device, prepare_model
 from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.lookahead.tree import TokenTree
@@ -34,12 +39,15 @@ from lp_runtime.model.loader import load_model
 from lp_runtime.model.optimize.packing import PackedLinear
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.step_inputs import StepInputs
+from lp_runtime.model.tensor_parallel.layers import RowwiseLinear
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.sampler import Sampler
 
 NUM_WARM_UPS = 4  # rounds: the first of a size compiles and captures
 NUM_COPIES = 10  # of which the fastest counts
 COPY_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # beyond any cache
+SUMMED = ("o_proj", "down_proj")
+SUM_SECONDS = 60.0  # that forming the group of one may take
 BRANCH = 8  # tokens of a branch under the root, as a drafted tree has about
 
 
@@ -52,6 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--context", type=int, default=512, help="committed tokens")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument(
+        "--sums", action="store_true", help="sum each layer's outputs as a replica of several GPUs does"
+    )
     parser.add_argument("--copy-mib", type=int, default=None, help="bytes of the copy; beyond any cache by default")
 
 
@@ -139,6 +150,21 @@ def measure(
     }
 
 
+def add_sums(model: torch.nn.Module, reducer: CollectiveReducer) -> None:
+    """Have every layer's last projections sum their outputs over a replica's GPUs, of which there is one."""
+    for name, module in list(model.named_modules()):
+        parent, _, last = name.rpartition(".")
+        if last in SUMMED and isinstance(module, torch.nn.Linear):
+            setattr(model.get_submodule(parent), last, RowwiseLinear(module, reducer))
+
+
+def lone_reducer(device: torch.device) -> CollectiveReducer:
+    """Return what sums over one GPU."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    group = shard_group(ShardPlace(segment=new_segment_name()), backend, SUM_SECONDS)
+    return CollectiveReducer(group, 1, can_capture=backend == "nccl")
+
+
 def measure_model(
     args: argparse.Namespace, shape: str | None, path: str | None, mode: str, device: torch.device, bandwidth: float
 ) -> list[dict[str, str | int | float]]:
@@ -160,6 +186,8 @@ def measure_model(
         loaded = load_model(config.model, device, config.dtype)
     else:
         loaded = inflated(DEMO_MODEL, SHAPES[shape], "float32" if args.dtype == "auto" else args.dtype, device)
+    if args.sums:
+        add_sums(loaded, lone_reducer(device))
     model, _ = prepare_model(loaded, config, device)
     size = weight_bytes(model.model)
     floor = 1e3 * size / bandwidth
@@ -167,6 +195,7 @@ def measure_model(
     rows = []
     for tokens, (step, issued) in found.items():
         row = {"model": shape or path or "demo", "compile": mode if model.graphs else "off", "tokens": tokens}
+        row |= {"sums": "yes" if args.sums else "no"}
         row |= {"GB": size / 1e9, "floor ms": floor, "step ms": step, "over floor": step / floor}
         rows.append(row | {"over the first": step / found[args.tokens[0]][0], "issued ms": issued})
     return rows

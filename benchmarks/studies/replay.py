@@ -23,9 +23,11 @@ from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import SamplerSpec
 from lp_runtime.lookahead.state import Stop
-from lp_runtime.model.cuda_graph import SIZES, FixedPass, FixedPasses, GraphOptions
+from lp_runtime.model.cuda_graph import FixedPass, GraphOptions, PassSet
+from lp_runtime.model.fixed_passes import SIZES, FixedPasses
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.step_inputs import StepInputs, StepLogits
+from lp_runtime.sampling.sampler import sample_greedily
 from lp_runtime.sizing.budget import StepBudget
 from lp_runtime.sizing.cost_model import interpolate
 from lp_runtime.sizing.learned_costs import LearnedCosts
@@ -173,7 +175,7 @@ class ReplayDevice:
         return self._last_seconds
 
 
-class ReplayPasses(FixedPasses):
+class ReplayPasses(PassSet):
     """Writes the inputs of passes of fixed sizes, and launches them on a device that is none.
 
     Args:
@@ -184,9 +186,8 @@ class ReplayPasses(FixedPasses):
     """
 
     def __init__(self, runner: ReplayRunner):
-        super().__init__(
-            runner.model, runner.masks, GraphOptions(capture=False, compiled=False), runner.passes.keeps_logits
-        )
+        passes = runner.passes
+        super().__init__(runner.model, runner.masks, GraphOptions(capture=False), passes.keeps_logits, sample_greedily)
         self._replay_device = runner.replay_device
         self.inputs: StepInputs | None = None
 
@@ -213,12 +214,12 @@ class ReplayRunner(ModelRunner):
         super().__init__(model.model, model.prefill_chunk)
         self.replay_device = device
         self.timer = device
-        self._passes = ReplayPasses(self)
-        self.fixed_passes = self._passes
+        self._replayed = self.passes.made = ReplayPasses(self)
+        self.fixed_passes = FixedPasses(self.passes, self.feed)
 
     def forward(self, inputs: StepInputs, commit: bool = True, any_size: bool = False) -> StepLogits:
         """Launch a pass of a share; its results were recorded. Arguments as in ModelRunner."""
-        self._passes.inputs = inputs
+        self._replayed.inputs = inputs
         return super().forward(inputs, commit, any_size)
 
 

@@ -29,7 +29,8 @@ from common import Results, add_model_argument
 
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.process_group import new_segment_name
-from lp_runtime.distributed.shards import CollectiveReducer, ShardLink, ShardPlace, shard_group
+from lp_runtime.distributed.reducers import CollectiveReducer
+from lp_runtime.distributed.shards import ShardLink, ShardPlace, shard_group
 from lp_runtime.kernels.types import Packing
 from lp_runtime.lookahead.drafters.best_first.tables import MAX_MARGIN, UNITS_PER_NAT, K
 from lp_runtime.lookahead.tree import TokenTree

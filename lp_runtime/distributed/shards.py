@@ -1,4 +1,4 @@
-"""What the shards of a replica say to each other: announcements of forward passes, and sums inside them.
+"""What the shards of a replica say to each other: announcements of forward passes; sums inside them: reducers.py.
 
 A replica that spans P GPUs is P processes of one machine, its shards. Shard 0 is the replica: it alone decodes. The
 others follow: it announces every forward pass, all run it on their slices of the model, and the slices' results are
@@ -9,32 +9,30 @@ Letters: P shards.
 
 from __future__ import annotations
 
-import contextlib
 import pickle
-from abc import ABC, abstractmethod
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.process_group import environment, new_segment_name
+from lp_runtime.distributed.reducers import CollectiveReducer, HostReducer, Reducer, SharedMemoryReducer, peers
 from lp_runtime.distributed.shared_memory import FOLDER, SharedMemoryTransport
 from lp_runtime.distributed.store import cannot_join, connect, wait_for_all
-from lp_runtime.errors import LaunchError, ReplicaError, ShardError, first_line
+from lp_runtime.errors import LaunchError, first_line
 
 if TYPE_CHECKING:  # torch.distributed has these classes, but does not mark them as exported
     from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 else:
     from torch.distributed import FileStore, PrefixStore, Store
 
-STORES = ("-load", "-sums")  # behind a segment's name, the names of files in which the shards meet
-WORD_BYTES = 8
+STORES = ("-load", "-sums", "-peers")  # behind a segment's name, the names of files in which the shards meet
 BUFFER_WORDS = 1 << 16  # 512 KiB of each shard: most sums of a step take one round
 
 
@@ -65,90 +63,18 @@ class ShardPlace:
         return self.shard == 0
 
 
-class Reducer(ABC):
-    """Puts together what the shards of a replica have computed in a forward pass. All shards make the same calls in the
-    same order, and all get the same result, bit for bit."""
-
-    @abstractmethod
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all shards' tensors, of one shape; the argument may be overwritten."""
-
-    @abstractmethod
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return all shards' tensors, of one shape, stacked in the order of shards: [P, ...]."""
-
-
-class SharedMemoryReducer(Reducer):
-    """Sums over memory that the shards share, on CPUs. Half precision is summed in float32 and rounded once.
-
-    Args:
-        transport: between the shards.
-        num_shards: P.
-    """
-
-    def __init__(self, transport: SharedMemoryTransport, num_shards: int):
-        self._transport, self._num_shards = transport, num_shards
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        words, dtype = _as_words(tensor), tensor.dtype
-        total = torch.empty_like(words)
-        for first, rows in self._rounds(words):
-            values = torch.from_numpy(rows).view(dtype)
-            part = total[first : first + rows.shape[1]].view(dtype)
-            # One by one: torch chooses the order of its own sums by the sizes.
-            summed = torch.add(values[0].float(), values[1]) if dtype.itemsize < 4 else torch.add(values[0], values[1])
-            for row in values[2:]:
-                summed += row
-            part.copy_(summed)
-        return total.view(dtype)[: tensor.numel()].view(tensor.shape)
-
-    def _rounds(self, words: torch.Tensor) -> Iterator[tuple[int, np.ndarray]]:
-        with _peers():
-            yield from self._transport.rounds(words.numpy())
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        words = _as_words(tensor)
-        found = torch.empty((self._num_shards, len(words)), dtype=torch.int64)
-        for first, rows in self._rounds(words):
-            found[:, first : first + rows.shape[1]] = torch.from_numpy(rows)
-        return found.view(tensor.dtype)[:, : tensor.numel()].view(self._num_shards, *tensor.shape)
-
-
-class CollectiveReducer(Reducer):
-    """Sums over a process group of torch.distributed, in the order of its library.
-
-    Args:
-        group: of the replica's shards; not the default group, which replicas form and leave.
-        num_shards: P.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, num_shards: int):
-        self._group, self._num_shards = group, num_shards
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.contiguous()
-        with _peers():
-            self._group.allreduce([tensor]).wait()
-        return tensor
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        found = tensor.new_empty((self._num_shards, *tensor.shape))
-        with _peers():
-            self._group.allgather([list(found.unbind())], [tensor.contiguous()]).wait()
-        return found
-
-
 class ShardLink:
     """The connection between the shards of a replica. Returns when all of them have come.
 
     Args:
         place: of this shard.
-        device: of this shard's slice: sums travel over NCCL between GPUs, else over shared memory.
+        device: of this shard's slice: sums travel over NCCL between GPUs; over shared memory between CPUs, and where
+            two shards share a GPU.
         timeout: seconds within which all shards must come.
 
     Attributes:
         place: see Args.
-        reducer: for what is summed inside forward passes.
+        reducer: for what is summed inside forward passes; may be replaced before the first pass.
 
     Raises:
         LaunchError: if the shards do not meet.
@@ -161,7 +87,18 @@ class ShardLink:
         )
         self.reducer: Reducer = SharedMemoryReducer(self._transport, place.num_shards)
         if device.type == "cuda":
-            self.reducer = CollectiveReducer(shard_group(place, "nccl", timeout), place.num_shards)
+            self.reducer = self._device_reducer(device, timeout)
+
+    def _device_reducer(self, device: torch.device, timeout: float) -> Reducer:
+        """Return what sums between GPUs: NCCL, or the host where two shards share a GPU, which NCCL refuses."""
+        mine = torch.tensor([uuid.UUID(str(torch.cuda.get_device_properties(device).uuid)).int >> 65])
+        found = torch.empty(self.place.num_shards, dtype=torch.int64)
+        with peers():
+            self._transport.all_gather(found, mine)
+        if len(found.unique()) < len(found):
+            return HostReducer(self.reducer)
+        group = shard_group(self.place, "nccl", timeout)
+        return CollectiveReducer(group, self.place.num_shards, can_capture=True)
 
     def announce(self, message: object) -> None:
         """Tell the followers what comes next; called by shard 0.
@@ -169,7 +106,7 @@ class ShardLink:
         Raises:
             ShardError: if a follower is gone.
         """
-        with _peers():
+        with peers():
             self._transport.broadcast(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), is_patient=False)
 
     def listen(self) -> object:
@@ -178,12 +115,12 @@ class ShardLink:
         Raises:
             ShardError: if shard 0, or another follower, is gone.
         """
-        with _peers():
+        with peers():
             return pickle.loads(self._transport.broadcast(None, is_patient=True))
 
     def smallest(self, number: int) -> int:
         """Return the smallest of all shards' integers."""
-        with _peers():
+        with peers():
             found = torch.empty(self.place.num_shards, dtype=torch.int64)
             self._transport.all_gather(found, torch.tensor([number]))
             return int(found.min())
@@ -267,6 +204,33 @@ def shard_group(place: ShardPlace, backend: str, timeout: float) -> dist.Process
     return group
 
 
+def peer_buffer(place: ShardPlace, size: int, dtype: torch.dtype, device: torch.device, timeout: float) -> torch.Tensor:
+    """Allocate memory that the GPUs of all shards of a replica read: torch's symmetric memory.
+
+    Args:
+        place: of this shard; its segment is the name under which the shards have the memory.
+        size: numbers of each shard's part.
+        dtype: of these.
+        device: of this shard.
+        timeout: seconds within which all shards must come.
+
+    Returns:
+        [size] this shard's part.
+
+    Raises:
+        LaunchError: if it cannot be had: the GPUs do not reach one another, or this torch has none.
+    """
+    with _store(place, STORES[2], timeout) as store:
+        try:  # its public face wants a group of torch.distributed's own
+            from torch._C._distributed_c10d import _SymmetricMemory as SymmetricMemory
+        except ImportError as error:
+            raise LaunchError(f"torch {torch.__version__} has no symmetric memory: {error}") from error
+        SymmetricMemory.set_group_info(place.segment, place.shard, place.num_shards, store)
+        buffer = SymmetricMemory.empty_strided_p2p((size,), (1,), dtype, device, place.segment)
+        SymmetricMemory.rendezvous(buffer, place.segment)
+    return buffer
+
+
 @contextmanager
 def loading_group(place: ShardPlace, device: torch.device, timeout: float) -> Iterator[None]:
     """Make a replica's shards the default process group for the duration of a `with` block: transformers slices what
@@ -323,28 +287,5 @@ def _store(place: ShardPlace, name: str, timeout: float) -> Iterator[Store]:
         path.unlink(missing_ok=True)
 
 
-@contextmanager
-def _peers() -> Iterator[None]:
-    """Raise what goes wrong with another shard as a ShardError; errors of this shard's own device pass through."""
-    try:
-        yield
-    except (torch.AcceleratorError, torch.OutOfMemoryError, ShardError):
-        raise
-    except (ReplicaError, RuntimeError) as error:
-        raise ShardError(f"a shard of the replica is gone: {first_line(error)}") from error
-
-
 def _never() -> bool:
     return False
-
-
-def _as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's memory as [n] int64; a copy where it is not contiguous or no multiple of 8 bytes."""
-    flat = tensor.detach().contiguous().view(-1)
-    num_bytes = flat.numel() * flat.element_size()
-    if num_bytes % WORD_BYTES == 0 and flat.data_ptr() % WORD_BYTES == 0:
-        with contextlib.suppress(RuntimeError):  # a view whose place in its storage is odd
-            return flat.view(torch.int64)
-    words = torch.zeros(-(-num_bytes // WORD_BYTES), dtype=torch.int64)
-    words.view(tensor.dtype)[: flat.numel()] = flat
-    return words

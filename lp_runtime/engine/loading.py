@@ -17,6 +17,7 @@ from lp_runtime.model.optimize.packing import pack_if_faster, pack_linears
 from lp_runtime.model.pipeline import load_in_stages
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.sizes import size_of_model
+from lp_runtime.model.tensor_parallel.fastest_sum import fastest_reducer
 from lp_runtime.model.tensor_parallel.following import Follower, LeadingShard
 from lp_runtime.model.tensor_parallel.slicing import slice_model
 from lp_runtime.model.types import CausalLM
@@ -87,6 +88,9 @@ def _load(config: RuntimeConfig, device: torch.device, place: ShardPlace) -> tup
     if place.is_whole:
         return loaded, None
     link = ShardLink(place, device, timeout)
+    if config.compile != "off" and config.exactness == "fast":  # strictly, all replicas must sum alike
+        width = loaded.config.get_text_config().hidden_size
+        link.reducer = fastest_reducer(link, width, loaded.dtype, device, timeout)
     slice_model(loaded, link)
     return loaded, link
 
@@ -116,9 +120,10 @@ def prepare_model(
     changes = _optimize(loaded, config, device, is_slice=leading is not None)
     progress.begin("checking trees against plain forward passes")
     model = make_runner(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True, leading=leading)
-    may_capture = leading is None and not model.feeds_chains and config.compile != "off"
+    may_capture = (leading is None or leading.can_capture) and not model.feeds_chains and config.compile != "off"
     if may_capture and can_capture(model.tree_model):
-        model.enable_graphs(capture=True, compiled=config.compile == "full")
+        # torch.compile does not know the sums of shards, which would cut what it compiles into pieces.
+        model.enable_graphs(capture=True, compiled=config.compile == "full" and leading is None)
     try:
         return model, check_runner(model)
     except ModelError as error:

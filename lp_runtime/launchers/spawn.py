@@ -104,7 +104,7 @@ class SpawnHost(ProcessHost):
         self._ended_pipes: list[ReplicaPipe] = []  # to replicas that have ended; closed by the listening thread
         if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
             available = torch.cuda.device_count()
-            may_share = config.launcher.backend in ("gloo", "shared") and config.replica_gpus == 1
+            may_share = config.launcher.backend in ("gloo", "shared") and config.num_stages == 1
             if config.num_gpus > available and not (available and may_share):
                 raise ConfigError(f"gpus={config.num_gpus}: this machine has {available} (on CPUs: device=cpu)")
         launcher = config.launcher

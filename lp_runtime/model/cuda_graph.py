@@ -4,22 +4,18 @@ Launching a step's kernels one by one from Python takes longer than most of them
 but with the sizes and addresses that it was captured with. So trees are padded to the next of a few sizes, inputs are
 copied to where the graph reads them (pass_inputs.py), and all that changes from step to step is read on the device: the
 addresses of the KV caches, too. A captured pass serves any slot, however long its sequence is, and is captured once.
-
-With exactness=strict there is one size and one graph: every pass feeds as many tokens and is launched alike, whatever
-its tokens are of (attention/strict.py says why). A tree of more tokens takes several passes, and passes are shared.
+fixed_passes.py says which sizes there are, and which of them a share of a tree is fed in.
 
 Letters: B tokens of a pass, padding included, n wanted rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-import bisect
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from types import ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -32,16 +28,8 @@ from lp_runtime.model.graph_capture import GraphCapture
 from lp_runtime.model.hf_config import attention_of, takes_attention
 from lp_runtime.model.kv_cache.device import DeviceCache
 from lp_runtime.model.pass_inputs import Part, PassInputs, compile_pass_inputs
-from lp_runtime.model.step_inputs import StepLogits
-from lp_runtime.model.strict_parts import cut_into_passes
-from lp_runtime.sampling.sampler import sample_greedily
 
-log = logging.getLogger(__name__)
-
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-MIN_LARGEST = 256  # tokens: passes of so many are captured, or none are
-MAX_SEQUENCES = 16  # of a pass; a larger batch takes several
-MAX_COMPILED = 4 * len(SIZES)  # torch.compile's recompile limit: every size, with one sequence and with several
+MAX_COMPILED = 128  # torch.compile's recompile limit: there are fewer sizes, with one sequence and with several
 
 
 class GraphOptions(NamedTuple):
@@ -50,10 +38,24 @@ class GraphOptions(NamedTuple):
     Attributes:
         capture: whether a CUDA graph of each size is captured and replayed.
         compiled: whether torch.compile compiles the model, once a size.
+        refuses_waits: see GraphCapture.
     """
 
     capture: bool
-    compiled: bool
+    compiled: bool = False
+    refuses_waits: bool = True
+
+
+class PassSize(NamedTuple):
+    """What a pass of a fixed size takes.
+
+    Attributes:
+        num_tokens: B.
+        num_sequences: most sequences.
+    """
+
+    num_tokens: int
+    num_sequences: int
 
 
 def can_capture(model: PreTrainedModel) -> bool:
@@ -89,21 +91,22 @@ class FixedPass:
         self.presampled: torch.Tensor | None = None
 
 
-class FixedPasses:
-    """Feeds trees to a model in passes of fixed sizes.
+class PassSet:
+    """Makes a model's passes of fixed sizes, and runs them.
 
     Args:
-        model: a Hugging Face causal LM that attends as attention/tree_attention.py does; with `strict_tokens` as
+        model: a Hugging Face causal LM that attends as attention/tree_attention.py does; where `is_strict` as
             attention/strict.py does.
         masks: knows the model's kinds of layers.
         options: whether passes are captured, and whether the model is compiled.
         keeps_logits: whether the model takes `logits_to_keep`.
-        refuses_waits: see GraphCapture.
-        strict_tokens: tokens of every pass; None for passes of several sizes.
+        sample: returns what greedy sampling picks from logits, [B, V] to [B, width] packed, by a device's kernels; it
+            waits for nothing.
+        is_strict: whether passes are those of exactness=strict.
 
     Attributes:
         options: as given.
-        max_tokens: of a pass. A share of more tokens is fed in a pass of any size; with `strict_tokens` in several.
+        presampled: [n, width] what greedy sampling picks from the logits of the last run, valid until the next one.
     """
 
     def __init__(
@@ -112,132 +115,60 @@ class FixedPasses:
         masks: MaskBuilder,
         options: GraphOptions,
         keeps_logits: bool,
-        refuses_waits: bool = True,
-        strict_tokens: int | None = None,
+        sample: Callable[[torch.Tensor, ModuleType], torch.Tensor],
+        is_strict: bool = False,
     ):
         compile_pass_inputs()
-        if strict_tokens is not None:
+        if is_strict:
             compile_paths()
         self._model = torch.compile(model, dynamic=False) if options.compiled else model
-        self.options, self._masks, self._keeps_logits = options, masks, keeps_logits
+        self.options, self._masks, self._keeps_logits, self._sample = options, masks, keeps_logits, sample
+        self.presampled: torch.Tensor | None = None
         self._num_layers: int = model.config.get_text_config().num_hidden_layers
         self._device: torch.device = model.device
         self._kernels: Any = kernels_for(self._device)
         on_gpu = self._device.type == "cuda"
         self._num_processors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 1
-        self._refuses_waits = refuses_waits
         self._capture: GraphCapture | None = None  # made by the first capture
-        self._passes: dict[tuple[int, int], FixedPass] = {}
-        self._strict_tokens = strict_tokens
-        self.max_tokens = strict_tokens or SIZES[-1]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Numbers of tokens that passes are padded to, ascending."""
-        return tuple(size for size in self._all_sizes if size <= self.max_tokens)
-
-    @property
-    def _all_sizes(self) -> tuple[int, ...]:
-        """Sizes of passes, whether memory suffices for them or not."""
-        return SIZES if self._strict_tokens is None else (self._strict_tokens,)
-
-    def _key(self, num_tokens: int, num_sequences: int) -> tuple[int, int]:
-        """Return (size, sequences) of the pass that feeds so many tokens of so many sequences."""
-        if self._strict_tokens is not None:
-            return self._strict_tokens, MAX_SEQUENCES
-        return SIZES[bisect.bisect_left(SIZES, num_tokens)], 1 if num_sequences == 1 else MAX_SEQUENCES
+        self._passes: dict[PassSize, FixedPass] = {}
+        self._is_strict = is_strict
 
     @property
     def num_captures(self) -> int:
         """Graphs captured so far."""
         return 0 if self._capture is None else self._capture.count
 
-    def make(self, num_tokens: int, num_sequences: int) -> bool:
-        """Make and capture now the pass that feeds so many tokens of so many sequences.
+    def __contains__(self, size: PassSize) -> bool:
+        """Whether the pass of a size has been made."""
+        return size in self._passes
 
-        Args:
-            num_tokens: 1 to `max_tokens`.
-            num_sequences: 1 to MAX_SEQUENCES.
-
-        Returns:
-            whether the pass had to be made.
+    def make(self, size: PassSize) -> None:
+        """Make and capture the pass of a size.
 
         Raises:
             ModelError: if the model's passes cannot be captured.
+            torch.OutOfMemoryError: if memory does not suffice.
         """
-        key = self._key(num_tokens, num_sequences)
-        if key in self._passes:
-            return False
-        masks, is_strict = self._masks, self._strict_tokens is not None
-        columns = 1 + BLOCK if is_strict else 0
-        inputs = PassInputs(*key, self._num_layers, masks.limits_by_kind, masks.by_kind, self._device, columns)
-        cache = DeviceCache(self._num_layers, inputs.device_inputs, self._kernels, self._num_processors, is_strict)
+        masks = self._masks
+        columns = 1 + BLOCK if self._is_strict else 0
+        inputs = PassInputs(*size, self._num_layers, masks.limits_by_kind, masks.by_kind, self._device, columns)
+        cache = DeviceCache(
+            self._num_layers, inputs.device_inputs, self._kernels, self._num_processors, self._is_strict
+        )
         one = FixedPass(inputs, cache)
         if self.options.capture:
-            self._capture = self._capture or GraphCapture(self._device, self._refuses_waits)
+            self._capture = self._capture or GraphCapture(self._device, self.options.refuses_waits)
             inputs.fill(())  # padding alone: no cache is touched
             one.replay = self._capture.capture(lambda: self.run_pass(one))
-        self._passes[key] = one
-        return True
+        self._passes[size] = one
 
-    def make_all(self, with_batches: bool) -> Iterator[tuple[int, int]]:
-        """Make all passes, the largest first, so that the others find memory that it has used.
-
-        Sizes above MIN_LARGEST for which memory does not suffice are left out: `max_tokens` is lowered.
-
-        Args:
-            with_batches: whether several sequences are ever fed in one pass.
-
-        Yields:
-            (tokens, sequences) of each pass that was made: the most that it takes.
-        """
-        for size in reversed(self._all_sizes):
-            for num_sequences in (1, MAX_SEQUENCES) if with_batches and size > 1 else (1,):
-                try:
-                    self.make(size, num_sequences)
-                except torch.OutOfMemoryError:
-                    if self._strict_tokens is not None or size <= MIN_LARGEST:
-                        raise
-                    self.max_tokens = SIZES[SIZES.index(size) - 1]
-                    torch.cuda.empty_cache()
-                    log.warning("memory does not suffice for passes of %d tokens; larger trees are slower", size)
-                    break
-                yield size, min(size, num_sequences)
-
-    def prepare(self, parts: Sequence[Part]) -> bool:
-        """Make the passes that feed some parts; return whether any had to be made."""
-        return any([self.make(_num_tokens(chunk), len(chunk)) for chunk in self._chunks(parts)])
-
-    def takes(self, parts: Sequence[Part]) -> bool:
-        """Whether parts can be fed in passes of fixed sizes."""
-        if self._strict_tokens is not None:
-            return True
-        return max(len(part.layout.tokens) for part in parts) <= self.max_tokens
-
-    def forward(self, parts: Sequence[Part]) -> list[StepLogits]:
-        """Feed a share of a tree of each of some sequences, behind their committed tokens.
-
-        Args:
-            parts: at least one; `takes` is True of them.
+    def run(self, size: PassSize, parts: Sequence[Part]) -> torch.Tensor:
+        """Feed parts in the pass of a size, which has been made; sets `presampled`.
 
         Returns:
-            logits and what greedy sampling picks from them, valid until the next pass, for each part.
+            [n, V] logits of the wanted rows, part by part, valid until the next run.
         """
-        chunks = self._chunks(parts)
-        if len(chunks) == 1:
-            return self._forward(chunks[0])
-        fed = [part for chunk in chunks for part in chunk]
-        found = [each.copy() for chunk in chunks for each in self._forward(chunk)]
-        if self._strict_tokens is None:
-            return found
-        pieces = list(zip(fed, found, strict=True))
-        return [_joined([each for piece, each in pieces if piece.cache is part.cache]) for part in parts]
-
-    def _forward(self, parts: Sequence[Part]) -> list[StepLogits]:
-        """Feed parts that fit into one pass."""
-        num_tokens = _num_tokens(parts)
-        self.make(num_tokens, len(parts))
-        one = self._passes[self._key(num_tokens, len(parts))]
+        one = self._passes[size]
         with on(self._device):
             one.inputs.fill(parts)
             if one.replay is not None:
@@ -245,20 +176,9 @@ class FixedPasses:
             else:
                 self.run_pass(one)
         assert one.logits is not None and one.presampled is not None  # the pass has run
-        ends = np.cumsum([len(part.layout.rows) for part in parts]).tolist()
-        rows = [slice(*each) for each in zip([0, *ends], ends, strict=False)]
-        return [StepLogits(one.logits[each], one.presampled[each], is_reused=True) for each in rows]
-
-    def _chunks(self, parts: Sequence[Part]) -> list[list[Part]]:
-        """Return parts in groups that fit into a pass each; with `strict_tokens` they may be cut for that."""
-        if self._strict_tokens is not None:
-            return cut_into_passes(parts, self._strict_tokens, MAX_SEQUENCES)
-        chunks: list[list[Part]] = []
-        for part in parts:
-            if not chunks or len(chunks[-1]) == MAX_SEQUENCES or _num_tokens([*chunks[-1], part]) > self.max_tokens:
-                chunks.append([])
-            chunks[-1].append(part)
-        return chunks
+        num_rows = sum(len(part.layout.rows) for part in parts)
+        self.presampled = one.presampled[:num_rows]
+        return one.logits[:num_rows]
 
     def run_pass(self, one: FixedPass) -> None:
         """Run a pass; sets its `logits` and `presampled`."""
@@ -277,18 +197,4 @@ class FixedPasses:
                 **options,
             )
         one.logits = output.logits[0] if self._keeps_logits else output.logits[0].index_select(0, inputs.wanted)
-        one.presampled = sample_greedily(one.logits, self._kernels)
-
-
-def _num_tokens(parts: Sequence[Part]) -> int:
-    """Return the number of tokens that are fed of all parts together."""
-    return sum(len(part.layout.tokens) for part in parts)
-
-
-def _joined(pieces: Sequence[StepLogits]) -> StepLogits:
-    """Return what several passes have found of one sequence as if one pass had."""
-    if len(pieces) == 1:
-        return pieces[0]
-    presampled = [each.presampled for each in pieces if each.presampled is not None]
-    assert len(presampled) == len(pieces)
-    return StepLogits(torch.cat([each.rows for each in pieces]), torch.cat(presampled))
+        one.presampled = self._sample(one.logits, self._kernels)

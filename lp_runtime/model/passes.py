@@ -1,4 +1,4 @@
-"""Forward passes of any size, from what a host knows: token ids, positions, parents.
+"""Forward passes of any size, and of fixed sizes, from what a host knows: token ids, positions, parents.
 
 All arguments but the caches can be sent to another process, which runs the same pass on its slice of the model.
 Letters: T tokens fed, n nodes whose successors are wanted, V vocabulary.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -18,19 +19,24 @@ from lp_runtime.model.attention.mask import LayerMasks, MaskBuilder
 from lp_runtime.model.attention.strict import NAME as STRICT
 from lp_runtime.model.attention.strict_passes import strict_passes
 from lp_runtime.model.batch_inputs import batch_inputs
+from lp_runtime.model.cuda_graph import GraphOptions, PassSet, PassSize
 from lp_runtime.model.inputs import InputLayout
 from lp_runtime.model.kv_cache.batch import BatchedCache
 from lp_runtime.model.kv_cache.cache import TreeCache
+from lp_runtime.model.pass_inputs import Part
 from lp_runtime.model.rotary import library_view, view_behind
 from lp_runtime.model.rotary_lengths import UNCHANGING, RotaryLengths
 from lp_runtime.model.view import view_of
+from lp_runtime.sampling.sampler import sample_greedily
 from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.utils.tensors import tensor_on
 
+NOTHING = torch.empty(0)  # what is returned of a call that computes nothing
+
 
 class Passes:
-    """Runs a model in passes of any size. Every method writes keys and values behind what its caches hold, and commits
-    nothing.
+    """Runs a model in passes of any size, and of fixed sizes once `begin_fixed` has been run. Every pass writes keys
+    and values behind what its caches hold, and commits nothing.
 
     Args:
         model: in eval mode.
@@ -40,6 +46,8 @@ class Passes:
 
     Attributes:
         lengths: as given.
+        strict_tokens: as given.
+        made: the passes of fixed sizes; None before `begin_fixed`.
         tree_model: what trees are fed to: the model, or with `strict_tokens` a view of it.
         keeps_logits: whether the model computes the wanted logits only, where it is told which.
     """
@@ -52,7 +60,8 @@ class Passes:
         lengths: RotaryLengths = UNCHANGING,
     ):
         self._model, self._masks, self._device = model, masks, model.device
-        self._strict_tokens, self.lengths = strict_tokens, lengths
+        self.strict_tokens, self.lengths = strict_tokens, lengths
+        self.made: PassSet | None = None
         self._told: tuple[int, PreTrainedModel] = (0, model)  # the last length that a pass was told, and what it ran
         self.tree_model = model if strict_tokens is None else view_of(model, STRICT)
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -68,14 +77,44 @@ class Passes:
         logits: torch.Tensor = getattr(self, kind)(caches, *what)
         return logits
 
-    def found(self, logits: torch.Tensor, feed: Callable[..., torch.Tensor]) -> StepLogits:
+    def found(
+        self, logits: torch.Tensor, feed: Callable[..., torch.Tensor], presampled: torch.Tensor | None = None
+    ) -> StepLogits:
         """Return what the pass of a tree has found.
 
         Args:
             logits: what the pass returned.
             feed: ModelRunner.feed, for further passes.
+            presampled: [n, width] what a pass of a fixed size has sampled; None of other passes.
         """
-        return StepLogits(logits)
+        return StepLogits(logits, presampled, is_reused=presampled is not None)
+
+    def begin_fixed(self, caches: Sequence[TreeCache], options: GraphOptions) -> torch.Tensor:
+        """Have passes of fixed sizes from now on. There are no caches; returns nothing of interest, as `make_fixed`."""
+        is_strict = self.strict_tokens is not None
+        self.made = PassSet(self.tree_model, self._masks, options, self.keeps_logits, self._sample, is_strict)
+        return NOTHING
+
+    def make_fixed(self, caches: Sequence[TreeCache], size: PassSize) -> torch.Tensor:
+        """Make the pass of a size; PassSet.make says what may go wrong."""
+        assert self.made is not None
+        self.made.make(size)
+        return NOTHING
+
+    def fixed(self, caches: Sequence[TreeCache], size: PassSize, pieces: Sequence[tuple]) -> torch.Tensor:
+        """Return the logits of the wanted rows of several sequences' shares, fed in the pass of a fixed size, [n, V].
+
+        Args:
+            caches: of each share.
+            size: of the pass, which has been made.
+            pieces: what is fed of each: a Part without its cache.
+        """
+        assert self.made is not None
+        return self.made.run(size, [Part(cache, *piece) for cache, piece in zip(caches, pieces, strict=True)])
+
+    def _sample(self, logits: torch.Tensor, kernels: ModuleType) -> torch.Tensor:
+        """Return [n, width], what greedy sampling picks from logits [n, V], as a pass of a fixed size computes it."""
+        return sample_greedily(logits, kernels)
 
     @torch.inference_mode()
     def chunk(
@@ -109,8 +148,8 @@ class Passes:
         never does.
         """
         (cache,) = caches
-        if self._strict_tokens is not None:
-            return self._strict_forward(cache, layout, self._strict_tokens)[tensor_on(self._device, layout.rows)]
+        if self.strict_tokens is not None:
+            return self._strict_forward(cache, layout, self.strict_tokens)[tensor_on(self._device, layout.rows)]
         ids, positions = tensor_on(self._device, np.stack([layout.tokens, layout.positions]))
         mask = self._masks.build(layout.parents, positions, cache.length)
         num_rows = len(layout.rows)

@@ -14,8 +14,9 @@ from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.attention.choice import choose_attention
 from lp_runtime.model.attention.mask import CHUNKED, MaskBuilder
-from lp_runtime.model.cuda_graph import FixedPasses, GraphOptions
+from lp_runtime.model.cuda_graph import GraphOptions
 from lp_runtime.model.families import check_family
+from lp_runtime.model.fixed_passes import FixedPasses
 from lp_runtime.model.hf_config import context_length
 from lp_runtime.model.inputs import compile_layout, lay_out
 from lp_runtime.model.kv_cache.cache import TreeCache
@@ -158,10 +159,8 @@ class ModelRunner:
         """
         is_strict = self.strict_tokens is not None
         assert is_strict or self.masks.is_own
-        options = GraphOptions(capture, compiled)
-        self.fixed_passes = FixedPasses(
-            self.tree_model, self.masks, options, self.passes.keeps_logits, refuses_waits, self.strict_tokens
-        )
+        self.feed("begin_fixed", [], GraphOptions(capture, compiled, refuses_waits))
+        self.fixed_passes = FixedPasses(self.passes, self.feed, self.leading)
         self.supports_batching |= is_strict
 
     def feed(self, kind: str, caches: Sequence[TreeCache], *what: object) -> torch.Tensor:

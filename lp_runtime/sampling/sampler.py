@@ -32,6 +32,7 @@ from lp_runtime.sampling.truncation import Truncation
 from lp_runtime.utils.tensors import tensor_on
 
 Scores = Callable[[], torch.Tensor]
+GREEDY_PACKING = Packing(K, 1 + -(-K // 2), NO_TOKEN, UNITS_PER_NAT, MAX_MARGIN)  # of K top-k candidates
 
 
 class Sampler:
@@ -298,7 +299,7 @@ def sample_greedily(logits: torch.Tensor, kernels: ModuleType) -> torch.Tensor:
     """
     if not kernels.can_cut(logits.dtype, None):
         logits = logits.float()
-    return kernels.sample_and_pack(logits, Packing(K, 1 + -(-K // 2), NO_TOKEN, UNITS_PER_NAT, MAX_MARGIN))
+    return kernels.sample_and_pack(logits, GREEDY_PACKING)
 
 
 def _positions(tree: TokenTree, nodes: Sequence[int] | np.ndarray, tokens: Sequence[int]) -> list[int]:

@@ -153,6 +153,7 @@ class SlicedLogits(StepLogits):
         read: has all shards put together the logits of rows `start` to `stop` of their last pass, [n, V].
         find: has all shards find what a draw needs in rows `start` to `stop` of their last pass, [P, n, width].
         rows_of_pass: [start, stop) the rows of the n nodes.
+        presampled: see StepLogits.
     """
 
     def __init__(
@@ -161,8 +162,9 @@ class SlicedLogits(StepLogits):
         read: Callable[[int, int], torch.Tensor],
         find: Callable[[int, int, Draw], torch.Tensor],
         rows_of_pass: range,
+        presampled: torch.Tensor | None = None,
     ):
-        super().__init__(torch.empty(0))
+        super().__init__(torch.empty(0), presampled)
         self._vocabulary, self._read, self._find, self._rows_of_pass = vocabulary, read, find, rows_of_pass
 
     @functools.cached_property
@@ -185,4 +187,5 @@ class SlicedLogits(StepLogits):
         return self._vocabulary.pack(found, draw)
 
     def part(self, start: int, stop: int) -> SlicedLogits:
-        return SlicedLogits(self._vocabulary, self._read, self._find, self._rows_of_pass[start:stop])
+        presampled = None if self.presampled is None else self.presampled[start:stop]
+        return SlicedLogits(self._vocabulary, self._read, self._find, self._rows_of_pass[start:stop], presampled)

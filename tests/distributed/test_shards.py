@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from support.shards import run_shards
+from support.simulated_gpu import simulated_gpu
 
-from lp_runtime.distributed.shards import (
-    BUFFER_WORDS,
-    FOLDER,
-    CollectiveReducer,
-    Reducer,
-    ShardLink,
-    ShardPlace,
-    clear_up,
-    shard_group,
-)
+from lp_runtime.distributed.reducers import CollectiveReducer, HostReducer, Reducer
+from lp_runtime.distributed.shards import BUFFER_WORDS, FOLDER, ShardLink, ShardPlace, clear_up, shard_group
 from lp_runtime.errors import ShardError
 
 CPU = torch.device("cpu")
@@ -32,6 +27,8 @@ def reduce_all(place: ShardPlace, kind: str, dtype: torch.dtype) -> tuple[list, 
     reducer: Reducer = link.reducer
     if kind == "gloo":
         reducer = CollectiveReducer(shard_group(place, "gloo", 60.0), place.num_shards)
+    if kind == "host":
+        reducer = HostReducer(link.reducer)
     transposed = tensors(place.shard, dtype)[1].t()  # not contiguous
     sums = [reducer.all_reduce(each.clone()) for each in tensors(place.shard, dtype)] + [reducer.all_reduce(transposed)]
     gathered = [reducer.all_gather(each) for each in tensors(place.shard, dtype)]
@@ -41,7 +38,7 @@ def reduce_all(place: ShardPlace, kind: str, dtype: torch.dtype) -> tuple[list, 
     return sums, gathered, smallest
 
 
-@pytest.mark.parametrize("kind", ["shared", "gloo"])
+@pytest.mark.parametrize("kind", ["shared", "gloo", "host"])
 @pytest.mark.parametrize(("dtype", "num_shards"), [(torch.float32, 2), (torch.bfloat16, 3)])
 def test_sums_are_equal_everywhere_and_right(kind, dtype, num_shards):
     found = run_shards(reduce_all, num_shards, kind, dtype)
@@ -88,6 +85,24 @@ def test_followers_hear_what_is_announced_and_that_shard_0_is_gone():
     _, (heard, reason), (also, _) = run_shards(talk, 3)
     assert heard == also == {"pass": list(range(9999))}
     assert "a shard of the replica is gone: " in reason and "rank 0 is gone" in reason
+
+
+def sum_on_one_gpu(place: ShardPlace) -> tuple[bool, list[float]]:
+    with simulated_gpu():
+        device = torch.device("cuda", 0)
+        link = ShardLink(place, device, 60.0)
+        total = link.reducer.all_reduce(torch.ones(3, device=device) + place.shard)
+        assert total.device == device
+        link.smallest(0)
+        link.close()
+        return isinstance(link.reducer, HostReducer), total.cpu().tolist()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_shards_that_share_a_gpu_sum_on_the_host():
+    """NCCL refuses two ranks on a GPU."""
+    assert run_shards(sum_on_one_gpu, 2) == [(True, [3.0] * 3)] * 2
 
 
 def leave_in_a_sum(place: ShardPlace) -> str:

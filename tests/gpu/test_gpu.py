@@ -18,7 +18,8 @@ from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.partition import Shares
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.attention.parts import attend, attend_masked
-from lp_runtime.model.cuda_graph import SIZES, can_capture
+from lp_runtime.model.cuda_graph import can_capture
+from lp_runtime.model.fixed_passes import SIZES
 from lp_runtime.model.loader import load_model, load_tokenizer
 from lp_runtime.model.optimize.fusing import fuse_blocks
 from lp_runtime.model.pass_timer import PassTimer

@@ -24,7 +24,7 @@ from lp_runtime.engine.request import Request
 from lp_runtime.kernels import numba_cpu
 from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model import cuda_graph
+from lp_runtime.model import cuda_graph, fixed_passes
 from lp_runtime.model.optimize import fused_blocks, fusing
 from lp_runtime.model.optimize.fusing import fuse_blocks
 from lp_runtime.model.runner import ModelRunner
@@ -116,8 +116,8 @@ def test_steps_through_the_kernels(random_model, name, settings, monkeypatch):
     """Passes of fixed sizes of fused blocks, as on a GPU, beside the unchanged model."""
     counted = counted_kernels(Launches())
     use_kernels(monkeypatch, counted)
-    monkeypatch.setattr(cuda_graph, "SIZES", SIZES)  # the self-check makes passes of all
-    monkeypatch.setattr(cuda_graph, "MIN_LARGEST", SIZES[-1])
+    monkeypatch.setattr(fixed_passes, "SIZES", SIZES)  # the self-check makes passes of all
+    monkeypatch.setattr(fixed_passes, "MIN_LARGEST", SIZES[-1])
     free, fixed = (
         OneSlot(ModelRunner(random_model(name, seed=3, **settings).to(DEVICE), 512, own_attention=True))
         for _ in range(2)

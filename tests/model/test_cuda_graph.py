@@ -15,7 +15,7 @@ from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.engine import loading
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model import cuda_graph
-from lp_runtime.model.cuda_graph import MAX_SEQUENCES, SIZES
+from lp_runtime.model.fixed_passes import MAX_SEQUENCES, SIZES, FixedPasses
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import CAPACITY_UNIT, ModelRunner
 from lp_runtime.model.self_check import check_model
@@ -57,10 +57,8 @@ def random_tree(rng: random.Random, num_pending: int, num_guesses: int) -> Token
 def test_steps_equal_those_of_any_size(random_model, name, monkeypatch):
     free, fixed = pair(random_model, name, **FAMILIES[name])
     fed = []
-    forward = cuda_graph.FixedPasses.forward
-    monkeypatch.setattr(
-        cuda_graph.FixedPasses, "forward", lambda self, parts: fed.append(parts) or forward(self, parts)
-    )
+    forward = FixedPasses.forward
+    monkeypatch.setattr(FixedPasses, "forward", lambda self, parts: fed.append(parts) or forward(self, parts))
     rng = random.Random(0)
     for model in (free, fixed):
         model.begin(400)

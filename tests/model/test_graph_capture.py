@@ -12,7 +12,8 @@ from support.simulated_gpu import Gpu, Graph, Stream, simulated_gpu
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model import cuda_graph
+from lp_runtime.model import fixed_passes
+from lp_runtime.model.cuda_graph import PassSet
 from lp_runtime.model.graph_capture import GraphCapture
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.loader import load_model
@@ -79,16 +80,16 @@ def runner_of_demo() -> ModelRunner:
 
 def test_sizes_for_which_memory_does_not_suffice_are_left_out(gpu, monkeypatch, caplog):
     model = runner_of_demo()
-    run_pass = cuda_graph.FixedPasses.run_pass
-    monkeypatch.setattr(cuda_graph, "SIZES", (1, 4, 16, 32))
-    monkeypatch.setattr(cuda_graph, "MIN_LARGEST", 4)
+    run_pass = PassSet.run_pass
+    monkeypatch.setattr(fixed_passes, "SIZES", (1, 4, 16, 32))
+    monkeypatch.setattr(fixed_passes, "MIN_LARGEST", 4)
 
     def limited(self, one) -> None:
         if len(one.inputs.ids) > 16:
             raise torch.OutOfMemoryError("no memory")
         run_pass(self, one)
 
-    monkeypatch.setattr(cuda_graph.FixedPasses, "run_pass", limited)
+    monkeypatch.setattr(PassSet, "run_pass", limited)
     passes = model.fixed_passes
     assert list(passes.make_all(True)) == [(16, 1), (16, 16), (4, 1), (4, 4), (1, 1)]
     assert passes.max_tokens == 16 and "passes of 32 tokens" in caplog.text
@@ -96,7 +97,7 @@ def test_sizes_for_which_memory_does_not_suffice_are_left_out(gpu, monkeypatch, 
     model.begin(slot, 40)
     model.prefill(slot, [1, 2])
     assert model.forward(StepInputs.whole(slot, tree)).presampled is None  # in a pass of any size
-    monkeypatch.setattr(cuda_graph, "MIN_LARGEST", 32)
+    monkeypatch.setattr(fixed_passes, "MIN_LARGEST", 32)
     with pytest.raises(torch.OutOfMemoryError):
         list(runner_of_demo().fixed_passes.make_all(False))
 

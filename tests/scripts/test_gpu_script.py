@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
@@ -18,11 +19,11 @@ from lp_runtime.config.overrides import load_config
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu.sh"
 CALL_SECONDS = 540
-# A python that notes what it is asked for; what counts GPUs is answered.
+# A python that notes what it is asked for; what counts GPUs is answered, and the built-in prompts are written.
 NOTING = """#!/bin/sh
 case "$*" in
 *device_count*) echo 1; exit ;;
-*OWN_PROMPTS*) exit ;;
+*OWN_PROMPTS*) exec {python} "$@" ;;
 esac
 for each in "$@"; do printf '%s\\0' "$each"; done >> {noted}
 echo >> {noted}
@@ -33,7 +34,7 @@ echo >> {noted}
 def script(tmp_path):
     """Call the script with a python that only notes; returns what was noted of each part, and the process."""
     python, noted = tmp_path / "python", tmp_path / "noted"
-    python.write_text(NOTING.format(noted=noted))
+    python.write_text(NOTING.format(noted=noted, python=sys.executable))
     python.chmod(0o755)
     (tmp_path / "models" / "7b").mkdir(parents=True)
     for name in ("7b", "real"):
@@ -89,10 +90,10 @@ def test_every_part_asks_for_what_there_is(script, call, size, monkeypatch):
 def test_parts_for_several_gpus(script, gpus, replicas, monkeypatch):
     """Two replicas and all; no number twice."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    parts = ("equality", "ranks", "kills", "parallel", "tensor_parallel")
+    parts = ("equality", "ranks", "kills", "parallel", "splits", "tensor_parallel")
     noted, done = script("all", *parts, LP_GPUS=str(gpus))
     assert done.returncode == 0, done.stderr
-    equality, ranks, kills, parallel, tensor_parallel = noted
+    equality, ranks, kills, parallel, splits, tensor_parallel = noted
     for arguments, expected in ((equality, ["1", *replicas]), (ranks, ["1", *replicas]), (kills, replicas)):
         check_study(arguments)
         start = arguments.index("--gpus") + 1
@@ -100,7 +101,7 @@ def test_parts_for_several_gpus(script, gpus, replicas, monkeypatch):
         assert arguments[start:end] == expected
     check_study(tensor_parallel[tensor_parallel.index("benchmarks/speed.py") :])
     assert tensor_parallel[tensor_parallel.index("--nproc-per-node") + 1] == str(gpus)
-    assert load_config(BenchConfig, parallel[2:]).gpus == gpus
+    assert all(load_config(BenchConfig, each[2:]).gpus == gpus for each in (parallel, splits))
 
 
 def test_a_call_fits_into_nine_minutes():

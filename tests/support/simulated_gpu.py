@@ -28,6 +28,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -582,12 +583,23 @@ def find_cut(logits, inverse_temperature, top_k, top_p):
 def sample_and_pack(logits, packing, noise=None, inverse_temperature=1.0, cut=None):
     assert logits.stride(1) == 1
     scores = logits.float() * inverse_temperature if cut is None else cut_scores(logits, inverse_temperature, cut)
-    noisy = scores
-    if noise is not None:
-        positions = noise.positions.memory.tolist()
-        rows = uniforms(noise.seed, noise.sample, positions, scores.shape[1], CPU)
-        noisy = scores + Tensor((-(-rows.log()).log()).float())
+    noisy = scores if noise is None else scores + _gumbel(noise, scores.shape[1])
     return stand_ins.packed(scores, noisy, packing)
+
+
+def find_in_slice(logits, packing, noise, inverse_temperature, first, num_tokens):
+    scores = logits.float() * inverse_temperature
+    noisy = scores if noise is None else scores + _gumbel(noise, scores.shape[1], first)
+    return stand_ins.found_in_slice(scores, noisy, packing.num, first)
+
+
+def pack_found(found, packing, noise, vocabulary_size):
+    return stand_ins.packed_of_slices(found, packing.num, packing.width)
+
+
+def _gumbel(noise, size, first=0):
+    rows = uniforms(noise.seed, noise.sample, noise.positions.memory.tolist(), size, CPU, first)
+    return Tensor((-(-rows.log()).log()).float())
 
 
 def launched(kernel):
@@ -605,11 +617,15 @@ KERNELS = SimpleNamespace(
     can_add_and_norm=can_add_and_norm,
     can_cut=can_cut,
     cut_scores=cut_scores,
-    **{kernel.__name__: launched(kernel) for kernel in (stand_ins.gate, add_and_norm, find_cut, sample_and_pack)},
+    **{
+        kernel.__name__: launched(kernel)
+        for kernel in (stand_ins.gate, add_and_norm, find_cut, sample_and_pack, find_in_slice, pack_found)
+    },
     **{name: getattr(stand_ins, name) for name in ("write", "rotate_and_write", "attend", "attend_strictly")},
 )
 
 
+PROPERTIES = SimpleNamespace(multi_processor_count=132, total_memory=1 << 34, uuid=uuid.UUID(int=7))
 CUDA = {
     "_lazy_init": lambda: None,
     "is_available": lambda: True,
@@ -619,7 +635,7 @@ CUDA = {
     "set_device": lambda device: None,
     "get_device_capability": lambda device=None: (9, 0),
     "get_device_name": lambda device=None: "a simulated GPU",
-    "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=132, total_memory=1 << 34),
+    "get_device_properties": lambda device=None: PROPERTIES,
     "mem_get_info": lambda device=None: (1 << 34, 1 << 34),
     "memory_reserved": lambda device=None: 0,
     "memory_allocated": lambda device=None: 0,

@@ -10,11 +10,13 @@ import ctypes
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lp_runtime.kernels.triton_cut import can_cut
 from lp_runtime.kernels.triton_sampling import Packing
+from lp_runtime.sampling import packing as packing_of
 from lp_runtime.sampling import sampler
 
 HEADER = 4
@@ -146,6 +148,29 @@ def packed(scores: Tensor, noisy: Tensor, packing: Packing) -> Tensor:
 def sample_greedily(logits: Tensor, packing: Packing) -> Tensor:
     assert logits.stride(1) == 1
     return packed(logits.float(), logits.float(), packing)
+
+
+@torch.library.custom_op("lp_stand_ins::found_in_slice", mutates_args=())
+def found_in_slice(scores: Tensor, noisy: Tensor, num: int, first: int) -> Tensor:
+    """[n, 1 + K] the arg max of a slice's noisy scores, and its likeliest: scores and ids, half an integer each."""
+    best_ids, best = np.empty((len(scores), num), np.int64), np.empty((len(scores), num), np.float32)
+    packing_of.find_top_k(np.ascontiguousarray(scores.numpy()), num, best_ids, best)
+    ids = torch.cat([noisy.argmax(-1, keepdim=True), torch.from_numpy(best_ids)], 1)
+    values = torch.cat([noisy.max(-1, keepdim=True).values, torch.from_numpy(best)], 1)
+    return (values.view(torch.int32).long() << 32) | (ids + first)
+
+
+@torch.library.custom_op("lp_stand_ins::packed_of_slices", mutates_args=())
+def packed_of_slices(found: Tensor, num: int, width: int) -> Tensor:
+    """[n, width] from what was found in slices, [P, n, 1 + K]."""
+    words = found.transpose(0, 1)  # [n, P, 1 + K]
+    ids, values = (words & 0xFFFFFFFF).numpy(), (words >> 32).int().view(torch.float32).numpy()
+    packed = np.zeros((len(words), width), np.int64)
+    packed[:, 0] = np.take_along_axis(ids[:, :, 0], values[:, :, 0].argmax(-1)[:, None], 1)[:, 0]
+    if num:
+        flat = (len(words), num * words.shape[1])
+        packing_of.pack_found(ids[:, :, 1:].reshape(flat), values[:, :, 1:].reshape(flat), num, packed)
+    return torch.from_numpy(packed)
 
 
 KERNELS = SimpleNamespace(

@@ -7,6 +7,7 @@ which of them are gone; its own caches hold the keys and values of its heads.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -15,9 +16,11 @@ from typing import NamedTuple
 import torch
 
 from lp_runtime.distributed.shards import ShardLink
-from lp_runtime.errors import ShardError, first_line
+from lp_runtime.errors import ModelError, ShardError, first_line
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.passes import Passes
+
+log = logging.getLogger(__name__)
 
 
 class CacheState(NamedTuple):
@@ -44,12 +47,14 @@ class Pass(NamedTuple):
         caches: of each sequence.
         what: the method's further arguments.
         gone: keys of caches that are used no more.
+        may_fail: whether shards tell one another that it has not failed, which loses the replica of other passes.
     """
 
     kind: str
     caches: list[CacheState]
     what: Sequence[object]
     gone: list[int]
+    may_fail: bool = False
 
 
 class LeadingShard:
@@ -57,12 +62,16 @@ class LeadingShard:
 
     Args:
         link: between the shards.
+
+    Attributes:
+        can_capture: whether passes, with the sums inside, can be captured as CUDA graphs.
     """
 
     def __init__(self, link: ShardLink):
         self._link = link
         self._keys: weakref.WeakKeyDictionary[TreeCache, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
+        self.can_capture = link.reducer.can_capture
         self._gone: list[int] = []  # keys of caches that were freed since the last pass
         self._lock = threading.Lock()  # an idle replica's worker runs passes while others tell
 
@@ -72,10 +81,8 @@ class LeadingShard:
         Raises:
             ShardError: if a shard is gone, or the pass fails on this one: the others wait inside it then.
         """
-        gone = [self._gone.pop() for _ in range(len(self._gone))]
-        states = [CacheState(self._key(each), each.capacity, each.length, each.place - each.length) for each in caches]
         with self._lock:
-            self._link.announce(Pass(kind, states, what, gone))
+            self._link.announce(self._order(kind, caches, what))
             try:
                 return passes.run(kind, caches, what)
             except ShardError:
@@ -83,6 +90,36 @@ class LeadingShard:
             except Exception as error:
                 self._link.close()
                 raise ShardError(f"a pass failed on shard 0: {first_line(error)}") from error
+
+    def attempt(self, passes: Passes, kind: str, caches: Sequence[TreeCache], what: Sequence[object]) -> None:
+        """Do on all shards what may fail on some of them, and leave the replica as it was where it does.
+
+        Args:
+            passes: see `run`; so are the others.
+            kind: what is done; where it fails it fails behind its sums, or before them on all shards.
+            caches: that it uses.
+            what: its further arguments.
+
+        Raises:
+            ShardError: if a shard is gone.
+            ModelError: if it has failed on another shard alone. What fails on shard 0 is raised as it is.
+        """
+        with self._lock:
+            self._link.announce(self._order(kind, caches, what, may_fail=True))
+            try:
+                passes.run(kind, caches, what)
+            except ShardError:
+                raise
+            except Exception:
+                self._link.smallest(False)
+                raise
+            if not self._link.smallest(True):
+                raise ModelError("it has failed on another GPU of the replica")
+
+    def _order(self, kind: str, caches: Sequence[TreeCache], what: Sequence[object], may_fail: bool = False) -> Pass:
+        gone = [self._gone.pop() for _ in range(len(self._gone))]
+        states = [CacheState(self._key(each), each.capacity, each.length, each.place - each.length) for each in caches]
+        return Pass(kind, states, what, gone, may_fail)
 
     def _key(self, cache: TreeCache) -> int:
         key = self._keys.get(cache)
@@ -134,7 +171,19 @@ class Follower:
     def _run(self, order: Pass) -> None:
         for key in order.gone:
             self._caches.pop(key, None)
-        self._passes.run(order.kind, [self._cache(state) for state in order.caches], order.what)
+        caches = [self._cache(state) for state in order.caches]
+        if not order.may_fail:
+            self._passes.run(order.kind, caches, order.what)
+            return
+        try:
+            self._passes.run(order.kind, caches, order.what)
+            is_done = True
+        except ShardError:
+            raise
+        except Exception as error:
+            log.warning("%s", first_line(error))
+            is_done = False
+        self._link.smallest(is_done)
 
     def _cache(self, state: CacheState) -> TreeCache:
         """Return the cache that goes with one of shard 0's, as full as that one."""

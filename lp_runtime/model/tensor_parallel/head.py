@@ -6,18 +6,24 @@ Letters: n nodes whose successors are wanted, V vocabulary, P shards, v tokens o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 
 import torch
 from transformers import PreTrainedModel
 
 from lp_runtime.model.attention.mask import MaskBuilder
+from lp_runtime.model.cuda_graph import PassSize
 from lp_runtime.model.inputs import InputLayout
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.passes import Passes
 from lp_runtime.model.rotary_lengths import RotaryLengths
 from lp_runtime.model.tensor_parallel.layers import GatheredLinear
+from lp_runtime.sampling.sampler import GREEDY_PACKING
 from lp_runtime.sampling.slices import Draw, SlicedLogits, VocabularySlice
 from lp_runtime.sampling.step_logits import StepLogits
+from lp_runtime.sampling.truncation import Truncation
+
+GREEDY = Draw(GREEDY_PACKING, Truncation(), key=None, positions=())  # what passes of fixed sizes sample themselves
 
 
 class SlicedPasses(Passes):
@@ -49,14 +55,29 @@ class SlicedPasses(Passes):
     def shares(self, caches: Sequence[TreeCache], layouts: Sequence[InputLayout]) -> torch.Tensor:
         return self._keep(lambda: super(SlicedPasses, self).shares(caches, layouts))
 
+    @torch.no_grad()
+    def make_fixed(self, caches: Sequence[TreeCache], size: PassSize) -> torch.Tensor:
+        return self._in_slices(lambda: super(SlicedPasses, self).make_fixed(caches, size))
+
+    @torch.no_grad()
+    def fixed(self, caches: Sequence[TreeCache], size: PassSize, pieces: Sequence[tuple]) -> torch.Tensor:
+        return self._keep(lambda: super(SlicedPasses, self).fixed(caches, size, pieces))
+
+    def _sample(self, logits: torch.Tensor, kernels: ModuleType) -> torch.Tensor:
+        return self._vocabulary.pack(self._head.gather(self._vocabulary.find(logits, GREEDY)), GREEDY)
+
     def _keep(self, feed: Callable[[], torch.Tensor]) -> torch.Tensor:
-        self._head.mode.is_whole = False
-        try:
-            self._logits = feed()
-        finally:
-            self._head.mode.is_whole = True
+        self._logits = self._in_slices(feed)
         self._number += 1
         return self._logits
+
+    def _in_slices(self, feed: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return what a pass returns whose logits stay on the shards."""
+        self._head.mode.is_whole = False
+        try:
+            return feed()
+        finally:
+            self._head.mode.is_whole = True
 
     @torch.inference_mode()
     def read(self, caches: Sequence[TreeCache], number: int, start: int, stop: int) -> torch.Tensor:
@@ -73,7 +94,9 @@ class SlicedPasses(Passes):
         assert number == self._number, "logits are read before the next pass"
         return self._logits[start:stop]
 
-    def found(self, logits: torch.Tensor, feed: Callable[..., torch.Tensor]) -> StepLogits:
+    def found(
+        self, logits: torch.Tensor, feed: Callable[..., torch.Tensor], presampled: torch.Tensor | None = None
+    ) -> StepLogits:
         number = self._number
 
         def read(start: int, stop: int) -> torch.Tensor:
@@ -84,7 +107,7 @@ class SlicedPasses(Passes):
 
         if not self._vocabulary.can_find:
             return StepLogits(read(0, len(logits)))
-        return SlicedLogits(self._vocabulary, read, find, range(len(logits)))
+        return SlicedLogits(self._vocabulary, read, find, range(len(logits)), presampled)
 
 
 def make_passes(

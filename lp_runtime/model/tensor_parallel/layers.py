@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lp_runtime.distributed.shards import Reducer
+from lp_runtime.distributed.reducers import Reducer
 
 
 class SliceModule(nn.Module):

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lp_runtime.distributed.shards import Reducer, ShardLink, ShardPlace
+from lp_runtime.distributed.reducers import Reducer
+from lp_runtime.distributed.shards import ShardLink, ShardPlace
 from lp_runtime.errors import ModelError
 from lp_runtime.model.tensor_parallel.layers import GatheredLinear, RowwiseLinear, VocabularyEmbedding
 

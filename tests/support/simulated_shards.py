@@ -1,0 +1,71 @@
+"""Shards of a replica on simulated GPUs: each process has one, and sums are operations of it, as NCCL's are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from lp_runtime.distributed.reducers import Reducer
+from lp_runtime.distributed.shards import ShardLink, ShardPlace
+from lp_runtime.engine import loading
+from lp_runtime.model import fixed_passes
+from support.simulated_gpu import Gpu, simulated_gpu
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+SIZES = (1, 8, 32)  # of captured passes: each takes a while here
+_host: list[Reducer] = []  # of this process: sums what is in truth in the host's memory
+
+
+@torch.library.custom_op("lp_stand_ins::all_reduce", mutates_args=())
+def all_reduce(tensor: Tensor) -> Tensor:
+    return _host[-1].all_reduce(tensor.clone())
+
+
+@torch.library.custom_op("lp_stand_ins::all_gather", mutates_args=())
+def all_gather(tensor: Tensor) -> Tensor:
+    return _host[-1].all_gather(tensor.clone())
+
+
+class DeviceReducer(Reducer):
+    """Sums on the device: an operation like any other, which a graph may contain."""
+
+    can_capture = True
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return all_reduce(tensor)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return all_gather(tensor)
+
+
+def link_on_devices(place: ShardPlace, device: torch.device, timeout: float) -> ShardLink:
+    """A link whose sums are of the device's tensors."""
+    link = ShardLink(place, CPU, timeout)
+    _host.append(link.reducer)
+    link.reducer = DeviceReducer()
+    return link
+
+
+@contextmanager
+def gpu_of_a_shard() -> Iterator[Gpu]:
+    """While this is entered the process is a shard that has a GPU of its own."""
+    load, slices = loading.load_model, loading.slice_model
+
+    def load_on_host(model, device, *others):
+        return load(model, CPU, *others)
+
+    def slice_and_move(model, link):
+        slices(model, link)
+        model.to(CUDA)
+
+    with simulated_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fixed_passes, "SIZES", SIZES)
+        patch.setattr(fixed_passes, "MIN_LARGEST", SIZES[-1])
+        patch.setattr(loading, "ShardLink", link_on_devices)
+        patch.setattr(loading, "load_model", load_on_host)
+        patch.setattr(loading, "slice_model", slice_and_move)
+        yield gpu
