@@ -3,6 +3,7 @@
     python benchmarks/drafting.py drafters --prompts humaneval.jsonl:prompt gsm8k.jsonl:question --output out/
     python benchmarks/drafting.py headline degrees chains ablation sampling draft_tables sources host --prompts ...
     python benchmarks/drafting.py categories --prompts spec_bench.jsonl:turns --limit 480 --each 4
+    python benchmarks/drafting.py starting_rates --also OTHER/starting_rates.npz --model DIR --prompts ... --output out/
     python benchmarks/drafting.py peers peers_sampled peers_kept --model DIR --chat --eos --each 8 --limit 480 \\
         --prompts spec_bench.jsonl:turns humaneval.jsonl:prompt --record RECORDED --output out/
 
@@ -39,6 +40,14 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=1 << 30, help="prompts of each kind at most")
     parser.add_argument("--eos", action="store_true", help="stop at the end of the text, else go on past it")
     parser.add_argument("--chat", action="store_true", help="put prompts through the model's chat template")
+    parser.add_argument(
+        "--also",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="starting_rates: other models' starting_rates.npz",
+    )
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep there what the model says")
     add_output_argument(parser)
     args = parser.parse_args()
@@ -49,7 +58,7 @@ def main() -> None:
     about += ", by the chat template" if args.chat else ""
     for fill in STUDIES:
         if fill.__name__ in args.studies:
-            study = Study(fill.__name__, bench, args.output)
+            study = Study(fill.__name__, bench, args.output, args.also)
             fill(study)
             study.finish(about)
 

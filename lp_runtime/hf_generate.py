@@ -42,6 +42,7 @@ from lp_runtime.model.view import view_of
 from lp_runtime.sampling.grammar_mask import with_grammar_mask
 from lp_runtime.sampling.gumbel import GumbelNoise
 from lp_runtime.sampling.processors import TreeProcessors
+from lp_runtime.sampling.truncation import temperature_of
 from lp_runtime.sampling.types import LogitsProcessor
 
 ASKING_SECONDS = 0.25  # of each call, until the model was asked about its whole vocabulary
@@ -289,7 +290,7 @@ class _Rows:
         processors = call.processors(row)
         if self._constraint is not None:
             processors = with_grammar_mask(processors)
-        spec = SamplerSpec(TreeProcessors(processors, model.device), noise)
+        spec = SamplerSpec(TreeProcessors(processors, model.device), noise, temperature_of(processors))
         observe = recorder if call.wants_scores or call.wants_logits else None
         new_tokens: list[int] = []
         for event in self._engine.run(request, spec, self._stop(prompt, recorder), observe=observe):

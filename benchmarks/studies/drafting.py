@@ -17,7 +17,16 @@ from studies.drafting_table import (
     paper,
     step_tokens,
 )
-from studies.starting_rates import fit_calibration, fit_rates, promised_and_accepted, source_of, starting_rates_of
+from studies.starting_rates import (
+    fit_calibration,
+    fit_rates,
+    load_counted,
+    promised_and_accepted,
+    save_counted,
+    source_of,
+    starting_rates_of,
+    summed,
+)
 
 BUDGETS = (16, 32, 46, 54, 83, 160, 320, 640)
 DEGREES = (1, 2, 4, 8, 16)
@@ -133,15 +142,22 @@ def sources(study: Study) -> None:
 
 
 def starting_rates(study: Study) -> None:
-    """Promised against accepted by level of the estimate; the rates that estimates should start from go to OUTPUT."""
-    fitted = {}
+    """Promised against accepted by level of the estimate; the rates that estimates should start from.
+
+    OUTPUT gets the rates, fitted on this model and those of --also, and what was counted of this one alone.
+    """
+    fitted, own = {}, {}
     for name, ways in (("GREEDY", [GREEDY]), ("SAMPLED", [{"temperature": 1.0}, {"temperature": 0.7}])):
         counted = [run.counted for way in ways for run in study.bench.decode_all(full(64), sampling=way)]
         requests = [each for each in counted if each is not None]
         for level, (promised, accepted) in enumerate(promised_and_accepted(requests)):
             study.add_row({"decoding": name, "level": level, "promised": promised, "accepted": accepted})
-        fitted[name] = starting_rates_of(fit_rates([requests]), fit_calibration([requests]))
-    study.write("starting_rates.py", source_of(fitted, "the prompts and the model of the command"))
+        own[name] = summed(requests)
+        models = [[own[name]], *([load_counted(path)[name]] for path in study.also)]
+        fitted[name] = starting_rates_of(fit_rates(models), fit_calibration(models))
+    study.write("starting_rates.py", source_of(fitted, "the prompts and the model of the command, and those of --also"))
+    if study.output is not None:
+        save_counted(study.output / "starting_rates.npz", own)
 
 
 def auto(study: Study) -> None:

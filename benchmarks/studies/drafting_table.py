@@ -55,14 +55,19 @@ class Study:
         name: of the study and its files.
         bench: decodes.
         output: folder for the files; None to print only.
+        also: files that the study has written of other models.
+
+    Attributes:
+        bench: as given.
+        output: as given.
+        also: as given.
     """
 
-    def __init__(self, name: str, bench: Bench, output: Path | None):
-        self.bench = bench
+    def __init__(self, name: str, bench: Bench, output: Path | None, also: Sequence[Path] = ()):
+        self.bench, self.output, self.also = bench, output, also
         self._results = Results(
             name, output, {"propose ms": ".3f", "advance ms": ".3f"} | dict.fromkeys(_RATIOS, ".3f")
         )
-        self._output = output
         self._points: dict[str, list[tuple[float, float]]] = {}
 
     def add(
@@ -111,16 +116,16 @@ class Study:
 
     def write(self, name: str, text: str) -> None:
         """Write a file of the study's where there is a folder."""
-        if self._output is not None:
-            self._output.mkdir(parents=True, exist_ok=True)
-            (self._output / name).write_text(text)
+        if self.output is not None:
+            self.output.mkdir(parents=True, exist_ok=True)
+            (self.output / name).write_text(text)
 
     def finish(self, about: str) -> None:
         """Print and write the table, and the plot where the study has one and matplotlib is installed."""
         self._results.finish(about)
-        if self._output is not None and self._results.name in PLOTTED:
+        if self.output is not None and self._results.name in PLOTTED:
             label = "tokens a step, all replicas" if self._results.name != "drafters" else "tokens fed a step"
-            plot(self._points, label, self._output / f"{self._results.name}.svg")
+            plot(self._points, label, self.output / f"{self._results.name}.svg")
 
 
 _RATIOS = ("S", "S, least repetitive", "4-grams repeated")

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first import starting_rates, tables
-from lp_runtime.lookahead.drafters.best_first.candidates import NUM_LENGTHS, NUM_NOISE_BINS
-from lp_runtime.lookahead.drafters.best_first.estimates import NUM_CALIBRATIONS, NUM_LEVELS, ONE, Rates
+from lp_runtime.lookahead.drafters.best_first.estimates import NUM_CALIBRATIONS, NUM_LEVELS, ONE, Rates, make_rates
+from lp_runtime.lookahead.drafters.best_first.features import NUM_LENGTHS, NUM_NOISE_BINS
 from lp_runtime.lookahead.drafters.best_first.starting_rates import UNIT, StartingRates
 from lp_runtime.lookahead.drafters.best_first.tables import NUM_ORDERS, K
 
@@ -64,6 +64,27 @@ def fit_calibration(models: Sequence[Sequence[Rates]]) -> np.ndarray:
         expected += scale * of_model
         observed += scale * np.sum([rates.observed for rates in requests], axis=0)
     return observed / expected
+
+
+def summed(requests: Sequence[Rates]) -> Rates:
+    """Return what all requests of a model have counted together; what is estimated from that is left at 0."""
+    names = ("tried", "accepted", "expected", "observed")
+    return make_rates()._replace(**{name: np.sum([getattr(each, name) for each in requests], axis=0) for name in names})
+
+
+def save_counted(path: Path, counted: Mapping[str, Rates]) -> None:
+    """Write what was counted of a model, by name, GREEDY and SAMPLED; `load_counted` reads it."""
+    np.savez(
+        path,
+        **{f"{name}.{field}": values for name, rates in counted.items() for field, values in rates._asdict().items()},
+    )
+
+
+def load_counted(path: Path) -> dict[str, Rates]:
+    """Return what `save_counted` has written."""
+    with np.load(path) as file:
+        names = dict.fromkeys(key.partition(".")[0] for key in file)
+        return {name: Rates(**{field: file[f"{name}.{field}"] for field in Rates._fields}) for name in names}
 
 
 def starting_rates_of(rates: np.ndarray, calibration: np.ndarray) -> StartingRates:

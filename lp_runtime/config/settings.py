@@ -161,8 +161,8 @@ class RuntimeConfig:
     exact with either, up to ties of logits."""
     compile: str = "auto"
     """How steps run on CUDA: auto (replayed as CUDA graphs of a few fixed sizes, where the model allows it), full
-    (compiled by torch.compile before capture; minutes at the first start) or off (kernels launched one by one). CPUs
-    ignore it."""
+    (compiled by torch.compile before capture, where a replica is one GPU; minutes at the first start) or off (kernels
+    launched one by one). CPUs ignore it."""
     strict_tokens: int = 128
     """Tokens of every forward pass with exactness=strict, >= 2; a step with more takes several passes. Rounding depends
     on the value, so outputs are comparable at equal values only."""

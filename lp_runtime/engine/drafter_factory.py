@@ -8,7 +8,7 @@ import numpy as np
 
 from lp_runtime.config.lookahead import MAX_DEPTH, NUM_COPIED, RECYCLING_DEPTH, LookaheadConfig
 from lp_runtime.errors import ConfigError
-from lp_runtime.lookahead.drafters.base import Drafter
+from lp_runtime.lookahead.drafters.base import Drafter, NoiseKey
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter, compile_kernels
 from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
@@ -18,7 +18,7 @@ from lp_runtime.lookahead.drafters.token_recycling import TokenRecyclingDrafter
 
 def make_drafter(
     settings: LookaheadConfig,
-    noise_key: tuple[int, int] | None,
+    noise_key: NoiseKey | None,
     max_nodes: int,
     draft_tables: DraftTables | None,
     vocabulary: Callable[[], np.ndarray],
@@ -27,7 +27,7 @@ def make_drafter(
 
     Args:
         settings: the request's.
-        noise_key: (seed, sample) where successors are sampled, else None.
+        noise_key: where successors are sampled; None for greedy decoding.
         max_nodes: nodes of a tree that all replicas together can feed.
         draft_tables: of the drafter `full`; None for other drafters.
         vocabulary: returns the vocabulary prior, [V, ENTRY]; called for the drafter `full` alone.

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from lp_runtime.engine.request import Request
+from lp_runtime.lookahead.drafters.base import NoiseKey
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sampling.grammar_mask import with_grammar_mask
 from lp_runtime.sampling.gumbel import GumbelNoise
@@ -14,6 +15,7 @@ from lp_runtime.sampling.hf_settings import build_processors
 from lp_runtime.sampling.penalties import penalties_of
 from lp_runtime.sampling.processors import TreeProcessors, is_ordered
 from lp_runtime.sampling.sampler import Sampler
+from lp_runtime.sampling.truncation import temperature_of
 from lp_runtime.sampling.types import LogitsProcessor
 
 MAX_PLAIN_KINDS = 1 << 10  # kinds of requests that are remembered
@@ -26,19 +28,21 @@ class SamplerSpec:
     Attributes:
         processors: logits processors of the request.
         noise: Gumbel noise of the sample; None for greedy decoding.
+        temperature: what the processors divide logits by.
         with_logprobs: whether log-probabilities travel in the exchange.
         num_top_logprobs: how many of a node's likeliest tokens travel with their log-probabilities.
     """
 
     processors: TreeProcessors
     noise: GumbelNoise | None
+    temperature: float = 1.0
     with_logprobs: bool = False
     num_top_logprobs: int = 0
 
     @property
-    def noise_key(self) -> tuple[int, int] | None:
-        """(seed, sample) of the noise; None for greedy decoding."""
-        return None if self.noise is None else (self.noise.seed, self.noise.sample)
+    def noise_key(self) -> NoiseKey | None:
+        """What a drafter must know of the noise; None for greedy decoding."""
+        return None if self.noise is None else NoiseKey(self.noise.seed, self.noise.sample, self.temperature)
 
     def build(self, num_top_k: int) -> Sampler:
         """Return a sampler that reports `num_top_k` likeliest tokens of every node."""
@@ -76,4 +80,4 @@ def make_sampler_spec(model: ModelRunner, request: Request, plain_kinds: set[Has
         assert sampling.seed is not None, "a request that samples has a seed"
         noise = GumbelNoise(sampling.seed, request.sample, model.vocabulary_size, model.device)
     tree_processors = TreeProcessors(processors, model.device, reports=True)
-    return SamplerSpec(tree_processors, noise, request.logprobs, request.top_logprobs)
+    return SamplerSpec(tree_processors, noise, temperature_of(processors), request.logprobs, request.top_logprobs)

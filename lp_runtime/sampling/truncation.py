@@ -36,6 +36,12 @@ class Truncation(NamedTuple):
         return self.top_k is not None or self.top_p is not None
 
 
+def temperature_of(processors: Sequence[object]) -> float:
+    """Return what a request's logits processors divide logits by, whatever else they do."""
+    found = (each.temperature for each in processors if isinstance(each, library.TemperatureLogitsWarper))
+    return next(found, 1.0)
+
+
 def truncation_of(processors: Sequence[object]) -> Truncation | None:
     """Return what a request's logits processors do; None if that is more than to scale and to cut.
 

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,20 @@ from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree, accept
 
 MAX_DEPTH_COUNTED = 16  # columns of Counts; deeper nodes are rare and count in the last one
+
+
+class NoiseKey(NamedTuple):
+    """What tells how a request's successors are sampled.
+
+    Attributes:
+        seed: 0 to 2**64 - 1.
+        sample: index of one of several samples of a prompt.
+        temperature: what the model's logits are divided by, more than 0.
+    """
+
+    seed: int
+    sample: int
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True)

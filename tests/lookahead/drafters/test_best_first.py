@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lp_runtime.lookahead.drafters.base import Drafter, VerificationResult
-from lp_runtime.lookahead.drafters.best_first import candidates, estimates, tables
+from lp_runtime.lookahead.drafters.base import Drafter, NoiseKey, VerificationResult
+from lp_runtime.lookahead.drafters.best_first import estimates, features, tables
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
 from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
@@ -48,7 +48,7 @@ def best_first(
     max_nodes: int,
     draft_tables: DraftTables | None = None,
     vocabulary: np.ndarray | None = None,
-    noise: tuple[int, int] | None = None,
+    noise: NoiseKey | None = None,
     max_depth: int = 24,
 ) -> BestFirstDrafter:
     return BestFirstDrafter(max_nodes, draft_tables or DraftTables(SMALL), vocabulary, noise, max_depth)
@@ -95,7 +95,7 @@ DRAFTERS = {
     "full": lambda: best_first(24),
     "full, one node": lambda: best_first(1),
     "full, flat": lambda: best_first(40, max_depth=1),
-    "full, noise": lambda: best_first(30, noise=(5, 0)),
+    "full, noise": lambda: best_first(30, noise=NoiseKey(5, 0)),
     "paper": lambda: PaperDrafter(4, 3, 4),
     "paper, guesses alone": lambda: PaperDrafter(4, 3, 4, only_guesses=True),
     "paper, budget": lambda: PaperDrafter(4, 3, 4, budget=7),
@@ -208,7 +208,7 @@ def test_what_follows_each_token_alone_is_a_start():
 def test_a_source_that_is_often_wrong_starves():
     """Rates are learned: a source whose candidate is never what comes loses its place to one that is."""
     draft_tables = DraftTables(SMALL)
-    feature = candidates.TEXT_FEATURES  # order 1, rank 0, the narrowest margin
+    feature = features.TEXT_FEATURES  # order 1, rank 0, the narrowest margin
     before = draft_tables.rates.rate.copy()
     draft_tables.rates.tried[feature] += 250
     draft_tables.rates.tried[0] += 50
@@ -231,7 +231,7 @@ def test_the_kernels_noise_is_that_of_sampling(seed):
 
 
 def test_with_noise_the_likeliest_candidate_is_what_would_be_sampled():
-    key = (9, 0)
+    key = NoiseKey(9, 0)
     drafter = best_first(9, noise=key)
     drafter.begin([1, 2])
     tokens = [1, 2, 3]
@@ -245,6 +245,31 @@ def test_with_noise_the_likeliest_candidate_is_what_would_be_sampled():
     tree = drafter.propose([*tokens, 3], 3, max_depth=1)
     first = [tree.tokens[node] for node in range(1, len(tree))]
     assert ranking[int(np.argmax(values))] in first[:2]  # the token sampled before stands there, too
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_the_prior_is_ranked_at_the_requests_temperature(temperature):
+    """It holds the model's own log-probabilities, which the request divides by the temperature."""
+    ranking, num_apart = [5, 6, 7, 8, 9, 10, 0, 1], 0
+    vocabulary = entries_of([ranking] * VOCABULARY)
+    for seed in range(20):
+        key = NoiseKey(seed, 0, temperature)
+        drafter = best_first(2, vocabulary=vocabulary, noise=key)
+        tokens = [1, 2, 3]
+        drafter.begin(tokens[:-1])
+        drafter.advance_prefill(tokens, VerificationResult([3]))
+        noise = tables.make_noise(True, *key)
+        drawn, margins = [
+            [tables.gumbel(noise, 3, token) for token in ranking],
+            [tables.UNITS_PER_NAT * rank for rank in range(tables.K)],
+        ]
+        expected, at_one = (
+            ranking[int(np.argmax([value - margin / divisor for value, margin in zip(drawn, margins, strict=True)]))]
+            for divisor in (temperature, 1.0)
+        )
+        num_apart += expected != at_one
+        assert drafter.propose(tokens, 2, max_depth=1).tokens[1] == expected
+    assert (num_apart > 0) == (temperature != 1.0)
 
 
 def merged_one_by_one(rates, found, num_rows: int, floor: int) -> list[tuple[int, int, int]]:
@@ -262,12 +287,12 @@ def merged_one_by_one(rates, found, num_rows: int, floor: int) -> list[tuple[int
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.integers(0, 2**32 - 1), st.integers(0, candidates.NUM_ROWS), st.integers(0, 40))
+@given(st.integers(0, 2**32 - 1), st.integers(0, features.NUM_ROWS), st.integers(0, 40))
 def test_candidates_of_one_token_become_one(seed, num_rows, floor):
     random = np.random.default_rng(seed)
-    rates, found = DraftTables(SMALL).rates, candidates.make_candidates()
-    rates.rate[:], rates.highest[:] = random.integers(0, 9, (2, candidates.NUM_FEATURES)) * 5
-    found.features[:] = random.integers(0, candidates.NUM_FEATURES, found.features.shape)
+    rates, found = DraftTables(SMALL).rates, features.make_candidates()
+    rates.rate[:], rates.highest[:] = random.integers(0, 9, (2, features.NUM_FEATURES)) * 5
+    found.features[:] = random.integers(0, features.NUM_FEATURES, found.features.shape)
     for row in found.tokens:
         num = random.integers(0, tables.K + 1)
         row[:num], row[num:] = random.permutation(14)[:num], -1
@@ -325,7 +350,7 @@ def test_accepted_tokens_are_counted_by_source_and_depth():
     drafter = best_first(24)
     state, trees = decode([1, 2, 3], drafter, 7, 150)
     counts = drafter.counts
-    assert counts.sources == candidates.SOURCES
+    assert counts.sources == features.SOURCES
     assert (counts.accepted <= counts.fed).all()
     assert counts.accepted[0].sum() > 0  # from the text
     assert counts.accepted[1:].sum() > 0

@@ -5,8 +5,9 @@ import pytest
 from test_best_first import VOCABULARY, best_first, decode
 
 from lp_runtime.lookahead.drafters.best_first import tables
-from lp_runtime.lookahead.drafters.best_first.candidates import make_nodes, match_text
+from lp_runtime.lookahead.drafters.best_first.candidates import match_text
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
+from lp_runtime.lookahead.drafters.best_first.features import make_nodes
 
 SIZE = 1 << 16
 

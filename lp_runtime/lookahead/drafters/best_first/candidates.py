@@ -1,26 +1,36 @@
 """Candidates: tokens that may follow a context, and where each of them comes from. Compiled by Numba.
 
-A candidate's feature says what is known of it: its source, and within the source the length of the match, its rank, its
-margin, its noise. Acceptance is counted by feature (estimates.py). Everything is integer arithmetic, so equal inputs
-give equal candidates on every replica.
-
-Letters: K top-k candidates, T nodes in the tree, C candidates of a context at most.
+A candidate's feature (features.py) says what is known of it. Everything is integer arithmetic, so equal inputs give
+equal candidates on every replica.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
+from lp_runtime.lookahead.drafters.best_first.features import (
+    FEATURES_PER_ORDER,
+    LONGEST_FEATURES,
+    MAX_VALUE,
+    NUM_BINS,
+    NUM_NOISE_BINS,
+    NUM_RANKS,
+    POSITION_FEATURES,
+    PROMPT_FEATURES,
+    TEXT_FEATURES,
+    VOCABULARY_FEATURES,
+    Candidates,
+    Nodes,
+    length_bin,
+)
 from lp_runtime.lookahead.drafters.best_first.tables import (
     FROM_PROMPT,
     MAX_GRAM,
     MAX_MARGIN,
     MAX_MATCH,
-    NUM_HASHES,
     NUM_ORDERS,
     ORIGIN,
+    TEMPERATURE_BITS,
     DraftArrays,
     Int,
     K,
@@ -33,120 +43,6 @@ from lp_runtime.lookahead.drafters.best_first.tables import (
     position_key,
 )
 from lp_runtime.utils.jit import compiled
-
-# Features are numbered from the text's (by length and noise: of the longest match, then of shorter ones that were
-# followed by something else), over those of each order of top-k candidates, of the vocabulary, and of each order where
-# the prefill found the candidates (by rank and margin), to those of the same position (behind any token, behind the
-# same one; by rank).
-NUM_BINS = 9  # of margins
-NUM_RANKS = 4
-NUM_NOISE_BINS = 4
-NUM_LENGTHS = 10
-FEATURES_PER_ORDER = NUM_RANKS * NUM_BINS
-LONGEST_FEATURES = NUM_LENGTHS * NUM_NOISE_BINS
-TEXT_FEATURES = LONGEST_FEATURES + MAX_GRAM * NUM_NOISE_BINS
-VOCABULARY_FEATURES = TEXT_FEATURES + NUM_ORDERS * FEATURES_PER_ORDER
-PROMPT_FEATURES = VOCABULARY_FEATURES + FEATURES_PER_ORDER
-POSITION_FEATURES = PROMPT_FEATURES + NUM_ORDERS * FEATURES_PER_ORDER
-NUM_FEATURES = POSITION_FEATURES + 2 * K
-SOURCES = (
-    "text",
-    *(f"top-k {order + 1}" for order in range(NUM_ORDERS)),
-    "vocabulary",
-    "prompt",
-    "same position",
-    "forced",
-)
-FORCED = len(SOURCES) - 1  # of tokens that a constraint says must follow
-
-MAX_VALUE = 1 << 20  # above any log-probability plus noise, in sixteenths of a nat
-NUM_ROWS = NUM_ORDERS + 4  # of candidates: of the text, of each order, of the vocabulary, of the same position twice
-MAX_CANDIDATES = NUM_ROWS * K
-
-
-class Nodes(NamedTuple):
-    """The nodes of a growing tree.
-
-    Attributes:
-        rows: [4, T] int64, of which the next four are views.
-        tokens: [T] int64 token ids.
-        parents: [T] int64 index of each node's parent, -1 for the first pending token.
-        depths: [T] int64 depth below the root.
-        path_probabilities: [T] int64 estimated probability that each node is on the accepted path, fixed point.
-        sources: [T] int64 index into SOURCES.
-        hashes: [T, NUM_HASHES] int64 hashes of the context that ends at each node.
-    """
-
-    rows: np.ndarray
-    tokens: np.ndarray
-    parents: np.ndarray
-    depths: np.ndarray
-    path_probabilities: np.ndarray
-    sources: np.ndarray
-    hashes: np.ndarray
-
-
-class Candidates(NamedTuple):
-    """Candidates of one context: as collected, a row for each source, and merged, one for each token.
-
-    Attributes:
-        tokens: [NUM_ROWS, K] int32 collected token ids, -1 where there is none.
-        features: [NUM_ROWS, K] int32 their features.
-        flat: [C] int32, a view of `tokens`.
-        merged: [C] int32 merged token ids.
-        best: [C] int32 the feature with the best estimate of each merged candidate.
-        agreeing: [C] int32 how many more features name the token, at most MAX_AGREEING - 1.
-        first: [C] int32 where each merged candidate stood first in `flat`.
-        values: [K] int32 scratch.
-        bins: [MAX_MARGIN + 1] uint8 bin of each margin.
-    """
-
-    tokens: np.ndarray
-    features: np.ndarray
-    flat: np.ndarray
-    merged: np.ndarray
-    best: np.ndarray
-    agreeing: np.ndarray
-    first: np.ndarray
-    values: np.ndarray
-    bins: np.ndarray
-
-
-def make_candidates() -> Candidates:
-    """Return empty arrays for the candidates of one context."""
-    tokens, features = (np.zeros((NUM_ROWS, K), np.int32) for _ in range(2))
-    merged, best, agreeing, first = (np.zeros(MAX_CANDIDATES, np.int32) for _ in range(4))
-    bins = np.array([margin_bin(margin) for margin in range(MAX_MARGIN + 1)], np.uint8)
-    return Candidates(tokens, features, tokens.reshape(-1), merged, best, agreeing, first, np.zeros(K, np.int32), bins)
-
-
-def make_nodes(num_nodes: int) -> Nodes:
-    """Return empty arrays for the nodes of a tree."""
-    rows = np.zeros((4, num_nodes), np.int64)
-    tokens, parents, depths, path_probabilities = rows
-    sources, hashes = np.zeros(num_nodes, np.int64), np.zeros((num_nodes, NUM_HASHES), np.int64)
-    return Nodes(rows, tokens, parents, depths, path_probabilities, sources, hashes)
-
-
-def margin_bin(margin: int) -> int:
-    """Return the bin, 0 to NUM_BINS - 1, of a margin or of a distance between two log-probabilities with noise."""
-    if margin < 5:
-        return 0 if margin < 1 else (1 if margin < 2 else 2)
-    if margin < 22:
-        return 3 if margin < 11 else 4
-    if margin < 64:
-        return 5 if margin < 40 else 6
-    return 7 if margin < 96 else 8
-
-
-@compiled
-def length_bin(length: Int) -> Int:
-    """Return the bin, 0 to NUM_LENGTHS - 1, of the length of a match in the text, >= 1."""
-    if length <= 6:
-        return length - 1
-    if length <= 8:
-        return 6
-    return 7 if length <= 12 else (8 if length <= 20 else 9)
 
 
 @compiled
@@ -315,13 +211,18 @@ def collect_entry(
 def rank_perturbed(
     entries: np.ndarray, row: Int, base: Int, noise: Noise, position: Int, candidates: Candidates, to: Int
 ) -> None:
-    """Write the features of an entry's candidates by the rank and margin of log-probability plus noise."""
+    """Write the features of an entry's candidates by the rank and margin of log-probability plus noise.
+
+    What steps found are log-probabilities at the request's temperature, and what the vocabulary prior says at 1.
+    """
     values, bins = candidates.values, candidates.bins
+    factor = noise.inverse_temperature if base == VOCABULARY_FEATURES else np.int64(1) << TEMPERATURE_BITS
     best, second = np.int32(-MAX_VALUE), np.int32(-MAX_VALUE)
     for i in range(K):
         values[i] = -MAX_VALUE - i
         if entries[row, i] >= 0:
-            values[i] = gumbel(noise, position, entries[row, i]) - margin_of(entries, row, i)
+            margin = margin_of(entries, row, i) * factor >> TEMPERATURE_BITS
+            values[i] = gumbel(noise, position, entries[row, i]) - margin
         second = max(second, min(best, values[i]))
         best = max(best, values[i])
     for i in range(K):
@@ -336,13 +237,3 @@ def rank_perturbed(
             else bins[min(best - values[i], MAX_MARGIN)]
         )
         candidates.features[to, i] = base + min(rank, NUM_RANKS - 1) * NUM_BINS + which
-
-
-@compiled
-def source_of(feature: Int) -> Int:
-    """Return the index in SOURCES of a feature's source."""
-    if feature < TEXT_FEATURES:
-        return 0
-    if feature >= PROMPT_FEATURES:
-        return NUM_ORDERS + 2 + (feature >= POSITION_FEATURES)
-    return 1 + (feature - TEXT_FEATURES) // FEATURES_PER_ORDER

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first import tables
-from lp_runtime.lookahead.drafters.best_first.candidates import NUM_FEATURES
 from lp_runtime.lookahead.drafters.best_first.estimates import (
     CALIBRATION_WEIGHT,
     NUM_CALIBRATIONS,
@@ -20,6 +19,7 @@ from lp_runtime.lookahead.drafters.best_first.estimates import (
     PRIOR_WEIGHT,
     make_rates,
 )
+from lp_runtime.lookahead.drafters.best_first.features import NUM_FEATURES
 from lp_runtime.lookahead.drafters.best_first.starting_rates import GREEDY, UNIT, StartingRates
 from lp_runtime.lookahead.drafters.best_first.tables import EMPTY_HASH, NUM_HASHES, NUM_ORDERS, WAYS, K
 

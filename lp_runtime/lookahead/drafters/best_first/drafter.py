@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lp_runtime.lookahead.drafters.base import Counts, Drafter, VerificationResult
+from lp_runtime.lookahead.drafters.base import Counts, Drafter, NoiseKey, VerificationResult
 from lp_runtime.lookahead.drafters.best_first import growth, guided, outcome, tables
-from lp_runtime.lookahead.drafters.best_first.candidates import SOURCES, make_candidates, make_nodes
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.estimates import Rates
+from lp_runtime.lookahead.drafters.best_first.features import SOURCES, make_candidates, make_nodes
 from lp_runtime.lookahead.drafters.best_first.starting_rates import GREEDY, SAMPLED
 from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree
@@ -41,7 +41,7 @@ class BestFirstDrafter(Drafter):
         max_nodes: largest number of nodes of a tree, pending tokens counted; the root is always there.
         draft_tables: what the drafter remembers; cleared by whoever owns them, if at all.
         vocabulary: [V, ENTRY] int32 entries of what follows each token alone; None where that is not known.
-        noise: (seed, sample) where successors are sampled, else None.
+        noise: where successors are sampled; None for greedy decoding.
         max_depth: largest depth below the root of a node.
     """
 
@@ -53,7 +53,7 @@ class BestFirstDrafter(Drafter):
         max_nodes: int,
         draft_tables: DraftTables,
         vocabulary: np.ndarray | None,
-        noise: tuple[int, int] | None,
+        noise: NoiseKey | None,
         max_depth: int,
     ):
         self.max_nodes = max_nodes
@@ -63,8 +63,7 @@ class BestFirstDrafter(Drafter):
         self._draft_tables = draft_tables
         draft_tables.start(GREEDY if noise is None else SAMPLED)
         self._drafts = draft_tables.drafts(NO_VOCABULARY if vocabulary is None else vocabulary)
-        seed, sample = noise or (0, 0)
-        self._noise = tables.make_noise(noise is not None, seed, sample)
+        self._noise = tables.make_noise(noise is not None, *(noise or NoiseKey(0, 0)))
         capacity = max_nodes + self.max_committed
         self._nodes = make_nodes(capacity)
         self._frontier = growth.make_frontier(capacity)
@@ -237,7 +236,7 @@ def compile_kernels() -> None:
 
 def _try_kernels() -> None:
     """Decode one step greedily and one with noise."""
-    for noise in (None, (1, 0)):
+    for noise in (None, NoiseKey(1, 0)):
         drafter = BestFirstDrafter(4, DraftTables(SMALL_BYTES), None, noise, max_depth=3)
         drafter.begin([1, 2, 1])
         tokens = [1, 2, 1, 2]

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lp_runtime.lookahead.drafters.best_first.candidates import NUM_FEATURES, Candidates, Nodes, collect
+from lp_runtime.lookahead.drafters.best_first.candidates import collect
+from lp_runtime.lookahead.drafters.best_first.features import NUM_FEATURES, Candidates, Nodes
 from lp_runtime.lookahead.drafters.best_first.tables import DraftArrays, Int, K, Noise
 from lp_runtime.utils.jit import compiled
 

@@ -9,14 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lp_runtime.lookahead.drafters.best_first.candidates import (
-    MAX_CANDIDATES,
-    Candidates,
-    Nodes,
-    collect,
-    source_of,
-)
+from lp_runtime.lookahead.drafters.best_first.candidates import collect
 from lp_runtime.lookahead.drafters.best_first.estimates import ONE_BITS, Rates, calibrate, merge
+from lp_runtime.lookahead.drafters.best_first.features import MAX_CANDIDATES, Candidates, Nodes, source_of
 from lp_runtime.lookahead.drafters.best_first.guided import Limits, is_refused, plant_root
 from lp_runtime.lookahead.drafters.best_first.heap import pop, sift_up
 from lp_runtime.lookahead.drafters.best_first.tables import (

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lp_runtime.lookahead.drafters.best_first.candidates import FORCED, Nodes
+from lp_runtime.lookahead.drafters.best_first.features import FORCED, Nodes
 from lp_runtime.lookahead.drafters.best_first.tables import NUM_HASHES, DraftArrays, Int, extend_hashes
 from lp_runtime.lookahead.guide import is_allowed
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from lp_runtime.lookahead.drafters.best_first.candidates import Candidates, Nodes
 from lp_runtime.lookahead.drafters.best_first.estimates import Rates, learn
+from lp_runtime.lookahead.drafters.best_first.features import Candidates, Nodes
 from lp_runtime.lookahead.drafters.best_first.tables import (
     EMPTY_HASH,
     FROM_PROMPT,

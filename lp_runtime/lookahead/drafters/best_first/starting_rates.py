@@ -3,7 +3,7 @@
 They were counted on texts of several models (benchmarks/studies/starting_rates.py), because a request is over before it
 has counted much itself: estimates that start right are worth more than estimates that learn fast.
 
-Letters: F features (candidates.py).
+Letters: F features (features.py).
 """
 
 from __future__ import annotations

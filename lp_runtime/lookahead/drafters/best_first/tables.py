@@ -44,6 +44,8 @@ NUM_HASHES = MAX_GRAM + 1  # of a context: of its last 0, 1, 2 ... tokens; 0 whe
 EMPTY_HASH = 1  # of no tokens
 NUM_ORDERS = 4  # longest context, in tokens, that top-k candidates are stored under
 NOISE_CACHE_SIZE = 1 << 13  # values of noise that are kept
+TEMPERATURE_BITS = 8  # of 1 / temperature
+MAX_INVERSE = 1 << 15  # beyond it there is but one candidate
 NOISE_BITS = 12  # of a kept value: noise is between -59 and 588 sixteenths of a nat
 
 
@@ -100,6 +102,7 @@ class Noise(NamedTuple):
         key0: lower word of the seed.
         key1: upper word of the seed.
         sample: index of the sample.
+        inverse_temperature: factor of a model's own log-probabilities, of 1 << TEMPERATURE_BITS.
         cache: [NOISE_CACHE_SIZE] int64 values computed lately, each packed with its position and token id.
     """
 
@@ -107,12 +110,15 @@ class Noise(NamedTuple):
     key0: Int
     key1: Int
     sample: int
+    inverse_temperature: Int
     cache: np.ndarray
 
 
-def make_noise(is_on: bool, seed: int, sample: int) -> Noise:
+def make_noise(is_on: bool, seed: int, sample: int, temperature: float = 1.0) -> Noise:
     """Return the noise of one sample; see lp_runtime.sampling.gumbel for the seed's and the sample's range."""
-    return Noise(is_on, seed & WORD_MASK, seed >> WORD_BITS, sample, np.full(NOISE_CACHE_SIZE, -1, np.int64))
+    inverse = np.int64(min(MAX_INVERSE, round((1 << TEMPERATURE_BITS) / temperature)))
+    cache = np.full(NOISE_CACHE_SIZE, -1, np.int64)
+    return Noise(is_on, seed & WORD_MASK, seed >> WORD_BITS, sample, inverse, cache)
 
 
 @compiled

@@ -1,0 +1,138 @@
+"""What is known of a candidate, by number: its source, and within the source the length of the match, its rank, its
+margin, its noise. Acceptance is counted by these features (estimates.py). And the arrays of a growing tree.
+
+Letters: K top-k candidates, T nodes in the tree, C candidates of a context at most.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from lp_runtime.lookahead.drafters.best_first.tables import MAX_GRAM, MAX_MARGIN, NUM_HASHES, NUM_ORDERS, Int, K
+from lp_runtime.utils.jit import compiled
+
+# Features are numbered from the text's (by length and noise: of the longest match, then of shorter ones that were
+# followed by something else), over those of each order of top-k candidates, of the vocabulary, and of each order where
+# the prefill found the candidates (by rank and margin), to those of the same position (behind any token, behind the
+# same one; by rank).
+NUM_BINS = 9  # of margins
+NUM_RANKS = 4
+NUM_NOISE_BINS = 4
+NUM_LENGTHS = 10
+FEATURES_PER_ORDER = NUM_RANKS * NUM_BINS
+LONGEST_FEATURES = NUM_LENGTHS * NUM_NOISE_BINS
+TEXT_FEATURES = LONGEST_FEATURES + MAX_GRAM * NUM_NOISE_BINS
+VOCABULARY_FEATURES = TEXT_FEATURES + NUM_ORDERS * FEATURES_PER_ORDER
+PROMPT_FEATURES = VOCABULARY_FEATURES + FEATURES_PER_ORDER
+POSITION_FEATURES = PROMPT_FEATURES + NUM_ORDERS * FEATURES_PER_ORDER
+NUM_FEATURES = POSITION_FEATURES + 2 * K
+SOURCES = (
+    "text",
+    *(f"top-k {order + 1}" for order in range(NUM_ORDERS)),
+    "vocabulary",
+    "prompt",
+    "same position",
+    "forced",
+)
+FORCED = len(SOURCES) - 1  # of tokens that a constraint says must follow
+
+MAX_VALUE = 1 << 20  # above any log-probability plus noise, in sixteenths of a nat
+NUM_ROWS = NUM_ORDERS + 4  # of candidates: of the text, of each order, of the vocabulary, of the same position twice
+MAX_CANDIDATES = NUM_ROWS * K
+
+
+class Nodes(NamedTuple):
+    """The nodes of a growing tree.
+
+    Attributes:
+        rows: [4, T] int64, of which the next four are views.
+        tokens: [T] int64 token ids.
+        parents: [T] int64 index of each node's parent, -1 for the first pending token.
+        depths: [T] int64 depth below the root.
+        path_probabilities: [T] int64 estimated probability that each node is on the accepted path, fixed point.
+        sources: [T] int64 index into SOURCES.
+        hashes: [T, NUM_HASHES] int64 hashes of the context that ends at each node.
+    """
+
+    rows: np.ndarray
+    tokens: np.ndarray
+    parents: np.ndarray
+    depths: np.ndarray
+    path_probabilities: np.ndarray
+    sources: np.ndarray
+    hashes: np.ndarray
+
+
+class Candidates(NamedTuple):
+    """Candidates of one context: as collected, a row for each source, and merged, one for each token.
+
+    Attributes:
+        tokens: [NUM_ROWS, K] int32 collected token ids, -1 where there is none.
+        features: [NUM_ROWS, K] int32 their features.
+        flat: [C] int32, a view of `tokens`.
+        merged: [C] int32 merged token ids.
+        best: [C] int32 the feature with the best estimate of each merged candidate.
+        agreeing: [C] int32 how many more features name the token, at most MAX_AGREEING - 1.
+        first: [C] int32 where each merged candidate stood first in `flat`.
+        values: [K] int32 scratch.
+        bins: [MAX_MARGIN + 1] uint8 bin of each margin.
+    """
+
+    tokens: np.ndarray
+    features: np.ndarray
+    flat: np.ndarray
+    merged: np.ndarray
+    best: np.ndarray
+    agreeing: np.ndarray
+    first: np.ndarray
+    values: np.ndarray
+    bins: np.ndarray
+
+
+def make_candidates() -> Candidates:
+    """Return empty arrays for the candidates of one context."""
+    tokens, features = (np.zeros((NUM_ROWS, K), np.int32) for _ in range(2))
+    merged, best, agreeing, first = (np.zeros(MAX_CANDIDATES, np.int32) for _ in range(4))
+    bins = np.array([margin_bin(margin) for margin in range(MAX_MARGIN + 1)], np.uint8)
+    return Candidates(tokens, features, tokens.reshape(-1), merged, best, agreeing, first, np.zeros(K, np.int32), bins)
+
+
+def make_nodes(num_nodes: int) -> Nodes:
+    """Return empty arrays for the nodes of a tree."""
+    rows = np.zeros((4, num_nodes), np.int64)
+    tokens, parents, depths, path_probabilities = rows
+    sources, hashes = np.zeros(num_nodes, np.int64), np.zeros((num_nodes, NUM_HASHES), np.int64)
+    return Nodes(rows, tokens, parents, depths, path_probabilities, sources, hashes)
+
+
+def margin_bin(margin: int) -> int:
+    """Return the bin, 0 to NUM_BINS - 1, of a margin or of a distance between two log-probabilities with noise."""
+    if margin < 5:
+        return 0 if margin < 1 else (1 if margin < 2 else 2)
+    if margin < 22:
+        return 3 if margin < 11 else 4
+    if margin < 64:
+        return 5 if margin < 40 else 6
+    return 7 if margin < 96 else 8
+
+
+@compiled
+def length_bin(length: Int) -> Int:
+    """Return the bin, 0 to NUM_LENGTHS - 1, of the length of a match in the text, >= 1."""
+    if length <= 6:
+        return length - 1
+    if length <= 8:
+        return 6
+    return 7 if length <= 12 else (8 if length <= 20 else 9)
+
+
+@compiled
+def source_of(feature: Int) -> Int:
+    """Return the index in SOURCES of a feature's source."""
+    if feature < TEXT_FEATURES:
+        return 0
+    if feature >= PROMPT_FEATURES:
+        return NUM_ORDERS + 2 + (feature >= POSITION_FEATURES)
+    return 1 + (feature - TEXT_FEATURES) // FEATURES_PER_ORDER
