@@ -73,6 +73,7 @@ POINTS = {  # of steps
     "nanoseconds": np.array([1_000_000, 1_050_000, 1_200_000]),
     "num_padded": np.array(0),
     "harvest_ns": np.array(0),
+    "prefix_ns": np.array([0, 0]),
 }
 ONCE = (
     "hf_settings.py: build_processors",

@@ -85,8 +85,8 @@ class EqualReplicas(Calibration):
         super().__init__(model, Group.alone(), cache_dir, Measured(steps))
         self._num_replicas = num_replicas
 
-    def times(self, num_tokens: int) -> np.ndarray:
-        return np.tile(super().times(num_tokens), (self._num_replicas, 1))
+    def times(self, num_tokens: int, num_committed: int = 0) -> np.ndarray:
+        return np.tile(super().times(num_tokens, num_committed), (self._num_replicas, 1))
 
 
 class ChainFed(ModelRunner):
@@ -161,7 +161,7 @@ class Bench:
         group, calibration, times = Group(0, degree, CPU), self.calibration, None
         if step_ms is not None:
             points = np.array(list(step_ms)), (1e6 * np.array(list(step_ms.values()))).astype(np.int64)
-            steps = StepMeasurement(*points, np.array(0), np.array(0))
+            steps = StepMeasurement(*points, np.array(0), np.array(0), np.zeros(2, np.int64))
             calibration = EqualReplicas(self.model, degree, self._cache, steps)
             times = interpolate(*points, 2 * int(points[0][-1]))
         engine = Engine(self._chain_fed if as_chains else self.model, group, calibration)

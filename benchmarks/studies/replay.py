@@ -55,7 +55,7 @@ class AssumedCalibration(Calibration):
         self.seconds = nanoseconds / 1e9
         self._times = np.tile(nanoseconds, (num_replicas, 1))
 
-    def times(self, num_tokens: int) -> np.ndarray:
+    def times(self, num_tokens: int, num_committed: int = 0) -> np.ndarray:
         return self._times[:, : num_tokens + 1]
 
     def max_step_tokens(self) -> int:

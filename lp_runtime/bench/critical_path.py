@@ -70,8 +70,8 @@ class _EqualReplicas(Calibration):
     def __init__(self, measured: Calibration, num_replicas: int):
         self._measured, self._num_replicas = measured, num_replicas
 
-    def times(self, num_tokens: int) -> np.ndarray:
-        return np.tile(self._measured.times(num_tokens), (self._num_replicas, 1))
+    def times(self, num_tokens: int, num_committed: int = 0) -> np.ndarray:
+        return np.tile(self._measured.times(num_tokens, num_committed), (self._num_replicas, 1))
 
     def max_step_tokens(self) -> int:
         return self._measured.max_step_tokens()

@@ -20,11 +20,11 @@ import torch
 from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.group import Group
 from lp_runtime.engine.calibration_files import CalibrationFiles
-from lp_runtime.engine.step_meter import StepMeasurement, measure_steps, measurement_of, row_of
+from lp_runtime.engine.step_meter import CONTEXT_TOKENS, StepMeasurement, measure_steps, measurement_of, row_of
 from lp_runtime.engine.vocabulary_prior import Answers, VocabularyPrior
 from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.sizing.cost_model import interpolate
+from lp_runtime.sizing.cost_model import interpolate, times_behind
 
 SWEEP_SECONDS = 8.0  # that asking about the vocabulary at once may take, about; what is left of it is left out
 START_SECONDS = 1.0  # that asking may take of a start, where the rest is asked between requests
@@ -89,14 +89,20 @@ class Calibration:
             self._steps = [measurement_of(row) for row in rows]
         return self._steps
 
-    def times(self, num_tokens: int) -> np.ndarray:
-        """Return [R, num_tokens + 1] nanoseconds of every replica's step of 0, 1, 2 ... tokens."""
-        return np.stack(
-            [
-                interpolate(steps.tokens.tolist(), steps.nanoseconds.tolist(), num_tokens, int(steps.num_padded))
-                for steps in self._all_steps()
-            ]
-        )
+    def times(self, num_tokens: int, num_committed: int = 0) -> np.ndarray:
+        """Return [R, num_tokens + 1] nanoseconds of every replica's step of 0, 1, 2 ... tokens.
+
+        Args:
+            num_tokens: of the largest step.
+            num_committed: tokens behind which steps are fed.
+        """
+        num_more = max(0, num_committed - CONTEXT_TOKENS)
+        found = []
+        for steps in self._all_steps():
+            points = steps.tokens.tolist(), steps.nanoseconds.tolist()
+            times = interpolate(*points, num_tokens, int(steps.num_padded))
+            found.append(times_behind(times, steps.prefix_ns, num_more))
+        return np.stack(found)
 
     def max_step_tokens(self) -> int:
         """Return M, the tokens of the largest step that was measured on all replicas."""

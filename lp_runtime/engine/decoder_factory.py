@@ -21,6 +21,8 @@ from lp_runtime.sizing.chain_budget import MAX_REFED, ChainBudget
 from lp_runtime.sizing.cost_model import assumed_times
 from lp_runtime.sizing.learned_costs import LearnedCosts
 
+MAX_EXPECTED_TOKENS = 1024  # of an answer: steps are taken to be fed behind the prompt and half of them
+
 
 class DecoderFactory:
     """Makes the decoders of an engine's requests.
@@ -69,7 +71,10 @@ class DecoderFactory:
             drafter = make_drafter(settings, spec.noise_key, max_nodes, tables, vocabulary)
             num_nodes = drafter.max_nodes + drafter.max_committed
             is_auto, calibration = settings.is_auto, self._calibration
-            times = calibration.times(num_nodes)[:num_replicas] if is_auto else assumed_times(num_replicas, num_nodes)
+            times = assumed_times(num_replicas, num_nodes)
+            if is_auto:
+                num_committed = len(request.prompt_ids) + min(request.max_new_tokens, MAX_EXPECTED_TOKENS) // 2
+                times = calibration.times(num_nodes, num_committed)[:num_replicas]
             drafting, refed_at = repr(settings), self._model.rotary_lengths.refed_at
             rules = DecodingRules(
                 request.max_new_tokens, request.eos_token_ids, drafting, request.sampling_key, refed_at

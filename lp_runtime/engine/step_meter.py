@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -10,11 +12,13 @@ import torch
 
 from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.kv_cache.capacity import free_bytes
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.step_inputs import StepInputs
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.sampler import Sampler
+from lp_runtime.sizing.cost_model import PREFIX_UNIT
 
 GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens of measured steps
 CONTEXT_TOKENS = 256  # cached while steps are measured
@@ -25,6 +29,12 @@ NUM_WARM = 4  # steps of one token that are not timed, in each round: those behi
 MAX_COST_MULTIPLE = 12  # no step is measured that costs this multiple of one token's: none so large ever pays
 BRANCH_TOKENS = 8  # of a measured tree's branches, as drafted trees have about
 MAX_POINTS = 64  # measured steps of a replica
+HEADER = 4  # integers of a row before them
+LONG_TOKENS = 4096  # cached while it is measured what more committed tokens cost
+LONG_SIZES = (1, 16)  # tokens of the steps that tell it
+LONG_ROUNDS = 3
+MAX_LONG_NS = 100_000_000  # of a step of one token; where it takes longer, that is not measured
+MAX_LONG_SHARE = 8  # of the free memory, one part in so many for that
 HARVESTED_TOKENS = 32  # of the prompts whose prefill is timed with and without their top-k candidates
 HARVEST_ROUNDS = 3
 
@@ -37,28 +47,30 @@ class StepMeasurement(NamedTuple):
         nanoseconds: [points] the shortest duration of each.
         num_padded: [] up to so many tokens a pass is padded to the next of `tokens`; 0 for none.
         harvest_ns: [] how much longer a prefill takes for each token whose top-k candidates are found.
+        prefix_ns: [2] what PREFIX_UNIT more committed tokens add to a step of one token, and to each further token.
     """
 
     tokens: np.ndarray
     nanoseconds: np.ndarray
     num_padded: np.ndarray
     harvest_ns: np.ndarray
+    prefix_ns: np.ndarray
 
 
 def row_of(steps: StepMeasurement) -> np.ndarray:
-    """Return measured steps as [2 + 2 MAX_POINTS] int64, for a gather."""
-    row = np.zeros(2 + 2 * MAX_POINTS, dtype=np.int64)
-    num_points = len(steps.tokens)
-    row[0], row[1], row[2 : 2 + num_points] = steps.num_padded, steps.harvest_ns, steps.tokens
-    row[2 + MAX_POINTS :][:num_points] = steps.nanoseconds
+    """Return measured steps as [HEADER + 2 MAX_POINTS] int64, for a gather."""
+    row = np.zeros(HEADER + 2 * MAX_POINTS, dtype=np.int64)
+    row[0], row[1], row[2:HEADER] = steps.num_padded, steps.harvest_ns, steps.prefix_ns
+    points = row[HEADER:].reshape(2, MAX_POINTS)
+    points[:, : len(steps.tokens)] = steps.tokens, steps.nanoseconds
     return row
 
 
 def measurement_of(row: np.ndarray) -> StepMeasurement:
     """Return measured steps from what `row_of` returned."""
-    tokens, nanoseconds = row[2:].reshape(2, MAX_POINTS)
+    tokens, nanoseconds = row[HEADER:].reshape(2, MAX_POINTS)
     num_points = int((tokens > 0).sum())
-    return StepMeasurement(tokens[:num_points], nanoseconds[:num_points], row[0], row[1])
+    return StepMeasurement(tokens[:num_points], nanoseconds[:num_points], row[0], row[1], row[2:HEADER])
 
 
 def make_greedy_sampler(model: ModelRunner) -> Sampler:
@@ -110,8 +122,9 @@ class _StepMeter:
                 if size > MIN_MEASURED_TOKENS and time.perf_counter() > deadline:
                     break
                 durations[place] = min(durations[place], self._step(size))
+        harvest_ns, prefix_ns = self._harvest_ns(), self._prefix_ns(dict(zip(sizes, durations, strict=True)))
         return StepMeasurement(
-            np.array(sizes), np.array(durations), np.array(self._num_padded), np.array(self._harvest_ns())
+            np.array(sizes), np.array(durations), np.array(self._num_padded), np.array(harvest_ns), np.array(prefix_ns)
         )
 
     def _first_round(self) -> tuple[list[int], float]:
@@ -149,9 +162,46 @@ class _StepMeter:
                 times.append(time.perf_counter_ns() - start)
         return max(0, min(durations[True]) - min(durations[False])) // len(prompt)
 
-    def _begin(self) -> None:
-        self._model.begin(self._slot, len(self._context) + 3 * len(self._sizes) + NUM_WARM + self._sizes[-1])
+    def _prefix_ns(self, durations: Mapping[int, int]) -> tuple[int, int]:
+        """Return what PREFIX_UNIT more committed tokens add to a step of one token, and to each further token.
+
+        Args:
+            durations: nanoseconds of steps behind the short context, by their number of tokens.
+        """
+        num_long, num_short = self._num_long(), len(self._context)
+        one, several = LONG_SIZES
+        if num_long < 2 * num_short or not durations.keys() >= set(LONG_SIZES) or durations[one] > MAX_LONG_NS:
+            return 0, 0
+        longer = dict.fromkeys(LONG_SIZES, sys.maxsize)
+        try:
+            self._begin(num_long)
+            for _ in range(LONG_ROUNDS):
+                for size in LONG_SIZES:
+                    longer[size] = min(longer[size], self._step(size))
+        except torch.OutOfMemoryError:
+            return 0, 0
+        of_one, of_several = (max(0, longer[size] - durations[size]) for size in LONG_SIZES)
+        each = max(0, of_several - of_one) // (several - one)
+        return of_one * PREFIX_UNIT // (num_long - num_short), each * PREFIX_UNIT // (num_long - num_short)
+
+    def _num_long(self) -> int:
+        """Return how many tokens may be taken for committed where it is measured what many cost; 0 for none."""
+        model = self._model
+        if model.feeds_chains:
+            return 0
+        longest = min(model.context_length or sys.maxsize, model.rotary_lengths.threshold)
+        free = free_bytes(model.device) or 0
+        affordable = free // MAX_LONG_SHARE // max(1, model.cache_bytes_per_token)
+        return min(LONG_TOKENS, affordable, longest - LONG_ROUNDS * sum(LONG_SIZES) - 8)
+
+    def _begin(self, num_pretended: int = 0) -> None:
+        """Empty the slot but for the context, or for so many tokens that have the keys and values of its first one."""
+        num_tokens = max(len(self._context), num_pretended)
+        self._model.begin(self._slot, num_tokens + 3 * len(self._sizes) + NUM_WARM + self._sizes[-1])
         self._model.prefill(self._slot, self._context)
+        if num_pretended:
+            self._model.feed("pretend", [self._slot.cache], num_pretended)
+            self._slot.tokens = [0] * num_pretended
 
     def _step(self, size: int) -> int:
         """Run a step of so many tokens; return its nanoseconds."""

@@ -89,6 +89,14 @@ class Passes:
         """
         return StepLogits(logits, presampled, is_reused=presampled is not None)
 
+    @torch.inference_mode()
+    def pretend(self, caches: Sequence[TreeCache], length: int) -> torch.Tensor:
+        """Have the one cache count as one of `length` tokens, all with its first one's keys and values: to time passes
+        behind them. Returns nothing of interest."""
+        (cache,) = caches
+        cache.repeat_first(length)
+        return NOTHING
+
     def begin_fixed(self, caches: Sequence[TreeCache], options: GraphOptions) -> torch.Tensor:
         """Have passes of fixed sizes from now on. There are no caches; returns nothing of interest, as `make_fixed`."""
         is_strict = self.strict_tokens is not None

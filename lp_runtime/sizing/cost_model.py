@@ -14,6 +14,7 @@ from lp_runtime.utils.jit import compiled
 # Where nothing was measured, a step of 66 tokens is taken to cost twice what one of a single token costs.
 ASSUMED_FREE_TOKENS = 64
 ASSUMED_STEP_NS = 1_000_000  # of a step of one token; all times are relative to it then
+PREFIX_UNIT = 1024  # committed tokens, whose cost is measured in nanoseconds
 FIXED_POINT_ONE = 1 << 10  # 1.0 of scales and of times of a node: all replicas must compute equal integers
 EQUAL_SPREAD = 15 * FIXED_POINT_ONE // 100  # scales that differ by less are noise, and replicas count as equally fast
 
@@ -99,6 +100,22 @@ def interpolate(tokens: Sequence[int], nanoseconds: Sequence[int], num_tokens: i
     stairs = np.arange(min(num_padded, tokens[-1], num_tokens) + 1)
     times[stairs] = known[np.searchsorted(np.asarray(tokens), stairs)]
     return times
+
+
+def times_behind(times: np.ndarray, prefix_ns: Sequence[int] | np.ndarray, num_tokens: int) -> np.ndarray:
+    """Return times of steps behind a longer text than that behind which they were measured.
+
+    Args:
+        times: [M + 1] int64 nanoseconds of 0, 1, 2 ... tokens.
+        prefix_ns: [2] nanoseconds that PREFIX_UNIT more committed tokens add to a step of one token, and to each
+            further token.
+        num_tokens: how many more tokens are committed.
+
+    Returns:
+        [M + 1] int64 nanoseconds.
+    """
+    more = np.maximum(np.arange(len(times)) - 1, 0) * int(prefix_ns[1]) + int(prefix_ns[0])
+    return times + more * num_tokens // PREFIX_UNIT
 
 
 def shared_times(times: np.ndarray, batch_size: int) -> np.ndarray:

@@ -8,6 +8,7 @@ from support.ranks import CPU, run_ranks
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.group import Group
 from lp_runtime.engine.calibration import Calibration, Measured
+from lp_runtime.engine.step_meter import CONTEXT_TOKENS, MAX_LONG_NS, _StepMeter, measure_steps
 from lp_runtime.engine.vocabulary_prior import Answers
 from lp_runtime.lookahead.drafters.best_first.tables import ENTRY, K
 from lp_runtime.model.loader import load_model
@@ -29,6 +30,29 @@ def test_steps_are_measured_in_nanoseconds(model):
     assert times.shape == (1, 101)
     assert (np.diff(times) >= 0).all()
     assert 10_000 < times[0, 1] < 1_000_000_000
+
+
+def test_longer_texts_cost_what_was_measured_behind_a_long_one(model, monkeypatch):
+    """A step of n tokens behind L tokens: 3 ns for each of the L, and 2 more for each token but the first."""
+
+    def step(meter: _StepMeter, size: int) -> int:
+        return 10_000 + 100 * size + meter._slot.cache.length * (3 + 2 * (size - 1))
+
+    monkeypatch.setattr(_StepMeter, "_step", step)
+    calibration = Calibration(model, Group.alone(), None)
+    context = min(CONTEXT_TOKENS, model.context_length // 4)
+    short, long = calibration.times(8, 0)[0], calibration.times(8, CONTEXT_TOKENS + 1024)[0]
+    assert short[1:].tolist() == [step_of(size, context) for size in range(1, 9)]
+    assert (long - short)[1:].tolist() == [step_of(size, 1024) - step_of(size, 0) for size in range(1, 9)]
+
+
+def step_of(size: int, length: int) -> int:
+    return 10_000 + 100 * size + length * (3 + 2 * (size - 1))
+
+
+def test_what_longer_texts_cost_is_not_measured_where_steps_are_slow(model, monkeypatch):
+    monkeypatch.setattr(_StepMeter, "_step", lambda meter, size: MAX_LONG_NS + size)
+    assert measure_steps(model).prefix_ns.tolist() == [0, 0]
 
 
 def test_the_vocabularys_entries_are_what_the_model_says_of_each_token_behind_a_common_one(model):

@@ -102,7 +102,9 @@ class LearningDrafter:
     ("harvest_ns", "expected"), [(0, len(PROMPT)), (1_000, len(PROMPT)), (100_000, 6), (1 << 40, 0)]
 )
 def test_what_does_not_pay_is_left_out(model, harvest_ns, expected):
-    steps = StepMeasurement(np.array([1, 2]), np.array([1_000_000, 1_000_000]), np.array(0), np.array(harvest_ns))
+    steps = StepMeasurement(
+        np.array([1, 2]), np.array([1_000_000, 1_000_000]), np.array(0), np.array(harvest_ns), np.zeros(2, np.int64)
+    )
     calibration = Calibration(model, Group.alone(), None, Measured(steps))
     drafter: Drafter = LearningDrafter()  # type: ignore[assignment]
     assert (

@@ -38,8 +38,9 @@ def recorder(demo_model_dir) -> SizeRecorder:
 
 def calibration(recorder: SizeRecorder, max_measured: int) -> Calibration:
     """A calibration that has measured steps up to a size."""
+    none = np.array(0)
     known = Measured(
-        StepMeasurement(np.array([1, max_measured]), 1_000_000 * np.array([1, 2]), np.array(0), np.array(0))
+        StepMeasurement(np.array([1, max_measured]), 1_000_000 * np.array([1, 2]), none, none, np.zeros(2))
     )
     return Calibration(recorder.model, Group.alone(), None, known)
 

@@ -244,6 +244,14 @@ class TreeCache(Cache):
         """Take over how full another cache is, whose tokens this one holds, too: that of another shard."""
         self._length.value, self._length.written = length, written
 
+    def repeat_first(self, length: int) -> None:
+        """Hold `length` tokens from now on, with the keys and values of the first one."""
+        for layer in self._layers:
+            if layer.is_initialized:
+                for states in (layer.keys, layer.values):
+                    states[..., 1:length, :] = states[..., :1, :]
+        self.place_at(length, 0)
+
     def grow(self, capacity: int) -> None:
         """Make `capacity` tokens fit; the committed ones are copied, layer by layer."""
         self.capacity = capacity

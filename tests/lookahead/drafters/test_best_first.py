@@ -251,24 +251,21 @@ def test_with_noise_the_likeliest_candidate_is_what_would_be_sampled():
 def test_the_prior_is_ranked_at_the_requests_temperature(temperature):
     """It holds the model's own log-probabilities, which the request divides by the temperature."""
     ranking, num_apart = [5, 6, 7, 8, 9, 10, 0, 1], 0
-    vocabulary = entries_of([ranking] * VOCABULARY)
-    for seed in range(20):
+    margins = tables.UNITS_PER_NAT * np.arange(tables.K)
+    for seed in range(40):
         key = NoiseKey(seed, 0, temperature)
-        drafter = best_first(2, vocabulary=vocabulary, noise=key)
+        noise = tables.make_noise(True, *key)
+        drawn = np.array([tables.gumbel(noise, 3, token) for token in ranking])
+        scores = drawn - margins / temperature
+        second, first = np.sort(scores)[-2:]
+        if first - second < tables.UNITS_PER_NAT:  # nearly a tie
+            continue
+        drafter = best_first(2, vocabulary=entries_of([ranking] * VOCABULARY), noise=key)
         tokens = [1, 2, 3]
         drafter.begin(tokens[:-1])
         drafter.advance_prefill(tokens, VerificationResult([3]))
-        noise = tables.make_noise(True, *key)
-        drawn, margins = [
-            [tables.gumbel(noise, 3, token) for token in ranking],
-            [tables.UNITS_PER_NAT * rank for rank in range(tables.K)],
-        ]
-        expected, at_one = (
-            ranking[int(np.argmax([value - margin / divisor for value, margin in zip(drawn, margins, strict=True)]))]
-            for divisor in (temperature, 1.0)
-        )
-        num_apart += expected != at_one
-        assert drafter.propose(tokens, 2, max_depth=1).tokens[1] == expected
+        assert drafter.propose(tokens, 2, max_depth=1).tokens[1] == ranking[scores.argmax()]
+        num_apart += scores.argmax() != (drawn - margins).argmax()
     assert (num_apart > 0) == (temperature != 1.0)
 
 
