@@ -82,6 +82,9 @@ class _EqualReplicas(Calibration):
     def vocabulary(self) -> np.ndarray:
         return self._measured.vocabulary()
 
+    def prepare_vocabulary(self, seconds: float | None = None) -> None:
+        self._measured.prepare_vocabulary(seconds)
+
 
 class CriticalPathRunner:
     """Runs requests as R replicas would, on one model.
@@ -99,6 +102,7 @@ class CriticalPathRunner:
 
     def run(self, request: Request) -> CriticalPath:
         """Decode one request."""
+        self._engine.prepare(request.lookahead)  # what is compiled within a step would count as the host's time
         decoder = self._engine.open_decoder(request, make_sampler_spec(self._model, request))
         try:
             # Replicas that are fed chains hold states of their own; of trees all hold the same keys and values.

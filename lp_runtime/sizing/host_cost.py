@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from lp_runtime.sizing.cost_model import FIXED_POINT_ONE
 
+FIRST_STEPS = 4  # that do not draft, of which the shortest counts: the first call of anything takes long
 SMOOTHING_STEPS = 8  # of the mean over steps that do not draft
 MEMORY_STEPS = 32  # steps that draft are remembered for about as many
 ASSUMED_NODE_NS = 1000  # where trees of one size do not tell what a node takes
@@ -27,6 +28,7 @@ class HostCost:
 
     def __init__(self) -> None:
         self.plain_ns = self.drafting_ns = self.per_node_ns = 0
+        self._num_plain = 0  # steps that did not draft
         # Of steps that draft: their number, and running means, fixed point of MEAN_ONE: nodes, nanoseconds, nodes
         # squared, nodes times nanoseconds.
         self._num_steps = self._nodes = self._nanoseconds = self._squares = self._products = 0
@@ -37,7 +39,11 @@ class HostCost:
         Args:
             nanoseconds: Host time of the step, > 0.
         """
-        self.plain_ns += (nanoseconds - self.plain_ns) // SMOOTHING_STEPS if self.plain_ns else nanoseconds
+        self._num_plain += 1
+        if self._num_plain <= FIRST_STEPS:
+            self.plain_ns = min(self.plain_ns or nanoseconds, nanoseconds)
+        else:
+            self.plain_ns += (min(nanoseconds, MAX_OUTLIER * self.plain_ns) - self.plain_ns) // SMOOTHING_STEPS
         if not self._num_steps:
             self.drafting_ns, self.per_node_ns = self.plain_ns, ASSUMED_NODE_NS * FIXED_POINT_ONE
 

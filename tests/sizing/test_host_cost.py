@@ -46,6 +46,18 @@ def test_where_all_trees_are_of_a_size_something_is_assumed_of_a_node():
     assert (cost.drafting_ns, cost.per_node_ns) == (70_000, ASSUMED_NODE_NS * FIXED_POINT_ONE)
 
 
+@pytest.mark.parametrize("when", [0, 1, 3, 20])
+def test_a_step_without_drafts_that_was_disturbed_is_not_believed(when):
+    """Nothing would correct it where steps draft from then on."""
+    cost = HostCost()
+    for step in range(30):
+        cost.observe_plain(100_000 + 500_000_000 * (step == when))
+        assert step == 0 or cost.plain_ns <= 150_000
+    for _ in range(40):
+        cost.observe_plain(300_000)
+    assert cost.plain_ns > 250_000  # what lasts is believed
+
+
 @pytest.mark.parametrize("when", [0, 1, 20])
 def test_a_step_that_was_disturbed_is_not_believed(when):
     """The first time that something is called may take a hundred times as long."""
