@@ -140,12 +140,12 @@ class OneShotReducer(Reducer):
         self.max_numbers = len(buffer)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        is_aligned = tensor.numel() * tensor.element_size() % ALIGNMENT == 0
-        if tensor.dtype != self._buffer.dtype or tensor.numel() > self.max_numbers or not is_aligned:
+        size, flat = tensor.numel(), tensor.contiguous().view(-1)
+        is_aligned = not any(each * flat.element_size() % ALIGNMENT for each in (size, flat.storage_offset()))
+        if tensor.dtype != self._buffer.dtype or size > self.max_numbers or not is_aligned:
             return self._others.all_reduce(tensor)
-        total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(
-            self._buffer, tensor.contiguous().view(-1), "sum", self._group_name
-        )
+        buffer = self._buffer[:size]  # torch sums as many numbers as the buffer has
+        total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, flat, "sum", self._group_name)
         return total.view(tensor.shape)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ Letters: P shards.
 
 from __future__ import annotations
 
+import logging
 import pickle
 import uuid
 from collections.abc import Callable, Iterator
@@ -31,6 +32,8 @@ if TYPE_CHECKING:  # torch.distributed has these classes, but does not mark them
     from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 else:
     from torch.distributed import FileStore, PrefixStore, Store
+
+log = logging.getLogger(__name__)
 
 STORES = ("-load", "-sums", "-peers")  # behind a segment's name, the names of files in which the shards meet
 BUFFER_WORDS = 1 << 16  # 512 KiB of each shard: most sums of a step take one round
@@ -78,6 +81,7 @@ class ShardLink:
 
     Raises:
         LaunchError: if the shards do not meet.
+        ShardError: if one of them is gone before they have said which GPUs they have.
     """
 
     def __init__(self, place: ShardPlace, device: torch.device, timeout: float):
@@ -124,6 +128,28 @@ class ShardLink:
             found = torch.empty(self.place.num_shards, dtype=torch.int64)
             self._transport.all_gather(found, torch.tensor([number]))
             return int(found.min())
+
+    def peer_buffer(self, size: int, dtype: torch.dtype, device: torch.device, timeout: float) -> torch.Tensor | None:
+        """Allocate memory that the GPUs of all shards read: torch's symmetric memory. All shards call this together.
+
+        Args:
+            size: numbers of each shard's part.
+            dtype: of these.
+            device: of this shard.
+            timeout: seconds within which all shards must come.
+
+        Returns:
+            [size] this shard's part, whose name is the segment's; None on all shards where one cannot have it: GPUs do
+            not reach one another, or this torch has no such memory.
+        """
+        buffer, place = None, self.place
+        with _store(place, STORES[2], timeout) as store:
+            try:
+                buffer = _symmetric_memory(place, store, size, dtype, device)
+            except Exception as error:  # torch says in many ways that there is no way between two GPUs
+                log.info("no memory that the GPUs of a replica share: %s", first_line(error))
+            has_all = self.smallest(buffer is not None)  # the store is there until nobody needs it
+        return buffer if has_all else None
 
     def close(self) -> None:
         """Leave; the other shards' later calls raise ShardError."""
@@ -204,30 +230,19 @@ def shard_group(place: ShardPlace, backend: str, timeout: float) -> dist.Process
     return group
 
 
-def peer_buffer(place: ShardPlace, size: int, dtype: torch.dtype, device: torch.device, timeout: float) -> torch.Tensor:
-    """Allocate memory that the GPUs of all shards of a replica read: torch's symmetric memory.
+def _symmetric_memory(
+    place: ShardPlace, store: Store, size: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return this shard's part of symmetric memory, [size]; raises whatever torch raises without."""
+    # Its public face wants a group of the default group's; torch looks ours up by its name.
+    from torch._C._distributed_c10d import _register_process_group as register
+    from torch._C._distributed_c10d import _SymmetricMemory as SymmetricMemory
 
-    Args:
-        place: of this shard; its segment is the name under which the shards have the memory.
-        size: numbers of each shard's part.
-        dtype: of these.
-        device: of this shard.
-        timeout: seconds within which all shards must come.
-
-    Returns:
-        [size] this shard's part.
-
-    Raises:
-        LaunchError: if it cannot be had: the GPUs do not reach one another, or this torch has none.
-    """
-    with _store(place, STORES[2], timeout) as store:
-        try:  # its public face wants a group of torch.distributed's own
-            from torch._C._distributed_c10d import _SymmetricMemory as SymmetricMemory
-        except ImportError as error:
-            raise LaunchError(f"torch {torch.__version__} has no symmetric memory: {error}") from error
-        SymmetricMemory.set_group_info(place.segment, place.shard, place.num_shards, store)
-        buffer = SymmetricMemory.empty_strided_p2p((size,), (1,), dtype, device, place.segment)
-        SymmetricMemory.rendezvous(buffer, place.segment)
+    group = dist.ProcessGroup(store, place.shard, place.num_shards)
+    register(place.segment, group)  # type: ignore[arg-type]  # a name of torch's own type, which is a str
+    SymmetricMemory.set_group_info(place.segment, place.shard, place.num_shards, store)
+    buffer = SymmetricMemory.empty_strided_p2p((size,), (1,), dtype, device, place.segment)
+    SymmetricMemory.rendezvous(buffer, place.segment)
     return buffer
 
 

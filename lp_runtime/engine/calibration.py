@@ -20,7 +20,7 @@ import torch
 from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.group import Group
 from lp_runtime.engine.calibration_files import CalibrationFiles
-from lp_runtime.engine.step_meter import CONTEXT_TOKENS, StepMeasurement, measure_steps, measurement_of, row_of
+from lp_runtime.engine.step_meter import StepMeasurement, measure_steps, measurement_of, num_context_tokens, row_of
 from lp_runtime.engine.vocabulary_prior import Answers, VocabularyPrior
 from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.model.runner import ModelRunner
@@ -96,7 +96,7 @@ class Calibration:
             num_tokens: of the largest step.
             num_committed: tokens behind which steps are fed.
         """
-        num_more = max(0, num_committed - CONTEXT_TOKENS)
+        num_more = max(0, num_committed - num_context_tokens(self._model))
         found = []
         for steps in self._all_steps():
             points = steps.tokens.tolist(), steps.nanoseconds.tolist()

@@ -33,6 +33,7 @@ HEADER = 4  # integers of a row before them
 LONG_TOKENS = 4096  # cached while it is measured what more committed tokens cost
 LONG_SIZES = (1, 16)  # tokens of the steps that tell it
 LONG_ROUNDS = 3
+NOISE_SHARE = 20  # two steps that differ by less than one part in so many may be alike
 MAX_LONG_NS = 100_000_000  # of a step of one token; where it takes longer, that is not measured
 MAX_LONG_SHARE = 8  # of the free memory, one part in so many for that
 HARVESTED_TOKENS = 32  # of the prompts whose prefill is timed with and without their top-k candidates
@@ -78,6 +79,16 @@ def make_greedy_sampler(model: ModelRunner) -> Sampler:
     return Sampler(TreeProcessors([], model.device), None, num_top_k=K)
 
 
+def num_context_tokens(model: ModelRunner) -> int:
+    """Return how many tokens are committed while a model's steps are measured."""
+    return max(1, min(CONTEXT_TOKENS, (model.context_length or CONTEXT_TOKENS) // 4))
+
+
+def _clearly_more(duration: int, other: int) -> int:
+    """Return by how much a step takes longer than another one; 0 where that may be noise."""
+    return duration - other if duration > other + other // NOISE_SHARE else 0
+
+
 def measure_steps(model: ModelRunner) -> StepMeasurement:
     """Measure how long this replica takes to feed a tree, sample the successors and read them back."""
     with model.slots.borrowed() as slot:
@@ -94,7 +105,7 @@ class _StepMeter:
 
     def __init__(self, model: ModelRunner, slot: CacheSlot):
         self._model, self._slot, self._sampler = model, slot, make_greedy_sampler(model)
-        num_context = max(1, min(CONTEXT_TOKENS, (model.context_length or CONTEXT_TOKENS) // 4))
+        num_context = num_context_tokens(model)
         self._context = [i % model.vocabulary_size for i in range(num_context)]
         # A step commits a token, and there are three of each size: positions stay within a short context, too.
         length = model.context_length
@@ -173,26 +184,37 @@ class _StepMeter:
         if num_long < 2 * num_short or not durations.keys() >= set(LONG_SIZES) or durations[one] > MAX_LONG_NS:
             return 0, 0
         longer = dict.fromkeys(LONG_SIZES, sys.maxsize)
+        slot, self._slot = (
+            self._slot,
+            CacheSlot(),
+        )  # of its own: its keys and values are nobody's, and its memory is freed
         try:
             self._begin(num_long)
+            for _ in range(NUM_WARM):
+                self._step(one)
             for _ in range(LONG_ROUNDS):
                 for size in LONG_SIZES:
                     longer[size] = min(longer[size], self._step(size))
         except torch.OutOfMemoryError:
             return 0, 0
-        of_one, of_several = (max(0, longer[size] - durations[size]) for size in LONG_SIZES)
+        finally:
+            self._slot = slot
+        of_one, of_several = (_clearly_more(longer[size], durations[size]) for size in LONG_SIZES)
         each = max(0, of_several - of_one) // (several - one)
         return of_one * PREFIX_UNIT // (num_long - num_short), each * PREFIX_UNIT // (num_long - num_short)
 
     def _num_long(self) -> int:
-        """Return how many tokens may be taken for committed where it is measured what many cost; 0 for none."""
+        """Return how many tokens may be taken for committed where it is measured what many cost; 0 for none.
+
+        Of a replica of several GPUs it is not known what is free on the others.
+        """
         model = self._model
-        if model.feeds_chains:
+        if model.feeds_chains or model.leading is not None:
             return 0
         longest = min(model.context_length or sys.maxsize, model.rotary_lengths.threshold)
         free = free_bytes(model.device) or 0
-        affordable = free // MAX_LONG_SHARE // max(1, model.cache_bytes_per_token)
-        return min(LONG_TOKENS, affordable, longest - LONG_ROUNDS * sum(LONG_SIZES) - 8)
+        affordable = free // MAX_LONG_SHARE // max(1, self._slot.cache.bytes_per_token)
+        return min(LONG_TOKENS, affordable, longest - LONG_ROUNDS * sum(LONG_SIZES) - NUM_WARM - 8)
 
     def _begin(self, num_pretended: int = 0) -> None:
         """Empty the slot but for the context, or for so many tokens that have the keys and values of its first one."""

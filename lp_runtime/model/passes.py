@@ -103,12 +103,21 @@ class Passes:
         self.made = PassSet(self.tree_model, self._masks, options, self.keeps_logits, self._sample, is_strict)
         return NOTHING
 
+    def end_fixed(self, caches: Sequence[TreeCache]) -> torch.Tensor:
+        """Have no passes of fixed sizes any more; their memory is free."""
+        self.made = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return NOTHING
+
+    @torch.no_grad()
     def make_fixed(self, caches: Sequence[TreeCache], size: PassSize) -> torch.Tensor:
         """Make the pass of a size; PassSet.make says what may go wrong."""
         assert self.made is not None
         self.made.make(size)
         return NOTHING
 
+    @torch.no_grad()
     def fixed(self, caches: Sequence[TreeCache], size: PassSize, pieces: Sequence[tuple]) -> torch.Tensor:
         """Return the logits of the wanted rows of several sequences' shares, fed in the pass of a fixed size, [n, V].
 

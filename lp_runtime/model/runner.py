@@ -181,7 +181,9 @@ class ModelRunner:
 
     def disable_graphs(self) -> None:
         """Feed trees in passes of any size from now on."""
-        self.fixed_passes = None
+        if self.fixed_passes is not None:
+            self.fixed_passes = None
+            self.feed("end_fixed", [])
         self.supports_batching &= self.strict_tokens is None
 
     # Prompts.

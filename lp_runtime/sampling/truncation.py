@@ -37,9 +37,8 @@ class Truncation(NamedTuple):
 
 
 def temperature_of(processors: Sequence[object]) -> float:
-    """Return what a request's logits processors divide logits by, whatever else they do."""
-    found = (each.temperature for each in processors if isinstance(each, library.TemperatureLogitsWarper))
-    return next(found, 1.0)
+    """Return what the temperatures among a request's logits processors divide logits by, all together."""
+    return math.prod(each.temperature for each in processors if isinstance(each, library.TemperatureLogitsWarper))
 
 
 def truncation_of(processors: Sequence[object]) -> Truncation | None:

@@ -21,7 +21,7 @@ class HostCost:
     """Host time of a step: a mean for steps that do not draft, a line over the number of nodes for steps that do.
 
     Attributes:
-        plain_ns: Nanoseconds of a step that does not draft; 0 while unknown.
+        plain_ns: Nanoseconds of a step that does not draft: the shortest of the first few, then a mean; 0 if unknown.
         drafting_ns: Nanoseconds of a step that drafts, as if its tree had no nodes below the root.
         per_node_ns: Nanoseconds of each node below the root, fixed point of FIXED_POINT_ONE.
     """
@@ -54,6 +54,9 @@ class HostCost:
             num_nodes: Nodes below the root that the step fed.
             nanoseconds: Host time of the step, > 0.
         """
+        if self._num_plain < FIRST_STEPS:  # a step that does not draft takes no longer
+            self.plain_ns = min(self.plain_ns, nanoseconds)
+            self.drafting_ns = min(self.drafting_ns, nanoseconds)
         if estimate := self.drafting_ns + self.per_node_ns * num_nodes // FIXED_POINT_ONE:
             nanoseconds = min(nanoseconds, MAX_OUTLIER * estimate)
         self._num_steps = num_steps = min(self._num_steps + 1, MEMORY_STEPS)

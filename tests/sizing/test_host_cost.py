@@ -58,6 +58,15 @@ def test_a_step_without_drafts_that_was_disturbed_is_not_believed(when):
     assert cost.plain_ns > 250_000  # what lasts is believed
 
 
+def test_steps_that_draft_correct_a_disturbed_one_that_does_not():
+    """Where it was the only one: a step that does not draft takes no longer than one that does."""
+    cost = HostCost()
+    cost.observe_plain(500_000_000)
+    for _ in range(10):
+        cost.observe(8, 120_000)
+    assert cost.plain_ns <= 120_000 and cost.drafting_ns <= 150_000
+
+
 @pytest.mark.parametrize("when", [0, 1, 20])
 def test_a_step_that_was_disturbed_is_not_believed(when):
     """The first time that something is called may take a hundred times as long."""

@@ -10,13 +10,14 @@ import logging
 import torch
 
 from lp_runtime.distributed.reducers import OneShotReducer, Reducer
-from lp_runtime.distributed.shards import ShardLink, peer_buffer
-from lp_runtime.errors import ModelError, first_line
+from lp_runtime.distributed.shards import ShardLink
+from lp_runtime.errors import ShardError, first_line
 from lp_runtime.kernels.dispatch import on
 from lp_runtime.model.graph_capture import GraphCapture
 
 log = logging.getLogger(__name__)
 
+DTYPES = (torch.float32, torch.bfloat16)  # that torch's kernel sums
 ROWS = (1, 8, 16, 32, 64, 128, 256)  # tokens of the passes whose sums are timed
 NUM_SUMS = 16  # of a captured graph
 NUM_REPLAYS = 5
@@ -38,40 +39,28 @@ def fastest_reducer(link: ShardLink, width: int, dtype: torch.dtype, device: tor
         the link's reducer; or, where CUDA graphs of it replay faster, one that sums what is small in one shot.
     """
     reducer = link.reducer
-    if not reducer.can_capture:
+    if not reducer.can_capture or dtype not in DTYPES:
         return reducer
-    one_shot = _one_shot(link, width, dtype, device, timeout)
-    if not link.smallest(one_shot is not None):
+    with on(device):
+        buffer = link.peer_buffer(ROWS[-1] * width, dtype, device, min(timeout, link.place.step_timeout / 2))
+    if buffer is None:
         return reducer
-    assert one_shot is not None
+    one_shot = OneShotReducer(reducer, buffer, link.place.segment)
     fastest = 0
     for num_rows in ROWS:
-        seconds = [_seconds(link, each, num_rows * width, dtype, device) for each in (reducer, one_shot)]
+        of_ring, of_one_shot = (_seconds(link, each, num_rows * width, dtype, device) for each in (reducer, one_shot))
+        if of_ring is None or of_one_shot is None:  # on all shards alike
+            break
+        is_faster = of_one_shot < MAX_SHARE * of_ring
         is_right = _is_right(link, one_shot, reducer, num_rows * width, dtype, device)
-        is_faster = is_right and None not in seconds and seconds[1] < MAX_SHARE * seconds[0]  # type: ignore[operator]
-        if not link.smallest(is_faster):
+        if not link.smallest(is_faster and is_right):
             break
         fastest = num_rows
-        log.info(
-            "sums of %d tokens: NCCL %.1f us, one shot %.1f us", num_rows, *(1e6 * (each or 0) for each in seconds)
-        )
+        log.info("sums of %d tokens: NCCL %.1f us, one shot %.1f us", num_rows, 1e6 * of_ring, 1e6 * of_one_shot)
     if not fastest:
         return reducer
     one_shot.max_numbers = fastest * width
     return one_shot
-
-
-def _one_shot(
-    link: ShardLink, width: int, dtype: torch.dtype, device: torch.device, timeout: float
-) -> OneShotReducer | None:
-    """Return what sums in one shot; None where GPUs cannot read each other's memory."""
-    try:
-        with on(device):
-            buffer = peer_buffer(link.place, ROWS[-1] * width, dtype, device, timeout)
-    except Exception as error:  # of torch, which says in many ways that there is no way between two GPUs
-        log.info("no sums in one shot: %s", first_line(error))
-        return None
-    return OneShotReducer(link.reducer, buffer, link.place.segment)
 
 
 def _seconds(link: ShardLink, reducer: Reducer, size: int, dtype: torch.dtype, device: torch.device) -> float | None:
@@ -84,8 +73,10 @@ def _seconds(link: ShardLink, reducer: Reducer, size: int, dtype: torch.dtype, d
 
     try:
         replay = GraphCapture(device).capture(run)
-    except ModelError as error:
-        log.info("%s", error)
+    except ShardError:
+        raise
+    except Exception as error:  # of torch's kernel, whose ways of refusing a tensor are its own
+        log.info("%s", first_line(error))
         replay = None
     if not link.smallest(replay is not None):
         return None

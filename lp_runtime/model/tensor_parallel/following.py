@@ -47,7 +47,7 @@ class Pass(NamedTuple):
         caches: of each sequence.
         what: the method's further arguments.
         gone: keys of caches that are used no more.
-        may_fail: whether shards tell one another that it has not failed, which loses the replica of other passes.
+        may_fail: whether the shards tell one another if it has worked; where other passes fail, the replica is lost.
     """
 
     kind: str
@@ -92,10 +92,12 @@ class LeadingShard:
                 raise ShardError(f"a pass failed on shard 0: {first_line(error)}") from error
 
     def attempt(self, passes: Passes, kind: str, caches: Sequence[TreeCache], what: Sequence[object]) -> None:
-        """Do on all shards what may fail on some of them, and leave the replica as it was where it does.
+        """Do on all shards what may fail on some of them, which does not end the replica.
+
+        Where it fails on one, what the others have done stays with them.
 
         Args:
-            passes: see `run`; so are the others.
+            passes: of this shard.
             kind: what is done; where it fails it fails behind its sums, or before them on all shards.
             caches: that it uses.
             what: its further arguments.

@@ -55,11 +55,9 @@ class SlicedPasses(Passes):
     def shares(self, caches: Sequence[TreeCache], layouts: Sequence[InputLayout]) -> torch.Tensor:
         return self._keep(lambda: super(SlicedPasses, self).shares(caches, layouts))
 
-    @torch.no_grad()
     def make_fixed(self, caches: Sequence[TreeCache], size: PassSize) -> torch.Tensor:
         return self._in_slices(lambda: super(SlicedPasses, self).make_fixed(caches, size))
 
-    @torch.no_grad()
     def fixed(self, caches: Sequence[TreeCache], size: PassSize, pieces: Sequence[tuple]) -> torch.Tensor:
         return self._keep(lambda: super(SlicedPasses, self).fixed(caches, size, pieces))
 

@@ -10,9 +10,8 @@ from support import simulated_shards
 from support.shards import run_shards
 from support.simulated_shards import CUDA, DeviceReducer, gpu_of_a_shard, link_on_devices
 
+from lp_runtime.distributed import shards
 from lp_runtime.distributed.reducers import OneShotReducer
-from lp_runtime.distributed.shards import ShardPlace, peer_buffer
-from lp_runtime.errors import LaunchError
 from lp_runtime.model.tensor_parallel import fastest_sum
 from lp_runtime.model.tensor_parallel.fastest_sum import ROWS, fastest_reducer
 
@@ -26,21 +25,24 @@ FASTER_UP_TO = 32  # tokens
 
 def one_shot(buffer: torch.Tensor, numbers: torch.Tensor, operation: str, name: str) -> torch.Tensor:
     """What torch's kernel computes."""
-    assert operation == "sum" and numbers.dim() == 1 and len(numbers) <= len(buffer)
+    assert operation == "sum" and buffer.shape == numbers.shape and numbers.dim() == 1
     return simulated_shards._host[-1].all_reduce(numbers.clone())
 
 
-def choose(place: ShardPlace, kind: str, slow_shard: int) -> tuple[int, list[float], list[int]]:
+def choose(place: shards.ShardPlace, kind: str, slow_shard: int) -> tuple[int, list[float], list[int]]:
     """The largest sum in one shot, in tokens; sums of 1, 32 and 64 tokens; and which of them were in one shot."""
     called: list[int] = []
 
     def counted(buffer, numbers, operation, name):
+        if kind == "refused":
+            raise RuntimeError("one_shot_all_reduce: not with these tensors")
         called.append(len(numbers) // WIDTH)
         total = one_shot(buffer, numbers, operation, name)
         return total + (kind == "wrong")
 
     def seconds(link, reducer, size, dtype, device):
-        measured(link, reducer, size, dtype, device)  # is captured and replayed
+        if measured(link, reducer, size, dtype, device) is None:  # captured and replayed
+            return None
         if kind == "cannot be captured" and isinstance(reducer, OneShotReducer):
             return None
         is_fast = size <= FASTER_UP_TO * WIDTH and place.shard != slow_shard
@@ -50,9 +52,11 @@ def choose(place: ShardPlace, kind: str, slow_shard: int) -> tuple[int, list[flo
     library.impl("one_shot_all_reduce_copy", counted, "CPU")
     with gpu_of_a_shard(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(fastest_sum, "_seconds", seconds)
-        if kind != "impossible":
-            buffers = torch.zeros(ROWS[-1] * WIDTH, device=CUDA)
-            patch.setattr(fastest_sum, "peer_buffer", lambda *args: buffers)
+        if kind == "impossible for one":
+            patch.setattr(shards, "_symmetric_memory", lambda place, *_: [buffers][place.shard])
+        elif kind != "impossible":
+            patch.setattr(shards, "_symmetric_memory", lambda *_: buffers)
+        buffers = torch.zeros(ROWS[-1] * WIDTH, device=CUDA)
         link = link_on_devices(place, CUDA, 60.0)
         reducer = fastest_reducer(link, WIDTH, torch.float32, CUDA, 60.0)
         called.clear()
@@ -73,15 +77,11 @@ def choose(place: ShardPlace, kind: str, slow_shard: int) -> tuple[int, list[flo
         ("wrong", -1, 0),
         ("cannot be captured", -1, 0),
         ("impossible", -1, 0),
+        ("impossible for one", -1, 0),
+        ("refused", -1, 0),
     ],
 )
 def test_all_shards_choose_alike(kind, slow_shard, largest):
     for found, sums, called in run_shards(choose, 2, kind, slow_shard):
         assert found == largest and sums == [2.0] * 3
         assert called == ([1, 32] if largest else [])
-
-
-def test_memory_that_gpus_cannot_share_is_one_line(tmp_path):
-    place = ShardPlace(0, 1, "lp_runtime-test-peers")
-    with pytest.raises(LaunchError, match="shard 0 of 1 could not meet the others: "):
-        peer_buffer(place, 8, torch.float32, torch.device("cpu"), 5.0)

@@ -116,7 +116,7 @@ class Noise(NamedTuple):
 
 def make_noise(is_on: bool, seed: int, sample: int, temperature: float = 1.0) -> Noise:
     """Return the noise of one sample; see lp_runtime.sampling.gumbel for the seed's and the sample's range."""
-    inverse = np.int64(min(MAX_INVERSE, round((1 << TEMPERATURE_BITS) / temperature)))
+    inverse = np.int64(round(min(MAX_INVERSE, (1 << TEMPERATURE_BITS) / max(temperature, 1 / MAX_INVERSE))))
     cache = np.full(NOISE_CACHE_SIZE, -1, np.int64)
     return Noise(is_on, seed & WORD_MASK, seed >> WORD_BITS, sample, inverse, cache)
 
