@@ -16,9 +16,10 @@ import numpy as np
 from lp_runtime.distributed.partition import Shares, partition_by_times, select_within
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
 from lp_runtime.sizing.best_size import best_capacity, best_size
-from lp_runtime.sizing.cost_model import FIXED_POINT_ONE, CostModel
+from lp_runtime.sizing.cost_model import CostModel
 from lp_runtime.sizing.drafting_state import DraftingSchedule
 from lp_runtime.sizing.learned_costs import LearnedCosts, TimedStep
+from lp_runtime.sizing.pass_times import FIXED_POINT_ONE
 from lp_runtime.utils.jit import with_fresh_cache
 
 LITTLE_GAIN_PERCENT = 140  # below this, a change in the time of a step that does not draft may turn the decision
@@ -43,7 +44,7 @@ class StepBudget:
         self._is_auto = is_auto
         self.limit = budget
         self._learned = learned or LearnedCosts.initial(len(times))
-        self._costs = CostModel(times, self._learned.scales)
+        self._costs = CostModel(times, self._learned.passes)
         self._schedule = DraftingSchedule(self._learned)
         # Of the step under way: [R] the most tokens that each replica may feed, and shares that keep to it.
         self._selected: tuple[np.ndarray, Shares] | None = None
@@ -57,7 +58,7 @@ class StepBudget:
         Args:
             batch_size: Number of requests, >= 1.
         """
-        self._costs.set_batch_size(batch_size, self._learned.scales)
+        self._costs.set_batch_size(batch_size)
 
     @property
     def is_resting(self) -> bool:
@@ -208,7 +209,7 @@ class StepBudget:
         if timed is not None and min(forward) > 0:
             self._learned.observe_times(timed, np.array(forward, dtype=np.int64))
             if not timed.is_plain:
-                self._costs.rescale(self._learned.scales)
+                self._costs.update()
 
     def _observe_overhead(self, nanoseconds: int) -> None:
         """Learn from the host time of the step before the one that is being observed.

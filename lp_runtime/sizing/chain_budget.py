@@ -18,8 +18,8 @@ from lp_runtime.distributed.partition import Share, Shares
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
 from lp_runtime.sizing.best_size import RATE_BITS
 from lp_runtime.sizing.budget import LITTLE_GAIN_PERCENT, StepBudget
-from lp_runtime.sizing.cost_model import FIXED_POINT_ONE
 from lp_runtime.sizing.learned_costs import LearnedCosts
+from lp_runtime.sizing.pass_times import FIXED_POINT_ONE
 from lp_runtime.sizing.promises import EXPECTED_BITS
 
 MIN_GAIN_PERCENT = 110  # of a step that drafts, over one that does not: estimates of it are that uncertain

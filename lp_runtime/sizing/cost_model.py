@@ -9,54 +9,47 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lp_runtime.utils.jit import compiled
+from lp_runtime.sizing.pass_times import PassTimes
 
 # Where nothing was measured, a step of 66 tokens is taken to cost twice what one of a single token costs.
 ASSUMED_FREE_TOKENS = 64
 ASSUMED_STEP_NS = 1_000_000  # of a step of one token; all times are relative to it then
 PREFIX_UNIT = 1024  # committed tokens, whose cost is measured in nanoseconds
-FIXED_POINT_ONE = 1 << 10  # 1.0 of scales and of times of a node: all replicas must compute equal integers
-EQUAL_SPREAD = 15 * FIXED_POINT_ONE // 100  # scales that differ by less are noise, and replicas count as equally fast
 
 
 class CostModel:
-    """How long each replica's forward pass takes: measured times of a request in a batch, scaled by what steps took.
+    """How long each replica's forward pass takes: measured times of a request in a batch, corrected by what steps took.
 
     Args:
-        times: [R, M + 1] int64 measured or assumed nanoseconds of a request alone, for 0, 1, 2 ... tokens.
-        scales: [R] int64 how much longer each replica takes than measured, fixed point of FIXED_POINT_ONE.
+        times: [R, M + 1] int64 measured or assumed nanoseconds of a request alone, for 0, 1, 2 ... tokens, M >= 1.
+        passes: What steps have shown of each replica.
 
     Attributes:
         measured: [R, M + 1] int64 measured nanoseconds, a request's part of the batch that it is decoded in.
-        times: [R, M + 1] int64 measured nanoseconds times scales: what steps are expected to take.
+        times: [R, M + 1] int64 nanoseconds that passes are expected to take.
     """
 
-    def __init__(self, times: np.ndarray, scales: np.ndarray):
-        self._alone = times
+    def __init__(self, times: np.ndarray, passes: PassTimes):
+        self._alone, self._passes = times, passes
         self._batch_size = 1
         self.measured = times
         self.times = np.empty_like(times)
-        self.rescale(scales)
+        self.update()
 
-    def set_batch_size(self, batch_size: int, scales: np.ndarray) -> None:
+    def set_batch_size(self, batch_size: int) -> None:
         """Set how many requests share a forward pass from now on; each answers for its part of the time.
 
         Args:
             batch_size: Number of requests, >= 1.
-            scales: [R] see the class.
         """
         if batch_size != self._batch_size:
             self._batch_size = batch_size
             self.measured = shared_times(self._alone, batch_size)
-            self.rescale(scales)
+            self.update()
 
-    def rescale(self, scales: np.ndarray) -> None:
-        """Update `times`.
-
-        Args:
-            scales: [R] see the class.
-        """
-        _scale(self.measured, scales, self.times)
+    def update(self) -> None:
+        """Compute `times` anew, after a step has shown more."""
+        self._passes.expect(self.measured, self.times)
 
 
 def assumed_times(num_replicas: int, num_tokens: int) -> np.ndarray:
@@ -132,23 +125,3 @@ def shared_times(times: np.ndarray, batch_size: int) -> np.ndarray:
     known = np.minimum(places, times.shape[1] - 1)
     slopes = times[:, -1:] - times[:, -2:-1] if times.shape[1] > 1 else 0
     return np.ascontiguousarray((times[:, known] + (places - known) * slopes) // batch_size)
-
-
-@compiled
-def _scale(measured, scales, times):
-    """Multiply times by scales; scales that differ by less than EQUAL_SPREAD count as their mean.
-
-    Args:
-        measured: [R, M + 1] nanoseconds.
-        scales: [R] fixed point of FIXED_POINT_ONE.
-        times: [R, M + 1], written with nanoseconds.
-    """
-    total, least, most = np.int64(0), np.int64(1) << 62, np.int64(1)
-    for rank in range(len(scales)):
-        scale = max(scales[rank], 1)
-        total, least, most = total + scale, min(least, scale), max(most, scale)
-    is_equal = most * FIXED_POINT_ONE <= least * (FIXED_POINT_ONE + EQUAL_SPREAD)
-    for rank in range(len(scales)):
-        scale = total // len(scales) if is_equal else max(scales[rank], 1)
-        for place in range(measured.shape[1]):
-            times[rank, place] = measured[rank, place] * scale // FIXED_POINT_ONE

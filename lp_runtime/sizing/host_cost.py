@@ -6,7 +6,7 @@ nodes. All arithmetic is on integers that all replicas share.
 
 from __future__ import annotations
 
-from lp_runtime.sizing.cost_model import FIXED_POINT_ONE
+from lp_runtime.sizing.pass_times import FIXED_POINT_ONE
 
 FIRST_STEPS = 4  # that do not draft, of which the shortest counts: the first call of anything takes long
 SMOOTHING_STEPS = 8  # of the mean over steps that do not draft

@@ -10,14 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lp_runtime.sizing.cost_model import FIXED_POINT_ONE
 from lp_runtime.sizing.host_cost import HostCost
+from lp_runtime.sizing.pass_times import FIXED_POINT_ONE, PassTimes
 from lp_runtime.sizing.promises import Promises
-from lp_runtime.utils.jit import compiled
 
 NUM_TIMED = 4  # steps of the root alone that are timed before the first step that drafts
-SMOOTHING_STEPS = 8  # of all means over steps
-MAX_SCALE = FIXED_POINT_ONE << 20  # so that products stay within 64 bits
+SMOOTHING_STEPS = 8  # of the mean over steps that do not draft
+MAX_SCALE = FIXED_POINT_ONE << 10  # so that products stay within 64 bits
 
 
 class TimedStep(NamedTuple):
@@ -41,16 +40,15 @@ class LearnedCosts:
     """What steps have shown; carried from one request to the next of its kind.
 
     Attributes:
-        scales: [R] how much longer each replica takes than measured in steps that draft, fixed point of
-            FIXED_POINT_ONE.
+        passes: How long each replica takes beside what was measured, in steps that draft.
         plain_scales: [R] how much longer than that in steps that do not draft, fixed point of FIXED_POINT_ONE. A
-            machine that slows down as a whole changes `scales` alone.
+            machine that slows down as a whole changes `passes` alone.
         num_plain: Number of steps that `plain_scales` were learned from.
         host: Host cost of a step.
         promises: What was accepted beside what path probabilities promised.
     """
 
-    scales: np.ndarray
+    passes: PassTimes
     plain_scales: np.ndarray
     num_plain: int = 0
     host: HostCost = field(default_factory=HostCost)
@@ -64,8 +62,8 @@ class LearnedCosts:
             num_replicas: R.
             is_timed: Whether steps of the root alone count as timed already, so that the first step may draft.
         """
-        scales, plain_scales = (np.full(num_replicas, FIXED_POINT_ONE, dtype=np.int64) for _ in range(2))
-        return cls(scales, plain_scales, NUM_TIMED if is_timed else 0)
+        plain_scales = np.full(num_replicas, FIXED_POINT_ONE, dtype=np.int64)
+        return cls(PassTimes(num_replicas), plain_scales, NUM_TIMED if is_timed else 0)
 
     @property
     def is_timed(self) -> bool:
@@ -73,38 +71,18 @@ class LearnedCosts:
         return self.num_plain >= NUM_TIMED
 
     def observe_times(self, step: TimedStep, nanoseconds: np.ndarray) -> None:
-        """Learn from how long forward passes took: `scales` from a step that drafts, else `plain_scales`.
+        """Learn from how long forward passes took: `passes` from a step that drafts, else `plain_scales`.
 
         Args:
             step: What the replicas were expected to take.
             nanoseconds: [R] int64 time that each replica took.
         """
         if not step.is_plain:
-            _follow(self.scales, self.plain_scales, False, step.measured, step.sizes, nanoseconds, SMOOTHING_STEPS)
+            self.passes.observe(step.measured, step.sizes, nanoseconds)
         elif step.follows_plain or not self.is_timed:  # the first after a larger step is slow
             self.num_plain += 1
-            smoothing = min(self.num_plain, SMOOTHING_STEPS)
-            _follow(self.scales, self.plain_scales, True, step.measured, step.sizes, nanoseconds, smoothing)
-
-
-@compiled
-def _follow(scales, plain_scales, is_plain, measured, sizes, nanoseconds, smoothing):
-    """Move scales towards what a step took.
-
-    Args:
-        scales: [R], written if the step drafts.
-        plain_scales: [R], written if the step does not draft.
-        is_plain: Whether the step does not draft.
-        measured: [R, M + 1] measured nanoseconds.
-        sizes: [R] number of tokens that each replica fed.
-        nanoseconds: [R] time that each replica took.
-        smoothing: The step changes a scale by one part in so many of the difference.
-    """
-    for rank in range(len(scales)):
-        expected = max(measured[rank, sizes[rank]], 1)
-        ratio = min(nanoseconds[rank] * FIXED_POINT_ONE // expected, MAX_SCALE)
-        if is_plain:
-            ratio = ratio * FIXED_POINT_ONE // max(scales[rank], 1)
-            plain_scales[rank] += (ratio - plain_scales[rank]) // smoothing
-        else:
-            scales[rank] += (ratio - scales[rank]) // smoothing
+            times = np.empty_like(step.measured)
+            self.passes.expect(step.measured, times)
+            expected = times[np.arange(len(times)), step.sizes]
+            ratios = np.minimum(nanoseconds * FIXED_POINT_ONE // expected, MAX_SCALE)
+            self.plain_scales += (ratios - self.plain_scales) // min(self.num_plain, SMOOTHING_STEPS)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lp_runtime.distributed.partition import partition_by_times
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
 from lp_runtime.sizing.budget import StepBudget
-from lp_runtime.sizing.cost_model import FIXED_POINT_ONE, assumed_times, interpolate
+from lp_runtime.sizing.cost_model import assumed_times, interpolate
 from lp_runtime.sizing.drafting_state import MAX_REST_STEPS, PROBE_AFTER_STEPS, PROBE_STEPS, REST_AFTER_STEPS
 from lp_runtime.sizing.learned_costs import NUM_TIMED, LearnedCosts
 
@@ -42,6 +42,11 @@ def make_tree(num_nodes: int, num_pending: int = 1, rate: float = 0.7) -> TokenT
 def timed(times: np.ndarray) -> LearnedCosts:
     """Return what is known once steps of the root alone were timed, and took as long as measured."""
     return LearnedCosts.initial(len(times), is_timed=True)
+
+
+def lines(learned: LearnedCosts) -> tuple[list[int], list[int]]:
+    """Return what is known of forward passes."""
+    return learned.passes.slopes.tolist(), learned.passes.offsets.tolist()
 
 
 def chosen(budget: StepBudget, tree: TokenTree) -> TokenTree:
@@ -217,9 +222,9 @@ def test_times_that_come_a_step_late_teach_the_same(is_auto):
             shares.append(partition_by_times(part, times))
         prompt.observe(part, shares[0], nanoseconds[step + 1], [0, 0], [1, 2])
         late.observe(part, shares[1], nanoseconds[step], [0, 0], [1, 2], is_late=True)
-    assert learned_late.scales.tolist() != learned.scales.tolist()
+    assert lines(learned_late) != lines(learned)
     late.observe(part, shares[1], nanoseconds[12], [0, 0], [1, 2], is_late=True)
-    assert learned_late.scales.tolist() == learned.scales.tolist() != [FIXED_POINT_ONE] * 2
+    assert lines(learned_late) == lines(learned) != lines(timed(times))
 
 
 @pytest.mark.parametrize(("slope", "is_probed"), [(0.5, True), (0.001, False)])

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lp_runtime.sizing.cost_model import CostModel, assumed_times, interpolate, shared_times
+from lp_runtime.sizing.cost_model import interpolate, shared_times
 
 
 def test_times_go_through_measured_points_and_a_disturbed_one_is_lowered():
@@ -17,14 +17,6 @@ def test_a_request_answers_for_its_part_of_a_batch():
     times = interpolate([1, 4, 8], [100, 100, 180], 8)[None]  # 20 for each token behind the fourth
     assert shared_times(times, 1).tolist() == times.tolist()
     assert shared_times(times, 2)[0, [1, 2, 4, 8]].tolist() == [50, 50, 90, 170]
-
-
-def test_scales_that_are_about_equal_count_as_equal():
-    model = CostModel(assumed_times(2, 8), np.array([1024, 1100]))
-    assert model.times[0].tolist() == model.times[1].tolist() > model.measured[0].tolist()
-    model.rescale(np.array([1024, 2048]))
-    assert model.times[0].tolist() == model.measured[0].tolist()
-    assert model.times[1].tolist() == (2 * model.measured[1]).tolist()
 
 
 def test_passes_that_are_padded_cost_what_the_next_size_costs():

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from lp_runtime.sizing.cost_model import FIXED_POINT_ONE
 from lp_runtime.sizing.host_cost import ASSUMED_NODE_NS, HostCost
+from lp_runtime.sizing.pass_times import FIXED_POINT_ONE
 
 
 def learned_from(line, sizes, plain: int = 100_000, disturb=lambda step: 0) -> HostCost:

@@ -1,0 +1,102 @@
+"""Lines from measured times to real ones."""
+
+import numpy as np
+import pytest
+
+from lp_runtime.sizing.cost_model import CostModel, assumed_times, interpolate
+from lp_runtime.sizing.pass_times import FIXED_POINT_ONE, MAX_SLOPE_RATIO, PassTimes
+
+MEASURED = interpolate([1, 8, 16, 64], [14_000_000, 19_000_000, 25_000_000, 63_000_000], 64)[None]
+
+
+def taught(took, sizes, measured: np.ndarray = MEASURED, noise: float = 0.0, num_steps: int = 200) -> PassTimes:
+    """Return what was learned from steps of these sizes, in turn, that took `took` of what was measured."""
+    passes, random = PassTimes(len(measured)), np.random.default_rng(0)
+    for step in range(num_steps):
+        size = np.full(len(measured), sizes[step % len(sizes)])
+        nanoseconds = np.array([took(rank, times[size[0]]) for rank, times in enumerate(measured)])
+        passes.observe(measured, size, (nanoseconds * (1 + noise * abs(random.normal()))).astype(np.int64))
+    return passes
+
+
+def expected(passes: PassTimes, measured: np.ndarray = MEASURED) -> np.ndarray:
+    """Return [R, M + 1] what is expected."""
+    times = np.empty_like(measured)
+    passes.expect(measured, times)
+    return times
+
+
+def test_before_the_first_step_passes_take_what_was_measured():
+    assert (expected(PassTimes(1)) == MEASURED).all()
+
+
+@pytest.mark.parametrize(
+    "took",
+    [
+        lambda time: 2 * time,  # half as many cores
+        lambda time: 4_000_000 + time,  # memory that others use
+        lambda time: 9_000_000 + 0.6 * time,
+        lambda time: 1.5 * time - 6_000_000,  # measured while others used the memory
+    ],
+)
+@pytest.mark.parametrize("noise", [0, 0.05])
+def test_what_steps_took_is_expected_of_sizes_that_were_not_fed_either(took, noise):
+    passes = taught(lambda rank, time: took(time), (3, 6, 12, 20), noise=noise)
+    for size in (1, 2, 8, 16, 32):
+        assert expected(passes)[0, size] == pytest.approx(took(MEASURED[0, size]) * (1 + 0.8 * noise), rel=0.04)
+
+
+def test_where_all_steps_were_alike_one_factor_holds_for_all_sizes():
+    passes = taught(lambda rank, time: 3 * time, (8,))
+    assert np.abs(expected(passes) / MEASURED - 3).max() < 0.02
+
+
+def test_what_was_learned_behind_one_text_holds_behind_another():
+    passes = taught(lambda rank, time: 9_000_000 + 0.6 * time, (3, 6, 12, 20))
+    assert np.abs(expected(passes, 5 * MEASURED) / expected(passes) - 5).max() < 0.01
+
+
+def test_a_line_follows_a_change():
+    passes = taught(lambda rank, time: time, (3, 6, 12, 20))
+    for step in range(80):
+        size = np.array([(3, 6, 12, 20)[step % 4]])
+        passes.observe(MEASURED, size, MEASURED[0, size] + 6_000_000)
+    assert expected(passes)[0, [1, 8, 32]] == pytest.approx(MEASURED[0, [1, 8, 32]] + 6_000_000, rel=0.05)
+
+
+def test_one_step_that_was_disturbed_does_not_turn_a_line():
+    passes = taught(lambda rank, time: time, (3, 6, 12, 20))
+    passes.observe(MEASURED, np.array([20]), 50 * MEASURED[0, [20]])
+    assert passes.slopes[0] < 1.3 * FIXED_POINT_ONE
+    for step in range(60):
+        size = np.array([(3, 6, 12, 20)[step % 4]])
+        passes.observe(MEASURED, size, MEASURED[0, size])
+    assert np.abs(expected(passes) / MEASURED - 1).max() < 0.05
+
+
+def test_lines_never_fall_and_stay_positive():
+    random = np.random.default_rng(1)
+    for _ in range(20):
+        measured = np.sort(random.integers(1, 1 << 36, (2, 65)))
+        passes = PassTimes(2)
+        for _ in range(60):
+            passes.observe(measured, random.integers(1, 65, 2), random.integers(1, 1 << 40, 2))
+            times = expected(passes, measured)
+            assert (times > 0).all() and (np.diff(times) >= 0).all()
+            ratio = passes._means[:, 1] * FIXED_POINT_ONE // passes._means[:, 0]
+            assert (passes.slopes <= MAX_SLOPE_RATIO * np.maximum(ratio, 1)).all()
+
+
+def test_replicas_that_are_about_as_fast_count_as_equally_fast():
+    measured = np.tile(MEASURED, (2, 1))
+    times = expected(taught(lambda rank, time: (100 + 7 * rank) * time // 100, (3, 6, 12, 20), measured), measured)
+    assert times[0].tolist() == times[1].tolist() and (times > measured).all()
+    times = expected(taught(lambda rank, time: (1 + rank) * time, (3, 6, 12, 20), measured), measured)
+    assert np.abs(times / measured - [[1], [2]]).max() < 0.02
+
+
+def test_a_request_of_a_batch_is_expected_to_take_its_part():
+    model = CostModel(assumed_times(1, 8), taught(lambda rank, time: 2 * time, (4,), assumed_times(1, 8)))
+    alone = model.times.copy()
+    model.set_batch_size(4)
+    assert model.times[0, 1] == pytest.approx(model.measured[0, 1] * 2, rel=0.01) and model.times[0, 1] < alone[0, 1]
