@@ -18,13 +18,11 @@ from studies.drafting_table import (
     step_tokens,
 )
 from studies.starting_rates import (
-    fit_calibration,
-    fit_rates,
+    fit,
     load_counted,
     promised_and_accepted,
     save_counted,
     source_of,
-    starting_rates_of,
     summed,
 )
 
@@ -154,7 +152,7 @@ def starting_rates(study: Study) -> None:
             study.add_row({"decoding": name, "level": level, "promised": promised, "accepted": accepted})
         own[name] = summed(requests)
         models = [[own[name]], *([load_counted(path)[name]] for path in study.also)]
-        fitted[name] = starting_rates_of(fit_rates(models), fit_calibration(models))
+        fitted[name] = fit(models)
     study.write("starting_rates.py", source_of(fitted, "the prompts and the model of the command, and those of --also"))
     if study.output is not None:
         save_counted(study.output / "starting_rates.npz", own)

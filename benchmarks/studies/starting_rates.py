@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first import starting_rates, tables
-from lp_runtime.lookahead.drafters.best_first.estimates import NUM_CALIBRATIONS, NUM_LEVELS, ONE, Rates, make_rates
+from lp_runtime.lookahead.drafters.best_first.estimates import NUM_LEVELS, ONE, Rates, make_rates
 from lp_runtime.lookahead.drafters.best_first.features import NUM_LENGTHS, NUM_NOISE_BINS
 from lp_runtime.lookahead.drafters.best_first.starting_rates import UNIT, StartingRates
 from lp_runtime.lookahead.drafters.best_first.tables import NUM_ORDERS, K
@@ -55,20 +55,26 @@ def fit_rates(models: Sequence[Sequence[Rates]]) -> np.ndarray:
     return (all_accepted + ASSUMED_WEIGHT * assumed_rates()) / (all_tried + ASSUMED_WEIGHT)
 
 
-def fit_calibration(models: Sequence[Sequence[Rates]]) -> np.ndarray:
-    """Return [NUM_CALIBRATIONS] observed over expected; arguments as in `fit_rates`."""
-    expected, observed = (np.full(NUM_CALIBRATIONS, float(ASSUMED_WEIGHT)) for _ in range(2))
+def fit_factors(models: Sequence[Sequence[Rates]], prefix: str = "") -> np.ndarray:
+    """Return observed over expected, by what factors depend on.
+
+    Args:
+        models: what each request of each model has counted.
+        prefix: of the names of what was counted, "" for the calibration, "share_" for shares.
+    """
+    num_cells = len(getattr(models[0][0], f"{prefix}expected"))
+    expected, observed = (np.full(num_cells, float(ASSUMED_WEIGHT)) for _ in range(2))
     for requests in models:
-        of_model = np.sum([rates.expected for rates in requests], axis=0) / ONE
+        of_model = np.sum([getattr(rates, f"{prefix}expected") for rates in requests], axis=0) / ONE
         scale = MODEL_TOKENS / max(1.0, of_model.sum())
         expected += scale * of_model
-        observed += scale * np.sum([rates.observed for rates in requests], axis=0)
+        observed += scale * np.sum([getattr(rates, f"{prefix}observed") for rates in requests], axis=0)
     return observed / expected
 
 
 def summed(requests: Sequence[Rates]) -> Rates:
     """Return what all requests of a model have counted together; what is estimated from that is left at 0."""
-    names = ("tried", "accepted", "expected", "observed")
+    names = ("tried", "accepted", "expected", "observed", "share_expected", "share_observed")
     return make_rates()._replace(**{name: np.sum([getattr(each, name) for each in requests], axis=0) for name in names})
 
 
@@ -87,9 +93,10 @@ def load_counted(path: Path) -> dict[str, Rates]:
         return {name: Rates(**{field: file[f"{name}.{field}"] for field in Rates._fields}) for name in names}
 
 
-def starting_rates_of(rates: np.ndarray, calibration: np.ndarray) -> StartingRates:
-    """Return starting rates, rounded, of [F] rates and [NUM_CALIBRATIONS] calibration."""
-    return StartingRates(*(tuple(np.rint(values * UNIT).astype(int).tolist()) for values in (rates, calibration)))
+def fit(models: Sequence[Sequence[Rates]]) -> StartingRates:
+    """Return starting rates, rounded; arguments as in `fit_rates`."""
+    fitted = (fit_rates(models), fit_factors(models), fit_factors(models, "share_"))
+    return StartingRates(*(tuple(np.rint(values * UNIT).astype(int).tolist()) for values in fitted))
 
 
 def source_of(fitted: Mapping[str, StartingRates], about: str) -> str:

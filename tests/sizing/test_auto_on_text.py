@@ -14,8 +14,8 @@ MICROSECOND = 1000
 BUDGETS = (1, 4, 8, 16, 32, 64)
 MAX_NODES = 64  # of the recorded trees
 # Of the tokens per second of the best fixed budget, for the worst text. The aim is 97; docs/decisions/drafters.md says
-# what is missing on the others.
-MIN_SHARE_PERCENT = {"CPU": 89, "slow CPU": 97, "GPU": 97}
+# what is missing on the others. The texts know what trees of an earlier drafter asked, and nothing of other branches.
+MIN_SHARE_PERCENT = {"CPU": 91, "slow CPU": 95, "GPU": 97}
 CURVES = {  # microseconds of a step by its tokens
     "CPU": {1: 30_000, 2: 33_000, 4: 38_000, 8: 46_000, 16: 62_000, 32: 95_000, 64: 165_000, 128: 310_000},
     "slow CPU": {1: 30_000, 2: 40_000, 4: 55_000, 8: 80_000, 16: 130_000, 32: 240_000, 64: 460_000, 128: 900_000},

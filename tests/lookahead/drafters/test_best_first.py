@@ -299,6 +299,64 @@ def test_candidates_of_one_token_become_one(seed, num_rows, floor):
     assert [tuple(map(int, each)) for each in merged] == expected
 
 
+def merged_candidates(chances: list[int]) -> tuple[estimates.Rates, features.Candidates]:
+    """Return fresh rates, and merged candidates 100, 101, ... with these calibrated estimates."""
+    rates, found = DraftTables(SMALL).rates, features.make_candidates()
+    rates.share_start[:] = estimates.ONE * estimates.CALIBRATION_WEIGHT
+    estimates.calibrate(rates)
+    for place, chance in enumerate(chances):
+        rates.calibrated[0, place] = chance
+        found.merged[place], found.best[place], found.agreeing[place] = 100 + place, place, 0
+    return rates, found
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, estimates.ONE), min_size=1, max_size=20), st.integers(0, 2**32 - 1), st.booleans())
+def test_candidates_of_one_context_share_what_is_certain(chances, seed, is_root):
+    rates, found = merged_candidates(chances)
+    rates.share[:] = np.random.default_rng(seed).integers(0, 3 * estimates.ONE, len(rates.share))
+    num = len(chances)
+    estimates.share_out(rates, found, num, is_root)
+    assert found.merged[:num].tolist() == [100 + place for place in np.argsort(-np.array(chances), kind="stable")]
+    left = estimates.ONE
+    for place in range(num):
+        estimate, probability = int(found.estimates[place]), int(found.probabilities[place])
+        factor = int(rates.share[estimates.share_of(estimate, place, is_root)])
+        part = min(estimate * factor >> estimates.ONE_BITS, estimates.ONE)
+        assert probability == left * part >> estimates.ONE_BITS
+        left -= probability
+    assert left >= 0
+
+
+def test_a_second_candidate_gets_what_it_was_worth_where_the_first_did_not_come():
+    """The first comes every other time; of the rest the second has a half, though each is estimated at 0.4."""
+    chances = [2 * estimates.ONE // 5 + 1, 2 * estimates.ONE // 5]
+    rates, found = merged_candidates(chances)
+    for token in (100, 101, 100, 7) * 200:
+        estimates.count_shares(rates, found, 2, False, token)
+    estimates.calibrate(rates)
+    rates.calibrated[0, :2] = chances
+    estimates.share_out(rates, found, 2, False)
+    assert found.probabilities[:2] / estimates.ONE == pytest.approx([0.5, 0.25], abs=0.03)
+    estimates.share_out(rates, found, 2, True)  # at the root nothing was counted
+    assert found.probabilities[:2] / estimates.ONE == pytest.approx([0.4, 0.24], abs=0.001)
+
+
+def test_no_candidate_is_left_out_that_may_reach_the_floor():
+    """What the highest probability of a feature promises is kept: no probability is above it."""
+    drafter = best_first(40)
+    decode([1, 2, 3], drafter, 5, 200)
+    rates, found = drafter._draft_tables.rates, features.make_candidates()
+    random = np.random.default_rng(0)
+    for _ in range(100):
+        num = int(random.integers(1, 20))
+        found.best[:num] = random.integers(0, features.NUM_FEATURES, num)
+        found.agreeing[:num] = random.integers(0, estimates.MAX_AGREEING, num)
+        found.merged[:num] = np.arange(num)
+        estimates.share_out(rates, found, num, bool(random.integers(2)))
+        assert (found.probabilities[:num] <= rates.highest[found.best[:num]]).all()
+
+
 def test_contents_tell_trees_apart():
     texts = [([1, 2, 3], seed, max_depth) for seed in range(4) for max_depth in (1, 24)]
     trees = [

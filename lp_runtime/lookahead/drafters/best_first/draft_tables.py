@@ -15,6 +15,7 @@ from lp_runtime.lookahead.drafters.best_first import tables
 from lp_runtime.lookahead.drafters.best_first.estimates import (
     CALIBRATION_WEIGHT,
     NUM_CALIBRATIONS,
+    NUM_SHARES,
     ONE,
     PRIOR_WEIGHT,
     make_rates,
@@ -27,8 +28,8 @@ LINE_BYTES = 64  # of a cache
 SLOT_BYTES = 8 + 4 * tables.ENTRY
 TOKEN_BYTES = 4 + 16 * 2 * tables.MAX_GRAM  # of the text: a token and its n-grams, half of whose slots are in use
 MIN_TEXT_TOKENS = 64  # of the text buffer, however few bytes there are
-FORMAT = 4  # of saved draft tables
-SHAPE = (NUM_ORDERS, NUM_FEATURES, K, NUM_CALIBRATIONS)
+FORMAT = 5  # of saved draft tables
+SHAPE = (NUM_ORDERS, NUM_FEATURES, K, NUM_CALIBRATIONS, NUM_SHARES)
 
 
 def _power_of_two(limit: int) -> int:
@@ -111,6 +112,7 @@ class DraftTables:
         """
         self.rates.prior[:] = np.array(starting.rates) * ONE // UNIT
         self.rates.start[:] = np.array(starting.calibration) * ONE // UNIT * CALIBRATION_WEIGHT
+        self.rates.share_start[:] = np.array(starting.shares) * ONE // UNIT * CALIBRATION_WEIGHT
         self.estimate()
 
     def begin_text(self, tokens: Sequence[int]) -> None:
@@ -142,6 +144,8 @@ class DraftTables:
             "accepted": rates.accepted,
             "expected": rates.expected,
             "observed": rates.observed,
+            "share_expected": rates.share_expected,
+            "share_observed": rates.share_observed,
         }
 
     def _saved(self) -> dict[str, np.ndarray]:

@@ -2,7 +2,8 @@
 
 Acceptance is counted by feature. The estimate of a candidate that several features name is the best one of theirs,
 which is too high as a rule, and the more so the fewer features agree. So estimates are calibrated: by their level and
-by how many features agree, what they add up to is counted beside how many of the candidates came.
+by how many features agree, what they add up to is counted beside how many of the candidates came. Then candidates of
+one context share what is certain, as one token comes: each gets a part of what better ones leave (`share_out`).
 
 Probabilities are fixed point, ONE is certain. Everything is integer arithmetic, so equal inputs give equal estimates on
 every replica.
@@ -28,6 +29,8 @@ NUM_LEVELS = 16  # of an estimate
 MAX_AGREEING = 3  # features that name one token; more of them count as 3
 NUM_CALIBRATIONS = MAX_AGREEING * NUM_LEVELS
 CALIBRATION_WEIGHT = 16  # expected tokens that each level starts with
+NUM_PLACES = 4  # of a candidate among those of its context, by estimate; the fourth and later ones count as one
+NUM_SHARES = 2 * NUM_PLACES * NUM_LEVELS  # at the root and below it
 
 
 class Rates(NamedTuple):
@@ -44,7 +47,12 @@ class Rates(NamedTuple):
             many features agreed.
         observed: [NUM_CALIBRATIONS] int64 how many of these candidates came.
         calibrated: [MAX_AGREEING, F] int64 calibrated estimate, of ONE.
-        highest: [F] int64 the highest calibrated estimate of each feature, of ONE.
+        highest: [F] int64 the highest probability that a candidate with each feature may have, of ONE.
+        share_start: [NUM_SHARES] int64 see `start`.
+        share_expected: [NUM_SHARES] int64 sum of the calibrated estimates of candidates, of ONE, where no better one of
+            their context came; by their level, their place in the context, and where the context is.
+        share_observed: [NUM_SHARES] int64 how many of these candidates came.
+        share: [NUM_SHARES] int64 factor of such estimates, of ONE.
     """
 
     tried: np.ndarray
@@ -56,6 +64,10 @@ class Rates(NamedTuple):
     observed: np.ndarray
     calibrated: np.ndarray
     highest: np.ndarray
+    share_start: np.ndarray
+    share_expected: np.ndarray
+    share_observed: np.ndarray
+    share: np.ndarray
 
 
 def make_rates() -> Rates:
@@ -63,7 +75,8 @@ def make_rates() -> Rates:
     tried, accepted, rate, prior, highest = (np.zeros(NUM_FEATURES, np.int64) for _ in range(5))
     start, expected, observed = (np.zeros(NUM_CALIBRATIONS, np.int64) for _ in range(3))
     calibrated = np.zeros((MAX_AGREEING, NUM_FEATURES), np.int64)
-    return Rates(tried, accepted, rate, prior, start, expected, observed, calibrated, highest)
+    shares = (np.zeros(NUM_SHARES, np.int64) for _ in range(4))
+    return Rates(tried, accepted, rate, prior, start, expected, observed, calibrated, highest, *shares)
 
 
 @compiled
@@ -86,21 +99,30 @@ def calibration_of(rate: Int, agreeing: Int) -> Int:
 
 @compiled
 def calibrate(rates: Rates) -> Int:
-    """Bring `calibrated` and `highest` up to date and return the highest calibrated estimate of all, of ONE."""
+    """Bring `calibrated`, `share` and `highest` up to date and return the highest probability of all, of ONE."""
+    for cell in range(NUM_SHARES):
+        rates.share[cell] = factor_of(rates.share_expected[cell], rates.share_observed[cell], rates.share_start[cell])
     best = np.int64(0)
     for feature in range(NUM_FEATURES):
         rate, highest = rates.rate[feature], np.int64(0)
         for agreeing in range(MAX_AGREEING):
-            calibration = calibration_of(rate, agreeing)
-            expected = rates.expected[calibration] + CALIBRATION_WEIGHT * ONE
-            observed = (rates.observed[calibration] << ONE_BITS) + rates.start[calibration]
-            factor = (observed << ONE_BITS) // expected
+            cell = calibration_of(rate, agreeing)
+            factor = factor_of(rates.expected[cell], rates.observed[cell], rates.start[cell])
             calibrated = min(rate * factor >> ONE_BITS, ONE)
             rates.calibrated[agreeing, feature] = calibrated
-            highest = max(highest, calibrated)
+            level, share = level_of(calibrated), np.int64(0)
+            for place in range(2 * NUM_PLACES):
+                share = max(share, rates.share[place * NUM_LEVELS + level])
+            highest = max(highest, min(calibrated * share >> ONE_BITS, np.int64(ONE)))
         rates.highest[feature] = highest
         best = max(best, highest)
     return best
+
+
+@compiled
+def factor_of(expected: Int, observed: Int, start: Int) -> Int:
+    """Return the factor of estimates, of ONE, by what they added up to and how many came; arguments as in Rates."""
+    return (((observed << ONE_BITS) + start) << ONE_BITS) // (expected + CALIBRATION_WEIGHT * ONE)
 
 
 @compiled
@@ -111,7 +133,7 @@ def merge(rates: Rates, candidates: Candidates, num_rows: Int, floor: Int) -> In
         rates: the estimates.
         candidates: `merged`, `best`, `agreeing` and `first` are written to.
         num_rows: collected rows.
-        floor: tokens whose every calibrated estimate is below this, of ONE, are left out.
+        floor: tokens whose every feature has a highest probability below this, of ONE, are left out.
 
     Returns:
         How many merged candidates there are.
@@ -150,7 +172,7 @@ def choose_best(rates: Rates, candidates: Candidates, num_rows: Int, floor: Int,
         rates: the estimates.
         candidates: `best` and `first` are written to.
         num_rows: collected rows.
-        floor: of features with equal estimates, one that is calibrated to this or more comes first.
+        floor: of features with equal estimates, one whose highest probability is this or more comes first.
         known: index of the merged candidate.
     """
     token = candidates.merged[known]
@@ -178,6 +200,69 @@ def sort_merged(candidates: Candidates, num: Int) -> None:
             for values in (merged, best, agreeing, first):
                 values[at - 1], values[at] = values[at], values[at - 1]
             at -= 1
+
+
+@compiled
+def rank(rates: Rates, candidates: Candidates, num: Int) -> None:
+    """Sort the `num` merged candidates by calibrated estimate, the best first, and write their `estimates`."""
+    merged, best, agreeing, estimates = candidates.merged, candidates.best, candidates.agreeing, candidates.estimates
+    for i in range(num):
+        estimates[i] = estimate = rates.calibrated[agreeing[i], best[i]]
+        at = i
+        while at > 0 and estimates[at - 1] < estimate:
+            for values in (merged, best, agreeing):
+                values[at - 1], values[at] = values[at], values[at - 1]
+            estimates[at - 1], estimates[at] = estimates[at], estimates[at - 1]
+            at -= 1
+
+
+@compiled
+def share_of(estimate: Int, place: Int, is_root: bool) -> Int:
+    """Return which of NUM_SHARES a candidate's factor is."""
+    where = 0 if is_root else NUM_PLACES
+    return (where + min(place, NUM_PLACES - 1)) * NUM_LEVELS + level_of(estimate)
+
+
+@compiled
+def share_out(rates: Rates, candidates: Candidates, num: Int, is_root: bool) -> None:
+    """Write the `probabilities` of the `num` merged candidates of a context, and sort them, the best estimate first.
+
+    One token comes, so what one candidate is given no other can have: each gets its part of what better ones leave.
+
+    Args:
+        rates: the estimates, calibrated.
+        candidates: `merged`, `best`, `agreeing`, `estimates` and `probabilities` are written to.
+        num: merged candidates.
+        is_root: whether the context ends at the root.
+    """
+    rank(rates, candidates, num)
+    left = np.int64(ONE)
+    for i in range(num):
+        estimate = candidates.estimates[i]
+        part = min(estimate * rates.share[share_of(estimate, i, is_root)] >> ONE_BITS, ONE)
+        candidates.probabilities[i] = left * part >> ONE_BITS
+        left -= candidates.probabilities[i]
+
+
+@compiled
+def count_shares(rates: Rates, candidates: Candidates, num: Int, is_root: bool, token: Int) -> None:
+    """Count the `num` merged candidates of a context, the best first, up to the one that came.
+
+    Args:
+        rates: written to.
+        candidates: of the context; sorted.
+        num: merged candidates.
+        is_root: whether the context ends at the root.
+        token: that came.
+    """
+    rank(rates, candidates, num)
+    for i in range(num):
+        estimate = candidates.estimates[i]
+        cell = share_of(estimate, i, is_root)
+        rates.share_expected[cell] += estimate
+        if candidates.merged[i] == token:
+            rates.share_observed[cell] += 1
+            break
 
 
 @compiled
@@ -213,11 +298,13 @@ def learn(
                     feature = candidates.features[row, rank]
                     rates.tried[feature] += 1
                     rates.accepted[feature] += candidates.tokens[row, rank] == committed[i]
-        for j in range(merge(rates, candidates, num_rows, 0)):
+        num_merged = merge(rates, candidates, num_rows, 0)
+        for j in range(num_merged):
             rate = rates.rate[candidates.best[j]]
             calibration = calibration_of(rate, candidates.agreeing[j])
             rates.expected[calibration] += rate
             rates.observed[calibration] += candidates.merged[j] == committed[i]
+        count_shares(rates, candidates, num_merged, path[i] == root, committed[i])
         for row in range(num_rows):
             for rank in range(K):
                 if candidates.tokens[row, rank] >= 0:

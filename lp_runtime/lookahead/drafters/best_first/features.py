@@ -76,6 +76,8 @@ class Candidates(NamedTuple):
         best: [C] int32 the feature with the best estimate of each merged candidate.
         agreeing: [C] int32 how many more features name the token, at most MAX_AGREEING - 1.
         first: [C] int32 where each merged candidate stood first in `flat`.
+        estimates: [C] int64 calibrated estimate of each merged candidate, fixed point.
+        probabilities: [C] int64 probability of each merged candidate beside the others, fixed point.
         values: [K] int32 scratch.
         bins: [MAX_MARGIN + 1] uint8 bin of each margin.
     """
@@ -87,6 +89,8 @@ class Candidates(NamedTuple):
     best: np.ndarray
     agreeing: np.ndarray
     first: np.ndarray
+    estimates: np.ndarray
+    probabilities: np.ndarray
     values: np.ndarray
     bins: np.ndarray
 
@@ -95,8 +99,10 @@ def make_candidates() -> Candidates:
     """Return empty arrays for the candidates of one context."""
     tokens, features = (np.zeros((NUM_ROWS, K), np.int32) for _ in range(2))
     merged, best, agreeing, first = (np.zeros(MAX_CANDIDATES, np.int32) for _ in range(4))
+    estimates, probabilities = (np.zeros(MAX_CANDIDATES, np.int64) for _ in range(2))
     bins = np.array([margin_bin(margin) for margin in range(MAX_MARGIN + 1)], np.uint8)
-    return Candidates(tokens, features, tokens.reshape(-1), merged, best, agreeing, first, np.zeros(K, np.int32), bins)
+    flat, values = tokens.reshape(-1), np.zeros(K, np.int32)
+    return Candidates(tokens, features, flat, merged, best, agreeing, first, estimates, probabilities, values, bins)
 
 
 def make_nodes(num_nodes: int) -> Nodes:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first.candidates import collect
-from lp_runtime.lookahead.drafters.best_first.estimates import ONE_BITS, Rates, calibrate, merge
+from lp_runtime.lookahead.drafters.best_first.estimates import ONE_BITS, Rates, calibrate, merge, share_out
 from lp_runtime.lookahead.drafters.best_first.features import MAX_CANDIDATES, Candidates, Nodes, source_of
 from lp_runtime.lookahead.drafters.best_first.guided import Limits, is_refused, plant_root
 from lp_runtime.lookahead.drafters.best_first.heap import pop, sift_up
@@ -158,9 +158,10 @@ def grow_below(
         parent_probability = nodes.path_probabilities[node] >> ONE_BITS
         if nodes.depths[node] < max_depth and parent_probability * best >= floor:
             num_rows = collect(drafts, noise, position + nodes.depths[node], nodes, root, node, candidates)
-            for i in range(merge(rates, candidates, num_rows, (floor + parent_probability - 1) // parent_probability)):
-                feature = candidates.best[i]
-                probability = parent_probability * rates.calibrated[candidates.agreeing[i], feature]
+            num = merge(rates, candidates, num_rows, (floor + parent_probability - 1) // parent_probability)
+            share_out(rates, candidates, num, node == root)
+            for i in range(num):
+                probability = parent_probability * candidates.probabilities[i]
                 is_wanted = probability >= floor and num_pushed < len(frontier.heap)
                 if not (is_wanted and is_open(nodes, limits, root, num_seeds, node, candidates.merged[i])):
                     continue
@@ -173,7 +174,7 @@ def grow_below(
                 frontier.heap[heap_size] = (probability << SEQUENCE_BITS) | (MAX_PUSHED - num_pushed)
                 frontier.parents[num_pushed] = node
                 frontier.tokens[num_pushed] = candidates.merged[i]
-                frontier.sources[num_pushed] = source_of(feature)
+                frontier.sources[num_pushed] = source_of(candidates.best[i])
                 num_pushed += 1
                 heap_size += 1
                 sift_up(frontier.heap, heap_size - 1)
