@@ -30,7 +30,7 @@ class StartingRates(NamedTuple):
 
 # Fitted by benchmarks/studies/starting_rates.py, trees of 64 nodes, on SmolLM2-135M-Instruct and on the demo model with
 # equal weight. Greedy, 2026-11-23: 21 prompts of odd rows of Spec-Bench and HumanEval, and 32 for the demo model.
-# Sampled, 2026-11-24: 30 such prompts at temperatures 1.0 and 0.7, and 32. Shares of both, 2026-11-24: the same prompts.
+# Sampled, 2026-11-24: 30 such prompts at temperatures 1.0 and 0.7, and 32. Shares, 2026-11-24: the same prompts.
 # fmt: off
 GREEDY = StartingRates(
     rates=(
