@@ -17,6 +17,7 @@ from studies.drafting_table import (
     paper,
     step_tokens,
 )
+from studies.recorded_text import save_texts
 from studies.starting_rates import (
     fit,
     load_counted,
@@ -174,6 +175,16 @@ def auto(study: Study) -> None:
             study.add_row(row | {"auto, step tokens": step_tokens([sized[index] for index in at])})
 
 
+def recorded_text(study: Study) -> None:
+    """Record what trees of fixed sizes and of lookahead=auto ask the model, for tests; OUTPUT gets the file."""
+    for num in FIXED[1:]:
+        study.add(f"full, {num}", full(num))
+    for machine, step_ms in STEP_MS.items():
+        study.add_row(study.row(f"auto, {machine}", study.bench.decode_all(LookaheadConfig(), step_ms=step_ms)))
+    if study.output is not None:
+        save_texts(study.output / "recorded_text.npz", study.bench)
+
+
 def auto_degrees(study: Study) -> None:
     """Tokens per second of lookahead=auto on several replicas, beside fixed numbers of tokens; at given step times."""
     for degree in DEGREES[:-1]:
@@ -211,6 +222,7 @@ STUDIES = (
     peers_kept,
     sources,
     starting_rates,
+    recorded_text,
     auto,
     auto_degrees,
     host,

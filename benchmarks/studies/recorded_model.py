@@ -71,6 +71,11 @@ class Recording:
         """Return what was said behind a node; None if nobody has asked."""
         return self._rows.get(node)
 
+    def asked(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return ([n, 2] each node's parent and token, [n, width] what was said behind it); the first has (-1, -1)."""
+        rows = [self._rows[node] for node in range(len(self._nodes) + 1)]
+        return np.array([(-1, -1), *self._nodes]), np.array(rows)
+
     def keep(self, node: int, row: np.ndarray) -> None:
         """Keep what was said behind a node."""
         self._rows[node] = row

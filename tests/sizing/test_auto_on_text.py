@@ -13,9 +13,10 @@ from lp_runtime.sizing.learned_costs import LearnedCosts
 MICROSECOND = 1000
 BUDGETS = (1, 4, 8, 16, 32, 64)
 MAX_NODES = 64  # of the recorded trees
-# Of the tokens per second of the best fixed budget, for the worst text. The aim is 97; docs/decisions/drafters.md says
-# what is missing on the others. The texts know what trees of an earlier drafter asked, and nothing of other branches.
-MIN_SHARE_PERCENT = {"CPU": 91, "slow CPU": 95, "GPU": 97}
+MIN_SHARE_PERCENT = 99  # of the best fixed budget's tokens per second, over all texts
+# For the worst text. Where little or nothing pays, auto tries in vain now and then; where a tree of 64 nodes costs
+# nothing, a smaller one's steps may by chance end at better places: 22 steps, not 23.
+MIN_SHARE_PERCENT_OF_TEXT = {"CPU": 98, "slow CPU": 94, "GPU": 93}
 CURVES = {  # microseconds of a step by its tokens
     "CPU": {1: 30_000, 2: 33_000, 4: 38_000, 8: 46_000, 16: 62_000, 32: 95_000, 64: 165_000, 128: 310_000},
     "slow CPU": {1: 30_000, 2: 40_000, 4: 55_000, 8: 80_000, 16: 130_000, 32: 240_000, 64: 460_000, 128: 900_000},
@@ -41,8 +42,12 @@ def test_auto_is_nearly_as_fast_as_the_best_fixed_budget(curve):
     learned = LearnedCosts.initial(1)
     for text in texts:  # what an engine that has served some requests knows
         seconds_of(text, vocabulary, times, learned)
-    shares = {}
+    shares, total = {}, dict.fromkeys([*BUDGETS, "auto"], 0)
     for text in texts:
-        best = min(seconds_of(text, vocabulary, times, budget) for budget in BUDGETS)
-        shares[text.kind] = 100 * best / seconds_of(text, vocabulary, times, learned)
-    assert min(shares.values()) >= MIN_SHARE_PERCENT[curve], shares
+        taken = {budget: seconds_of(text, vocabulary, times, budget) for budget in BUDGETS}
+        taken["auto"] = seconds_of(text, vocabulary, times, learned)
+        shares[text.kind] = 100 * min(taken[budget] for budget in BUDGETS) / taken["auto"]
+        total = {budget: total[budget] + taken[budget] for budget in total}
+    assert min(shares.values()) >= MIN_SHARE_PERCENT_OF_TEXT[curve], shares
+    of_all = 100 * min(total[budget] for budget in BUDGETS) / total["auto"]
+    assert of_all >= MIN_SHARE_PERCENT, total

@@ -1,9 +1,10 @@
 """Texts of a real model, recorded: what it said behind every token of its drafted trees, so that none has to be run.
 
-recorded_text.npz holds, for one prompt of three kinds of Spec-Bench (odd rows), a trie below the prompt: greedy
-SmolLM2-135M-Instruct in bfloat16, chat template, 64 new tokens. Recorded is what trees of 4, 8, 16, 32 and 64 nodes of
-the drafter `full` have asked, 2026-11-23. Where a drafter asks about a branch that was not recorded, nothing is known:
-its successor is no token, and it has no top-k candidates.
+recorded_text.npz holds, for one prompt of each of six kinds of Spec-Bench (odd rows), a trie below the prompt: greedy
+SmolLM2-135M-Instruct in float32, chat template, 64 new tokens. Recorded is what trees of 4, 8, 16, 32 and 64 nodes of
+the drafter `full`, and of lookahead=auto, have asked, 2026-11-24 (`benchmarks/drafting.py recorded_text`). Where a
+drafter asks about a branch that was not recorded, nothing is known: its successor is no token, and it has no top-k
+candidates.
 
 Letters: n nodes of the trie, V vocabulary, K top-k candidates.
 """
@@ -20,10 +21,9 @@ from lp_runtime.engine.decoder import Decoder
 from lp_runtime.engine.vocabulary_prior import NO_CANDIDATES
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
-from lp_runtime.lookahead.drafters.best_first.tables import ENTRY, MARGINS, K
+from lp_runtime.lookahead.drafters.best_first.tables import ENTRY, K
 from lp_runtime.lookahead.state import DecodingRules, DecodingState
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.sampling.packing import HALF_BITS, MARGIN_BITS
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.sampler import Sampler
 from lp_runtime.sizing.budget import StepBudget
@@ -67,16 +67,12 @@ def load_texts() -> tuple[list[RecordedText], np.ndarray]:
     with np.load(FILE) as saved:
         arrays = {name: saved[name] for name in saved.files}
     vocabulary = np.full((int(arrays["vocabulary_size"]), ENTRY), -1, np.int32)
-    vocabulary[arrays["prior_tokens"], :K] = arrays["prior_ids"]
-    vocabulary[arrays["prior_tokens"], MARGINS : MARGINS + K // 4] = arrays["prior_margins"].view(np.int32)
+    vocabulary[arrays["prior_tokens"]] = arrays["prior_entries"]
     texts = []
     for i, kind in enumerate(arrays["kinds"].tolist()):
-        ids, margins = arrays[f"ids_{i}"].astype(np.int64), arrays[f"margins_{i}"].astype(np.int64)
-        words = (ids << MARGIN_BITS) | margins
-        packed = np.concatenate([ids[:, :1], words[:, 0::2] | (words[:, 1::2] << HALF_BITS)], axis=1)
-        parents, tokens = arrays[f"parents_{i}"].tolist(), arrays[f"tokens_{i}"].tolist()
-        children = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
-        texts.append(RecordedText(kind, arrays[f"prompt_{i}"].tolist(), children, packed, int(arrays["lengths"][i])))
+        children = {(parent, token): node for node, (parent, token) in enumerate(arrays[f"nodes_{i}"].tolist())}
+        prompt, length = arrays[f"prompt_{i}"].tolist(), int(arrays[f"length_{i}"])
+        texts.append(RecordedText(kind, prompt, children, arrays[f"packed_{i}"], length))
     return texts, vocabulary
 
 

@@ -1,0 +1,41 @@
+"""Records what a model says behind every node of its drafted trees, for tests that decode a real model's text.
+
+The file is that of tests/support/recorded.py, which says what is in it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from support.peers import NUM_SHOWN
+
+from lp_runtime.sampling.packing import NO_TOKEN
+from studies.drafting_bench import Bench
+
+
+def save_texts(path: Path, bench: Bench) -> None:
+    """Write what was recorded of all prompts so far, and what the vocabulary prior says of its tokens.
+
+    Args:
+        path: of the file.
+        bench: has decoded its prompts greedily, and in no other way.
+    """
+    vocabulary = bench.calibration.vocabulary()
+    arrays: dict[str, np.ndarray] = {"kinds": np.array([kind for kind, _ in bench.prompts])}
+    is_asked = np.zeros(NO_TOKEN, np.bool_)
+    for index, (_, prompt) in enumerate(bench.prompts):
+        (recording,) = bench.recordings(index)
+        nodes, said = recording.asked()
+        assert recording.text is not None  # all prompts were decoded
+        arrays |= {
+            f"prompt_{index}": np.array(prompt, np.int32),
+            f"length_{index}": np.array(len(recording.text)),
+            f"nodes_{index}": nodes.astype(np.int32),
+            f"packed_{index}": said[:, : -2 * NUM_SHOWN],
+        }
+        is_asked[np.concatenate([prompt, nodes[1:, 1]])] = True
+    tokens = np.flatnonzero(is_asked)
+    arrays |= {"vocabulary_size": np.array(len(vocabulary)), "prior_tokens": tokens.astype(np.int32)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(path, **arrays, prior_entries=vocabulary[tokens])
