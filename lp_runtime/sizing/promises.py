@@ -1,8 +1,9 @@
 """What path probabilities promise, and what became of it.
 
-A drafter's path probability says how likely a node is on the accepted path. Low ones are too low as a rule, and high
-ones a little too high: on texts of two models, nodes at 1 in 200 were accepted three times as often, nodes above a half
-0.9 times. So promises are corrected by their level, with what was counted of the level, in requests before, too.
+A drafter's path probability says how likely a node is on the accepted path. Low ones are too low as a rule: on texts of
+two models, nodes at 1 in 200 were accepted more than three times as often. High ones are a little too high on some
+texts: on a real model's, nodes above a half were accepted 0.9 times as often. So promises are corrected by their level,
+with what was counted of the level, in requests before, too.
 
 Everything is integer arithmetic, so equal inputs give equal corrections on every replica.
 
