@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from test_best_first import VOCABULARY, best_first, decode
 
+from lp_runtime.lookahead.drafters.base import NoiseKey
 from lp_runtime.lookahead.drafters.best_first import tables
 from lp_runtime.lookahead.drafters.best_first.candidates import match_text
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
@@ -50,6 +51,28 @@ def test_positions_of_an_earlier_request_are_not_mistaken_for_this_ones():
     draft_tables.begin_text([1, 2, 3])
     draft_tables.begin_text([1, 2, 3])
     assert tables.position_key(text, 7, -1) != first
+
+
+def margins(draft_tables: DraftTables) -> np.ndarray:
+    """[n, K] margins of the stored entries that have any."""
+    entries = draft_tables.top_k.entries
+    found = np.array([[tables.margin_of(entries, row, rank) for rank in range(tables.K)] for row in range(len(entries))])
+    return found[found.any(axis=1)]
+
+
+def test_margins_are_brought_to_the_temperature_of_the_next_request():
+    draft_tables = DraftTables(SIZE)
+    decode([1, 2, 3], best_first(12, draft_tables, noise=NoiseKey(1, 0, 0.5)), 5, 60)
+    at_half = margins(draft_tables)
+    saved = DraftTables.load(draft_tables.dump(VOCABULARY), SIZE, VOCABULARY)
+    for each in (draft_tables, saved):
+        best_first(12, each)  # greedy decoding is of the model's own log-probabilities
+        np.testing.assert_array_equal(margins(each), np.rint(at_half / 2))
+        best_first(12, each, noise=NoiseKey(2, 0, 0.1))
+        np.testing.assert_array_equal(margins(each), np.minimum(np.rint(at_half / 2) * 10, tables.MAX_MARGIN))
+    kept = margins(draft_tables)
+    best_first(12, draft_tables, noise=NoiseKey(3, 0, 0.1))
+    np.testing.assert_array_equal(margins(draft_tables), kept)
 
 
 def test_saved_draft_tables_are_loaded_as_they_were():

@@ -213,8 +213,8 @@ def rank_perturbed(
 ) -> None:
     """Write the features of an entry's candidates by the rank and margin of log-probability plus noise.
 
-    What steps found are log-probabilities at a request's temperature, taken for this one's where draft tables are kept;
-    what the vocabulary prior says is at 1.
+    What steps found are log-probabilities at the request's temperature (`DraftTables.start`); what the vocabulary prior
+    says is at 1.
     """
     values, bins = candidates.values, candidates.bins
     factor = noise.inverse_temperature if base == VOCABULARY_FEATURES else np.int64(1) << TEMPERATURE_BITS

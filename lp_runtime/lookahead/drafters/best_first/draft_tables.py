@@ -28,7 +28,7 @@ LINE_BYTES = 64  # of a cache
 SLOT_BYTES = 8 + 4 * tables.ENTRY
 TOKEN_BYTES = 4 + 16 * 2 * tables.MAX_GRAM  # of the text: a token and its n-grams, half of whose slots are in use
 MIN_TEXT_TOKENS = 64  # of the text buffer, however few bytes there are
-FORMAT = 5  # of saved draft tables
+FORMAT = 6  # of saved draft tables
 SHAPE = (NUM_ORDERS, NUM_FEATURES, K, NUM_CALIBRATIONS, NUM_SHARES)
 
 
@@ -87,6 +87,7 @@ class DraftTables:
         )
         self.rates = make_rates()
         self._stamp = 0
+        self._temperature = np.ones(1)  # that the stored margins are at; [1] float64, as what is saved is arrays
         self.start(GREEDY)
 
     def drafts(self, vocabulary: np.ndarray) -> tables.DraftArrays:
@@ -104,12 +105,18 @@ class DraftTables:
         self._stamp = 0
         self.estimate()
 
-    def start(self, starting: StartingRates) -> None:
+    def start(self, starting: StartingRates, temperature: float = 1.0) -> None:
         """Begin a request whose estimates start from these rates; what was counted before counts as well.
 
         Args:
             starting: how often candidates come, by feature, as far as nothing is known of this model and text.
+            temperature: what the request's logits are divided by, more than 0; margins that requests at another one
+                have stored are brought to it.
         """
+        if self._stamp and temperature != self._temperature[0]:
+            margins = self.top_k.entries[:, tables.MARGINS : tables.STAMP]
+            margins[:] = _scaled(margins, self._temperature[0] / temperature)
+        self._temperature[0] = temperature
         self.rates.prior[:] = np.array(starting.rates) * ONE // UNIT
         self.rates.start[:] = np.array(starting.calibration) * ONE // UNIT * CALIBRATION_WEIGHT
         self.rates.share_start[:] = np.array(starting.shares) * ONE // UNIT * CALIBRATION_WEIGHT
@@ -158,6 +165,7 @@ class DraftTables:
             "text_hashes": self.text.hashes,
             "text_keys": self.text.keys,
             "text_places": self.text.places,
+            "temperature": self._temperature,
             **self._counted(),
         }
 
@@ -211,10 +219,17 @@ class DraftTables:
                 raise ValueError("it is damaged")
             target[:] = value
         tokens = self.top_k.entries[:, :K]
-        if max(tokens.max(), self.text.buffer.max()) >= vocabulary_size or self.text.buffer.min() < 0:
+        has_known_tokens = max(tokens.max(), self.text.buffer.max()) < vocabulary_size and self.text.buffer.min() >= 0
+        if not (has_known_tokens and 0 < self._temperature[0] < math.inf):
             raise ValueError("it is damaged")
         self._stamp = int(arrays["stamp"])
         self.estimate()
+
+
+def _scaled(margins: np.ndarray, factor: float) -> np.ndarray:
+    """Return margins, [n, K // 4] int32 of four bytes each, multiplied by a factor; above MAX_MARGIN they are that."""
+    scaled = np.minimum(np.rint(np.arange(tables.MAX_MARGIN + 1) * factor), tables.MAX_MARGIN).astype(np.uint8)
+    return scaled[np.ascontiguousarray(margins).view(np.uint8)].view(np.int32)
 
 
 def _read_arrays(data: bytes, num_bytes: int, vocabulary_size: int) -> dict[str, np.ndarray]:

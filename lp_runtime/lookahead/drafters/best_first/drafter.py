@@ -61,7 +61,10 @@ class BestFirstDrafter(Drafter):
         self.counts = Counts(SOURCES)
         self._max_depth = max_depth
         self._draft_tables = draft_tables
-        draft_tables.start(GREEDY if noise is None else SAMPLED)
+        if noise is None:
+            draft_tables.start(GREEDY)
+        else:
+            draft_tables.start(SAMPLED, noise.temperature)
         self._drafts = draft_tables.drafts(NO_VOCABULARY if vocabulary is None else vocabulary)
         self._noise = tables.make_noise(noise is not None, *(noise or NoiseKey(0, 0)))
         capacity = max_nodes + self.max_committed
