@@ -12,31 +12,26 @@ The exit status is 1 after a mismatch, or if the comparison does not notice nois
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import random
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.queues import Queue
 from typing import NamedTuple
 
 import torch
 from common import Results
+from support.ranks import run_ranks
 from support.small_models import FAMILIES, random_model
 
 from lp_runtime import LookaheadConfig, SamplingConfig
 from lp_runtime.config.lookahead import PLAIN
-from lp_runtime.distributed.context import ReplicaContext
-from lp_runtime.distributed.group import CPU, Group
-from lp_runtime.distributed.process_group import GroupOptions, process_group
-from lp_runtime.distributed.store import host_store
+from lp_runtime.distributed.group import Group
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import SamplerSpec, make_sampler_spec
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sampling.gumbel import GumbelNoise
 
-TIMEOUT_SECONDS = 600.0  # of a group's processes
 NUM_WRONG = 20  # sampled cases that are decoded with wrong noise
 CHOSEN = sorted(FAMILIES.keys() - {"phi3_longrope"})  # its context is too short for these cases
 
@@ -143,30 +138,19 @@ def decode(model: ModelRunner, request: Request, group: Group, spec: SamplerSpec
     return Output([token for output in outputs for token in output.token_ids], report.num_steps)
 
 
-def run_rank(cases: Sequence[Case], rank: int, num_replicas: int, port: int, results: Queue) -> None:
-    """Decode the cases in turn, in the process of a rank, and put (rank, outputs) into `results`."""
-    torch.set_num_threads(1)
-    context = ReplicaContext(rank, num_replicas, host="127.0.0.1", port=port)
+def decode_all(group: Group, cases: Sequence[Case]) -> list[Output]:
+    """Decode the cases in turn, in the process of a rank."""
     models = {family: make_model(family) for family in sorted({case.family for case in cases})}
-    with process_group(context, CPU, GroupOptions(TIMEOUT_SECONDS)) as group:
-        results.put((rank, [decode(models[case.family], case.request, group) for case in cases]))
+    return [decode(models[case.family], case.request, group) for case in cases]
 
 
 def decode_on_replicas(cases: Sequence[Case], num_replicas: int) -> list[list[Output]]:
     """Decode the cases on a group of processes; return [ranks][cases] outputs."""
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.Queue()
-    store = host_store("127.0.0.1", 0, TIMEOUT_SECONDS)
-    processes = [
-        spawn.Process(target=run_rank, args=(cases, rank, num_replicas, store.port, results), daemon=True)
-        for rank in range(num_replicas)
-    ]
-    for process in processes:
-        process.start()
-    outputs = dict(results.get(timeout=TIMEOUT_SECONDS) for _ in processes)
-    for process in processes:
-        process.join(TIMEOUT_SECONDS)
-    return [outputs[rank] for rank in range(num_replicas)]
+    outputs = run_ranks(decode_all, num_replicas, cases)
+    for found in outputs:
+        if isinstance(found, Exception):
+            raise found
+    return outputs
 
 
 def is_plain_greedy(request: Request) -> bool:

@@ -56,7 +56,8 @@ def test_positions_of_an_earlier_request_are_not_mistaken_for_this_ones():
 def margins(draft_tables: DraftTables) -> np.ndarray:
     """[n, K] margins of the stored entries that have any."""
     entries = draft_tables.top_k.entries
-    found = np.array([[tables.margin_of(entries, row, rank) for rank in range(tables.K)] for row in range(len(entries))])
+    rows, ranks = range(len(entries)), range(tables.K)
+    found = np.array([[tables.margin_of(entries, row, rank) for rank in ranks] for row in rows])
     return found[found.any(axis=1)]
 
 
