@@ -12,9 +12,8 @@ import pytest
 import torch
 from support.simulated_gpu import Gpu, Graph, simulated_gpu
 
-from lp_runtime import LookaheadConfig, lookahead_generate
+from lp_runtime import LookaheadConfig, hf_generate, lookahead_generate
 from lp_runtime.config.settings import ModelConfig
-from lp_runtime.engine.idle_worker import IdleWorker
 from lp_runtime.model import fixed_passes, self_check
 from lp_runtime.model.loader import load_model
 
@@ -65,7 +64,7 @@ def test_calls_share_what_was_captured(gpu):
 @pytest.mark.parametrize("exactness", ["fast", "strict"])
 def test_a_wait_a_step_and_no_launch(gpu, exactness, monkeypatch):
     """Behind the first token's step, which feeds the prompt."""
-    monkeypatch.setattr(IdleWorker, "start", lambda self, after_use=False: None)  # its waits are of no step
+    monkeypatch.setattr(hf_generate, "ASKING_SECONDS", 1e9)  # all of the vocabulary in the first call, however slow
     monkeypatch.setattr(self_check, "STRICT_LENGTHS", (20,))
     monkeypatch.setattr(self_check, "LONG_STRICT_LENGTHS", ())
     model, counts = load_model(ModelConfig(), CUDA, "float32"), []

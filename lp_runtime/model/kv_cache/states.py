@@ -7,13 +7,12 @@ guesses begins, and restored where the chain was not accepted whole. Built on th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     CacheLayerMixin,
-    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -25,7 +24,10 @@ from transformers.cache_utils import (
 
 from lp_runtime.model.kv_cache.cache import SavedStates, TreeCache, TreeCacheLayer
 
-AnyLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
+if TYPE_CHECKING:
+    from transformers.cache_utils import DummyLayer  # of a layer that keeps nothing; not in transformers 5.17
+
+    AnyLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
 ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)  # a window is written into the mask that the model makes
 BOTH = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 
