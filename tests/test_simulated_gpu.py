@@ -19,6 +19,7 @@ from support.constrained import WatchedGrammars
 from support.ranks import CPU, run_ranks
 from support.simulated_gpu import Event, Gpu, Graph, Tensor, capturing, simulated_gpu
 from support.small_models import DYNAMIC, FAMILIES, random_model
+from support.versions import needs_rotary_by_length
 
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig
@@ -466,7 +467,7 @@ def test_a_graph_computes_when_it_is_replayed(gpu):
         pytest.param("mistral", marks=pytest.mark.slow),
         pytest.param("gemma3", marks=pytest.mark.slow),
         "gpt_oss",
-        "dynamic",
+        pytest.param("dynamic", marks=needs_rotary_by_length),
     ],
 )
 def test_beyond_a_length(gpu, family):

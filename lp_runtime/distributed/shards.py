@@ -220,7 +220,7 @@ def shard_group(place: ShardPlace, backend: str, timeout: float) -> dist.Process
     Raises:
         LaunchError: if it does not form.
     """
-    with _store(place, STORES[1], timeout) as store:
+    with _store(place, STORES[1], timeout) as store, _meeting(place):
         group: dist.ProcessGroup
         if backend == "nccl":
             group = dist.ProcessGroupNCCL(store, place.shard, place.num_shards, dist.ProcessGroupNCCL.Options())  # type: ignore[assignment]
@@ -262,12 +262,14 @@ def loading_group(place: ShardPlace, device: torch.device, timeout: float) -> It
     # The library asks the environment for the GPU of a rank; shards are on one machine, whatever its name resolves to.
     variables = {"LOCAL_RANK": str(device.index or 0), "GLOO_SOCKET_IFNAME": "lo"}
     with _store(place, STORES[0], timeout) as store, environment(variables):
-        dist.init_process_group(
-            "gloo", store=store, rank=place.shard, world_size=place.num_shards, timeout=timedelta(seconds=timeout)
-        )
+        with _meeting(place):
+            dist.init_process_group(
+                "gloo", store=store, rank=place.shard, world_size=place.num_shards, timeout=timedelta(seconds=timeout)
+            )
         try:
             yield
-            dist.barrier()  # the store is there until nobody needs it
+            with _meeting(place):
+                dist.barrier()  # the store is there until nobody needs it
         finally:
             dist.destroy_process_group()
 
@@ -287,19 +289,27 @@ def _store(place: ShardPlace, name: str, timeout: float) -> Iterator[Store]:
     """Open a store for a replica's shards, which are all on this machine.
 
     Raises:
-        LaunchError: if the shards do not meet in it.
+        LaunchError: if the store cannot be opened.
     """
     path = FOLDER / f"{place.segment}{name}"
     try:
-        store = FileStore(str(path), place.num_shards)
-        store.set_timeout(timedelta(seconds=timeout))
+        with _meeting(place):
+            store = FileStore(str(path), place.num_shards)
+            store.set_timeout(timedelta(seconds=timeout))
         yield PrefixStore(name, store)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _meeting(place: ShardPlace) -> Iterator[None]:
+    """Raise LaunchError in place of what torch raises when the shards of a replica do not meet."""
+    try:
+        yield
     except (RuntimeError, ValueError, OSError) as error:
         raise LaunchError(
             f"shard {place.shard} of {place.num_shards} could not meet the others: {first_line(error)}"
         ) from error
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def _never() -> bool:

@@ -129,8 +129,9 @@ def _generation_config(
     )
 
 
-def _sequence_bias(sampling: SamplingConfig) -> list[list] | None:
-    """Return the logit biases as transformers wants them, or None without any."""
-    if not sampling.logit_bias:
-        return None
-    return [[[token], float(bias)] for token, bias in sampling.logit_bias.items()]
+def _sequence_bias(sampling: SamplingConfig) -> dict[tuple[int], float] | None:
+    """Return the logit biases as transformers wants them, or None without any.
+
+    Lists, its other way, cannot name token 0 before transformers 5.23.
+    """
+    return {(token,): float(bias) for token, bias in sampling.logit_bias.items()} if sampling.logit_bias else None

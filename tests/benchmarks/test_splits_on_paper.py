@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.versions import needs_sliced_vocabulary
 from transformers import LlamaConfig
 
 from lp_runtime.config.settings import ModelConfig
@@ -33,6 +34,7 @@ def size(tmp_path_factory):
     return size_of_model(ModelConfig(path=str(folder)), "auto", 100)
 
 
+@needs_sliced_vocabulary
 def test_a_row_by_hand(study, size):
     """2 x 4, 10 tokens a step, 100 tokens of context."""
     machine = study.Machine(hbm=1e9, link=1e8, collective=1e-5, memory=1e12)

@@ -10,8 +10,16 @@ from support.shards import run_shards
 from support.simulated_gpu import simulated_gpu
 
 from lp_runtime.distributed.reducers import CollectiveReducer, HostReducer, Reducer
-from lp_runtime.distributed.shards import BUFFER_WORDS, FOLDER, ShardLink, ShardPlace, clear_up, shard_group
-from lp_runtime.errors import ShardError
+from lp_runtime.distributed.shards import (
+    BUFFER_WORDS,
+    FOLDER,
+    ShardLink,
+    ShardPlace,
+    clear_up,
+    loading_group,
+    shard_group,
+)
+from lp_runtime.errors import LaunchError, ShardError
 
 CPU = torch.device("cpu")
 SHAPES = [(1,), (3, 5), (1, 7, 33), (2, BUFFER_WORDS + 3)]
@@ -118,6 +126,27 @@ def leave_in_a_sum(place: ShardPlace) -> str:
 
 def test_a_sum_with_a_shard_that_is_gone_ends():
     assert "rank 1 is gone" in run_shards(leave_in_a_sum, 2)[0]
+
+
+def fail_to_load(place: ShardPlace) -> None:
+    with loading_group(place, CPU, 60.0):
+        torch.distributed.barrier()  # both have come
+        raise ValueError("the output size is odd")
+
+
+def test_what_fails_while_slices_are_loaded_is_no_failed_meeting():
+    assert [str(error) for error in run_shards(fail_to_load, 2)] == ["the output size is odd"] * 2
+
+
+def meet_nobody(place: ShardPlace) -> None:
+    if place.is_leader:
+        with loading_group(place, CPU, 0.1):
+            pass
+
+
+def test_shards_that_do_not_meet_say_so():
+    error, _ = run_shards(meet_nobody, 2)
+    assert isinstance(error, LaunchError) and str(error).startswith("shard 0 of 2 could not meet the others: ")
 
 
 def test_what_killed_shards_leave_behind_is_removed():

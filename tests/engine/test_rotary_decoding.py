@@ -14,6 +14,7 @@ from support.engines import engine_of
 from support.ranks import run_ranks
 from support.small_models import DYNAMIC, LONG, ROPE_THRESHOLD, random_model
 from support.stateful import EveryThird
+from support.versions import needs_rotary_by_length
 
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
@@ -26,6 +27,7 @@ from lp_runtime.model.rotary import library_view
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.view import view_of
 
+pytestmark = needs_rotary_by_length
 KINDS = {"dynamic": ("Llama", DYNAMIC), "longrope": ("Llama", LONG), "re-feeding": ("Phi3", LONG)}
 LOOKAHEAD = LookaheadConfig(7, 5, 7, prior="none")
 CROSSING = [20, ROPE_THRESHOLD - 1, ROPE_THRESHOLD]  # tokens of prompts behind which a text crosses the length

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.small_models import FAMILIES, SHAPE
+from support.versions import needs_sliced_vocabulary
 from transformers import AutoConfig
 
 from lp_runtime import launchers
@@ -56,6 +57,7 @@ def way(path: str, free: float, gpus: int, parallelism: str = "auto") -> tuple[i
     return config.replica_gpus, config.model.parallelism
 
 
+@needs_sliced_vocabulary
 def test_weights_by_shards_of_a_large_model(large):
     size = size_of_model(ModelConfig(path=large), "auto")
     buffers = size.weight_bytes(1) - LARGE_WEIGHTS

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from support.small_models import DYNAMIC, LONG, ROPE_THRESHOLD
+from support.versions import needs_rotary_by_length
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lp_runtime.errors import ModelError
@@ -17,6 +18,7 @@ from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.self_check import check_model
 from lp_runtime.model.view import view_of
 
+pytestmark = needs_rotary_by_length
 MODELS = {
     "dynamic": ("Llama", DYNAMIC, RotaryLengths(32, 97)),
     "longrope": ("Llama", LONG, RotaryLengths(32, 2)),

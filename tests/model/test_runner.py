@@ -8,6 +8,7 @@ import torch
 from support import small_models
 from support.one_slot import OneSlot
 from support.trees import ARCHITECTURES, assert_close, draw, path_text, plain_logits, random_tree
+from support.versions import needs_rotary_by_length
 
 from lp_runtime.distributed.partition import partition
 from lp_runtime.errors import ModelError
@@ -137,6 +138,7 @@ def test_an_attention_that_takes_no_tree_is_refused(random_model):
         ModelRunner(model, prefill_chunk=2048)
 
 
+@needs_rotary_by_length
 def test_rotary_factors_that_change_limit_a_context_only_where_they_cannot_be_told_apart(random_model):
     name, settings = small_models.FAMILIES["phi3_longrope"]
     dynamic = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.5}}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.versions import needs_transformers
 
 from lp_runtime.errors import ModelError
 from lp_runtime.model.attention.mask import FULL, MaskBuilder
@@ -41,9 +42,10 @@ def test_the_check_is_longer_than_a_sliding_window(random_model):
         check_model(tree_model)
 
 
+NEEDS_DOGE = needs_transformers(23, "computes Doge's trees right within its window")
 BEYOND = [  # models that attend otherwise beyond a length, by keys or by places in the input
-    ("Doge", {"keep_window_size": 64}, "keep_window_size=64"),
-    ("Doge", {"keep_window_size": 200}, "keep_window_size=200"),
+    pytest.param("Doge", {"keep_window_size": 64}, "keep_window_size=64", marks=NEEDS_DOGE),
+    pytest.param("Doge", {"keep_window_size": 200}, "keep_window_size=200", marks=NEEDS_DOGE),
     (
         "Llama4",
         {"no_rope_layers": [1, 0], "layer_types": None, "floor_scale": 100, "attn_scale": 0.1},

@@ -3,6 +3,7 @@
 import pytest
 from support.causal_configs import DEFAULT, TYPES, small_config, variants_of
 from support.causal_types import outcome_of
+from support.versions import needs_rotary_by_length, needs_transformers
 
 EXACT = [
     ("bart", DEFAULT),
@@ -17,7 +18,7 @@ EXACT = [
     ("llama4_text", "no scaled queries"),
     ("mimo_v2_flash", "sliding_window=8"),
     pytest.param("nemotron", DEFAULT, marks=pytest.mark.slow),
-    ("phi3", "long RoPE"),
+    pytest.param("phi3", "long RoPE", marks=needs_rotary_by_length),
 ]
 REFUSED = [
     ("jamba", DEFAULT),
@@ -54,6 +55,7 @@ def test_a_threshold_that_the_shortest_check_does_not_reach_is_no_trap(model_typ
     assert outcome.kind in ("exact", "refused"), outcome.reason
 
 
+@needs_transformers(23, "has all of these types")
 def test_every_field_that_may_be_a_length_has_variants():
     fields = {(model_type, variant.split("=")[0]) for model_type in TYPES for variant in variants_of(model_type)}
     assert {

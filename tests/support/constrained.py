@@ -237,9 +237,8 @@ def _processors(request: Request) -> tuple[list, list]:
     """Return transformers' own processors of a request: those before the mask, and the warpers behind it."""
     sampling, before, warpers = request.sampling, [], []
     if sampling.logit_bias:
-        before.append(
-            library.SequenceBiasLogitsProcessor([[[token], bias] for token, bias in sampling.logit_bias.items()])
-        )
+        biases = {(token,): float(bias) for token, bias in sampling.logit_bias.items()}
+        before.append(library.SequenceBiasLogitsProcessor(biases))
     if sampling.repetition_penalty:
         before.append(library.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     if sampling.min_new_tokens:

@@ -54,7 +54,12 @@ Weights = dict[int, tuple[torch.Tensor, nn.Parameter]]  # DTensors and the slice
 
 def own_plan(config: PreTrainedConfig) -> dict[str, str] | None:
     """Return our plan for a type of model for which transformers has none; None for all others."""
-    return OWN_PLANS.get(config.model_type)
+    plan = OWN_PLANS.get(config.model_type)
+    if plan is None:
+        return None
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES  # imports DTensor, for seconds
+
+    return {name: style for name, style in plan.items() if style in ALL_PARALLEL_STYLES}  # before 5.23 it has fewer
 
 
 def check_shards(config: PreTrainedConfig, num_shards: int) -> None:

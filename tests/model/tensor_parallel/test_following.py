@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.shards import run_shards
 from support.small_models import LONG
+from support.versions import needs_rotary_by_length
 
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.distributed.shards import ShardPlace
@@ -80,7 +81,9 @@ def play(place: ShardPlace, folder: Path) -> object:
     return found
 
 
-@pytest.mark.parametrize(("name", "settings"), [("Llama", {}), ("Phi3", REFED)])
+@pytest.mark.parametrize(
+    ("name", "settings"), [("Llama", {}), pytest.param("Phi3", REFED, marks=needs_rotary_by_length)]
+)
 def test_followers_keep_what_shard_0_keeps(make_model_dir, name, settings):
     """They are told the lengths of prompts, too, where rotary factors go by them."""
     folder = make_model_dir(name, **settings)
