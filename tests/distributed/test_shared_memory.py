@@ -23,12 +23,18 @@ from lp_runtime.distributed.transport import Transport
 from lp_runtime.errors import LaunchError, ReplicaError
 from lp_runtime.lookahead.tree import TokenTree
 
+OWN = f"-of-{os.getpid()}-"
 STEP_TIMEOUT = 0.2  # seconds; where it is what a test is about
 
 
+def own_segment_name() -> str:
+    """A name for a segment that tells that it is this process's: other tests run at the same time."""
+    return new_segment_name() + OWN
+
+
 def segments() -> list[str]:
-    """Names of the segments that lie in memory, of all groups of this machine."""
-    return [path.name for path in FOLDER.glob("lp_runtime-*")]
+    """Names of this process's segments that lie in memory."""
+    return [path.name for path in FOLDER.glob(f"lp_runtime-*{OWN}*")]
 
 
 def joined(rank: int, num_replicas: int, segment: str, is_abandoned=lambda: False, step_timeout: float | None = None):
@@ -38,7 +44,7 @@ def joined(rank: int, num_replicas: int, segment: str, is_abandoned=lambda: Fals
 
 def of_threads(task, num_replicas: int = 2, step_timeout: float | None = None) -> list:
     """What `task(group)` returns or raises in a thread for each rank."""
-    segment, found = new_segment_name(), [None] * num_replicas
+    segment, found = own_segment_name(), [None] * num_replicas
 
     def work(rank: int) -> None:
         try:
@@ -105,7 +111,7 @@ def test_a_thousand_groups_leave_nothing_behind():
     of_threads(lambda group: None)
     before = sizes()
     for _ in range(1000):
-        segment = new_segment_name()
+        segment = own_segment_name()
         with joined(0, 1, segment):
             pass
         assert of_threads(lambda group: gather_rows(np.array([group.rank]), group).tolist()) == [[[0], [1]]] * 2
@@ -204,7 +210,7 @@ def test_rows_of_different_lengths_are_noticed():
 
 def test_replicas_that_do_not_come_are_an_error_in_one_line():
     before = segments()
-    alone = joined(0, 3, new_segment_name(), is_abandoned=lambda: True)
+    alone = joined(0, 3, own_segment_name(), is_abandoned=lambda: True)
     with pytest.raises(LaunchError, match="rank 0 of 3 .*: 2 of them did not come$") as caught, alone:
         pass
     assert len(str(caught.value).splitlines()) == 1 and segments() == before
