@@ -302,7 +302,7 @@ def test_inputs_that_are_not_token_ids_are_refused(model, inputs):
     cache = model(**inputs).past_key_values
     for options, message in (
         ({"inputs_embeds": torch.zeros((1, 3, model.config.hidden_size))}, "inputs_embeds=...: must be left out"),
-        ({"past_key_values": cache}, "past_key_values: must be empty"),
+        ({"past_key_values": cache}, "(past_key_values|cache): must be empty"),
         ({"position_ids": torch.arange(5, 5 + inputs.input_ids.shape[1])[None]}, "position_ids: must be left out"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -39,9 +39,7 @@ class ChainPasses(Passes):
 
     def __init__(self, model: PreTrainedModel, masks: MaskBuilder, lengths: RotaryLengths):
         super().__init__(model, masks, None, lengths)
-        parameters = inspect.signature(model.forward).parameters
-        self._takes_positions = "position_ids" in parameters
-        self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache_params"
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._scans = FittedScans(model)
 
     @torch.inference_mode()
@@ -55,7 +53,7 @@ class ChainPasses(Passes):
         return self._scans.model_for(num_tokens)
 
     def _inputs(self, positions: torch.Tensor, mask: LayerMasks | None, cache: object) -> dict[str, object]:
-        inputs: dict[str, object] = {self._cache_name: cache}
+        inputs: dict[str, object] = {self.cache_name: cache}
         return inputs | ({"position_ids": positions[None]} if self._takes_positions else {})
 
 

@@ -100,6 +100,7 @@ class PassSet:
         masks: knows the model's kinds of layers.
         options: whether passes are captured, and whether the model is compiled.
         keeps_logits: whether the model takes `logits_to_keep`.
+        cache_name: the keyword by which the model takes a cache.
         sample: returns what greedy sampling picks from logits, [B, V] to [B, width] packed, by a device's kernels; it
             waits for nothing.
         is_strict: whether passes are those of exactness=strict.
@@ -115,6 +116,7 @@ class PassSet:
         masks: MaskBuilder,
         options: GraphOptions,
         keeps_logits: bool,
+        cache_name: str,
         sample: Callable[[torch.Tensor, ModuleType], torch.Tensor],
         is_strict: bool = False,
     ):
@@ -123,6 +125,7 @@ class PassSet:
             compile_paths()
         self._model = torch.compile(model, dynamic=False) if options.compiled else model
         self.options, self._masks, self._keeps_logits, self._sample = options, masks, keeps_logits, sample
+        self._cache_name = cache_name
         self.presampled: torch.Tensor | None = None
         self._num_layers: int = model.config.get_text_config().num_hidden_layers
         self._device: torch.device = model.device
@@ -185,13 +188,12 @@ class PassSet:
         inputs = one.inputs
         # Every size is compiled by itself; beyond its limit torch runs eagerly, without saying so.
         limit = torch._dynamo.config.patch(recompile_limit=MAX_COMPILED) if self.options.compiled else nullcontext()
-        options = {"logits_to_keep": inputs.wanted} if self._keeps_logits else {}
+        options = {self._cache_name: one.cache} | ({"logits_to_keep": inputs.wanted} if self._keeps_logits else {})
         with limit:
             output = self._model(
                 input_ids=inputs.ids[None],
                 position_ids=inputs.positions[None],
                 attention_mask=inputs.masks,
-                past_key_values=one.cache,
                 use_cache=True,
                 device_cache=one.cache,
                 **options,

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lp_runtime.errors import ModelError
 from lp_runtime.model.attention.mask import layer_kinds
+from lp_runtime.model.cache_names import KEYS_AND_VALUES, cache_name
 from lp_runtime.model.tensor_parallel.tp_plan import tp_size_of
 
 ALIBI_MODELS = ("bloom", "mpt")  # add ALiBi whatever their configuration says
@@ -91,7 +92,7 @@ def check_chain_family(model: PreTrainedModel) -> None:
     """
     config = model.config.get_text_config()
     tp_size_of(model)  # refuses a model that is split in another way
-    if not (_takes(model, "past_key_values") or _takes(model, "cache_params")):
+    if cache_name(model) is None:
         raise ModelError(f"{config.model_type}: its forward takes no past_key_values: there is no cache to go on from")
 
 
@@ -130,7 +131,7 @@ def _takes(model: PreTrainedModel, name: str) -> bool:
 
 def likely_reason(model: PreTrainedModel) -> str:
     """Return what may be why a model failed the self-check; empty if its signature does not tell."""
-    if not _takes(model, "past_key_values"):
+    if cache_name(model) not in KEYS_AND_VALUES:
         return "its forward takes no past_key_values: it has no KV cache"
     if not _takes(model, "position_ids"):
         return "its forward takes no position_ids: positions go by a token's place in the input"

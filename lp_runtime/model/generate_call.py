@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -29,12 +30,15 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lp_runtime.errors import ConfigError, RequestError
+from lp_runtime.model.cache_names import CACHE_NAMES, given_cache, num_cached
 from lp_runtime.model.generate_frame import arguments_of_generate
 from lp_runtime.sampling.processors import of_row
 from lp_runtime.sampling.types import LogitsProcessor
 
 # Model inputs that generate adds by itself, and that change nothing here: we have our own cache, masks and positions.
-KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep")
+KNOWN_INPUTS = ("attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep")
+# Of what `generate` returns: it is named as the model's argument is.
+CACHE_FIELD = next(each.name for each in fields(GenerateDecoderOnlyOutput) if each.name in CACHE_NAMES)
 OLD_INPUTS = ("cache_position",)  # the same, of earlier versions of transformers
 INPUT_WORDS = {"mm_encoder_outputs": "images, videos or audio"}  # names of transformers' own for what a caller gave
 MIN_TIME_SECONDS = 1e-9  # a time limit that has passed already: a request's must be above 0
@@ -85,7 +89,7 @@ class GenerateCall:
         mask = _check_inputs(input_ids, model_kwargs)
         self._mask = mask
         is_seen = generation_config.return_dict_in_generate or own_cache is not None
-        self.cache: Cache | None = model_kwargs.get("past_key_values") if is_seen else None
+        self.cache: Cache | None = given_cache(model_kwargs)[1] if is_seen else None
         self.rows = [tuple(row[keep].tolist()) for row, keep in zip(input_ids, mask, strict=True)]
         if not all(self.rows):
             raise RequestError("a row of the batch is empty: every prompt must have at least one token")
@@ -185,7 +189,7 @@ class GenerateCall:
             sequences=sequences,  # type: ignore[arg-type]  # a Tensor of int64, as transformers' own
             scores=_by_step(scores, longest),  # type: ignore[arg-type]  # declared as a tuple of one tensor
             logits=_by_step(logits, longest),  # type: ignore[arg-type]  # declared as a tuple of one tensor
-            past_key_values=self.cache,
+            **{CACHE_FIELD: self.cache},  # type: ignore[arg-type]  # mypy takes it for any of the fields
         )
 
 
@@ -318,11 +322,11 @@ def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torc
     if unknown := sorted(given.keys() - {*KNOWN_INPUTS, *OLD_INPUTS}):
         what = INPUT_WORDS.get(unknown[0], f"{unknown[0]}=...")
         raise ConfigError(f"{what}: must be left out; lookahead_generate feeds the model token ids alone")
-    cache = given.get("past_key_values")
+    name, cache = given_cache(given)
     if isinstance(cache, QuantizedCache):
-        raise ConfigError("past_key_values: a QuantizedCache: must be a DynamicCache, or left out")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise ConfigError("past_key_values: must be empty; lookahead_generate keeps a cache of its own")
+        raise ConfigError(f"{name}: a QuantizedCache: must be a DynamicCache, or left out")
+    if num_cached(cache) > 0:
+        raise ConfigError(f"{name}: must be empty; lookahead_generate keeps a cache of its own")
     mask = given.get("attention_mask")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
     _check_positions(given.get("position_ids"), mask)

@@ -16,6 +16,8 @@ from typing import NamedTuple
 from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from lp_runtime.model.cache_names import given_cache
+
 MAX_FRAMES = 6  # between us and `generate`: our callers, and decorators of the callable
 
 
@@ -25,12 +27,12 @@ class GenerateArguments(NamedTuple):
     Attributes:
         streamer: gets new tokens; None if the caller gave none.
         assistant_model: draft model; None if the caller gave none.
-        past_key_values: the caller's own cache; None if `generate` has made the cache.
+        cache: the caller's own; None if `generate` has made the cache.
     """
 
     streamer: BaseStreamer | None = None
     assistant_model: PreTrainedModel | None = None
-    past_key_values: Cache | None = None
+    cache: Cache | None = None
 
 
 def arguments_of_generate() -> GenerateArguments:
@@ -41,6 +43,6 @@ def arguments_of_generate() -> GenerateArguments:
         frame = frame and frame.f_back
         if frame and frame.f_code is generate:
             given = frame.f_locals
-            cache = (given.get("kwargs") or {}).get("past_key_values")
+            _, cache = given_cache(given.get("kwargs") or {})
             return GenerateArguments(given.get("streamer"), given.get("assistant_model"), cache)
     return GenerateArguments()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from lp_runtime.model.attention.mask import LayerMasks, MaskBuilder
 from lp_runtime.model.attention.strict import NAME as STRICT
 from lp_runtime.model.attention.strict_passes import strict_passes
 from lp_runtime.model.batch_inputs import batch_inputs
+from lp_runtime.model.cache_names import CACHE_NAMES, cache_name
 from lp_runtime.model.cuda_graph import GraphOptions, PassSet, PassSize
 from lp_runtime.model.inputs import InputLayout
 from lp_runtime.model.kv_cache.batch import BatchedCache
@@ -50,6 +52,7 @@ class Passes:
         made: the passes of fixed sizes; None before `begin_fixed`.
         tree_model: what trees are fed to: the model, or with `strict_tokens` a view of it.
         keeps_logits: whether the model computes the wanted logits only, where it is told which.
+        cache_name: the keyword by which the model takes a cache.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Passes:
         self._told: tuple[int, PreTrainedModel] = (0, model)  # the last length that a pass was told, and what it ran
         self.tree_model = model if strict_tokens is None else view_of(model, STRICT)
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.cache_name = cache_name(model) or CACHE_NAMES[0]
 
     def run(self, kind: str, caches: Sequence[TreeCache], what: Sequence[object]) -> torch.Tensor:
         """Run the pass that one of the methods below describes.
@@ -100,7 +104,9 @@ class Passes:
     def begin_fixed(self, caches: Sequence[TreeCache], options: GraphOptions) -> torch.Tensor:
         """Have passes of fixed sizes from now on. There are no caches; returns nothing of interest, as `make_fixed`."""
         is_strict = self.strict_tokens is not None
-        self.made = PassSet(self.tree_model, self._masks, options, self.keeps_logits, self._sample, is_strict)
+        self.made = PassSet(
+            self.tree_model, self._masks, options, self.keeps_logits, self.cache_name, self._sample, is_strict
+        )
         return NOTHING
 
     def end_fixed(self, caches: Sequence[TreeCache]) -> torch.Tensor:
@@ -201,10 +207,9 @@ class Passes:
             ids = tensor_on(self._device, part)[None]
             first = start + len(logits) - 1 if logits else 0
             positions = torch.arange(first, first + len(part), device=self._device)[None]
-            output = model(
-                input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, **self._keeping(1)
-            )
-            cache = output.past_key_values
+            options: dict[str, Any] = {self.cache_name: cache} | self._keeping(1)
+            output = model(input_ids=ids, position_ids=positions, use_cache=True, **options)
+            cache = getattr(output, self.cache_name)
             logits.append(output.logits[0, -1].float())
         return torch.stack(logits)
 
@@ -258,5 +263,5 @@ class Passes:
 
     def _inputs(self, positions: torch.Tensor, mask: LayerMasks | None, cache: object) -> dict[str, object]:
         """Return what a pass gives the model beside token ids, by name: positions [T], mask and cache."""
-        inputs: dict[str, object] = {"position_ids": positions[None], "attention_mask": mask, "past_key_values": cache}
+        inputs: dict[str, object] = {"position_ids": positions[None], "attention_mask": mask, self.cache_name: cache}
         return inputs | ({"batch": cache} if isinstance(cache, BatchedCache) else {})

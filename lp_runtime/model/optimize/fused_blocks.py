@@ -128,6 +128,7 @@ class FusedAttention(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
         past_key_values: Cache | None = None,
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -137,24 +138,26 @@ class FusedAttention(nn.Module):
             hidden_states: [1, T, E].
             position_embeddings: cosines and sines, [1, T, D] each.
             attention_mask: as the model's attention function takes it.
-            past_key_values: the cache that keys and values are written into; None for none.
+            cache: keys and values are written into it; None for none.
+            past_key_values: name of `cache` before transformers 5.24.
             **kwargs: of the attention function.
 
         Returns:
             (output, attention weights): [1, T, E], and what the attention function gives.
         """
+        cache = past_key_values if cache is None else cache
         shape = hidden_states.shape[:-1]
         states = self.qkv_proj(hidden_states).view(*shape, -1, self.head_dim)
-        if isinstance(past_key_values, DeviceCache):
+        if isinstance(cache, DeviceCache):
             query, key, value = self._norm(*states.split(self._sizes, 2))
-            query = past_key_values.rotate_and_write(query, key, value, *position_embeddings, self.layer_idx)
+            query = cache.rotate_and_write(query, key, value, *position_embeddings, self.layer_idx)
             query, key, value = (each.transpose(1, 2) for each in (query, key, value))
-        elif isinstance(past_key_values, TreeCache) and numba_cpu.takes(states):
-            query, key, value = self._rotated_on_host(states, *position_embeddings, past_key_values)
+        elif isinstance(cache, TreeCache) and numba_cpu.takes(states):
+            query, key, value = self._rotated_on_host(states, *position_embeddings, cache)
         else:
             query, key, value = (each.transpose(1, 2) for each in self._rotated(states, *position_embeddings))
-            if past_key_values is not None:
-                key, value = past_key_values.update(key, value, self.layer_idx)
+            if cache is not None:
+                key, value = cache.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS[attention_of(self.config)]
         options = {"dropout": 0.0, "scaling": self.scaling, **kwargs}
         output, weights = attend(self, query, key, value, attention_mask, **options)
@@ -236,15 +239,17 @@ class FusedLayer(nn.Module):
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return the layer's output, [1, T, E]; arguments as those of `FusedAttention.forward`."""
         assert position_embeddings is not None
         # Forward methods are called directly: what torch does around a module takes as long as some of the blocks.
         normed = self.input_layernorm.forward(hidden_states)
-        output, _ = self.self_attn.forward(normed, position_embeddings, attention_mask, past_key_values, **kwargs)
+        cache = past_key_values if cache is None else cache
+        output, _ = self.self_attn.forward(normed, position_embeddings, attention_mask, cache, **kwargs)
         hidden_states, normed = self.post_attention_layernorm.after_adding(hidden_states, output)
         output = self.mlp.forward(normed)
         return self._next_norm[0].add_ahead(hidden_states, output) if self._next_norm else hidden_states + output

@@ -57,7 +57,7 @@ def own_plan(config: PreTrainedConfig) -> dict[str, str] | None:
     plan = OWN_PLANS.get(config.model_type)
     if plan is None:
         return None
-    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES  # imports DTensor, for seconds
+    from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES  # imports DTensor, for seconds
 
     return {name: style for name, style in plan.items() if style in ALL_PARALLEL_STYLES}  # before 5.23 it has fewer
 
