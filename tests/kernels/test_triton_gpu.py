@@ -41,7 +41,7 @@ if DEVICE == "cuda":
 MAX_SHARED_BYTES = 99 << 10  # that a program has on every GPU from compute capability 8.0 on
 CAPABILITIES = ("80", "90", "100")
 MAX_STACK_BYTES = 64  # a few registers more or less
-MAX_SPILLED_BYTES = 300  # of attention in float32, and of wide tiles on sm_100
+MAX_SPILLED_BYTES = 400  # of attention in float32, and of wide tiles on sm_100
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -92,12 +92,14 @@ def test_one_seed_gives_one_text_at_any_number_of_replicas(runtime, sampled):
 def test_a_lost_shard_loses_its_replica_and_no_other(runtime, expected, victim, tmp_path):
     """Shards 0 and 1 of both replicas, in turn, while a request is decoded."""
     processes = dict(runtime.launcher.host.processes)
-    gate = Gate(tmp_path / "open", len(reference.PROMPTS[1]))
+    num_prompt = len(runtime.request(reference.PROMPTS[1], LENGTH).prompt_ids)
+    gate = Gate(tmp_path, num_prompt)
     stream = runtime.stream(reference.PROMPTS[1], LENGTH, eos=False, processors=[gate])
     for number, _ in enumerate(stream):
         if number == 0:
+            gate.wait_until_held()
             os.kill(processes[victim].pid, signal.SIGKILL)
-            gate.path.touch()
+            gate.open()
     assert stream.generation.token_ids == expected[1]
     assert stream.generation.losses == 1
     wait_until(lambda: runtime.num_ready == 2)

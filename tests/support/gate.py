@@ -10,19 +10,28 @@ from support.processes import wait_until
 
 
 class Gate(LogitsProcessor):
-    """Lets replicas commit the token behind the prompt, and holds them in the next step until a file is there.
+    """Lets replicas commit the token behind the prompt, and holds them in the next step until they may go on.
 
     Args:
-        path: the file; whoever made the gate makes it, to go on.
+        folder: gets a file when a replica is held, and one when they may go on.
         num_prompt: tokens of the prompt.
     """
 
     prefix_only = True
 
-    def __init__(self, path: Path, num_prompt: int):
-        self.path, self.num_prompt = path, num_prompt
+    def __init__(self, folder: Path, num_prompt: int):
+        self._held, self._open, self._num_prompt = folder / "held", folder / "open", num_prompt
 
     def __call__(self, input_ids, scores):
-        if input_ids.shape[1] > self.num_prompt:
-            wait_until(self.path.exists)
+        if input_ids.shape[1] > self._num_prompt:
+            self._held.touch()
+            wait_until(self._open.exists)
         return scores
+
+    def wait_until_held(self) -> None:
+        """Return when a replica is held; fail if none ever is."""
+        wait_until(self._held.exists)
+
+    def open(self) -> None:
+        """Let all replicas go on."""
+        self._open.touch()
