@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Run the tests that tell whether models are loaded, sliced and decoded as ever, with other versions of transformers.
+#
+#   scripts/test_transformers.sh           the oldest that pyproject.toml allows, and the newest that was tried
+#   scripts/test_transformers.sh 5.20.0    this one; all else is as in .venv
+#
+# Not with other versions of torch: wheels of all but constraints.txt's may bring gigabytes. CONTRIBUTING.md says how.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+"$root/scripts/setup.sh" ray,test
+cd "$root"
+oldest="$(sed -n 's/^ *"transformers>=\([0-9]*\.[0-9]*\),.*/\1.0/p' pyproject.toml)"
+newest=5.24.0
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+
+[[ $# -gt 0 ]] || set -- "$oldest" "$newest"
+for version in "$@"; do
+    folder="$root/.venv/transformers-$version" # an environment that looks for all else in .venv
+    python="$folder/bin/python"
+    if [[ ! -f "$folder/done" ]]; then
+        "$root/.venv/bin/python" -m venv --clear "$folder"
+        echo "import site; site.addsitedir('$(packages "$root/.venv")')" >"$(packages "$folder")/venv.pth"
+        "$python" -m pip --disable-pip-version-check install -qq "transformers==$version"
+        touch "$folder/done"
+    fi
+    "$python" -c 'import sys, transformers as found; assert found.__version__ == sys.argv[1], found' "$version"
+    echo "with transformers $version"
+    "$python" -m pytest -n "$(($(nproc --all) + 1))" --dist loadfile --no-loadscope-reorder tests/engine/test_sequence.py \
+        tests/engine/test_batching.py tests/model/test_chain_runner.py tests/model/test_loader.py tests/model/test_runner.py \
+        tests/model/test_self_check.py tests/model/test_types.py tests/model/optimize/test_fusing.py \
+        tests/model/tensor_parallel/test_slicing.py tests/sampling/test_processors.py tests/test_hf_generate.py \
+        tests/test_hf_generate_cache.py tests/launchers/test_spawn.py
+done
