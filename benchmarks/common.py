@@ -160,10 +160,15 @@ def fixed_steps(num_tokens: int, degree: int = 1) -> LookaheadConfig:
     return LookaheadConfig(W=num_tokens * degree // 4 + 1, N=5, G=0, budget=num_tokens)
 
 
-def parse_setting(text: str) -> LookaheadConfig:
-    """Return the settings that [DRAFTER:]W,N,G or [DRAFTER:]auto or tokens=NUMBER stands for."""
+def parse_setting(text: str, degree: int = 1) -> LookaheadConfig:
+    """Return the settings that [DRAFTER:]W,N,G or [DRAFTER:]auto or tokens=NUMBER stands for.
+
+    Args:
+        text: what stands for them; NUMBER is of each replica.
+        degree: replicas that share the tree.
+    """
     if text.startswith("tokens="):
-        return fixed_steps(int(text.removeprefix("tokens=")))
+        return fixed_steps(int(text.removeprefix("tokens=")), degree)
     drafter, _, sizes = text.rpartition(":")
     W, N, G = (None, None, None) if sizes == "auto" else map(int, sizes.split(","))
     return LookaheadConfig(W=W, N=N, G=G, drafter=drafter or "full")
