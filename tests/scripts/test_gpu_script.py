@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from argparse import ArgumentParser
@@ -160,3 +161,13 @@ def test_a_part_that_takes_too_long_is_ended(tmp_path):
 def test_calls_that_there_are_not(script, arguments, says):
     _, done = script(*arguments)
     assert done.returncode == 2 and says in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the simulated GPU needs g++")
+def test_tests_for_a_gpu_pass_on_a_simulated_one():
+    """A few of them: nothing else runs them where there is no GPU, and call A ends its tests with the first failure."""
+    site = os.pathsep.join([str(ROOT / "tests/support/simulated_site"), os.environ.get("PYTHONPATH", "")])
+    names = "longer_text or waits_once or without_a_mask or (captured_passes and float32)"
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-rs", "-p", "no:cacheprovider", "tests/gpu", "-k", names]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": site}, capture_output=True, text=True)
+    assert done.returncode == 0 and "SKIPPED" not in done.stdout, done.stdout
