@@ -6,6 +6,7 @@ from support import interpreted  # noqa: F401
 
 # isort: split
 import gc
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -54,8 +55,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def started_replicas(monkeypatch) -> None:
-    """Replicas of this test are started as they are for users."""
+    """Replicas of this test are started as they are for users; they find the processors of tests/support."""
     monkeypatch.setattr(spawn, "start_process", START_PROCESS)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
 
 
 @pytest.fixture(scope="session")

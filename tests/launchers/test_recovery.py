@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from support import reference
+from support.gate import Gate
 from support.processes import own_replicas, wait_until
 
 from lp_runtime import ConfigError, ConstraintConfig, LookaheadConfig, LookaheadRuntime, ReplicaError, SamplingConfig
@@ -20,6 +25,7 @@ from lp_runtime.launchers.messages import Decode
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
 SAMPLINGS = {"greedy": None, "sampled": SamplingConfig(temperature=0.8, seed=3)}
 LENGTH = 160
+GATED = 60  # new tokens; ten steps of these settings commit 50 at most
 
 
 def start(gpus: int, timeout: float = 60.0, restarts: int = 3, **settings) -> LookaheadRuntime:
@@ -33,12 +39,35 @@ def replicas_of(runtime: LookaheadRuntime) -> list[int]:
     return list(runtime.launcher.process_ids.values())
 
 
-def decode(runtime: LookaheadRuntime, disturb=lambda number: None, **options):
-    """The generation of a prompt; `disturb` is called with the number of every delta."""
-    stream = runtime.stream(reference.PROMPTS[1], LENGTH, eos=False, **options)
-    for number, _ in enumerate(stream):
-        disturb(number)
-    return stream.generation
+@contextmanager
+def gate(num_prompt: int) -> Iterator[Gate]:
+    """A gate half way through the text: a request still runs when its caller, however slow, does what it does before."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Gate(Path(folder), num_prompt + GATED)
+
+
+def decode(runtime: LookaheadRuntime, action: Callable | None = None, at: int = 3, **options):
+    """The generation of a prompt; the action is called behind delta number `at`, counted from 0."""
+    if action is None:
+        return runtime.generate(reference.PROMPTS[1], LENGTH, eos=False, **options)
+    with gate(num_prompt(runtime)) as held:
+        stream = runtime.stream(reference.PROMPTS[1], LENGTH, eos=False, processors=[held], **options)
+        for number, _ in enumerate(stream):
+            if number == at:
+                action()
+                held.open()
+        return stream.generation
+
+
+def num_prompt(runtime: LookaheadRuntime) -> int:
+    """Tokens of that prompt."""
+    return len(runtime.request(reference.PROMPTS[1], LENGTH).prompt_ids)
+
+
+def kill(*pids: int) -> None:
+    """End these processes at once."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +75,6 @@ def undisturbed() -> dict:
     """Token ids and log-probabilities without a loss, greedy and sampled."""
     with start(1) as runtime:
         return {name: decode(runtime, sampling=each, logprobs=True) for name, each in SAMPLINGS.items()}
-
-
-def when(number: int, action):
-    """What `decode` may call: the action, once, after so many deltas."""
-    return lambda now: action() if now == number else None
 
 
 def poll(runtime: LookaheadRuntime) -> bool:
@@ -81,8 +105,7 @@ def runtime(shared_runtime):
 
 @pytest.mark.parametrize(("victim", "at", "name"), [(0, 4, "greedy"), (2, 9, "sampled"), (0, 1, "sampled")])
 def test_a_replica_killed_while_decoding(undisturbed, runtime, victim, at, name):
-    kill = when(at, lambda: os.kill(replicas_of(runtime)[victim], signal.SIGKILL))
-    out = decode(runtime, kill, sampling=SAMPLINGS[name], logprobs=True)
+    out = decode(runtime, lambda: kill(replicas_of(runtime)[victim]), at, sampling=SAMPLINGS[name], logprobs=True)
     assert_same(out, undisturbed[name])
     assert out.losses == 1
     wait_until(lambda: poll(runtime))
@@ -102,10 +125,13 @@ def test_a_replica_killed_under_a_constraint(runtime, victim, at, name):
     prompt = reference.PROMPTS[1]
     expected = runtime.generate(prompt, LENGTH, lookahead=PLAIN, **options)
     assert len(json.loads(expected.text)) == 12
-    stream = runtime.stream(prompt, LENGTH, **options)
-    for number, _ in enumerate(stream):
-        if number == at:
-            os.kill(replicas_of(runtime)[victim], signal.SIGKILL)
+    assert len(expected.token_ids) > GATED
+    with gate(num_prompt(runtime)) as held:
+        stream = runtime.stream(prompt, LENGTH, processors=[held], **options)
+        for number, _ in enumerate(stream):
+            if number == at:
+                kill(replicas_of(runtime)[victim])
+                held.open()
     assert (stream.generation.token_ids, stream.generation.losses) == (expected.token_ids, 1)
     assert stream.generation.finish_reason == "eos"
 
@@ -113,7 +139,7 @@ def test_a_replica_killed_under_a_constraint(runtime, victim, at, name):
 def test_one_of_two_killed(undisturbed, started_replicas):
     before = own_replicas()
     with start(2, restarts=0) as runtime:
-        out = decode(runtime, when(4, lambda: os.kill(replicas_of(runtime)[0], signal.SIGKILL)))
+        out = decode(runtime, lambda: kill(replicas_of(runtime)[0]))
         assert_same(out, undisturbed["greedy"])
         assert_same(decode(runtime), undisturbed["greedy"])
     assert own_replicas() == before
@@ -123,13 +149,13 @@ def test_losses_in_a_row_until_none_is_left(undisturbed):
     before = own_replicas()
     with start(3, restarts=0) as runtime:
         pids = replicas_of(runtime)
-        stream = runtime.stream(reference.PROMPTS[1], LENGTH, eos=False)
         tokens = []
-        with pytest.raises(ReplicaError) as caught:
+        with pytest.raises(ReplicaError) as caught, gate(num_prompt(runtime)) as held:
+            stream = runtime.stream(reference.PROMPTS[1], LENGTH, eos=False, processors=[held])
             for number, delta in enumerate(stream):
                 tokens += delta.token_ids
                 if number in (2, 4, 6):
-                    os.kill(pids[(number - 2) // 2], signal.SIGKILL)
+                    kill(pids[(number - 2) // 2])
         assert "all replicas were lost while decoding, after" in str(caught.value)
         assert "replica 2: its process ended (signal 9)" in str(caught.value)
         assert len(tokens) > 6 and tokens == undisturbed["greedy"].token_ids[: len(tokens)]
@@ -139,32 +165,32 @@ def test_losses_in_a_row_until_none_is_left(undisturbed):
 
 
 def test_the_log_names_the_request_that_has_lost_a_replica(undisturbed, runtime, caplog):
-    kill = when(4, lambda: os.kill(replicas_of(runtime)[1], signal.SIGKILL))
-    assert_same(decode(runtime, kill, request_id="mine"), undisturbed["greedy"])
+    out = decode(runtime, lambda: kill(replicas_of(runtime)[1]), request_id="mine")
+    assert_same(out, undisturbed["greedy"])
     assert [line for line in caplog.messages if line.startswith("request mine: replicas [1] were lost after ")]
 
 
 def test_two_lost_at_once_and_all_lost_come_back(undisturbed, runtime):
     pids = replicas_of(runtime)
-    out = decode(runtime, when(3, lambda: [os.kill(pid, signal.SIGKILL) for pid in pids[:2]]))
+    out = decode(runtime, lambda: kill(*pids[:2]))
     assert_same(out, undisturbed["greedy"])
     assert out.losses == 2
     wait_until(lambda: poll(runtime))
     pids = replicas_of(runtime)
     with pytest.raises(ReplicaError, match="all replicas were lost while decoding"):
-        decode(runtime, when(3, lambda: [os.kill(pid, signal.SIGKILL) for pid in pids]))
+        decode(runtime, lambda: kill(*pids))
     assert_same(decode(runtime), undisturbed["greedy"])
 
 
 def test_a_replica_killed_between_requests(undisturbed, runtime):
     assert_same(decode(runtime), undisturbed["greedy"])
-    os.kill(replicas_of(runtime)[0], signal.SIGKILL)
+    kill(replicas_of(runtime)[0])
     assert_same(decode(runtime), undisturbed["greedy"])
 
 
 def test_a_replica_that_hangs(undisturbed, runtime):
     pid = replicas_of(runtime)[0]
-    out = decode(runtime, when(3, lambda: os.kill(pid, signal.SIGSTOP)))
+    out = decode(runtime, lambda: os.kill(pid, signal.SIGSTOP))
     assert_same(out, undisturbed["greedy"])
     assert out.losses >= 1  # on a busy machine another one may be too slow to answer
     assert pid not in own_replicas()
@@ -172,7 +198,7 @@ def test_a_replica_that_hangs(undisturbed, runtime):
 
 def test_a_replica_lost_while_the_group_forms(undisturbed, runtime):
     pids = replicas_of(runtime)
-    os.kill(pids[2], signal.SIGKILL)  # so that a group must be formed
+    kill(pids[2])  # so that a group must be formed
     os.kill(pids[1], signal.SIGSTOP)  # which this one does not come to
     out = decode(runtime)
     assert_same(out, undisturbed["greedy"])
@@ -190,7 +216,7 @@ def test_a_loss_during_the_prefill(undisturbed, runtime):
         send(index, message)
         if isinstance(message, Decode) and index == 1:
             host.send = send
-            os.kill(replicas_of(runtime)[1], signal.SIGKILL)
+            kill(replicas_of(runtime)[1])
 
     host.send = send_and_kill
     tokens = [token for delta in stream for token in delta.token_ids]
@@ -200,7 +226,7 @@ def test_a_loss_during_the_prefill(undisturbed, runtime):
 def test_a_stream_closed_while_a_replica_is_lost(undisturbed, runtime):
     stream = runtime.stream(reference.PROMPTS[1], LENGTH, eos=False)
     next(stream)
-    os.kill(replicas_of(runtime)[1], signal.SIGKILL)
+    kill(replicas_of(runtime)[1])
     stream.close()
     assert_same(decode(runtime), undisturbed["greedy"])
 
@@ -216,6 +242,7 @@ def test_a_request_that_replicas_refuse_harms_none(undisturbed, runtime):
 def test_other_replicas_are_wanted_and_then_not(undisturbed, runtime):
     """A request that was told to pause goes on, wherever it is wanted when it has."""
     request = runtime.request(reference.PROMPTS[1], LENGTH, eos=False)
+    wanted = {2: {0}, 3: {0, 1, 2}, 6: {0, 1}, 9: {2, 0}}  # behind which delta
     lease = ReplicaLease({0, 1, 2})
     tokens, sizes = [], []
     for number, event in enumerate(runtime.launcher.run_on(request, lease)):
@@ -223,8 +250,8 @@ def test_other_replicas_are_wanted_and_then_not(undisturbed, runtime):
             break
         tokens += event.token_ids
         sizes.append(len(runtime.launcher.pool.group_of(0)))
-        if number in (2, 3, 6, 9):
-            lease.wanted = frozenset({2: {0}, 3: {0, 1, 2}, 6: {0, 1}, 9: {2, 0}}[number])
+        if number in wanted:
+            lease.wanted = frozenset(wanted[number])
     assert tokens == undisturbed["greedy"].token_ids
     assert event.finish_reason == "length" and event.losses == 0 and {2, 3} <= set(sizes)
 

@@ -10,20 +10,20 @@ from support.processes import wait_until
 
 
 class Gate(LogitsProcessor):
-    """Lets replicas commit the token behind the prompt, and holds them in the next step until they may go on.
+    """Lets replicas feed so many tokens, and holds them in the next step until they may go on.
 
     Args:
         folder: gets a file when a replica is held, and one when they may go on.
-        num_prompt: tokens of the prompt.
+        num_tokens: those tokens, the prompt's and new ones.
     """
 
     prefix_only = True
 
-    def __init__(self, folder: Path, num_prompt: int):
-        self._held, self._open, self._num_prompt = folder / "held", folder / "open", num_prompt
+    def __init__(self, folder: Path, num_tokens: int):
+        self._held, self._open, self._num_tokens = folder / "held", folder / "open", num_tokens
 
     def __call__(self, input_ids, scores):
-        if input_ids.shape[1] > self._num_prompt:
+        if input_ids.shape[1] > self._num_tokens:
             self._held.touch()
             wait_until(self._open.exists)
         return scores
