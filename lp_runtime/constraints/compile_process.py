@@ -12,16 +12,18 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.constraints.compiled import CompiledConstraint, compile_constraint, describe_vocabulary, library
-from lp_runtime.errors import BusyError, ConfigError, ConstraintError, LookaheadError
+from lp_runtime.errors import BusyError, ConfigError, ConstraintError, LookaheadError, ReplicaError
 
 COMPILE_SECONDS = 5.0  # that compiling one constraint may take: a large schema takes a tenth of one
 START_SECONDS = 120.0  # that the process may take to import its libraries
 WAIT_SECONDS = 30.0  # that a request waits while others' constraints are compiled
+MAX_PENDING = 32  # constraints, of those submitted, that wait or are compiled at once: three seconds of usual ones
 MEMORY_BYTES = 4 << 30  # that compiling may take, beyond what the libraries map
 MAX_KEPT_BYTES = 1 << 26  # of compiled constraints
 READY = "ready"
@@ -49,10 +51,49 @@ class ConstraintCompiler:
     ):
         self._tokenizer, self._vocabulary_size, self._eos_token_ids = tokenizer, vocabulary_size, eos_token_ids
         self.seconds = seconds
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held while a constraint is compiled
         self._process: subprocess.Popen | None = None
         self._pipe: Connection | None = None
+        self._threads = ThreadPoolExecutor(MAX_PENDING, "constraints")  # one for each pending: none waits for a thread
+        self._state_lock = threading.Lock()  # of what follows; never held for long
         self._kept: OrderedDict[str, CompiledConstraint] = OrderedDict()
+        self._pending: dict[str, Future[CompiledConstraint]] = {}
+        self._is_closed = False
+
+    def kept(self, config: ConstraintConfig) -> CompiledConstraint | None:
+        """Return a constraint that was compiled earlier; None if it is not kept. Never waits for a compilation.
+
+        Args:
+            config: the constraint, of some kind.
+        """
+        key = config.key
+        with self._state_lock:
+            if (known := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+            return known
+
+    def submit(self, config: ConstraintConfig) -> Future[CompiledConstraint]:
+        """Return a future of a constraint, which another thread compiles; its outcome is that of `compile`.
+
+        Callers of equal constraints share one future, so none of them may cancel it.
+
+        Args:
+            config: the constraint, of some kind.
+
+        Raises:
+            BusyError: too many other constraints are pending.
+            ReplicaError: the compiler is closed.
+        """
+        key = config.key
+        with self._state_lock:
+            if (pending := self._pending.get(key)) is not None:
+                return pending
+            self._check_open()
+            if len(self._pending) >= MAX_PENDING:
+                raise BusyError(f"{MAX_PENDING} other requests' constraints wait to be compiled already")
+            future = self._pending[key] = self._threads.submit(self.compile, config)
+        future.add_done_callback(lambda _: self._forget(key))
+        return future
 
     def compile(self, config: ConstraintConfig) -> CompiledConstraint:
         """Return a constraint, compiled now or earlier.
@@ -61,30 +102,41 @@ class ConstraintCompiler:
             config: the constraint, of some kind.
 
         Raises:
-            ConfigError: xgrammar is not installed, or the model has no end-of-sequence token.
+            ConfigError: xgrammar is not installed or does not support the tokenizer, or the model has no
+                end-of-sequence token.
             ConstraintError: the constraint is invalid, cannot be satisfied, is too large or takes too long.
             BusyError: others' constraints take long.
+            ReplicaError: the compiler is closed.
         """
-        key = config.key
         library()
         if not self._eos_token_ids:
             raise ConfigError("constraint: the model has no end-of-sequence token, which must end the text")
-        if (known := self._kept.get(key)) is not None:
+        if (known := self.kept(config)) is not None:
             return known
         if not self._lock.acquire(timeout=WAIT_SECONDS):
             raise BusyError(f"other requests' constraints are being compiled, for more than {WAIT_SECONDS:g} s")
         try:
-            known = self._kept.get(key) or self._ask(config)
-            self._keep(known)
+            self._check_open()
+            if (known := self.kept(config)) is None:
+                known = self._ask(config)
+                self._keep(known)
         finally:
             self._lock.release()
         return known
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ReplicaError("constraints are compiled no more: the runtime is closed")
+
     def _keep(self, constraint: CompiledConstraint) -> None:
-        self._kept[constraint.key] = constraint
-        self._kept.move_to_end(constraint.key)
-        while sum(len(each.data) for each in self._kept.values()) > MAX_KEPT_BYTES:
-            self._kept.popitem(last=False)
+        with self._state_lock:
+            self._kept[constraint.key] = constraint
+            while sum(len(each.data) for each in self._kept.values()) > MAX_KEPT_BYTES:
+                self._kept.popitem(last=False)
+
+    def _forget(self, key: str) -> None:
+        with self._state_lock:
+            del self._pending[key]
 
     def _ask(self, config: ConstraintConfig) -> CompiledConstraint:
         """Return what the process compiles; end the process if it does not answer in time."""
@@ -138,7 +190,10 @@ class ConstraintCompiler:
         self._process = self._pipe = None
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, once it has compiled what it compiles; what waits behind that is refused."""
+        with self._state_lock:
+            self._is_closed = True
+        self._threads.shutdown(wait=False)
         with self._lock:
             self._end()
 

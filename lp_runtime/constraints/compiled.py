@@ -6,19 +6,18 @@ import functools
 import json
 import re
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from lp_runtime.config.constraint import ConstraintConfig
+from lp_runtime.constraints.grammar_checks import check_dead_ends
 from lp_runtime.constraints.schema_checks import check_schema
 from lp_runtime.errors import ConfigError, ConstraintError, first_line
 
 MAX_COMPILED_BYTES = 1 << 26  # of a grammar that is sent to replicas, before compression
 COMPRESSION_LEVEL = 1  # of zlib: a seventh of the bytes within a millisecond
-# xgrammar's kinds of grammar expressions that the check for an end must know; all others can end.
-RULE_REF, SEQUENCE, CHOICES, REPEAT = 4, 5, 6, 8
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,20 @@ def describe_vocabulary(
         eos_token_ids: tokens that end a text, at least one.
         with_special_tokens: whether special tokens count as the text that they are written as; if not, they are never
             allowed.
+
+    Raises:
+        ConfigError: xgrammar is not installed, or does not support the tokenizer.
     """
     xgrammar = library()
-    info = xgrammar.TokenizerInfo.from_huggingface(
-        tokenizer, vocab_size=vocabulary_size, stop_token_ids=sorted(eos_token_ids)
-    )
+    try:
+        info = xgrammar.TokenizerInfo.from_huggingface(
+            tokenizer, vocab_size=vocabulary_size, stop_token_ids=sorted(eos_token_ids)
+        )
+    except Exception as error:  # of a foreign library
+        raise ConfigError(
+            f"constraints need another tokenizer than one of class {type(tokenizer).__name__}, which xgrammar does not"
+            f" support: {_reason(error)}"
+        ) from error
     if with_special_tokens:
         return info
     texts = list(info.decoded_vocab)
@@ -96,7 +104,7 @@ def compile_constraint(config: ConstraintConfig, info: Any) -> CompiledConstrain
     xgrammar = library()
     try:
         grammar = _grammar(config)
-        _check_end(kind, json.loads(grammar.serialize_json()))
+        check_dead_ends(kind, grammar)
         compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         compiled = compiler.compile_grammar(grammar)
     except ConstraintError:
@@ -110,13 +118,24 @@ def compile_constraint(config: ConstraintConfig, info: Any) -> CompiledConstrain
         raise ConstraintError(
             f"constraint.{kind}: no token of the model's vocabulary can begin a text that satisfies it"
         )
-    matcher.find_jump_forward_string()
+    forced_bytes(matcher)  # may take any time, too
     data = compiled.serialize_json().encode()
     if len(data) > MAX_COMPILED_BYTES:
         raise ConstraintError(
             f"constraint.{kind}: its grammar has {len(data)} bytes; must be at most {MAX_COMPILED_BYTES}"
         )
     return CompiledConstraint(config.key, zlib.compress(data, COMPRESSION_LEVEL), kind == "structural_tag")
+
+
+def forced_bytes(matcher: Any) -> bytes:
+    """Return what must follow where an xgrammar matcher stands; may begin or end within a character.
+
+    The library makes a str of these bytes, and raises where they are none.
+    """
+    try:
+        return matcher.find_jump_forward_string().encode()
+    except UnicodeDecodeError as error:
+        return error.object
 
 
 def load_compiled(constraint: CompiledConstraint, info: Any) -> Any:
@@ -182,52 +201,3 @@ def _reason(error: Exception) -> str:
     """Return the reason of an error of xgrammar's, without the place in its own source."""
     reason = re.sub(r"^\[[\d:]+\] \S+?:\d+: ", "", first_line(error))
     return re.sub(r"^Check failed: \(.*?\) is false: ", "", reason)
-
-
-def _check_end(kind: str | None, grammar: dict[str, Any]) -> None:
-    """Refuse a grammar with a part from which no text can end: `loop ::= "a" loop`.
-
-    Args:
-        kind: kind of the constraint, for the message.
-        grammar: as xgrammar serialises one that is not optimised.
-
-    Raises:
-        ConstraintError: names the rule.
-    """
-    data, starts, rules = grammar["grammar_expr_data"], grammar["grammar_expr_indptr"], grammar["rules"]
-
-    def parts(expression: int) -> tuple[int, Sequence[int]]:
-        start = starts[expression]
-        return data[start], data[start + 2 : start + 2 + data[start + 1]]
-
-    ending: set[int] = set()  # rules that some text ends
-
-    def ends(expression: int) -> bool:
-        code, values = parts(expression)
-        if code == RULE_REF:
-            return values[0] in ending
-        if code == REPEAT:
-            return values[1] == 0 or values[0] in ending
-        if code in (SEQUENCE, CHOICES):
-            return (all if code == SEQUENCE else any)(map(ends, values))
-        return True
-
-    def references(expression: int) -> set[int]:
-        code, values = parts(expression)
-        if code in (SEQUENCE, CHOICES):
-            return set().union(*map(references, values))
-        return {values[0]} if code in (RULE_REF, REPEAT) else set()
-
-    grew = True
-    while grew:
-        new = {number for number, rule in enumerate(rules) if number not in ending and ends(rule[1])}
-        grew = bool(new)
-        ending |= new
-    reached, todo = set(), [grammar["root_rule_id"]]
-    while todo:
-        rule = todo.pop()
-        if rule not in ending:
-            raise ConstraintError(f"constraint.{kind}: no text can satisfy it: the rule {rules[rule][0]} never ends")
-        if rule not in reached:
-            reached.add(rule)
-            todo += references(rules[rule][1])

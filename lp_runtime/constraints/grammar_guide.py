@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from lp_runtime.constraints.compiled import CompiledConstraint, describe_vocabulary, library, load_compiled
+from lp_runtime.constraints.compiled import (
+    CompiledConstraint,
+    describe_vocabulary,
+    forced_bytes,
+    library,
+    load_compiled,
+)
 from lp_runtime.errors import ConstraintError
 from lp_runtime.lookahead.guide import WORD_BITS, Examined
 from lp_runtime.utils.jit import compiled
@@ -112,7 +118,7 @@ class GrammarGuide:
 
     def _forced(self, max_tokens: int) -> list[int]:
         """Return the likeliest tokens of the text that must follow where the matcher stands."""
-        return self._vocabulary.spell(self._matcher.find_jump_forward_string().encode(), max_tokens)
+        return self._vocabulary.spell(forced_bytes(self._matcher), max_tokens)
 
     def _allowed(
         self, tokens: np.ndarray, parents: np.ndarray, root: int, is_wanted: Sequence[bool] | None = None
@@ -156,9 +162,19 @@ class GrammarGuide:
         """See Guide."""
         for token in committed:
             if not self._matcher.accept_token(token):
+                if self._is_at_dead_end():
+                    raise ConstraintError("the constraint has reached a dead end: no token can follow the text so far")
                 raise ConstraintError(
                     f"token {token} was chosen, which the constraint forbids: are the logits numbers?"
                 )
+
+    def _is_at_dead_end(self) -> bool:
+        """Whether no token may follow where the matcher stands, though the text has not ended."""
+        if self._matcher.is_terminated():
+            return False
+        mask = np.zeros((1, self._num_words), np.int32)
+        self._matcher.fill_next_token_bitmask(torch.from_numpy(mask))
+        return not mask.any()
 
     def _enter(self, path: Sequence[int]) -> int:
         """Advance the matcher along a path, as far as that is allowed; return by how many tokens."""

@@ -99,12 +99,17 @@ class Submitter:
     async def compile(self, options: RequestOptions) -> None:
         """Compile the constraint of options, if there is one, while other requests go on; it is kept for `submit`.
 
+        A constraint that is kept from earlier is not waited for.
+
         Raises:
+            BusyError: too many other constraints wait to be compiled, or they take long.
             LookaheadError: the constraint is refused.
         """
         constraint = options.get("constraint")
-        if constraint is not None and constraint.kind is not None:
-            await asyncio.to_thread(self._compiler.compile, constraint)
+        if constraint is None or constraint.kind is None or self._compiler.kept(constraint) is not None:
+            return
+        # Shielded: others may wait for the same compilation when the client of this request has left.
+        await asyncio.shield(asyncio.wrap_future(self._compiler.submit(constraint)))
 
     def encode_chat(
         self,

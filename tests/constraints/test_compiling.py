@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from support.constrained import EOS, TEXTS, compile_for_test, tokenizer
 
 from lp_runtime.config.constraint import MAX_SOURCE_CHARS, ConstraintConfig
-from lp_runtime.constraints import compiled
-from lp_runtime.constraints.compile_process import ConstraintCompiler
+from lp_runtime.constraints import compile_process, compiled
+from lp_runtime.constraints.compile_process import MAX_PENDING, ConstraintCompiler
+from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.constraints.schema_checks import check_schema
-from lp_runtime.errors import ConfigError, ConstraintError
+from lp_runtime.engine.request_builder import RequestOptions
+from lp_runtime.errors import BusyError, ConfigError, ConstraintError, ReplicaError
+from lp_runtime.server.submission import ServerSettings, Submitter
 
 OBJECT = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 
@@ -55,20 +62,134 @@ def test_a_schema_nested_too_deep():
         check_schema(schema)
 
 
-def test_the_process_survives_what_takes_too_long():
-    compiler = ConstraintCompiler(tokenizer, len(TEXTS), {EOS}, seconds=20.0)
+@pytest.fixture
+def compiler() -> Iterator[ConstraintCompiler]:
+    """Return a compiler whose process has compiled `ab`."""
+    compiler = ConstraintCompiler(tokenizer, len(TEXTS), {EOS}, seconds=60.0)
     try:
-        first = compiler.compile(ConstraintConfig(regex="ab"))
-        assert compiler.compile(ConstraintConfig(regex="ab")) is first
-        (child,) = [each for each in psutil.Process().children() if "compile_process" in " ".join(each.cmdline())]
-        os.kill(child.pid, signal.SIGSTOP)  # as one that compiles for long
-        compiler.seconds = 0.1
-        with pytest.raises(ConstraintError, match="takes longer than 0.1 s"):
-            compiler.compile(ConstraintConfig(regex="cd"))
-        assert not child.is_running()
-        assert compiler.compile(ConstraintConfig(regex="ab")) is first  # kept
+        compiler.compile(ConstraintConfig(regex="ab"))
+        yield compiler
     finally:
         compiler.close()
+
+
+def process() -> psutil.Process:
+    """Return the process of the only compiler there is."""
+    (child,) = [each for each in psutil.Process().children() if "compile_process" in " ".join(each.cmdline())]
+    return child
+
+
+def test_the_process_survives_what_takes_too_long(compiler):
+    first = compiler.compile(ConstraintConfig(regex="ab"))
+    assert compiler.compile(ConstraintConfig(regex="ab")) is first
+    child = process()
+    os.kill(child.pid, signal.SIGSTOP)  # as one that compiles for long
+    compiler.seconds = 0.1
+    with pytest.raises(ConstraintError, match="takes longer than 0.1 s"):
+        compiler.compile(ConstraintConfig(regex="cd"))
+    assert not child.is_running()
+    assert compiler.compile(ConstraintConfig(regex="ab")) is first  # kept
+
+
+def regex_options(regex: str) -> RequestOptions:
+    return {"constraint": ConstraintConfig(regex=regex)}
+
+
+def submitter(compiler: ConstraintCompiler) -> Submitter:
+    """Return what compiles the constraints of HTTP requests, and has nothing to decode them with."""
+    return Submitter(
+        SimpleNamespace(config=None, info=None, compiler=compiler), None, ServerSettings("demo"), tokenizer()
+    )
+
+
+def test_no_more_than_so_many_requests_wait_while_others_compile(compiler):
+    """Above that number requests are refused at once; equal constraints count once, those that are kept not at all."""
+    child, server = process(), submitter(compiler)
+
+    async def ask() -> tuple[list[asyncio.Task], list[asyncio.Task]]:
+        tasks = [asyncio.create_task(server.compile(regex_options("a" * n))) for n in range(1, MAX_PENDING + 11)]
+        again = [asyncio.create_task(server.compile(regex_options("aa"))) for _ in range(10)]
+        gone = asyncio.create_task(server.compile(regex_options("aa")))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        try:
+            assert not any(task.done() for task in [*tasks[:MAX_PENDING], *again])
+            assert all(task.done() for task in tasks[MAX_PENDING:])
+            async with asyncio.timeout(20):
+                await server.compile(regex_options("ab"))  # kept
+            gone.cancel()
+        finally:
+            os.kill(child.pid, signal.SIGCONT)
+        await asyncio.wait([*tasks, *again, gone])
+        return tasks, again
+
+    os.kill(child.pid, signal.SIGSTOP)
+    tasks, again = asyncio.run(ask())
+    assert [task.exception() for task in [*tasks[:MAX_PENDING], *again]] == [None] * (MAX_PENDING + 10)
+    refused = [task.exception() for task in tasks[MAX_PENDING:]]
+    assert {type(error) for error in refused} == {BusyError}
+    assert {str(error) for error in refused} == {"32 other requests' constraints wait to be compiled already"}
+    assert compiler.kept(ConstraintConfig(regex="a" * MAX_PENDING)) is not None
+    assert compiler.kept(ConstraintConfig(regex="a" * (MAX_PENDING + 1))) is None
+
+
+def test_the_wait_for_others_begins_with_the_request(compiler, monkeypatch):
+    """All that wait are refused once WAIT_SECONDS are over, however few threads asyncio has on few processors."""
+    monkeypatch.setattr(compile_process, "WAIT_SECONDS", 0.2)
+    child, server = process(), submitter(compiler)
+
+    async def ask() -> list[asyncio.Task]:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        tasks = [asyncio.create_task(server.compile(regex_options("a" * n))) for n in range(1, MAX_PENDING + 1)]
+        try:
+            async with asyncio.timeout(20):
+                while sum(task.done() for task in tasks) < MAX_PENDING - 1:
+                    await asyncio.sleep(0.01)
+        finally:
+            os.kill(child.pid, signal.SIGCONT)
+        await asyncio.wait(tasks)
+        return tasks
+
+    os.kill(child.pid, signal.SIGSTOP)
+    found = [task.exception() for task in asyncio.run(ask())]
+    assert found.count(None) == 1
+    assert {str(each) for each in found if each} == {
+        "other requests' constraints are being compiled, for more than 0.2 s"
+    }
+
+
+def test_the_constraints_that_are_asked_for_stay(compiler, monkeypatch):
+    first, second = (ConstraintConfig(regex=each) for each in ("ab", "cd"))
+    num_bytes = len(compiler.compile(first).data) + len(compiler.compile(second).data)
+    monkeypatch.setattr(compile_process, "MAX_KEPT_BYTES", num_bytes)
+    assert compiler.kept(first) is not None
+    third = ConstraintConfig(regex="ef")
+    compiler.compile(third)
+    assert [compiler.kept(each) is not None for each in (first, second, third)] == [True, False, True]
+
+
+def test_a_closed_compiler_starts_no_process(compiler):
+    compiler.close()
+    for ask in (compiler.submit, compiler.compile):
+        with pytest.raises(ReplicaError, match="the runtime is closed"):
+            ask(ConstraintConfig(regex="cd"))
+    assert not any("compile_process" in " ".join(each.cmdline()) for each in psutil.Process().children())
+
+
+class TableTokenizer:
+    """A tokenizer that is none of transformers' kinds, nor built on sentencepiece or tiktoken."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {text: token for token, text in enumerate(TEXTS)}
+
+
+def test_a_tokenizer_that_is_not_supported():
+    constraint = compile_for_test(ConstraintConfig(regex="a"))
+    with pytest.raises(ConfigError, match="constraints need another tokenizer than one of class TableTokenizer") as one:
+        ConstraintCompiler(TableTokenizer, len(TEXTS), {EOS}).compile(ConstraintConfig(regex="a"))
+    with pytest.raises(ConfigError) as other:
+        Grammars(TableTokenizer, len(TEXTS), {EOS}).guide(constraint)
+    assert str(one.value) == str(other.value) and "\n" not in str(one.value)
 
 
 def test_a_model_without_an_end_and_a_missing_package(monkeypatch):

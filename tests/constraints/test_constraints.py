@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from support.batches import decode_batch
@@ -34,7 +35,7 @@ from lp_runtime.engine.calibration import Calibration
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.output import MODEL
 from lp_runtime.engine.request import Request
-from lp_runtime.errors import ConfigError
+from lp_runtime.errors import ConfigError, ConstraintError
 from lp_runtime.hf_generate import lookahead_generate
 from lp_runtime.model.runner import ModelRunner
 
@@ -187,6 +188,29 @@ def test_requests_of_a_batch_keep_their_own_constraints():
     found = decode_batch(engine, {1: [Arrival(key, request) for key, request in requests.items()]})
     for key, request in requests.items():
         assert found[key][0] == decode(model, request, Group.alone())[0]
+
+
+@pytest.mark.parametrize("drafter", ["full", "paper", "prompt_lookup"])
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=1.0, top_p=0.9, seed=3)])
+@pytest.mark.parametrize("grammar", ['"ab" ("é" | "cd" "é")', '([a-z] ", "){3} "é"'])
+def test_a_dead_end_for_want_of_a_token_is_called_one(drafter, sampling, grammar):
+    """The vocabulary has no token that begins as `é`, which no check of the grammar alone can know."""
+    constraint = compile_for_test(ConstraintConfig(grammar=f"root ::= {grammar}"))
+    lookahead = LookaheadConfig(W=5, N=4, G=5, drafter=drafter)
+    request = record_request(constraint=constraint, sampling=sampling, lookahead=lookahead, logprobs=True)
+    with pytest.raises(ConstraintError, match="reached a dead end: no token can follow the text so far"):
+        decode(runner("Llama"), request, Group.alone())
+
+
+def test_drafts_may_come_to_a_dead_end():
+    """A text that never goes there is decoded as if nothing was wrong."""
+    guide = grammars().guide(compile_for_test(ConstraintConfig(grammar='root ::= "a" | "b" "é"')))
+    tokens, parents = np.array([1, 1]), np.array([-1, 0])  # b behind any root
+    end, dead = guide.masks(tokens, parents, 0, [0, 1])
+    assert end.any() and not dead.any()
+    guide.advance([0, EOS])
+    with pytest.raises(ConstraintError, match="token 1 was chosen, which the constraint forbids: are the logits"):
+        guide.advance([1])
 
 
 class LikesItsCalls:

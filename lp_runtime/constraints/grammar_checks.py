@@ -1,0 +1,220 @@
+"""Refuses grammars in which a text can come to a dead end, whatever the model's vocabulary: it has begun, and no text
+that the grammar allows goes on from there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lp_runtime.errors import ConstraintError
+
+# Kinds of grammar expressions, as xgrammar numbers them (GrammarExprType in its cpp/grammar_impl.h).
+BYTES, CLASS, CLASS_STAR, EMPTY, RULE_REF, SEQUENCE, CHOICES, TAG_DISPATCH, REPEAT = range(9)
+TOKEN_TAG_DISPATCH, REGEX = 11, 12
+MAX_CODE_POINT = 0x10FFFF
+Ranges = Sequence[tuple[int, int]]  # of code points: first and last of each
+ESCAPED_IN_JSON: Ranges = ((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C))  # control characters, quote and backslash
+
+
+def check_dead_ends(kind: str | None, grammar: Any) -> None:
+    """Refuse a grammar that no text satisfies, or with a part that a text can begin and not end: `loop ::= "a" loop`.
+
+    A part that no text can begin does no harm: `root ::= "a" | []` allows `a`.
+
+    Args:
+        kind: kind of the constraint, for the message.
+        grammar: xgrammar's Grammar, not optimised.
+
+    Raises:
+        ConstraintError: names a rule.
+    """
+    if (dead_end := GrammarParts(grammar).dead_end()) is not None:
+        raise ConstraintError(f"constraint.{kind}: {dead_end}")
+
+
+class GrammarParts:
+    """The expressions of a grammar: which of them some text ends, and which some text begins.
+
+    Args:
+        grammar: xgrammar's Grammar, not optimised.
+        excluded: characters that may stand nowhere in a text.
+
+    Attributes:
+        can_end: whether some text satisfies the grammar.
+        can_begin: whether some text has at least the first character of the grammar's.
+    """
+
+    def __init__(self, grammar: Any, excluded: Ranges = ()):
+        content = json.loads(grammar.serialize_json())
+        self._data, self._starts = content["grammar_expr_data"], content["grammar_expr_indptr"]
+        self._bodies: list[int] = [rule[1] for rule in content["rules"]]
+        self._names: list[str] = [rule[0] for rule in content["rules"]]
+        self._root: int = content["root_rule_id"]
+        self._excluded = excluded
+        self._regexes = self._parsed_regexes(grammar)
+        self._rule_users = self._users()
+        self._ending: set[int] = set()  # rules that some text ends
+        self._beginning: set[int] = set()  # rules of which some text has at least the first character
+        self._grow(self._ending, self._ends)
+        self._grow(self._beginning, self._begins)
+        self.can_end, self.can_begin = self._root in self._ending, self._root in self._beginning
+
+    def dead_end(self) -> str | None:
+        """Return in words where a text comes to a dead end; None if whatever begins can be ended."""
+        if not self.can_end:
+            return f"no text can satisfy it: {self._reason(self._bodies[self._root], self._root)}"
+        reason = self._reason_of_trap()
+        return None if reason is None else f"it allows a beginning that no text can end: {reason}"
+
+    def _reason_of_trap(self) -> str | None:
+        """Return in words why a text that can be begun cannot be ended; None if all can. The root can end."""
+        reached, todo = {self._root}, [(self._bodies[self._root], self._root)]
+        while todo:
+            expression, rule = todo.pop()
+            if not self._ends(expression):
+                if self._begins(expression):
+                    return self._reason(expression, rule)
+                continue
+            inner = self._regexes.get(expression)
+            if inner is not None and inner.dead_end() is not None:
+                return self._no_character(rule)
+            code, values = self._parts(expression)
+            if code in (SEQUENCE, CHOICES):
+                todo += [(each, rule) for each in values]
+            for each in self._references(code, values):
+                if code in (TAG_DISPATCH, TOKEN_TAG_DISPATCH) and each not in self._ending:  # its tag has begun
+                    return self._reason(self._bodies[each], each)
+                if each not in reached:
+                    reached.add(each)
+                    todo.append((self._bodies[each], each))
+        return None
+
+    def _parts(self, expression: int) -> tuple[int, Sequence[int]]:
+        """Return the kind of an expression, and its values."""
+        start = self._starts[expression]
+        return self._data[start], self._data[start + 2 : start + 2 + self._data[start + 1]]
+
+    def _parsed_regexes(self, grammar: Any) -> dict[int, GrammarParts]:
+        """Return the parts of each regular expression, by its expression; without those that no grammar can hold."""
+        found = {}
+        for expression in range(len(self._starts)):
+            code, values = self._parts(expression)
+            if code != REGEX:
+                continue
+            in_json, pattern = values[0], bytes(value % 256 for value in values[1:]).decode(errors="replace")
+            try:
+                parsed = type(grammar).from_regex(pattern)
+            except RuntimeError:  # the automaton that it becomes knows more, as (?i)
+                continue
+            found[expression] = GrammarParts(parsed, ESCAPED_IN_JSON if in_json else ())
+        return found
+
+    def _users(self) -> list[list[int]]:
+        """Return, by rule, the rules whose bodies refer to it."""
+        users: list[list[int]] = [[] for _ in self._bodies]
+        for rule, body in enumerate(self._bodies):
+            todo = [body]
+            while todo:
+                code, values = self._parts(todo.pop())
+                todo += values if code in (SEQUENCE, CHOICES) else ()
+                for each in self._references(code, values):
+                    users[each].append(rule)
+        return users
+
+    def _grow(self, rules: set[int], holds: Callable[[int], bool]) -> None:
+        """Add every rule whose body holds, until none is missing: bodies refer to other rules."""
+        todo = list(range(len(self._bodies)))
+        while todo:
+            rule = todo.pop()
+            if rule not in rules and holds(self._bodies[rule]):
+                rules.add(rule)
+                todo += self._rule_users[rule]
+
+    def _ends(self, expression: int) -> bool:
+        """Whether some text satisfies an expression, as far as the rules that end are known."""
+        code, values = self._parts(expression)
+        if code == BYTES:
+            return not self._excluded or all(map(self._allows, values))
+        if code == CLASS:
+            return self._has_character(values)
+        if code == RULE_REF:
+            return values[0] in self._ending
+        if code == REPEAT:
+            return values[1] == 0 or values[0] in self._ending
+        if code in (SEQUENCE, CHOICES):
+            return (all if code == SEQUENCE else any)(map(self._ends, values))
+        inner = self._regexes.get(expression)
+        return inner is None or inner.can_end
+
+    def _begins(self, expression: int) -> bool:
+        """Whether some text begins an expression, if it ends or not, as far as the rules that begin are known."""
+        code, values = self._parts(expression)
+        if code == BYTES:
+            return any(map(self._allows, values[:1]))
+        if code in (CLASS, CLASS_STAR):
+            return self._has_character(values)
+        if code in (RULE_REF, REPEAT):
+            return any(rule in self._beginning for rule in self._references(code, values))
+        if code == CHOICES:
+            return any(map(self._begins, values))
+        if code == SEQUENCE:
+            return self._sequence_begins(values)
+        inner = self._regexes.get(expression)
+        return code != EMPTY and (inner is None or inner.can_begin)
+
+    def _sequence_begins(self, expressions: Sequence[int]) -> bool:
+        """Whether some text begins a sequence: one of its expressions, behind those that are empty."""
+        for each in expressions:
+            if self._begins(each):
+                return True
+            if not self._ends(each):
+                return False
+        return False
+
+    def _references(self, code: int, values: Sequence[int]) -> Sequence[int]:
+        """Return the rules that an expression refers to and that a text can come to."""
+        if code == TAG_DISPATCH:  # (tag, rule) pairs, then two values
+            return values[1:-2:2]
+        if code == TOKEN_TAG_DISPATCH:  # number of pairs, (token, rule) pairs, then others
+            return values[2 : 2 * values[0] + 1 : 2]
+        return values[:1] if code == RULE_REF or (code == REPEAT and values[2] != 0) else ()
+
+    def _allows(self, byte: int) -> bool:
+        """Whether a byte of a literal, or an ASCII character, is not excluded."""
+        return not any(first <= byte <= last for first, last in self._excluded)
+
+    def _has_character(self, values: Sequence[int]) -> bool:
+        """Whether a character class, given by its values, has a character that is not excluded."""
+        is_negated, ranges = values[0], list(zip(values[1::2], values[2::2], strict=True))
+        if is_negated:
+            return _is_partly_outside(0, MAX_CODE_POINT, [*ranges, *self._excluded])
+        return any(_is_partly_outside(first, min(last, MAX_CODE_POINT), self._excluded) for first, last in ranges)
+
+    def _no_character(self, rule: int) -> str:
+        return f"the rule {self._names[rule]} has a place where no character may stand"
+
+    def _reason(self, expression: int, rule: int) -> str:
+        """Return in words why no text ends an expression of a rule."""
+        passed = {rule}
+        while True:
+            code, values = self._parts(expression)
+            if code in (SEQUENCE, CHOICES):
+                expression = next(each for each in values if not self._ends(each))
+            elif code not in (RULE_REF, REPEAT):
+                return self._no_character(rule)
+            elif values[0] in passed:
+                return f"the rule {self._names[values[0]]} never ends"
+            else:
+                rule = values[0]
+                passed.add(rule)
+                expression = self._bodies[rule]
+
+
+def _is_partly_outside(first: int, last: int, ranges: Ranges) -> bool:
+    """Whether one of the code points from `first` to `last` is in none of some ranges."""
+    for lower, upper in sorted(ranges):
+        if lower > first:
+            break
+        first = max(first, upper + 1)
+    return first <= last
