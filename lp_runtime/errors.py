@@ -14,6 +14,10 @@ class RequestError(LookaheadError, ValueError):
     """A request that cannot be served as given: empty prompt, unknown token id, prompt too long."""
 
 
+class LengthError(RequestError):
+    """A request whose prompt and new tokens are more than the model's context or a replica's cache can hold."""
+
+
 class ConfigError(LookaheadError, ValueError):
     """A setting that is unknown, out of range, or contradicts another."""
 

@@ -113,6 +113,17 @@ def test_output_object_with_scores_and_logits(model, inputs):
     assert bare.scores is None and bare.logits is None
 
 
+@pytest.mark.parametrize("ends", [[266, 221], [221, 266]])
+def test_rows_that_end_early_are_padded_as_generate_pads(model, inputs, ends, monkeypatch):
+    """Without a token for padding, with the first of those that end a text."""
+    monkeypatch.setattr(model.generation_config, "pad_token_id", None)
+    ids = torch.cat([inputs.input_ids, inputs.input_ids.roll(3, 1), inputs.input_ids.flip(1)])
+    asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 40}
+    expected = model.generate(**asked, eos_token_id=ends)
+    assert (expected[:, -2:] == ends[0]).all(1).any()
+    assert torch.equal(ours(model, **asked, eos_token_id=ends), expected)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_rows_of_a_padded_batch_are_decoded_as_alone(model, tokenizer, side):
     texts = [PROMPT, "import os\nimport sys\n\n", "x"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import secrets
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, TypeVar
@@ -17,7 +18,7 @@ from lp_runtime.constraints.compile_process import ConstraintCompiler
 from lp_runtime.constraints.compiled import CompiledConstraint
 from lp_runtime.engine.replica import ReplicaInfo
 from lp_runtime.engine.request import Request
-from lp_runtime.errors import ConfigError, ConstraintError, RequestError, first_line
+from lp_runtime.errors import ConfigError, ConstraintError, LengthError, RequestError, first_line
 from lp_runtime.model.tokenizer import encode, encode_chat
 from lp_runtime.model.types import Tokenizer
 from lp_runtime.sampling.gumbel import MAX_SAMPLE
@@ -116,7 +117,8 @@ class RequestBuilder:
 
         Args:
             prompt: text or token ids; None where `messages` is given.
-            max_new_tokens: tokens to generate at most, >= 1; None for the model's own, else 128.
+            max_new_tokens: tokens to generate at most, >= 1; None for the model's own, else 128, or fewer where there
+                is room for fewer.
             messages: a conversation instead of a prompt.
             eos: whether to stop at the model's end-of-sequence token.
             lookahead: drafting settings; None for the runtime's.
@@ -218,17 +220,23 @@ class RequestBuilder:
                 f"sampling.min_new_tokens={sampling.min_new_tokens}: must not be above max_new_tokens={max_new_tokens}"
             )
         if info.context_length is not None and num_prompt + max_new_tokens > info.context_length:
-            raise RequestError(
+            raise LengthError(
                 f"the prompt is too long: {num_prompt} tokens + max_new_tokens={max_new_tokens} are more than"
                 f" the model's context of {info.context_length}"
             )
         if info.capacity is not None and num_prompt + max_new_tokens > info.capacity:
-            raise RequestError(
+            raise LengthError(
                 f"no room in memory: {num_prompt} tokens + max_new_tokens={max_new_tokens} are more than the"
                 f" {info.capacity} that a replica's cache can hold"
             )
 
     def _default_max_new_tokens(self, prompt_length: int) -> int:
+        """Return what the model's own defaults say, else DEFAULT_MAX_NEW_TOKENS; no more than there is room for."""
+        limits = [limit for limit in (self._info.context_length, self._info.capacity) if limit is not None]
+        room = max(1, min(limits, default=sys.maxsize) - prompt_length)
+        return min(self._wanted_max_new_tokens(prompt_length), room)
+
+    def _wanted_max_new_tokens(self, prompt_length: int) -> int:
         """Return what the model's own defaults say, else DEFAULT_MAX_NEW_TOKENS."""
         defaults = self._info.defaults
         if "max_new_tokens" in defaults or "max_length" not in defaults:

@@ -178,8 +178,9 @@ class GenerateCall:
         ids = self._input_ids
         longest = max(map(len, new_tokens))
         pad = self._config.pad_token_id
-        pad = min(self.eos_token_ids, default=0) if pad is None else pad  # as generate chooses
-        sequences = ids.new_full((len(ids), ids.shape[1] + longest), pad[0] if isinstance(pad, list) else pad)
+        pad = self._config.eos_token_id if pad is None else pad  # as generate chooses
+        pad = pad[0] if isinstance(pad, list) else pad
+        sequences = ids.new_full((len(ids), ids.shape[1] + longest), 0 if pad is None else pad)
         sequences[:, : ids.shape[1]] = ids
         for row, tokens in enumerate(new_tokens):
             sequences[row, ids.shape[1] : ids.shape[1] + len(tokens)] = torch.tensor(tokens, device=ids.device)

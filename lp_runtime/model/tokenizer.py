@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lp_runtime.errors import ConfigError, RequestError, first_line
 
 REPLACEMENT = "\ufffd"  # a decoder shows it for bytes that are no whole character yet
 BREAK = "\ufdd0"  # stands in text that is no special token though it reads like one; Unicode keeps it for such uses
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how tokens of one byte are written where pieces are text
+BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # of pieces that are bytes, as of GPT-2
 CONTEXT_TOKENS = 8  # decoded again before the new ones: some decoders look at what stands before
 
 
@@ -47,7 +50,7 @@ def encode_chat(
 
     Args:
         tokenizer: the model's.
-        messages: each with "role" and "content".
+        messages: each with "role" and "content"; the role "developer" is "system" where the template does not know it.
         split_special_tokens: whether special tokens that are written in the messages are plain text; those of the
             template are special in any case.
         tools: that the model may call, each as in the OpenAI API.
@@ -59,6 +62,8 @@ def encode_chat(
         raise RequestError("messages: the model has no chat template; give a prompt instead")
     try:
         specials = _special_tokens(tokenizer) if split_special_tokens else ()
+        if "developer" not in chat_template(tokenizer):  # OpenAI's name, which a template may drop with what it says
+            messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
         conversation = cast(list[dict[str, str]], [_broken(message, specials) for message in messages])
         shown = cast(list[dict | Callable], [dict(tool) for tool in tools]) or None
         text = tokenizer.apply_chat_template(conversation, tools=shown, tokenize=False, add_generation_prompt=True)
@@ -125,6 +130,19 @@ def _broken(value: Any, specials: Sequence[str]) -> Any:
         for special in specials:
             value = value.replace(special, special[:1] + BREAK + special[1:])
     return value
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
+    """Return the UTF-8 bytes of a token, which may be a part of a character."""
+    text = cast(str, tokenizer.decode([token]))
+    if REPLACEMENT not in text:
+        return text.encode()
+    piece = cast(str, tokenizer.convert_ids_to_tokens(token))
+    if (spelled := BYTE_TOKEN.fullmatch(piece)) is not None:
+        return bytes.fromhex(spelled.group(1))
+    if all(character in BYTES for character in piece):
+        return bytes(BYTES[character] for character in piece)
+    return text.encode()
 
 
 class TextStream:

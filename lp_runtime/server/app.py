@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import cast
@@ -15,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from lp_runtime.engine.request_builder import RequestOptions
 from lp_runtime.errors import LookaheadError, ReplicaError, RequestError
-from lp_runtime.model.tokenizer import TextStream, chat_template
+from lp_runtime.model.tokenizer import TextStream, chat_template, token_bytes
 from lp_runtime.model.types import Tokenizer
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.job import Job
@@ -33,6 +34,8 @@ from lp_runtime.server.status import StatusRoutes
 from lp_runtime.server.submission import ServerSettings, Submitter
 from lp_runtime.server.token_routes import TokenRoutes
 from lp_runtime.server.tools import ToolUse
+
+log = logging.getLogger(__name__)
 
 PROMPT_END_TOKENS = 8  # of a prompt, which show whether it has opened the answer's reasoning part
 POLL_SECONDS = 0.1  # between checks whether a client is still connected
@@ -53,7 +56,7 @@ class Server:
 
     def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler, settings: ServerSettings, tokenizer: Tokenizer):
         self._settings, self._tokenizer = settings, tokenizer
-        self._sampling = runtime.config.sampling
+        self._sampling, self._defaults = runtime.config.sampling, runtime.info.defaults
         self._open: set[Job] = set()  # jobs whose answers have not ended
         self.metrics = Metrics(settings.name, runtime, scheduler, self._open)
         self._status = StatusRoutes(settings.name, runtime, scheduler, self.metrics)
@@ -68,6 +71,7 @@ class Server:
         app.add_exception_handler(LookaheadError, lambda _, error: ApiError.of(error).response())
         app.add_exception_handler(RequestValidationError, invalid)
         app.add_exception_handler(HTTPException, _of_http)
+        app.add_exception_handler(Exception, lambda _, error: ApiError.unforeseen(error).response())
         gate = self._settings.gate
         app.add_middleware(Gate, rules=gate)
         if gate.cors_origins:
@@ -75,7 +79,7 @@ class Server:
                 CORSMiddleware,
                 allow_origins=gate.cors_origins,
                 allow_methods=("GET", "POST"),
-                allow_headers=("Authorization", "Content-Type", "X-Request-Id"),
+                allow_headers=("*",),  # clients send headers of their own, such as X-Stainless-Lang
                 expose_headers=("X-Request-Id",),
             )
         self._status.add_to(app)
@@ -119,7 +123,10 @@ class Server:
         num_top, use = body.num_top_logprobs(), body.tool_use()
         choices = await self._converse(body, request, use, num_top)
         return await self._answer(
-            body, request, choices, ChatForm(self._settings.name, self._token_text, num_top, use.max_calls)
+            body,
+            request,
+            choices,
+            ChatForm(self._settings.name, self._token_text, self._token_bytes, num_top, use.max_calls),
         )
 
     async def respond(self, body: Responses, request: Request) -> Response:
@@ -172,7 +179,7 @@ class Server:
         """
         self._status.check_model(body.model)
         self._submitter.check_fields(body, request.state.request_id)
-        options = body.options(self._sampling)
+        options = body.options(self._sampling, self._defaults)
         options["request_id"] = request.state.request_id
         options["cache_salt"] = f"{request.state.client} {body.cache_salt}"  # no client's name has a space
         options["logprobs"], options["top_logprobs"] = num_top is not None, num_top or 0
@@ -198,6 +205,9 @@ class Server:
 
     def _token_text(self, token: int) -> str:
         return self._text([token])
+
+    def _token_bytes(self, token: int) -> bytes:
+        return token_bytes(self._tokenizer, token)
 
     async def _answer(self, body: Common, request: Request, choices: list[Choice], form: Form) -> Response:
         """Answer with the choices, streamed or whole.
@@ -280,6 +290,10 @@ class Server:
                 yield each
         except LookaheadError as error:  # too late for a status
             for each in form.failure(ApiError.of(error).body):
+                yield each
+        except Exception as error:
+            log.exception("an answer has failed")
+            for each in form.failure(ApiError.unforeseen(error).body):
                 yield each
 
 

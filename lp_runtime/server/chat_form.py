@@ -15,14 +15,22 @@ class ChatForm(ChoicesForm):
 
     Args:
         model, token_text, num_top: see ChoicesForm.
+        token_bytes: returns a token's bytes, which may be a part of a character, for log-probabilities.
         max_calls: calls that an answer shows at most; None for no limit.
     """
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: str, token_text: Callable[[int], str], num_top: int | None, max_calls: int | None = None):
+    def __init__(
+        self,
+        model: str,
+        token_text: Callable[[int], str],
+        token_bytes: Callable[[int], bytes],
+        num_top: int | None,
+        max_calls: int | None = None,
+    ):
         super().__init__(model, token_text, num_top)
-        self._max_calls = max_calls
+        self._token_bytes, self._max_calls = token_bytes, max_calls
 
     def opening(self, choices: list[Choice]) -> Iterator[str]:
         for choice in choices:
@@ -74,8 +82,7 @@ class ChatForm(ChoicesForm):
         return {"content": content}
 
     def _entry(self, token: int, value: float) -> dict[str, object]:
-        text = self.token_text(token)
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+        return {"token": self.token_text(token), "logprob": value, "bytes": list(self._token_bytes(token))}
 
 
 def _call(piece: Piece) -> dict[str, Any]:

@@ -7,7 +7,6 @@ OpenAI's harmony. A reasoning part stands between `<think>` and `</think>`.
 
 from __future__ import annotations
 
-import json
 import re
 import uuid
 from abc import ABC, abstractmethod
@@ -15,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from lp_runtime.server.call_reader import CallReader
 from lp_runtime.server.json_scanner import JsonScanner
 
 THINK, END_OF_THINK = "<think>", "</think>"
-CALL_HEAD = re.compile(r'[\s\[,;]*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*')
-OTHER_HEAD = re.compile(r'\s*\{\s*(?:[^"\s]|"(?!name")[^"]*")')  # of an object that is no call
-MAX_HEAD_CHARS = 4096  # of a call, in which its name must stand
+NAMED_HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)")
+MAX_NAME_CHARS = 256  # of a call's name and what stands around it
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class TextParser(ChatParser):
     ):
         self._marks, self._end, self._bare, self._is_thinking = marks, end, bare, is_thinking
         self._has_reasoning, self._is_either = has_reasoning, is_either
-        self._is_wrapped = False  # whether a brace closes the call behind its arguments
+        self._call = CallReader()  # of the object that is being read
         super().__init__()
 
     def _start(self, is_end: bool) -> bool:
@@ -203,26 +202,38 @@ class TextParser(ChatParser):
         return True
 
     def _read_head(self, is_end: bool) -> bool:
-        """Read `{"name": ..., "arguments":`, or `name[ARGS]`, of a call."""
-        head = CALL_HEAD.match(self._buffer)
-        if head is not None and head.end() < len(self._buffer):
-            self._begin_call(json.loads(head.group(1)))
-            self._is_wrapped = True
-            self._buffer = self._buffer[head.end() :]
-            self._state = self._arguments
+        """Read `name[ARGS]` of a call, or let an object be read, which may be a call."""
+        stripped = self._buffer.lstrip(" \t\r\n[,;")
+        if stripped.startswith("{"):
+            self._call, self._state = CallReader(), self._read_object
             return True
-        named = re.match(r"\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)", self._buffer)
-        if named is not None and self._marks and not self._end:
+        named = NAMED_HEAD.match(self._buffer) if self._marks and not self._end else None
+        if named is not None:
             self._begin_call(named.group(1))
-            self._is_wrapped = False
             self._buffer = self._buffer[named.end() :]
             self._state = self._arguments
             return True
-        has_ended = bool(self._end) and self._end in self._buffer
-        is_other = self._bare and OTHER_HEAD.match(self._buffer) is not None
-        if is_end or has_ended or is_other or len(self._buffer) > MAX_HEAD_CHARS:  # no call that can be read: text
+        is_object = bool(self._end or self._bare)
+        if is_end or (is_object and stripped) or len(self._buffer) > MAX_NAME_CHARS:  # no call that can be read: text
             self._only_text()
         return False
+
+    def _read_object(self, is_end: bool) -> bool:
+        """Read an object; pass on its arguments if it is a call, and its text if it is none."""
+        call, is_known = self._call, self._call.name is not None
+        arguments, self._buffer = call.add(self._buffer), ""
+        if call.name is None:
+            if call.is_refused or is_end:
+                self._buffer = call.text
+                self._only_text()
+            return False
+        if not is_known:
+            self._begin_call(call.name)
+        if arguments:
+            self._pieces.append(Piece("arguments", arguments, self.num_calls - 1))
+        if call.is_done:
+            self._buffer, self._state = call.rest, self._behind_call
+        return call.is_done
 
     def _arguments(self, is_end: bool) -> bool:
         if not self._read_arguments():
@@ -238,11 +249,6 @@ class TextParser(ChatParser):
                 return False
             self._buffer, self._state = self._buffer[place + len(self._end) :], self._between_calls
             return True
-        self._buffer = self._buffer.lstrip()
-        if self._is_wrapped and not self._buffer:
-            return False
-        if self._is_wrapped:
-            self._buffer = self._buffer.removeprefix("}")
         self._state = self._between_calls
         return True
 
@@ -273,7 +279,7 @@ class HarmonyParser(ChatParser):
         if place < 0:
             return False
         head, self._buffer = self._buffer[:place], self._buffer[place + len(MESSAGE) :]
-        recipient = re.search(r"to=functions\.([\w-]+)", head)
+        recipient = re.search(r"to=functions\.([\w.-]+)", head)
         if recipient is not None:
             self._begin_call(recipient.group(1))
             self._state = self._arguments

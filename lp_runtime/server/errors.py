@@ -8,9 +8,11 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
-from lp_runtime.errors import BusyError, ConfigError, DeadlineError, LookaheadError, RequestError
+from lp_runtime.errors import BusyError, ConfigError, DeadlineError, LengthError, LookaheadError, RequestError
 
 STATUS = {RequestError: 400, ConfigError: 400, BusyError: 429, DeadlineError: 503}  # by class of error; others are 503
+# OpenAI's codes by class of error; others have the name of their class.
+CODES: dict[type[LookaheadError], str] = {LengthError: "context_length_exceeded"}
 MAX_MESSAGE_CHARS = 500  # a message may quote a value as long as a request
 
 
@@ -46,7 +48,13 @@ class ApiError(Exception):
         """Return the API's error for one of this package."""
         status = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 503)
         kind = "invalid_request_error" if status == 400 else "server_error"
-        return cls(status, str(error), kind, type(error).__name__)
+        code = CODES.get(type(error), type(error).__name__)
+        return cls(status, str(error), kind, code)
+
+    @classmethod
+    def unforeseen(cls, error: Exception) -> ApiError:
+        """Return the API's error for one that nobody has thought of; the log has its traceback."""
+        return cls(500, f"{type(error).__name__}: the answer has failed; the server's log says more", "server_error")
 
     def response(self) -> JSONResponse:
         """Return the HTTP response; clients are asked to retry where the status is 429 or 503."""

@@ -124,8 +124,6 @@ def _add_message(messages: list[dict[str, Any]], item: Message) -> None:
     given = item.model_dump()
     for name in ("type", "id", "status", "phase"):
         given.pop(name, None)
-    if given["role"] == "developer":
-        given["role"] = "system"
     is_begun = messages and messages[-1].keys() <= {"role", "reasoning_content"} and given["role"] == "assistant"
     if is_begun:
         messages[-1].update(given)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 
 class JsonScanner:
-    """Reads a JSON value; what stands behind its end is not read."""
+    """Reads a JSON value; what stands behind its end is not read.
+
+    Attributes:
+        has_begun: whether a character of the value, not of the space before it, has been read.
+        is_done: whether the value has ended.
+    """
 
     def __init__(self) -> None:
         self._depth = 0
-        self._in_string = self._is_escaped = self._has_begun = False
-        self.is_done = False
+        self._in_string = self._is_escaped = False
+        self.has_begun = self.is_done = False
 
     def add(self, text: str) -> int:
         """Read on; return how many characters of the text belong to the value, and set `is_done` at its end."""
@@ -29,10 +34,10 @@ class JsonScanner:
 
     def _is_behind(self, character: str) -> bool:
         """Whether a character outside of arrays and objects stands behind the value."""
-        return character in "}]" or (self._has_begun and character in ", \n\t;")
+        return character in "}]" or (self.has_begun and character in ", \n\t;")
 
     def _read(self, character: str) -> None:
-        self._has_begun |= not character.isspace()
+        self.has_begun |= not character.isspace()
         if character == '"':
             self._in_string = True
         elif character in "{[":

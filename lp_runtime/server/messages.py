@@ -31,9 +31,9 @@ class Message(BaseModel):
     def plain(self) -> dict[str, object]:
         """Return the message as chat templates take it, with its content as one text."""
         content = "" if self.content is None else joined(self.content)
-        more = dict(self.model_extra or {})
-        if isinstance(more.get("tool_calls"), list):
-            more["tool_calls"] = [_with_parsed_arguments(call) for call in more["tool_calls"]]
+        more = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        if isinstance(calls := more.pop("tool_calls", None), list) and calls:  # templates ask whether there are any
+            more["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
         return {**more, "role": self.role, "content": content}
 
 
@@ -46,6 +46,8 @@ def _with_parsed_arguments(call: object) -> object:
     """Return a call of an earlier answer with its arguments as an object, as chat templates take it."""
     try:
         function = call["function"]  # type: ignore[index]
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}  # type: ignore[dict-item]
-    except (KeyError, TypeError, ValueError, RecursionError):
+        arguments = json.loads(function["arguments"].strip() or "{}")
+        arguments = {} if arguments is None else arguments
+        return {**call, "function": {**function, "arguments": arguments}}  # type: ignore[dict-item]
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return call

@@ -7,15 +7,15 @@ Unknown fields are refused or named in the log, so that nothing that a client as
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig
-from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.config.sampling import MAX_SEED, MIN_TEMPERATURE, WARPERS, SamplingConfig
 from lp_runtime.engine.request_builder import RequestOptions
 from lp_runtime.errors import RequestError
 from lp_runtime.server.messages import Message
@@ -34,7 +34,9 @@ MAX_CHAT_LOGPROBS = 20
 MAX_SALT_CHARS = 256
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+OPENAI_SEEDS = range(-(2**63), 2**63)
 NO_SEED = -1  # as some clients write "no seed"
+WARPERS_BESIDES = tuple(WARPERS.keys() - {"temperature"})
 # Fields of other servers that would change an answer, and the values of each that ask for nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "tools": ([],),
@@ -73,6 +75,12 @@ class _Body(BaseModel):
     """A body or a part of it, without unknown fields or conversions of types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: object) -> object:
+        """Remove fields that are null: in the OpenAI API they count as not given."""
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 class StreamOptions(_Body):
@@ -145,12 +153,6 @@ class Common(_Body):
     gpus: int | None = None
     trace: bool = False
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, data: object) -> object:
-        """Remove fields that are null: in the OpenAI API they count as not given."""
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
-
     def unknown_fields(self) -> list[str]:
         """Return the names of fields that are not known here.
 
@@ -191,11 +193,12 @@ class Common(_Body):
                 raise RequestError(f"stop={stop!r}: is not valid Unicode")
         return stops
 
-    def options(self, sampling: SamplingConfig) -> RequestOptions:
+    def options(self, sampling: SamplingConfig, defaults: Mapping[str, Any]) -> RequestOptions:
         """Return the options of the decoding request.
 
         Args:
             sampling: the runtime's settings, which fields of the body override.
+            defaults: the model's own, from its generation_config.json.
 
         Raises:
             ConfigError: a setting is out of range.
@@ -205,7 +208,7 @@ class Common(_Body):
             raise RequestError("stream_options: only with stream=true")
         options = RequestOptions(
             eos=not self.ignore_eos,
-            sampling=self._sampling(sampling),
+            sampling=self._sampling(sampling, defaults),
             stop=self.stops(),
             max_time=self.max_time,
             constraint=self.constraint(),
@@ -218,17 +221,24 @@ class Common(_Body):
             options["lookahead"] = self.lookahead.resolve()
         return options
 
-    def _sampling(self, sampling: SamplingConfig) -> SamplingConfig:
-        """Return the runtime's settings of sampling with those of the body put in."""
+    def _sampling(self, sampling: SamplingConfig, defaults: Mapping[str, Any]) -> SamplingConfig:
+        """Return the runtime's settings of sampling with those of the body put in.
+
+        Clients send defaults of theirs along: what has no effect on greedy decoding is left out there.
+        """
         kept = {name: value for name in PENALTIES if (value := getattr(self, name)) is not None}
         if self.min_tokens is not None:
             kept["min_new_tokens"] = self.min_tokens
         given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
-        if self.seed == NO_SEED:
-            del given["seed"]
+        if self.seed is not None and self.seed in OPENAI_SEEDS:
+            given["seed"] = None if self.seed == NO_SEED else self.seed & MAX_SEED
+        if self.top_p == 0:  # the likeliest token alone
+            given |= {"top_p": None, "temperature": 0.0}
+        if 0 < given.get("temperature", 0) < MIN_TEMPERATURE:
+            given["temperature"] = 0.0
         replace(sampling, **given | kept | {"temperature": None})  # raises for values out of range, even unused ones
-        if self.temperature == 0:  # clients send their defaults along, which have no effect on greedy decoding
-            given = dict.fromkeys(("top_k", "top_p", "min_p", "typical_p", "seed")) | {"temperature": 0.0}
+        if not replace(sampling, **given | dict.fromkeys(WARPERS_BESIDES)).draws(defaults):
+            given |= dict.fromkeys((*WARPERS_BESIDES, "seed"))
         given |= kept
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(token): bias for token, bias in self.logit_bias.items()}

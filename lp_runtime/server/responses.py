@@ -29,6 +29,8 @@ class Choice:
         job: decodes the text.
         trimmer: removes stop strings.
         prefix: text that is shown before the new one: with `echo`, the prompt.
+        is_prefix_shown: whether it has been shown; the first events of a streamed answer may have nothing to show.
+        offset: characters of the tokens so far that have been shown with log-probabilities; None before the first.
         text: text so far; for answers that are not streamed.
         tokens: new token ids so far.
         logprobs: log-probabilities of the tokens, if asked for.
@@ -42,6 +44,8 @@ class Choice:
     job: Job
     trimmer: StopTrimmer
     prefix: str = ""
+    is_prefix_shown: bool = False
+    offset: int | None = None
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -60,7 +64,7 @@ class Choice:
         """
         self.parser, self.raw = parser, raw
         if raw is not None:
-            self.trimmer = StopTrimmer(self.job.request.stop)
+            self.trimmer = StopTrimmer(self.job.request.stop, is_cut=False)
 
     def add(self, delta: Delta) -> str:
         """Append a delta; return the text that can be shown now."""
@@ -267,36 +271,37 @@ class CompletionForm(ChoicesForm):
         return self.delta(choice, choice.text, slice(None))
 
     def delta(self, choice: Choice, text: str, new: slice) -> dict[str, object]:
-        is_first = not new.start
+        shows_prefix, choice.is_prefix_shown = bool(choice.prefix) and not choice.is_prefix_shown, True
         tokens, values = choice.tokens[new], list(choice.logprobs[new])
         if not self._shows_new:
             tokens, values, text = [], [], ""
-        offset = len(choice.prefix) + sum(map(len, map(self.token_text, choice.tokens[: new.start or 0])))
-        if choice.prefix and is_first:
+        if shows_prefix:
             text = choice.prefix + text
         logprobs = None
         if self.num_top is not None:
             prompt: list[float | None] = []
-            if choice.prefix and is_first and choice.logprobs:
+            if choice.prefix and choice.offset is None and choice.logprobs:
                 first = choice.logprobs[0]
                 prompt = [None, *(first.prompt if isinstance(first, Logprob) else ())]
-                tokens, offset = [*choice.job.request.prompt_ids, *tokens], 0
-            logprobs = self._logprobs(tokens, [*prompt, *values], offset)
+                tokens = [*choice.job.request.prompt_ids, *tokens]
+            logprobs = self._logprobs(choice, tokens, [*prompt, *values])
         return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": choice.reason}
 
-    def _logprobs(self, tokens: list[int], values: list[float | None], offset: int) -> dict[str, object]:
+    def _logprobs(self, choice: Choice, tokens: list[int], values: list[float | None]) -> dict[str, object]:
         """Return log-probabilities as completions have them.
 
         Args:
-            tokens: token ids.
+            choice: whose `offset` goes on behind the tokens.
+            tokens: token ids; those of a prompt, too, where they come first.
             values: log-probability of each; None for the first of a prompt.
-            offset: characters before the first token.
         """
         texts = [self.token_text(token) for token in tokens]
-        offsets = []
+        offset, offsets = choice.offset or 0, []
         for text in texts:
             offsets.append(offset)
             offset += len(text)
+        if tokens:
+            choice.offset = offset
         return {
             "tokens": texts,
             "token_logprobs": values,
@@ -311,5 +316,4 @@ class CompletionForm(ChoicesForm):
         top: dict[str, float] = {}
         for token, each in value.top if isinstance(value, Logprob) else ():
             top.setdefault(self.token_text(token), each)
-        top.setdefault(text, float(value))
-        return top
+        return top | {text: float(value)}  # of several tokens with one text, the one that came

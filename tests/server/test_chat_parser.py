@@ -8,6 +8,7 @@ import random
 import pytest
 
 from lp_runtime import ConstraintConfig
+from lp_runtime.server.call_reader import MAX_HEAD_CHARS
 from lp_runtime.server.chat_format import FORMATS, ChatFormat, guess_format
 from lp_runtime.server.chat_parser import HarmonyParser, TextParser
 from lp_runtime.server.tools import Tool, ToolUse
@@ -45,6 +46,39 @@ CASES = {
     "hermes": (hermes, "<think>x</think>say " + hermes_text(CALLS), "x", "say ", CALLS),
     "hermes, text behind": (hermes, hermes_text(CALLS[:1]) + "\nand so", "", "and so", CALLS[:1]),
     "hermes, no call": (hermes, "<tool_call>nonsense</tool_call>", "", "nonsense</tool_call>", []),
+    "hermes, arguments first": (
+        hermes,
+        f'a<tool_call>{{"arguments": {ARGUMENTS[0]}, "name": "f"}}</tool_call>b',
+        "",
+        "ab",
+        CALLS[:1],
+    ),
+    "hermes, an escape of Markdown": (
+        hermes,
+        '<tool_call>{"name": "get\\_it", "arguments": {}}</tool_call>',
+        "",
+        "",
+        [("get_it", "{}")],
+    ),
+    "hermes, no last brace": (hermes, '<tool_call>{"name": "g", "arguments": {}</tool_call>', "", "", CALLS[1:]),
+    "hermes, no name": (
+        hermes,
+        '<tool_call>{"arguments": {}}</tool_call>',
+        "",
+        '{"arguments": {}}</tool_call>',
+        [],
+    ),
+    "llama, a type first": (llama, '{"type": "function", "name": "g", "parameters": {}}', "", "", CALLS[1:]),
+    "llama, JSON of a name": (llama, '{"name": "Bob", "age": 3}', "", '{"name": "Bob", "age": 3}', []),
+    "llama, a name that is none": (llama, '{"name": 1}', "", '{"name": 1}', []),
+    "mistral, an id behind": (
+        mistral,
+        f'[TOOL_CALLS][{{"name": "f", "arguments": {ARGUMENTS[0]}, "id": "123456789"}}, {{"id": "x", "name": "g",'
+        ' "arguments": {}}]',
+        "",
+        "",
+        CALLS,
+    ),
     "llama": (llama, f'{{"name": "f", "parameters": {ARGUMENTS[0]}}}', "", "", CALLS[:1]),
     "llama, two": (
         llama,
@@ -81,6 +115,13 @@ CASES = {
         "",
         CALLS[:1],
     ),
+    "harmony, a name with a dot": (
+        HarmonyParser,
+        "<|channel|>commentary to=functions.get.it<|message|>{}<|call|>",
+        "",
+        "",
+        [("get.it", "{}")],
+    ),
 }
 
 
@@ -112,6 +153,14 @@ def test_json_that_is_no_call_is_not_held_back():
     for parser in (llama(), TextParser(False, False, ("<|python_tag|>",), bare=True, is_either=True)):
         parts = [parser.add(part) for part in ('{"na', 'mes": [', "1, ", "2]}")]
         assert [[piece.text for piece in part] for part in parts] == [[], ['{"names": ['], ["1, "], ["2]}"]]
+
+
+@pytest.mark.parametrize("begin", ['{"na', '{"name": "', '{"id": "'])
+def test_a_head_without_an_end_is_not_held_back_for_ever(begin):
+    parser = llama()
+    assert parser.add(begin) == []
+    pieces = [piece for _ in range(MAX_HEAD_CHARS + 1) for piece in parser.add("x")]
+    assert "".join(piece.text for piece in pieces) == begin + "x" * (MAX_HEAD_CHARS + 1)
 
 
 def test_arguments_come_before_their_call_ends():

@@ -300,3 +300,57 @@ def test_special_tokens_in_a_users_text(url, client, tokenizer):
         for split in (False, True)
     ]
     assert counts[1] > counts[0]
+
+
+def test_what_has_no_effect_on_greedy_decoding_is_left_out(client):
+    """Clients send defaults of theirs along, and the demo model's own default is greedy decoding."""
+    text = client.completions.create(**body()).choices[0].text
+    asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 16}
+    for options in ({"seed": 5}, {"top_p": 0.9}, {"temperature": 1e-8}, {"temperature": 1.0, "top_p": 0, "seed": 3}):
+        assert client.completions.create(**asked, **options).choices[0].text == text
+    one, other = (client.completions.create(**body(temperature=1.0, seed=seed)).choices[0].text for seed in (-7, -8))
+    assert one == client.completions.create(**body(temperature=1.0, seed=-7)).choices[0].text != other
+
+
+def test_an_answer_of_no_stated_length_gets_what_there_is_room_for(url, runtime):
+    """Nulls inside of fields count as not given, too."""
+    ids = [1] * (runtime.info.context_length - 5)
+    answer = post(f"{url}/v1/completions", prompt=ids, temperature=0, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 5
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(f"{url}/v1/completions", prompt=ids, max_tokens=6, lookahead={"W": None}, stream_options=None)
+    assert json.load(caught.value)["error"]["code"] == "context_length_exceeded"
+
+
+def test_null_options_of_a_stream(url):
+    question = {"prompt": PROMPT, "max_tokens": 2, "stream": True, "stream_options": {"include_usage": None}}
+    data = json.dumps(question).encode()
+    asked = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked) as answer:
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+
+
+def test_a_developers_message_is_the_systems_where_the_template_knows_no_other(url, client):
+    told = [{"role": role, "content": "Be brief."} for role in ("developer", "system")]
+    one, other = (post(f"{url}/tokenize", messages=[each, *MESSAGES])["tokens"] for each in told)
+    assert one == other
+
+
+@pytest.mark.parametrize("choices", [["\u00e9\U0001f600 is it"], ["\u00e9", "\u00e8"]])
+def test_bytes_of_logprobs_add_up_to_the_text(client, choices):
+    """Of a character of several tokens each has a part, and a constraint may force the rest of it, or its beginning."""
+    asked = {"model": "demo", "messages": MESSAGES, "temperature": 0, "max_tokens": 12, "logprobs": True}
+    forced = {"structured_outputs": {"choice": choices}}
+    choice = client.chat.completions.create(**asked, extra_body=forced).choices[0]
+    entries = [entry for entry in choice.logprobs.content if not entry.token.startswith("<|")]
+    assert any("\ufffd" in entry.token for entry in entries)
+    assert b"".join(bytes(entry.bytes) for entry in entries).decode() == choice.message.content in choices
+
+
+def test_web_pages_of_friends_may_send_the_headers_of_openais_client(runtime):
+    with served(runtime, cors_origins=["https://friend.org"]) as (url, _):
+        headers = {"Origin": "https://friend.org", "Access-Control-Request-Method": "POST"}
+        headers["Access-Control-Request-Headers"] = "authorization,content-type,x-stainless-lang"
+        asked = urllib.request.Request(f"{url}/v1/completions", headers=headers, method="OPTIONS")
+        with urllib.request.urlopen(asked) as answer:
+            assert "x-stainless-lang" in answer.headers["Access-Control-Allow-Headers"].lower()

@@ -35,6 +35,20 @@ def test_nothing_behind_a_stop_is_shown_and_nothing_before_it_is_lost(text, stop
     assert shown == text[:first]
 
 
+@given(text=texts, stops=stops, cuts=cuts)
+def test_a_last_token_may_spell_more_than_the_stop(text, stops, cuts):
+    """Nothing of a piece is shown that stands behind the stop string which ends in it."""
+    until, pieces, trimmer = until_a_stop(text, stops), [], StopTrimmer(stops, is_cut=False)
+    for piece in in_pieces(text, cuts):
+        pieces.append(piece)
+        if len("".join(pieces)) >= len(until):
+            break
+    has_stopped = any(stop in text for stop in stops)
+    shown = "".join(map(trimmer.add, pieces)) + trimmer.finish(has_stopped)
+    first = min((place for stop in stops if (place := until.find(stop)) >= 0), default=None)
+    assert shown == (until[:first] if has_stopped else "".join(pieces))
+
+
 @given(text=st.text("ab#", max_size=12), stop=st.text("ab#", min_size=1, max_size=4), cuts=cuts)
 def test_a_stop_may_be_or_have_a_token_that_is_not_shown(text, stop, cuts):
     assume(HIDDEN in stop)

@@ -48,8 +48,8 @@ NO_NUMBER = ("1", "", True, [], {}, NAN, INFINITY, -INFINITY)
 COMMON = {
     "model": (*NO_STRING, "other", "", SURROGATE),
     "max_tokens": (*NO_INT, 0, -1, 65, HUGE, -HUGE),
-    "temperature": (*NO_NUMBER, -1, -1e-9, 1e-9, 10**400),
-    "top_p": (*NO_NUMBER, 0, -0.5, 1.001, 2, HUGE),
+    "temperature": (*NO_NUMBER, -1, -1e-9, 10**400),
+    "top_p": (*NO_NUMBER, -0.5, 1.001, 2, HUGE),
     "top_k": (*NO_INT, -1, -HUGE),
     "min_p": (*NO_NUMBER, -0.1, 1.1),
     "repetition_penalty": (*NO_NUMBER, 0, -1),
@@ -57,7 +57,7 @@ COMMON = {
     "stream": NO_BOOL,
     "stream_options": (*NO_STRING, "x", {"include_usage": True}, {"include_usage": 1}, {"x": 1}),
     "stop": (1, True, {}, "", [""], [1], [None], [[]], ["x"] * 17, SURROGATE, [SURROGATE]),
-    "seed": (*NO_INT, -2, 2**64, HUGE),
+    "seed": (*NO_INT, -(2**63) - 1, 2**64, HUGE),
     "logit_bias": (
         *NO_STRING[:-1],
         *("x", {"x": 1}, {"1": "x"}, {"1": NAN}, {"1": None}, {"999999": 1}, {"-1": 1}),
@@ -186,12 +186,12 @@ UNKNOWN = {
 }
 # Allowed, or at the edge of it: a 200 will do, an error of the server's will not.
 EXTREME = {
-    "temperature": (1e-4, 1e308, HUGE, 10**308),
+    "temperature": (1e-9, 1e-4, 1e308, HUGE, 10**308),
     "top_k": (HUGE, 2**63, 10**9),
-    "top_p": (1e-300, 5e-324),
+    "top_p": (0, 1e-300, 5e-324),
     "min_p": (1, 1e-300),
     "repetition_penalty": (1e308, 1e-300, 5e-324, HUGE),
-    "seed": (-1, 0, 2**63, 2**64 - 1),
+    "seed": (-(2**63), -2, -1, 0, 2**63, 2**64 - 1),
     "logit_bias": ({"1": 1e308}, {"1": -1e308}, {"1": HUGE}, {"5": -1e308, "6": 1e308}),
     "stop": (["x"] * 16, ["x" * 20_000], "\x00", "\ufffd", "\u0301", []),
     "user": ("x" * 50_000, SURROGATE, "\x00"),
@@ -252,7 +252,7 @@ def _bodies() -> Iterator[HttpCase]:
                 for value in values:
                     body = {key: each for key, each in (good | {name: value}).items() if each is not ABSENT}
                     yield HttpCase(kind, request(path, _json(body)), kind == "extreme value")
-        for name, value in (("top_p", 2), ("top_k", -1), ("min_p", 7), ("seed", -2)):
+        for name, value in (("top_p", 2), ("top_k", -1), ("min_p", 7), ("seed", 2**64)):
             yield HttpCase("field", request(path, _json(good | {name: value, "temperature": 0})))
 
     for path, bodies in TOKENS.items():

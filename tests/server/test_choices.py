@@ -1,0 +1,98 @@
+"""Choices of an answer as they grow: what is shown, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from lp_runtime.server.app import Server
+from lp_runtime.server.messages import Message
+from lp_runtime.server.responses import Choice, CompletionForm
+from lp_runtime.server.stop_trimmer import StopTrimmer
+
+
+def choice_of(prefix=""):
+    request = SimpleNamespace(prompt_ids=[ord(each) for each in prefix], stop=[")"], trace=False, eos_token_ids=())
+    return Choice(0, SimpleNamespace(request=request, generation=None), StopTrimmer(()), prefix)
+
+
+def events(texts, choice, form):
+    """The events of a stream whose (choice, text) are `texts`."""
+
+    async def grown():
+        for text, tokens, reason in texts:
+            choice.tokens += tokens
+            choice.logprobs += [-1.0] * len(tokens)
+            choice.reason = reason
+            yield choice, text
+
+    async def collect():
+        server = SimpleNamespace()
+        return [each async for each in Server._events(server, grown(), [choice], form, False)]
+
+    return asyncio.run(collect())
+
+
+def bodies(lines):
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+@pytest.mark.parametrize(
+    "texts", [[("", [], "stop")], [("", [65], None), ("AB", [66], "length")], [("A", [65], None), ("", [], "stop")]]
+)
+def test_a_stream_echoes_its_prompt_though_its_first_tokens_have_no_text(texts):
+    lines = events(texts, choice_of("Prompt: "), CompletionForm("demo", chr, None))
+    shown = "".join(body["choices"][0]["text"] for body in bodies(lines))
+    assert shown == "Prompt: " + "".join(text for text, *_ in texts)
+
+
+@pytest.mark.parametrize("num_top", [None, 0])
+def test_the_work_of_a_chunk_does_not_grow_with_the_text(num_top):
+    calls = []
+
+    def text_of(token):
+        calls.append(token)
+        return chr(token)
+
+    lines = events([("A", [65], None)] * 50, choice_of(), CompletionForm("demo", text_of, num_top))
+    assert len(calls) <= 50
+    if num_top is not None:
+        offsets = [body["choices"][0]["logprobs"]["text_offset"] for body in bodies(lines)]
+        assert offsets == [[place] for place in range(50)]
+
+
+def test_an_error_that_nobody_has_thought_of_ends_a_stream_with_an_event(caplog):
+    def text_of(token):
+        raise KeyError(token)
+
+    *lines, last = events([("A", [65], None)], choice_of(), CompletionForm("demo", text_of, 0))
+    assert last == "data: [DONE]\n\n"
+    (error,) = [json.loads(line.removeprefix("data: "))["error"] for line in lines]
+    assert error["type"] == "server_error" and error["message"].startswith("KeyError: ")
+    assert "an answer has failed" in caplog.text
+
+
+def test_nothing_behind_a_stop_is_shown_where_special_tokens_are_read():
+    """The last token spells more than the stop string."""
+    choice = choice_of()
+    choice.read_by(None, SimpleNamespace(add=lambda ids: "".join(map(chr, ids)), finish=lambda: ""))
+    choice.job.final_generation = SimpleNamespace(finish_reason="stop")
+    delta = SimpleNamespace(token_ids=[ord(each) for each in "f(x):\n"], logprobs=(), found_by=(), sources=(), text="")
+    assert choice.add(delta) + choice.finish() == "f(x"
+
+
+@pytest.mark.parametrize("calls", [None, []])
+def test_a_message_without_calls_has_no_field_of_calls(calls):
+    """Templates ask whether the field is there, and then for its length."""
+    message = Message(role="assistant", content="x", tool_calls=calls, refusal=None)
+    assert message.plain() == {"role": "assistant", "content": "x"}
+
+
+@pytest.mark.parametrize(("sent", "shown"), [("", {}), (" ", {}), ("null", {}), ('{"a": 1}', {"a": 1}), ("x", "x")])
+def test_arguments_of_earlier_calls_are_objects(sent, shown):
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": sent}}
+    (plain,) = Message(role="assistant", tool_calls=[call]).plain()["tool_calls"]
+    assert plain["function"]["arguments"] == shown
