@@ -78,7 +78,7 @@ class Communicator:
             return
         self._counted.add_(1)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own thread asks its events meanwhile
             self._counted.add_(1)
         self._replay = graph.replay
 

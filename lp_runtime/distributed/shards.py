@@ -220,7 +220,9 @@ def shard_group(place: ShardPlace, backend: str, timeout: float) -> dist.Process
     Raises:
         LaunchError: if it does not form.
     """
-    with _store(place, STORES[1], timeout) as store, _meeting(place):
+    # NCCL's monitor would look into the store, which is gone once all have come, and keep a shard from ending.
+    unwatched = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    with _store(place, STORES[1], timeout) as store, environment(unwatched), _meeting(place):
         group: dist.ProcessGroup
         if backend == "nccl":
             group = dist.ProcessGroupNCCL(store, place.shard, place.num_shards, dist.ProcessGroupNCCL.Options())  # type: ignore[assignment]

@@ -25,6 +25,7 @@ from lp_runtime.model.tensor_parallel.following import LeadingShard
 log = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+COMPILED_SIZES = (1, 16, 64, 256)  # torch.compile takes tens of seconds for each
 MIN_LARGEST = 256  # tokens: passes of so many are captured, or none are
 MAX_SEQUENCES = 16  # of a pass; a larger batch takes several
 
@@ -46,7 +47,10 @@ class FixedPasses:
         self._passes, self._feed, self._leading = passes, feed, leading
         self._made: PassSet = passes.made
         self._strict_tokens = passes.strict_tokens
-        self.max_tokens = self._strict_tokens or (SIZES[-1] if leading is None else MIN_LARGEST)
+        self._all_sizes: tuple[int, ...] = COMPILED_SIZES if self.options.compiled else SIZES
+        if self._strict_tokens is not None:
+            self._all_sizes = (self._strict_tokens,)
+        self.max_tokens = self._strict_tokens or (self._all_sizes[-1] if leading is None else MIN_LARGEST)
 
     @property
     def options(self) -> GraphOptions:
@@ -56,14 +60,14 @@ class FixedPasses:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Numbers of tokens that passes are padded to, ascending."""
-        all_sizes = SIZES if self._strict_tokens is None else (self._strict_tokens,)
-        return tuple(size for size in all_sizes if size <= self.max_tokens)
+        return tuple(size for size in self._all_sizes if size <= self.max_tokens)
 
     def _size(self, num_tokens: int, num_sequences: int) -> PassSize:
         """Return the size of the pass that feeds so many tokens of so many sequences."""
         if self._strict_tokens is not None:
             return PassSize(self._strict_tokens, MAX_SEQUENCES)
-        return PassSize(SIZES[bisect.bisect_left(SIZES, num_tokens)], 1 if num_sequences == 1 else MAX_SEQUENCES)
+        size = self._all_sizes[bisect.bisect_left(self._all_sizes, num_tokens)]
+        return PassSize(size, 1 if num_sequences == 1 else MAX_SEQUENCES)
 
     def make(self, num_tokens: int, num_sequences: int) -> bool:
         """Make and capture now the pass that feeds so many tokens of so many sequences.
@@ -106,7 +110,7 @@ class FixedPasses:
                 except torch.OutOfMemoryError:
                     if self._strict_tokens is not None or size <= MIN_LARGEST:
                         raise
-                    self.max_tokens = SIZES[SIZES.index(size) - 1]
+                    self.max_tokens = self._all_sizes[self._all_sizes.index(size) - 1]
                     torch.cuda.empty_cache()
                     log.warning("memory does not suffice for passes of %d tokens; larger trees are slower", size)
                     break

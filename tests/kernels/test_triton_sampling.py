@@ -141,7 +141,8 @@ def test_scores_that_scaling_makes_equal_are_equal(temperature):
         values.append(torch.nextafter(values[-1], torch.tensor(2.0)))
     logits = torch.stack(values)[None]
     expected = library.TopKLogitsWarper(10)(None, logits * inverse)
-    found = kernels.cut_scores(logits, inverse, kernels.find_cut(logits.to(DEVICE), inverse, 10, None))
+    logits = logits.to(DEVICE)
+    found = kernels.cut_scores(logits, inverse, kernels.find_cut(logits, inverse, 10, None))
     assert torch.equal(found.cpu(), expected)
 
 
@@ -168,12 +169,12 @@ def test_a_sampler_with_kernels_samples_what_it_does_without(
 ):
     tree = TokenTree([3], max_depth=4)
     tree.add_branch([1, 2])
-    logits = 2 * torch.randn(3, 300, generator=torch.Generator().manual_seed(3))
+    logits = 2 * torch.randn(3, 300, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     results = []
     for has_kernels in (False, True):
         monkeypatch.setattr(sampler, "kernels_for", lambda device, has=has_kernels: kernels if has else None)
-        noise = GumbelNoise(7, 0, 300, CPU)
-        one = sampler.Sampler(TreeProcessors(processors, CPU), noise, with_logprobs, num_top_k)
+        noise = GumbelNoise(7, 0, 300, DEVICE)
+        one = sampler.Sampler(TreeProcessors(processors, DEVICE), noise, with_logprobs, num_top_k)
         packed, scores = one.sample(StepLogits(logits), tree, [0, 1, 2], [5, 3], with_top_k)
         results.append((packed.tolist(), scores()))
     assert results[0][0] == results[1][0]

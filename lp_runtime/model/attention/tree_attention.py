@@ -144,14 +144,20 @@ def _attend_prompt(
     scaling: float | None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Return attention of what is no tree, [1, T, g H, D]: by `attend_chunk`, or by transformers' sdpa.
+    """Return attention of what is no tree, [1, T, g H, D]: by a named kernel of torch's, or by transformers' sdpa.
+
+    What torch chooses for sdpa may be a kernel that is planned anew for every number of keys, as cuDNN's are.
 
     Arguments are those of `tree_attention`.
     """
+    num_tokens, size = query.shape[2:]
+    scale = size**-0.5 if scaling is None else scaling
+    is_prompt = attention_mask is None and num_tokens in (1, key.shape[2])
+    if is_prompt and size == value.shape[3]:
+        return attend(query, key, value, scale, is_causal=num_tokens > 1)[0].transpose(1, 2).contiguous()
     if is_chunk_mask(attention_mask):
-        num_tokens, size = query.shape[2:]
         if size == value.shape[3]:
-            return attend_chunk(query, key, value, size**-0.5 if scaling is None else scaling)
+            return attend_chunk(query, key, value, scale)
         shape = (1, 1, num_tokens, key.shape[2])
         attention_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril(key.shape[2] - num_tokens)
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
