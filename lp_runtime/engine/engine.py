@@ -262,13 +262,11 @@ class Engine:
         """Wait for a step's exchange, and advance; return each sequence's output, or its error."""
         timer = self._model.timer
         delivered_after = batch[0].timer.since_last_lap()
-        outcomes = [  # the last one first: once that has arrived, none of the others is waited for
-            None if isinstance(part.samples, LookaheadError) else part.sequence.finish_exchange()
-            for part in reversed(launched)
-        ][::-1]
+        # The last one first: once that has arrived, none of the others is waited for.
+        outcomes = [part.sequence.finish_exchange() for part in reversed(launched)][::-1]
         if timer is None:
             _lap(batch, "exchange")
-        elif any(outcomes):
+        else:
             seconds = timer.seconds()
             for sequence in batch:
                 sequence.timer.lap_of_pass(seconds, delivered_after, len(batch))
@@ -289,27 +287,18 @@ class Engine:
         inputs = [sequence.inputs(step) for sequence, step in zip(batch, steps, strict=True)]
         launched = []
         for sequence, step, found in zip(batch, steps, self._model.forward_batch(inputs), strict=True):
-            samples: Samples | LookaheadError
-            try:
-                samples = sequence.sample(step, found)
-            except LookaheadError as error:
-                samples = error
-            launched.append(_Launched(sequence, step, samples))
+            launched.append(_Launched(sequence, step, sequence.sample(step, found)))
         if timer is None:
             _lap(batch, "forward")
         else:
             timer.stop()
         for part in launched:
-            if not isinstance(part.samples, LookaheadError):
-                part.sequence.start_exchange(part.step, part.samples)
+            part.sequence.start_exchange(part.step, part.samples)
         return launched
 
 
-def _advance(part: _Launched, outcome: Outcome | None) -> StepOutput | LookaheadError:
+def _advance(part: _Launched, outcome: Outcome) -> StepOutput | LookaheadError:
     """Advance a sequence; return its output, or the error that ended the sequence."""
-    if isinstance(part.samples, LookaheadError):
-        return part.samples
-    assert outcome is not None  # of every part that has samples
     try:
         return part.sequence.advance(part.step, part.samples, outcome)
     except LookaheadError as error:

@@ -49,8 +49,9 @@ class RequestOptions(TypedDict, total=False):
     request_id: names the request in logs. Default "".
     cache_salt: prefixes of prompts are shared among requests of equal salts alone. Default "".
     constraint: what the new text must be. Default: any text.
-    processors: transformers LogitsProcessors, which must pickle; each request has a copy. One that does not set
-        prefix_only = True is called once a new token, in order, on one replica. Default: none.
+    processors: transformers LogitsProcessors, which must pickle, and whose classes replicas must be able to import;
+        each request has a copy. One that does not set prefix_only = True is called once a new token, in order, on one
+        replica. Default: none.
     """
 
     messages: Sequence[Mapping[str, Any]]

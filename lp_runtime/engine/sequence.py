@@ -10,7 +10,7 @@ and runs the model between the first two.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import torch
@@ -20,20 +20,21 @@ from lp_runtime.distributed.group import Group
 from lp_runtime.engine.decoder import Committed, Decoder, Samples, Verified
 from lp_runtime.engine.output import MODEL, Report, StepOutput
 from lp_runtime.engine.prompt_harvest import PromptHarvest
-from lp_runtime.engine.prompt_prefix import PromptPrefix, read_for_resume
+from lp_runtime.engine.prompt_prefix import PromptPrefix
 from lp_runtime.engine.prompt_scorer import SCORED_TOKENS, PromptScorer
 from lp_runtime.engine.request import Request
+from lp_runtime.engine.resume import Resume
+from lp_runtime.engine.shared_error import shared_error
 from lp_runtime.engine.step import Step
 from lp_runtime.engine.step_timer import StepTimer, StepTimes
+from lp_runtime.errors import LookaheadError
 from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
-from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.step_inputs import StepInputs, StepLogits
 from lp_runtime.utils.generators import result_of
 
-CANCEL, TIME_IS_UP = 1, 2  # bits of the exchange's control word
-REPLAYED_TOKENS = 64  # fed at once where the logits of all are wanted
+CANCEL, TIME_IS_UP, FAILED = 1, 2, 4  # bits of the exchange's control word
 
 # Called in every step, before the stop condition, with the nodes that the accepted tokens follow, the step, the rank of
 # this replica, and what this replica sampled. What is committed may be less: of the last step.
@@ -135,34 +136,9 @@ class Sequence:
 
     def _resume(self) -> Generator[None, None, None]:
         """Feed the prompt and the tokens that an earlier attempt has committed, as far as the slot lacks them."""
-        request, model = self._request, self._model
-        read_for_resume(model, self.slot, request, self.capacity)
-        chunks: Iterator[None] = model.resume(self.slot, request.prompt_ids, request.committed, self.capacity)
-        if self.decoder.sampler.is_ordered and self._group.rank == 0:
-            chunks = self._replay()
-        for _ in chunks:
-            yield
-            # Replicas may hold different parts of them already: they could not agree here.
-            if self._group.is_alone and self._should_cancel():
-                self._ended_by = CANCEL
-                return
-
-    def _replay(self) -> Generator[None, None, None]:
-        """Feed what an earlier attempt has committed, and call ordered processors as that attempt has called them."""
-        request, model, sampler = self._request, self._model, self.decoder.sampler
-        model.begin(self.slot, self.capacity, prompt_length=len(request.prompt_ids))
-        logits = yield from model.prefill_in_chunks(self.slot, request.prompt_ids)
-        prefix = list(request.prompt_ids)
-        sampler.replay(logits, prefix)
-        rest = request.committed[:-1]
-        while rest:
-            yield
-            num_fed = model.rotary_lengths.num_together(len(self.slot.tokens), min(len(rest), REPLAYED_TOKENS))
-            chain, rest = TokenTree(rest[:num_fed], max_depth=0), rest[num_fed:]
-            nodes = range(len(chain))
-            for row in model.forward(StepInputs(self.slot, chain, nodes, nodes)).logits.split(1):
-                prefix.append(request.committed[len(prefix) - len(request.prompt_ids)])
-                sampler.replay(row, prefix)
+        resume = Resume(self._model, self._request, self.slot, self.decoder.sampler, self._group)
+        if not (yield from resume.in_step(self.capacity, self._should_cancel)):
+            self._ended_by = CANCEL
 
     def _prefill(self) -> Generator[None, None, StepOutput | None]:
         """Feed the prompt, and agree on its first token."""
@@ -193,6 +169,7 @@ class Sequence:
         samples = self.sample(step, StepLogits(result_of(chunks)))
         self.start_exchange(step, samples)
         outcome = self.finish_exchange()
+        samples = self._agreed(samples, outcome)
         verified = self.decoder.verify(step, outcome.values)
         if self._observe:
             self._observe([0], step, self._group.rank, samples)
@@ -214,11 +191,14 @@ class Sequence:
         if self._group.is_alone:
             return self._should_cancel()
         # An exchange like the prefill's own, so that replicas at different chunks see that their digests differ.
-        num_owned = step.shares.num_owned[self._group.rank]
-        nothing = torch.zeros(num_owned, self.decoder.sampler.width, dtype=torch.int64, device=self._model.device)
         control = CANCEL * self._should_cancel()
-        outcome = self._exchange.all_gather(step.shares, nothing, step.digest ^ num_left, control)
+        outcome = self._exchange.all_gather(step.shares, self._no_values(step), step.digest ^ num_left, control)
         return bool(outcome.control & CANCEL)
+
+    def _no_values(self, step: Step) -> torch.Tensor:
+        """Return zeros in place of what this replica would exchange in a step."""
+        num_owned = step.shares.num_owned[self._group.rank]
+        return torch.zeros(num_owned, self.decoder.sampler.width, dtype=torch.int64, device=self._model.device)
 
     # Steps.
 
@@ -237,21 +217,28 @@ class Sequence:
         """Return what this replica feeds to the model."""
         return step.inputs(self._group.rank, self.slot)
 
-    def sample(self, step: Step, found: StepLogits) -> Samples:
-        """Choose the successors of the nodes that this replica owns."""
-        return self.decoder.sample(step, self._group.rank, found)
+    def sample(self, step: Step, found: StepLogits) -> Samples | LookaheadError:
+        """Choose the successors of the nodes that this replica owns; return the error if a processor fails."""
+        try:
+            return self.decoder.sample(step, self._group.rank, found)
+        except LookaheadError as error:
+            return error
 
-    def start_exchange(self, step: Step, samples: Samples) -> None:
-        """Begin to tell all replicas what this one has sampled."""
+    def start_exchange(self, step: Step, samples: Samples | LookaheadError) -> None:
+        """Begin to tell all replicas what this one has sampled, or that sampling has failed here."""
         # A lone replica looks at cancellations once the pass is done: until then more may become known.
         control = 0 if self._group.is_alone else self._control()
-        self._exchange.start(step.shares, samples.values, step.digest, control, self.timer.packed(self._times_are_late))
+        if isinstance(samples, LookaheadError):
+            values, control = self._no_values(step), control | FAILED
+        else:
+            values = samples.values
+        self._exchange.start(step.shares, values, step.digest, control, self.timer.packed(self._times_are_late))
 
     def finish_exchange(self) -> Outcome:
         """Wait for what all replicas have sampled."""
         outcome = self._exchange.finish()
         if self._group.is_alone:
-            return Outcome(outcome.values, self._control(), outcome.clocks)
+            return Outcome(outcome.values, outcome.control | self._control(), outcome.clocks)
         return outcome
 
     def _control(self) -> int:
@@ -261,14 +248,30 @@ class Sequence:
         is_late = max_time is not None and time.perf_counter() - self._started > max_time
         return CANCEL * self._should_cancel() | TIME_IS_UP * (is_late and rank == 0)
 
-    def advance(self, step: Step, samples: Samples, outcome: Outcome) -> StepOutput:
+    def _agreed(self, samples: Samples | LookaheadError, outcome: Outcome) -> Samples:
+        """Return what this replica has sampled, if sampling has failed on no replica.
+
+        Raises:
+            LookaheadError: else, equal on every replica.
+        """
+        error = samples if isinstance(samples, LookaheadError) else None
+        if outcome.control & FAILED:
+            raise shared_error(error, self._group)
+        assert not isinstance(samples, LookaheadError)
+        return samples
+
+    def advance(self, step: Step, samples: Samples | LookaheadError, outcome: Outcome) -> StepOutput:
         """Accept, commit and learn from a step; equal on every replica.
 
         Args:
             step: the step.
-            samples: what this replica has sampled.
+            samples: what this replica has sampled, or why it could not.
             outcome: what all replicas have sampled.
+
+        Raises:
+            LookaheadError: if the request has failed; equal on every replica, which are in step then.
         """
+        samples = self._agreed(samples, outcome)
         verified = self.decoder.verify(step, outcome.values)
         times = StepTimer.unpacked(outcome.clocks)
         if self._observe:

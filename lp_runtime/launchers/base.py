@@ -8,8 +8,12 @@ from collections.abc import Generator
 from lp_runtime.engine.output import Event
 from lp_runtime.engine.replica import ReplicaInfo
 from lp_runtime.engine.request import Request
-from lp_runtime.errors import ReplicaError, RequestError, unforeseen_as
+from lp_runtime.errors import ConfigError, ReplicaError, RequestError, unforeseen_as
 from lp_runtime.launchers.lease import ReplicaLease
+
+# Errors that are the request's own fault. All replicas meet them at the same place, see Sequence.advance, or before
+# they exchange anything: so they are in step for the next request.
+REQUEST_ERRORS = (RequestError, ConfigError)
 
 
 class Launcher(ABC):
@@ -24,7 +28,8 @@ class Launcher(ABC):
         num_replicas: how many replicas there are.
         gpus_per_replica: GPUs (on CPUs: processes) that each replica spans.
         is_leader: whether this process takes requests; under torchrun the other ranks follow rank 0.
-        outlives_failures: whether a request that failed or was interrupted leaves the replicas fit for the next one.
+        outlives_failures: whether a request that was interrupted, or that failed without a fault of its own, leaves
+            the replicas fit for the next one. One that failed by its own fault always does.
     """
 
     outlives_failures: bool = False
@@ -45,7 +50,8 @@ class Launcher(ABC):
         """Decode one request on all replicas. Closing the iterator early cancels the request.
 
         Raises:
-            RequestError: if another request is being decoded.
+            RequestError: if another request is being decoded, or this one cannot be.
+            ConfigError: if a setting of the request is refused.
             ReplicaError: if a replica fails or is lost, or the launcher is closed, or has failed before.
         """
         if self._is_closed:
@@ -59,7 +65,7 @@ class Launcher(ABC):
             with unforeseen_as(ReplicaError, "decoding failed"):
                 yield from self._run(request)
         except (Exception, KeyboardInterrupt) as error:
-            if not self.outlives_failures:
+            if not self.outlives_failures and not isinstance(error, REQUEST_ERRORS):
                 self._failure_seen = str(error) or "interrupted"
             raise
         finally:
@@ -93,7 +99,8 @@ class Launcher(ABC):
     @abstractmethod
     def _run(self, request: Request) -> Generator[Event, None, None]:
         """Decode one request: see `run`. The generator is closed (GeneratorExit) to cancel the request. After any other
-        exception from it only `close` is called, unless the launcher outlives failures."""
+        exception from it that is none of REQUEST_ERRORS only `close` is called, unless the launcher outlives
+        failures."""
 
     def close(self) -> None:
         """End every replica. Safe to call twice."""

@@ -5,15 +5,74 @@ A driver's orders are numbered. Every answer carries the number of its order, so
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.engine.output import Report, StepOutput
 from lp_runtime.engine.replica import ReplicaInfo
 from lp_runtime.engine.request import Request
-from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, first_line
+from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, RequestError, first_line
 
 PING, PONG = "ping", "pong"  # answered whatever else the replica is doing
+
+
+@dataclass(frozen=True)
+class SealedRequest:
+    """A request on its way to a replica, pickled apart from its order: a replica that cannot import a class of the
+    caller's can still read the order, and refuse it.
+
+    Attributes:
+        data: the pickled request, without its logits processors.
+        processors: (class, pickled processor) of each of its logits processors.
+    """
+
+    data: bytes
+    processors: tuple[tuple[str, bytes], ...] = ()
+
+    @classmethod
+    def of(cls, request: Request, pickled: Callable[[object], bytes] = pickle.dumps) -> SealedRequest:
+        """Return a request, sealed.
+
+        Args:
+            request: the request.
+            pickled: returns a value as bytes that the replica's `pickle.loads` reads.
+        """
+        processors = tuple((_class_of(each), pickled(each)) for each in request.processors)
+        return cls(pickled(replace(request, processors=())), processors)
+
+    def opened(self) -> Request:
+        """Return the request.
+
+        Raises:
+            RequestError: if this process cannot unpickle it; names the processor that is at fault.
+        """
+        request = _unpickled(self.data, "the request")
+        processors = tuple(_unpickled(data, f"processors: {name}") for name, data in self.processors)
+        return replace(request, processors=processors)
+
+
+def _class_of(processor: object) -> str:
+    """Return the name of a processor's class, or of a function, with its module."""
+    named = processor if hasattr(processor, "__qualname__") else type(processor)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _unpickled(data: bytes, what: str) -> Any:
+    """Return what was pickled.
+
+    Raises:
+        RequestError: if it cannot be unpickled; begins with `what`.
+    """
+    try:
+        return pickle.loads(data)
+    except Exception as error:  # whatever a foreign class or module raises
+        raise RequestError(
+            f"{what}: replicas cannot import it ({type(error).__name__}: {first_line(error)});"
+            " define it in a module that they can import"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -40,7 +99,7 @@ class Decode:
     """
 
     order: int
-    request: Request
+    request: SealedRequest
 
 
 @dataclass(frozen=True)
@@ -53,7 +112,7 @@ class Prefill:
     """
 
     order: int
-    request: Request
+    request: SealedRequest
 
 
 @dataclass(frozen=True)
@@ -105,7 +164,8 @@ class Joined:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prefill has ended: completed, or cancelled; decoding feeds whatever is missing.
+    """A prefill has ended: completed, cancelled, or of a request that the replica cannot read; decoding feeds whatever
+    is missing, or refuses the request.
 
     Attributes:
         order: number of the Prefill.
@@ -135,16 +195,37 @@ class Progress:
         token_ids: committed token ids.
         logprobs: their log-probabilities, where the request asks for them; else empty.
         num_steps: steps that these tokens took.
+        found_by: rank of the replica that has verified each, where the request asks for a trace; else empty.
+        sources: where each came from, where the request asks for a trace; else empty.
     """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     num_steps: int = 0
+    found_by: list[int] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
 
     def after(self, output: StepOutput) -> Progress:
         """Return the progress after one step more."""
-        logprobs = [*self.logprobs, *(output.logprobs or ())]
-        return Progress([*self.token_ids, *output.token_ids], logprobs, self.num_steps + 1)
+        return Progress(
+            [*self.token_ids, *output.token_ids],
+            [*self.logprobs, *(output.logprobs or ())],
+            self.num_steps + 1,
+            [*self.found_by, *(output.found_by or ())],
+            [*self.sources, *(output.sources or ())],
+        )
+
+    def output_behind(self, num_tokens: int, request: Request) -> StepOutput | None:
+        """Return what was committed behind the first `num_tokens` tokens, as the request wants to be told; None if that
+        is nothing."""
+        if len(self.token_ids) <= num_tokens:
+            return None
+        return StepOutput(
+            self.token_ids[num_tokens:],
+            self.logprobs[num_tokens:] if request.logprobs else None,
+            self.found_by[num_tokens:] if request.trace else None,
+            self.sources[num_tokens:] if request.trace else None,
+        )
 
 
 @dataclass(frozen=True)

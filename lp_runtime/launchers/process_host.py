@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,11 @@ class ProcessHost(ABC):
     @abstractmethod
     def send(self, index: int, message: object) -> None:
         """Send a message to a replica; never waits. That the replica is dead shows in `receive`."""
+
+    def pickled(self, value: object) -> bytes:
+        """Return a value of the caller's as bytes that `pickle.loads` reads in a replica, if the value's class can be
+        imported there."""
+        return pickle.dumps(value)
 
     @abstractmethod
     def receive(self, timeout: float) -> list[tuple[int, object]]:

@@ -85,7 +85,7 @@ class ReplicaActor:
         """
         try:
             message = pickle.loads(data)
-        except Exception as error:  # what a caller's own class may raise
+        except Exception as error:  # of another version of this package or of Python, for one
             self.outgoing.put(Failed.from_error(error))
             self.outgoing.put(None)
         else:
@@ -218,7 +218,10 @@ class RayHost(ProcessHost):
         actor = self.actors.get(self._numbers(index)[0])
         if actor is not None:
             # Pickled here as Ray would, so that the replica can say so if it cannot be read there.
-            actor.post.options(concurrency_group="post").remote(self._ray.cloudpickle.dumps(message))
+            actor.post.options(concurrency_group="post").remote(self.pickled(message))
+
+    def pickled(self, value: object) -> bytes:
+        return self._ray.cloudpickle.dumps(value)
 
     def receive(self, timeout: float) -> list[tuple[int, object]]:
         numbers = {stream: number for number, stream in list(self._streams.items())}
@@ -235,7 +238,7 @@ class RayHost(ProcessHost):
                 batch = [Failed(f"its actor ended ({self._reason(error)})", None)]
             if self._streams.get(number) is not stream:  # it was killed from here
                 continue
-            if isinstance(batch[-1], Failed):
+            if batch and isinstance(batch[-1], Failed):  # a shard that follows another may end without a word
                 self._streams.pop(number, None)
             messages += [(number // self._num_shards, message) for message in batch]
         return messages

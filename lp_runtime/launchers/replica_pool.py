@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from lp_runtime.config.settings import FailureConfig
+from lp_runtime.engine.request import Request
 from lp_runtime.errors import LaunchError
 from lp_runtime.launchers.inbox import Inbox, InboxTable, Members, ReplicaLost
-from lp_runtime.launchers.messages import Failed, ModelLoaded, first_cause
+from lp_runtime.launchers.messages import Failed, ModelLoaded, SealedRequest, first_cause
 from lp_runtime.launchers.process_host import ProcessHost
 
 logger = logging.getLogger(__name__)
@@ -207,6 +208,10 @@ class ReplicaPool:
     def send(self, index: int, message: object) -> None:
         """Send a message to a replica, whatever it is doing."""
         self._host.send(index, message)
+
+    def sealed(self, request: Request) -> SealedRequest:
+        """Return a request as it is sent to replicas."""
+        return SealedRequest.of(request, self._host.pickled)
 
     @contextlib.contextmanager
     def open_inbox(self, members: Members) -> Iterator[Inbox]:

@@ -39,7 +39,7 @@ def be_replica(pipe: Connection) -> None:
                 server.post(pipe.recv())
             except (EOFError, OSError):
                 os._exit(0)  # the driver closed the pipe or died: there is nothing left to do, wherever we are
-            except Exception as error:  # what a caller's own class may raise as it is unpickled
+            except Exception as error:  # of a message that is none of ours
                 send(Failed.from_error(error))
                 os._exit(1)
 

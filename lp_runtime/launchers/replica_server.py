@@ -16,7 +16,7 @@ from lp_runtime.engine.output import Event, Report
 from lp_runtime.engine.prompt_prefix import read_for_resume
 from lp_runtime.engine.replica import LoadedModel, Replica, join_group, load_replica
 from lp_runtime.engine.request import Request
-from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, StateMismatchError
+from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, RequestError, StateMismatchError
 from lp_runtime.launchers.messages import (
     PING,
     PONG,
@@ -37,6 +37,7 @@ from lp_runtime.launchers.messages import (
     Streamed,
 )
 from lp_runtime.launchers.process_host import Placement
+from lp_runtime.model.runner import ModelRunner
 
 
 class ReplicaServer:
@@ -143,16 +144,20 @@ class ReplicaServer:
 
     def _prefill(self, loaded: LoadedModel, order: Prefill) -> None:
         """Leave a slot behind that holds the request's prompt and committed tokens: the engine acquires it again."""
-        request, model = order.request, loaded.model
+        with contextlib.suppress(RequestError):  # the order to decode is refused then
+            self._feed(loaded.model, order.request.opened(), order.order)
+        self._send(Prefilled(order.order))
+        self._end(order.order)
+
+    def _feed(self, model: ModelRunner, request: Request, order: int) -> None:
+        """Have a slot hold a request's prompt and committed tokens, unless the order is cancelled meanwhile."""
         capacity = len(request.prompt_ids) + request.max_new_tokens + MAX_STEP_TOKENS
         in_use = contextlib.nullcontext() if self._replica is None else self._replica.in_use()
         with in_use, model.slots.borrowed(capacity, (*request.prompt_ids, *request.committed)) as slot:
             read_for_resume(model, slot, request, capacity)
             for _ in model.resume(slot, request.prompt_ids, request.committed, capacity):
-                if self._orders.is_cancelled(order.order):
+                if self._orders.is_cancelled(order):
                     break
-        self._send(Prefilled(order.order))
-        self._end(order.order)
 
     def _decode(self, order: Decode) -> None:
         """Decode a request together with the other replicas of the group."""
@@ -162,7 +167,8 @@ class ReplicaServer:
             return
         answer = _Answer(order.order, self._send, is_leader=self._replica.group.rank == 0)
         try:
-            for event in self._replica.decode(order.request, lambda: self._orders.is_cancelled(order.order)):
+            request = order.request.opened()
+            for event in self._replica.decode(request, lambda: self._orders.is_cancelled(order.order)):
                 answer.send(event)
         except ReplicaError as error:
             digests = error.digests if isinstance(error, StateMismatchError) else None
@@ -181,8 +187,15 @@ class ReplicaServer:
         def arrivals() -> Iterator[tuple[int, Request, Callable[[], bool]]]:
             while (order := coming.pop() if coming else self._orders.get_decode()) is not None:
                 number = order.order
-                answers[number] = _Answer(number, self._send, is_leader=True)
-                yield number, order.request, partial(self._orders.is_cancelled, number)
+                answer = _Answer(number, self._send, is_leader=True)
+                try:
+                    request = order.request.opened()
+                except RequestError as error:
+                    answer.send(error)
+                    self._end(number)
+                    continue
+                answers[number] = answer
+                yield number, request, partial(self._orders.is_cancelled, number)
 
         for number, event in replica.decode_batch(arrivals):
             answers[number].send(event)

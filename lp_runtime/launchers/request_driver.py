@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-from lp_runtime.engine.output import Event, Report, StepOutput
+from lp_runtime.engine.output import Event, Report
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import ReplicaError
 from lp_runtime.launchers.answers import Quiet, read_answers
@@ -35,6 +35,7 @@ from lp_runtime.launchers.replica_pool import ReplicaPool
 log = logging.getLogger(__name__)
 
 MAX_FRUITLESS_ATTEMPTS = 2  # in a row: groups that a request may lose as a whole without a token in between
+MAX_BROKEN_ATTEMPTS = 3  # in a row: groups that may break without a token and without a loss: what breaks them stays
 MIN_SECONDS_LEFT = 1e-3  # of a request's time, when a group resumes it: the group ends it after a step
 
 
@@ -46,11 +47,13 @@ class Attempt:
         progress: what each replica that is left has committed, by its index.
         report: what the request took, if the group has not been broken.
         is_paused: whether the group was told to stop, because other replicas were wanted.
+        why_broken: why the group has broken, as one of its members says; None if it has not, or none is left.
     """
 
     progress: dict[int, Progress]
     report: Report | None
     is_paused: bool
+    why_broken: str | None
 
 
 @dataclass
@@ -95,16 +98,17 @@ class RequestDriver:
         self._request = request
         self._lease = lease
         self._delivered: list[int] = []  # new tokens that were yielded
-        self._num_lost = 0
+        self._num_lost = self._num_fruitless = self._num_broken = 0
         self._started = time.monotonic()
 
     def run(self) -> Generator[Event, None, None]:
         """Yield the step outputs as they come, then the report. Closing the iterator early cancels the request.
 
         Raises:
-            ReplicaError: if all its replicas are lost, and it gets no others.
+            ReplicaError: if all its replicas are lost, and it gets no others; if its groups break again and again
+                though no replica is lost.
         """
-        num_steps = num_fruitless = 0
+        num_steps = 0
         is_whole = True
         while True:
             group = self._form_group()
@@ -117,11 +121,31 @@ class RequestDriver:
                 yield report if is_whole else replace(report, seconds=time.monotonic() - self._started)
                 return
             is_whole = False
-            # A request that ends every replica it meets is not to end them all.
-            num_fruitless = 0 if attempt.progress or len(self._delivered) > num_before else num_fruitless + 1
-            if num_fruitless == MAX_FRUITLESS_ATTEMPTS:
-                raise self._all_lost()
+            self._check(attempt, len(group), len(self._delivered) > num_before)
             num_steps += max((progress.num_steps for progress in attempt.progress.values()), default=0)
+
+    def _check(self, attempt: Attempt, group_size: int, has_tokens: bool) -> None:
+        """Count attempts in a row that have come to nothing.
+
+        Args:
+            attempt: the latest.
+            group_size: replicas of its group.
+            has_tokens: whether it has brought a new token.
+
+        Raises:
+            ReplicaError: if there are so many that the next one would come to nothing, too.
+        """
+        # A request that ends every replica it meets is not to end them all.
+        self._num_fruitless = 0 if attempt.progress or has_tokens else self._num_fruitless + 1
+        if self._num_fruitless == MAX_FRUITLESS_ATTEMPTS:
+            raise self._all_lost()
+        is_broken = attempt.why_broken is not None and len(attempt.progress) == group_size
+        self._num_broken = self._num_broken + 1 if is_broken and not has_tokens else 0
+        if self._num_broken == MAX_BROKEN_ATTEMPTS:
+            raise ReplicaError(
+                f"{self._num_broken} groups in a row broke while decoding, after {len(self._delivered)} tokens"
+                f" ({attempt.why_broken})"
+            )
 
     def _form_group(self) -> Members:
         """Form a group of the replicas of the lease; waits for others where all of them are lost."""
@@ -159,8 +183,9 @@ class RequestDriver:
         pool, last_words = self._pool, LastWords()
         with pool.open_inbox(group) as inbox, _JoiningReplicas(pool) as joining:
             waiting = set(group)
+            sealed = pool.sealed(request)
             for index in group:
-                pool.send_order(inbox, index, Decode(inbox.order, request))
+                pool.send_order(inbox, index, Decode(inbox.order, sealed))
             try:
                 with self._lease.cancelling(lambda: self._send_cancel(inbox, group)):
                     yield from self._stream(inbox, waiting, joining, last_words)
@@ -172,13 +197,14 @@ class RequestDriver:
             pool.disband(group)
         if refusal is not None:
             raise refusal.kind(refusal.message)
+        why_broken = next((message.reason for message in broken.values()), None)
         self._drop_suspects(inbox, broken)
         progress = {index: message.progress for index, message in (last_words.done | broken).items()}
         progress |= dict.fromkeys(waiting, Progress())  # a member that was left has told nothing
         if progress:
             yield from self._deliver_rest(request, max(progress.values(), key=lambda each: len(each.token_ids)))
         report = next((last_words.done[index].report for index in group if index in last_words.done), None)
-        return Attempt(progress, report, last_words.is_paused)
+        return Attempt(progress, report, last_words.is_paused, why_broken)
 
     def _stream(
         self, inbox: Inbox, waiting: set[int], joining: _JoiningReplicas, last_words: LastWords
@@ -247,11 +273,10 @@ class RequestDriver:
 
     def _deliver_rest(self, request: Request, best: Progress) -> Generator[Event, None, None]:
         """Yield what a replica has committed that was not delivered: rank 0 was lost before it said so."""
-        known = len(self._delivered) - len(request.committed)
-        rest = best.token_ids[known:]
-        if rest:
-            self._delivered += rest
-            yield StepOutput(rest, best.logprobs[known:] if request.logprobs else None)
+        rest = best.output_behind(len(self._delivered) - len(request.committed), request)
+        if rest is not None:
+            self._delivered += rest.token_ids
+            yield rest
 
 
 class _JoiningReplicas:
@@ -285,7 +310,7 @@ class _JoiningReplicas:
         joiners = set(indices)
         for index in joiners - self._inboxes.keys():
             inbox = self._inboxes[index] = self._open.enter_context(self._pool.open_inbox((index,)))
-            self._pool.send_order(inbox, index, Prefill(inbox.order, rest()))
+            self._pool.send_order(inbox, index, Prefill(inbox.order, self._pool.sealed(rest())))
         for index in joiners - self._ended:
             messages = self._inboxes[index].messages
             while not messages.empty():

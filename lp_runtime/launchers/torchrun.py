@@ -25,7 +25,7 @@ from lp_runtime.errors import (
     ShardError,
     unforeseen_as,
 )
-from lp_runtime.launchers.base import Launcher
+from lp_runtime.launchers.base import REQUEST_ERRORS, Launcher
 from lp_runtime.launchers.split import choose_split, visible_on
 
 STORE_SECONDS = 60.0  # that shards wait for one another before they load: torchrun has started them together
@@ -77,6 +77,9 @@ class TorchrunLauncher(Launcher):
         except GeneratorExit:  # the caller stopped early
             self._cancel()
             raise
+        except REQUEST_ERRORS as error:  # of all ranks alike
+            self._tell(error)
+            raise
         except (Exception, KeyboardInterrupt):
             self._is_open = False  # the group is broken
             raise
@@ -84,8 +87,11 @@ class TorchrunLauncher(Launcher):
     def _cancel(self) -> None:
         """End what is being decoded, in step with the other ranks."""
         self._is_cancelled = True
-        for event in self._events:
-            self._tell(event)
+        try:
+            for event in self._events:
+                self._tell(event)
+        except REQUEST_ERRORS as error:  # it has ended, too
+            self._tell(error)
 
     def _tell(self, message: object) -> None:
         """Tell the other shards of this replica, whose ranks run the same script, what this one yields."""
@@ -105,8 +111,9 @@ class TorchrunLauncher(Launcher):
                     self._share(None)
                 else:
                     while (request := self._share(None)) is not None:
-                        for _ in self._decode(request):
-                            pass
+                        with contextlib.suppress(*REQUEST_ERRORS):  # rank 0's caller is told
+                            for _ in self._decode(request):
+                                pass
                 self._tell(None)
         finally:
             self._stack.close()
@@ -143,7 +150,7 @@ class TorchrunFollower(Launcher):
             try:
                 yield event
             except GeneratorExit:  # the caller stopped early; shard 0 may have, too, and goes on to the request's end
-                with contextlib.suppress(ShardError):
+                with contextlib.suppress(ShardError, *REQUEST_ERRORS):
                     for _ in self._until_end() if isinstance(event, StepOutput) else ():
                         pass
                 raise
@@ -151,12 +158,15 @@ class TorchrunFollower(Launcher):
             raise ReplicaError("rank 0 has closed while this rank asked for one more request")
 
     def _until_end(self) -> Iterator[Event]:
-        """Yield what shard 0 yields, to the end of a request, or of the runtime."""
+        """Yield what shard 0 yields, to the end of a request, or of the runtime; raise the error that has ended the
+        request there."""
         while not self._has_ended:
             event = next(self._messages)
             if event is None:
                 self._has_ended = True
                 return
+            if isinstance(event, REQUEST_ERRORS):
+                raise event
             assert isinstance(event, StepOutput | Report)
             yield event
             if isinstance(event, Report):
@@ -165,8 +175,9 @@ class TorchrunFollower(Launcher):
     def _close(self) -> None:
         with contextlib.suppress(ShardError):  # shard 0 has ended without a word
             while not self._has_ended:
-                for _ in self._until_end():
-                    pass
+                with contextlib.suppress(*REQUEST_ERRORS):
+                    for _ in self._until_end():
+                        pass
         self._has_ended = True
         self._follower.close()
 

@@ -62,9 +62,8 @@ def encode_chat(
         raise RequestError("messages: the model has no chat template; give a prompt instead")
     try:
         specials = _special_tokens(tokenizer) if split_special_tokens else ()
-        if "developer" not in chat_template(tokenizer):  # OpenAI's name, which a template may drop with what it says
-            messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
-        conversation = cast(list[dict[str, str]], [_broken(message, specials) for message in messages])
+        known = _with_known_roles(messages, chat_template(tokenizer))
+        conversation = cast(list[dict[str, str]], [_broken(message, specials) for message in known])
         shown = cast(list[dict | Callable], [dict(tool) for tool in tools]) or None
         text = tokenizer.apply_chat_template(conversation, tools=shown, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs, and raise what they like
@@ -79,6 +78,13 @@ def encode_chat(
             plain = piece.replace(BREAK, "")
             ids += encode(tokenizer, plain, add_special_tokens=False, split_special_tokens=True)
     return ids
+
+
+def _with_known_roles(messages: Sequence[Mapping[str, Any]], template: str) -> Sequence[Mapping[str, Any]]:
+    """Return messages without the role "developer", OpenAI's name, where a template would drop what that one says."""
+    if "developer" in template:
+        return messages
+    return [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:

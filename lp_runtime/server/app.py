@@ -288,13 +288,17 @@ class Server:
                         yield each
             for each in form.closing(choices, with_usage):
                 yield each
-        except LookaheadError as error:  # too late for a status
-            for each in form.failure(ApiError.of(error).body):
+        except Exception as error:  # too late for a status
+            for each in form.failure(_api_error(error).body):
                 yield each
-        except Exception as error:
-            log.exception("an answer has failed")
-            for each in form.failure(ApiError.unforeseen(error).body):
-                yield each
+
+
+def _api_error(error: Exception) -> ApiError:
+    """Return the API's error for any; the traceback of one that nobody has thought of goes to the log."""
+    if isinstance(error, LookaheadError):
+        return ApiError.of(error)
+    log.error("an answer has failed", exc_info=error)
+    return ApiError.unforeseen(error)
 
 
 def _of_http(_: Request, error: Exception) -> Response:

@@ -229,13 +229,7 @@ class Common(_Body):
         kept = {name: value for name in PENALTIES if (value := getattr(self, name)) is not None}
         if self.min_tokens is not None:
             kept["min_new_tokens"] = self.min_tokens
-        given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
-        if self.seed is not None and self.seed in OPENAI_SEEDS:
-            given["seed"] = None if self.seed == NO_SEED else self.seed & MAX_SEED
-        if self.top_p == 0:  # the likeliest token alone
-            given |= {"top_p": None, "temperature": 0.0}
-        if 0 < given.get("temperature", 0) < MIN_TEMPERATURE:
-            given["temperature"] = 0.0
+        given = self._given_sampling()
         replace(sampling, **given | kept | {"temperature": None})  # raises for values out of range, even unused ones
         if not replace(sampling, **given | dict.fromkeys(WARPERS_BESIDES)).draws(defaults):
             given |= dict.fromkeys((*WARPERS_BESIDES, "seed"))
@@ -243,6 +237,17 @@ class Common(_Body):
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(token): bias for token, bias in self.logit_bias.items()}
         return replace(sampling, **given)
+
+    def _given_sampling(self) -> dict[str, Any]:
+        """Return the settings of sampling that the body gives, in the ranges of this package."""
+        given: dict[str, Any] = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
+        if self.seed is not None and self.seed in OPENAI_SEEDS:
+            given["seed"] = None if self.seed == NO_SEED else self.seed & MAX_SEED
+        if self.top_p == 0:  # the likeliest token alone
+            given |= {"top_p": None, "temperature": 0.0}
+        if 0 < given.get("temperature", 0) < MIN_TEMPERATURE:
+            given["temperature"] = 0.0
+        return given
 
 
 def _same(value: object, other: object) -> bool:

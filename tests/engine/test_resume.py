@@ -7,11 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from support.engines import engine_of
+from support.ranks import run_ranks
+from support.stateful import EveryThird
 from support.thinned import thinned
 
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
+from lp_runtime.distributed.group import Group
 from lp_runtime.engine.output import Report
 from lp_runtime.engine.request import Request
 from lp_runtime.model.kv_cache.slots import CacheSlot
@@ -136,3 +139,53 @@ def test_a_text_whose_reading_is_broken_off(prompt_ids, strict_tokens):
         assert slot.tokens == [*prompt, *expected[:20]][: len(slot.tokens)] and slot.cache.length == len(slot.tokens)
         model.slots.release(slot)
         assert expected[:20] + decode(model, replace(request, committed=tuple(expected[:20])))[0] == expected
+
+
+def resumed(group: Group, prompt: tuple[int, ...], committed: list[int], is_ordered: bool, cancels: bool):
+    """(what this rank has fed and gathered, new tokens, report) of a resumed request; rank 1 holds its text already,
+    and cancels it."""
+    model = make_model()
+    processors = (EveryThird(),) if is_ordered else ()
+    request = Request(prompt, FIXED, 24, committed=tuple(committed), processors=processors)
+    if group.rank == 1:
+        decode(model, replace(request, processors=()))
+    noted: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for place, name, what in (
+            (ModelRunner, "feed_prompt", "feed"),
+            (ModelRunner, "forward", "feed"),
+            (type(group.connected), "all_gather", "gather"),
+        ):
+            method = getattr(place, name)
+
+            def call(*args, what=what, method=method):
+                noted.append(what)
+                return method(*args)
+
+            patch.setattr(place, name, call)
+        *outputs, report = engine_of(model, group).run(request, should_cancel=lambda: cancels and group.rank == 1)
+    return noted, [token for output in outputs for token in output.token_ids], report
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_nobody_waits_longer_than_a_chunk_for_one_who_lacks_the_text(model, prompt_ids, is_ordered):
+    """A replica that lacks all of it is not taken for lost by one that lacks nothing."""
+    prompt = prompt_ids * 4
+    processors = (EveryThird(),) if is_ordered else ()
+    expected, _, _ = decode(model, Request(prompt, FIXED, 24, processors=processors))
+    found = run_ranks(resumed, 2, prompt, expected[:10], is_ordered, False)
+    num_chunks = -(-len(prompt) // 16) + 1
+    assert num_chunks > 3
+    noted, tokens, report = found[0]
+    assert noted[: 2 * num_chunks] == ["feed", "gather"] * num_chunks
+    assert found[1][0][:num_chunks] == ["gather"] * num_chunks
+    for _, tokens, report in found:
+        assert expected[:10] + tokens == expected and report.finish_reason == "length"
+
+
+def test_a_resume_is_cancelled_between_two_chunks(model, prompt_ids):
+    """By all replicas at once, whatever each of them lacks."""
+    prompt = prompt_ids * 4
+    expected, _, _ = decode(model, Request(prompt, FIXED, 24))
+    for noted, tokens, report in run_ranks(resumed, 2, prompt, expected[:10], False, True):
+        assert noted.count("feed") <= 1 and tokens == [] and report.finish_reason == "cancelled"

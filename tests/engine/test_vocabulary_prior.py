@@ -21,7 +21,7 @@ from lp_runtime.engine.calibration import Calibration, Measured
 from lp_runtime.engine.output import Report
 from lp_runtime.engine.replica import Replica, start_replica
 from lp_runtime.engine.request import Request
-from lp_runtime.launchers.messages import Join, Prefill, Prefilled
+from lp_runtime.launchers.messages import Join, Prefill, Prefilled, SealedRequest
 from lp_runtime.launchers.process_host import Placement
 from lp_runtime.launchers.replica_server import ReplicaServer
 from lp_runtime.lookahead.drafters.best_first.tables import K
@@ -197,6 +197,6 @@ def test_a_prompt_that_is_fed_ahead_has_the_model_to_itself(folder, monkeypatch)
     server = ReplicaServer(config, Placement(0, 1), lambda message: events.append(type(message)))
     threading.Thread(target=server.run, daemon=True).start()
     server.post(Join(1, ReplicaContext()))
-    server.post(Prefill(2, REQUEST))
+    server.post(Prefill(2, SealedRequest.of(REQUEST)))
     wait_until(lambda: Prefilled in events)
     assert events[-2:] == ["alone", Prefilled]

@@ -11,6 +11,8 @@ import sys
 import tempfile
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from support import reference
@@ -19,8 +21,9 @@ from support.processes import PATIENCE, RAY_SETTINGS, command_line, marked, run_
 from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
 from lp_runtime.config.settings import FailureConfig, ModelConfig, RuntimeConfig
 from lp_runtime.errors import ConfigError, LaunchError
+from lp_runtime.launchers import ray_launcher
 from lp_runtime.launchers.messages import Failed
-from lp_runtime.launchers.ray_launcher import ReplicaActor
+from lp_runtime.launchers.ray_launcher import RayHost, ReplicaActor
 
 FIXED = LookaheadConfig(15, 5, 15)  # nothing is measured at start
 
@@ -212,3 +215,30 @@ def test_a_message_that_cannot_be_read_ends_the_replica_with_a_reason():
     failed = actor.outgoing.get_nowait()
     assert isinstance(failed, Failed) and "UnpicklingError" in failed.message
     assert actor.outgoing.get_nowait() is None
+
+
+def test_a_shard_that_ends_without_a_word(monkeypatch):
+    """Its last batch is empty; the replica is lost once the stream has ended."""
+    stream = iter([[]])
+    module = MagicMock(wait=lambda streams, num_returns, timeout: (streams, []), get=lambda batch: batch)
+    module.exceptions.RayError = ray.exceptions.RayError
+    actor = module.remote.return_value.return_value.options.return_value.remote.return_value
+    actor.serve.options.return_value.remote.return_value = stream
+    monkeypatch.setattr(ray_launcher, "gpus_of_cluster", lambda ray, device: (0, 1))
+    monkeypatch.setattr(
+        ray_launcher, "Booking", lambda ray, config: SimpleNamespace(device="cpu", options=lambda index: {})
+    )
+    host = RayHost(module, RuntimeConfig(gpus=1, device="cpu"))
+    host.start_process(0)
+    assert host.receive(0.0) == []
+    assert host.receive(0.0) == [(0, Failed("its actor ended (StopIteration)", None))]
+    assert host.receive(0.0) == []
+
+
+def test_a_processor_of_the_main_module_is_sent_with_its_class(runtime, monkeypatch):
+    """Ray pickles by value what replicas cannot import."""
+    body = {"prefix_only": True, "__call__": lambda self, input_ids, scores: scores, "__module__": "__main__"}
+    silent = type("Silent", (), body)
+    monkeypatch.setattr(sys.modules["__main__"], "Silent", silent, raising=False)
+    out = runtime.generate(reference.PROMPTS[0], 4, eos=False, processors=[silent()])
+    assert out.token_ids == runtime.generate(reference.PROMPTS[0], 4, eos=False).token_ids

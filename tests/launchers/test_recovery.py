@@ -5,17 +5,28 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from support import reference
 from support.gate import Gate
 from support.processes import own_replicas, wait_until
+from transformers import LogitsProcessor, SuppressTokensLogitsProcessor
 
-from lp_runtime import ConfigError, ConstraintConfig, LookaheadConfig, LookaheadRuntime, ReplicaError, SamplingConfig
+from lp_runtime import (
+    ConfigError,
+    ConstraintConfig,
+    LookaheadConfig,
+    LookaheadRuntime,
+    ReplicaError,
+    RequestError,
+    SamplingConfig,
+)
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.settings import FailureConfig, RuntimeConfig
 from lp_runtime.engine.output import Report
@@ -41,7 +52,7 @@ def replicas_of(runtime: LookaheadRuntime) -> list[int]:
 
 @contextmanager
 def gate(num_prompt: int) -> Iterator[Gate]:
-    """A gate half way through the text: a request still runs when its caller, however slow, does what it does before."""
+    """A gate within the text: a request still runs when its caller, however slow, does what it does before."""
     with tempfile.TemporaryDirectory() as folder:
         yield Gate(Path(folder), num_prompt + GATED)
 
@@ -297,3 +308,34 @@ def test_a_replica_whose_step_goes_wrong(
         assert_same(out, undisturbed["greedy"])
         assert out.losses == 1
         assert list(runtime.launcher.pool.losses.values()) == [reason]
+
+
+class Unheard(LogitsProcessor):
+    """Of a module that replicas do not have, as a test says."""
+
+    prefix_only = True
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+@pytest.mark.parametrize("module", ["__main__", "only_the_callers"])
+def test_a_processor_that_replicas_cannot_import_harms_none(undisturbed, runtime, module, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, sys.modules.get(module) or ModuleType(module))
+    monkeypatch.setattr(sys.modules[module], "Unheard", Unheard, raising=False)
+    monkeypatch.setattr(Unheard, "__module__", module)
+    pids = replicas_of(runtime)
+    for lease in (ReplicaLease({0, 1, 2}), ReplicaLease({1})):  # of a group, and of one that decodes batches
+        with pytest.raises(RequestError, match=f"^processors: {module}.Unheard: replicas cannot import it "):
+            list(runtime.launcher.run_on(runtime.request(reference.PROMPTS[1], 8, processors=[Unheard()]), lease))
+    assert_same(decode(runtime), undisturbed["greedy"])
+    assert replicas_of(runtime) == pids
+
+
+def test_a_processor_that_holds_a_tensor_reaches_replicas(started_replicas):
+    """By value: a replica has no way to the memory of the caller's process."""
+    with start(2, restarts=0) as runtime:
+        first = runtime.generate(reference.PROMPTS[1], 4, eos=False)
+        processors = [SuppressTokensLogitsProcessor(first.token_ids[:1])]
+        out = runtime.generate(reference.PROMPTS[1], 4, eos=False, processors=processors)
+        assert out.token_ids[0] != first.token_ids[0] and runtime.num_ready == 2

@@ -43,6 +43,54 @@ with LookaheadRuntime(sys.argv[1], dtype="float32", device="cpu", lookahead=Look
         json.dump(result, file)
 """
 
+FAILING = """
+import json, sys
+import torch
+from transformers import LogitsProcessor
+from lp_runtime import ConstraintConfig, LookaheadRuntime
+from lp_runtime.constraints.grammar_guide import GrammarGuide
+from lp_runtime.errors import ConstraintError
+sys.path.insert(0, sys.argv[3])
+from support import reference
+
+def advance(guide, committed):  # on all ranks alike
+    raise ConstraintError("a dead end")
+
+GrammarGuide.advance = advance
+
+class Fails(LogitsProcessor):  # at its third call, on the one rank where it is called
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.num_calls += 1
+        if self.num_calls == 3:
+            raise ValueError("no more")
+        return scores
+
+def harm(runtime):
+    errors = []
+    for options in (
+        {"constraint": ConstraintConfig(regex="[ab]{9}")},
+        {"processors": [Fails()]},
+        {"processors": [Fails()], "max_new_tokens": 2},
+    ):
+        try:
+            runtime.generate(**{"prompt": reference.PROMPTS[0], "max_new_tokens": 8} | options)
+            errors.append("")
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors, runtime.generate(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False).token_ids
+
+torch.set_num_threads(1)
+with LookaheadRuntime(sys.argv[1], dtype="float32", device="cpu") as runtime:
+    found = [harm(runtime)]
+    if runtime.is_leader:  # the other rank serves what comes now
+        found.append(harm(runtime))
+    with open(f"{sys.argv[2]}/{int(not runtime.is_leader)}.json", "w") as file:
+        json.dump(found, file)
+"""
+
 
 @pytest.fixture
 def environment(tmp_path):
@@ -106,6 +154,21 @@ def test_a_script_on_two_ranks(environment, demo_model_dir, greedy, sampled, tmp
         assert result["outs"] == [*greedy, greedy[0]]
         first = [token for tokens in result["first"] for token in tokens]
         assert first == greedy[0][: len(first)]
+    environment.assert_gone()
+
+
+@pytest.mark.parametrize("split", ["", pytest.param(", gpus_per_replica=2", marks=pytest.mark.slow)])
+def test_requests_that_fail_by_their_own_fault_end_alone(environment, demo_model_dir, greedy, tmp_path, split):
+    """Whether all ranks meet the error or one of them alone; two replicas, and the two shards of one."""
+    (tmp_path / "script.py").write_text(FAILING.replace('device="cpu"', f'device="cpu"{split}'))
+    tests = str(Path(reference.__file__).parents[1])
+    result = torchrun(environment, 2, "script.py", str(demo_model_dir), str(tmp_path), tests, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    leader, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert leader == [leader[0]] * 2 and other == leader[:1]
+    errors, tokens = leader[0]
+    assert errors == ["ConstraintError: a dead end", "RequestError: Fails failed: ValueError: no more", ""]
+    assert tokens == greedy[0]
     environment.assert_gone()
 
 
