@@ -135,12 +135,14 @@ class TreeProcessors:
         no_prefixes = torch.empty((len(nodes), 0), dtype=torch.int64, device=self.device)
         for processor in self._processors:
             if type(processor) in CONTEXT_FREE:
-                scores = processor(no_prefixes, scores)
+                with self._guarded(processor):
+                    scores = processor(no_prefixes, scores)
             elif isinstance(processor, GrammarMask):
                 scores = apply_masks(scores, masks)
             elif type(processor) in ROW_BY_ROW:
-                for _, places, prefixes in groups:
-                    scores[places] = processor(prefixes, scores[places])
+                with self._guarded(processor):
+                    for _, places, prefixes in groups:
+                        scores[places] = processor(prefixes, scores[places])
             else:
                 for rows, _, prefixes in groups:
                     for row, prefix in zip(rows, prefixes.split(1), strict=True):
@@ -153,7 +155,8 @@ class TreeProcessors:
         no_prefixes = torch.empty((len(logits), 0), dtype=torch.int64, device=self.device)
         for processor in self._processors:
             if type(processor) in CONTEXT_FREE:
-                scores = processor(no_prefixes, scores)
+                with self._guarded(processor):
+                    scores = processor(no_prefixes, scores)
         return scores
 
     def process_next(
@@ -172,13 +175,31 @@ class TreeProcessors:
         Raises:
             ConfigError, RequestError: see `__call__`.
         """
+        return self._in_order(logits, prefix, lambda scores: apply_masks(scores, masks))
+
+    def replay(self, logits: torch.Tensor, prefix: Sequence[int]) -> None:
+        """Call the processors as they were called behind a prefix, whose next token is known.
+
+        A constraint's mask is left out: it is not known any more. What a request's own processors see is what they saw,
+        unless they stand behind warpers.
+
+        Args:
+            logits: [1, V] float32, not changed.
+            prefix: [l] prompt and committed tokens.
+
+        Raises:
+            ConfigError, RequestError: see `__call__`.
+        """
+        self._in_order(logits, prefix, lambda scores: scores)
+
+    def _in_order(
+        self, logits: torch.Tensor, prefix: Sequence[int], mask: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Do what `process_next` says; `mask` applies a constraint's mask."""
         scores = logits.clone()
         ids = tensor_on(self.device, prefix)[None]
         for processor in self._processors:
-            if isinstance(processor, GrammarMask):
-                scores = apply_masks(scores, masks)
-            else:
-                scores = self._call(processor, ids, scores)
+            scores = mask(scores) if isinstance(processor, GrammarMask) else self._call(processor, ids, scores)
         return scores
 
     def _call(self, processor: LogitsProcessor, prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

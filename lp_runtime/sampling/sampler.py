@@ -181,7 +181,7 @@ class Sampler:
             logits: [1, V] float32, behind the prefix.
             prefix: [l] the tokens before that token.
         """
-        self._processors.process_next(logits, prefix)
+        self._processors.replay(logits, prefix)
 
     def _sampled(
         self,

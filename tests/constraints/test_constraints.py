@@ -146,6 +146,16 @@ def test_resuming_goes_on_behind_what_is_committed(seed):
         assert rest == whole[done:]
 
 
+def test_resuming_calls_ordered_processors_again():
+    """What they saw does not depend on the constraint's mask, which stands behind them."""
+    model, request = runner("Llama"), record_request(processors=(LikesItsCalls(),))
+    whole, _, _ = decode(model, request, Group.alone())
+    assert len(whole) > 5
+    for done in (1, len(whole) // 2, len(whole) - 1):
+        rest, _, _ = decode(model, replace(request, committed=tuple(whole[:done])), Group.alone())
+        assert rest == whole[done:]
+
+
 def strict_runner() -> ModelRunner:
     """Return a model in bfloat16, where ties are common, whose passes are cut into equal ones."""
     model = random_model("Llama", seed=1, initializer_range=0.3).to(torch.bfloat16)

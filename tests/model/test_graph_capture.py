@@ -79,10 +79,10 @@ def runner_of_demo() -> ModelRunner:
 
 
 def test_sizes_for_which_memory_does_not_suffice_are_left_out(gpu, monkeypatch, caplog):
-    model = runner_of_demo()
-    run_pass = PassSet.run_pass
     monkeypatch.setattr(fixed_passes, "SIZES", (1, 4, 16, 32))
     monkeypatch.setattr(fixed_passes, "MIN_LARGEST", 4)
+    model = runner_of_demo()
+    run_pass = PassSet.run_pass
 
     def limited(self, one) -> None:
         if len(one.inputs.ids) > 16:

@@ -5,7 +5,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as library
 
-from lp_runtime.errors import ConfigError
+from lp_runtime.errors import ConfigError, RequestError
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.sampling.processors import TreeProcessors, of_row
 
@@ -90,6 +90,25 @@ def test_committed_tokens_are_followed():
 def test_a_share_without_nodes():
     processors = TreeProcessors(PROCESSORS, CPU)
     assert processors(torch.empty((0, 16)), make_tree(), [], TEXT).shape == (0, 16)
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        library.NoBadWordsLogitsProcessor([[99]]),
+        library.SequenceBiasLogitsProcessor([[[99], 1.0]]),
+        library.ForcedEOSTokenLogitsProcessor(9, 99),
+        library.ForcedBOSTokenLogitsProcessor(99),
+        library.ExponentialDecayLengthPenalty((1, 1.5), torch.tensor([99]), 2),
+    ],
+    ids=lambda processor: type(processor).__name__,
+)
+def test_a_processor_that_fails_is_its_requests_fault(processor):
+    """Token 99 is none of the 16; the error ends that request alone."""
+    text = TEXT[:1] if isinstance(processor, library.ForcedBOSTokenLogitsProcessor) else [*TEXT, 3]
+    processors = TreeProcessors([processor], CPU, reports=True)
+    with pytest.raises(RequestError, match=f"{type(processor).__name__} failed: "):
+        processors(torch.zeros((1, 16)), TokenTree(text[-1:], max_depth=0), [0], text)
 
 
 def test_processors_of_two_prompts_at_once_are_refused():
