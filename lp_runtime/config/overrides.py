@@ -6,9 +6,11 @@ import difflib
 import importlib.util
 import json
 import re
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -93,7 +95,8 @@ def load_config(schema: type[Config], overrides: list[str], config_dir: str | No
 
     Args:
         schema: the class.
-        overrides: KEY=VALUE in Hydra's grammar. Values of LITERAL_KEYS are taken literally; one of
+        overrides: KEY=VALUE in Hydra's grammar. Values of LITERAL_KEYS are taken literally, and so are those of other
+            texts that Hydra would take for numbers, lists or nonsense; one of
             STRING_KEYS is one string, taken literally, or a JSON list of strings; one of FILE_KEYS names a file;
             `sampling.logit_bias` is {TOKEN_ID: BIAS, ...}.
         config_dir: a folder with further groups; None is none.
@@ -120,20 +123,45 @@ def _split(schema: type, overrides: list[str], config_dir: str | None) -> tuple[
         key, equals, value = override.partition("=")
         if not equals or not re.match(r"[\w.]+$", key):
             raise ConfigError(f"{_cut(override)}: settings are written KEY=VALUE, all keys are there (no + or ~)")
-        if key in LITERAL_KEYS and key in _keys(schema):
-            literal[key] = value
-        elif key in STRING_KEYS and key in _keys(schema):
-            literal[key] = _strings(key, value)
-        elif key in FILE_KEYS and key in _keys(schema):
-            literal[key] = _text_of(key, value)
-        elif key == "sampling.logit_bias":
-            literal[key] = _biases(key, value)
-        elif key.partition(".")[0] == "hydra":
+        if key.partition(".")[0] == "hydra":
             raise ConfigError(f"unknown setting {_cut(override)}: see --help")
+        if key in _keys(schema) and (read := _reader_of(schema, key, override)) is not None:
+            literal[key] = read(value)
         else:
             _check_group(key, value, config_dir)
             composed.append(override)
+            literal.pop(key, None)  # the last one counts
     return literal, composed
+
+
+def _reader_of(schema: type, key: str, override: str) -> Callable[[str], Any] | None:
+    """Return what reads the value of a setting's override here; None where Hydra does."""
+    if key in STRING_KEYS:
+        return partial(_strings, key)
+    if key in FILE_KEYS:
+        return partial(_text_of, key)
+    if key == "sampling.logit_bias":
+        return partial(_biases, key)
+    is_literal = key in LITERAL_KEYS or (_type_of(schema, key) is str and _is_odd_text(override))
+    return str if is_literal else None
+
+
+def _type_of(schema: type, key: str) -> object:
+    """Return the type of a setting, without None; None for a key that is no setting."""
+    found: Any = schema
+    for name in key.split("."):
+        found = get_type_hints(found).get(name) if is_dataclass(found) else None
+    choices = [each for each in get_args(found) if each is not type(None)]
+    return choices[0] if len(choices) == 1 else found
+
+
+def _is_odd_text(override: str) -> bool:
+    """Whether Hydra reads the value of an override as something else than a text or null: 12e4567 is infinity to it."""
+    try:
+        value = OverridesParser.create().parse_override(override).value()
+    except (HydraException, ValueError, RecursionError):
+        return True
+    return value is not None and not isinstance(value, str)
 
 
 def _compose(schema: type, overrides: list[str], config_dir: str | None) -> dict[str, Any]:

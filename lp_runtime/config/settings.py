@@ -70,7 +70,10 @@ class ModelConfig:
     @property
     def location(self) -> str:
         """The directory or hub id to load; the demo model's directory if no path is given."""
-        return str(DEMO_MODEL) if self.path is None else self.path
+        if self.path is None:
+            return str(DEMO_MODEL)
+        # Shells leave ~ as it is behind KEY=.
+        return str(Path(self.path).expanduser()) if self.path.startswith("~") else self.path
 
 
 @dataclass

@@ -50,7 +50,12 @@ class ReplicaContext:
                 f"launcher=torchrun: {missing[0]} is not set; start with"
                 " 'torchrun --nproc-per-node GPUS -m lp_runtime ...', or choose launcher=local or launcher=ray"
             )
-        rank, size, local, num_local, port = (int(os.environ[name]) for name in (*names[:4], names[5]))
+        numbers = []
+        for name in (*names[:4], names[5]):
+            if not os.environ[name].isdecimal():
+                raise LaunchError(f"launcher=torchrun: {name}={os.environ[name]}: must be a number")
+            numbers.append(int(os.environ[name]))
+        rank, size, local, num_local, port = numbers
         return cls(
             rank,
             size,

@@ -162,14 +162,28 @@ def check_output(path: Path) -> None:
     Raises:
         ConfigError: says why.
     """
-    if path.is_dir():
-        raise ConfigError(f"output={path}: cannot be written: is a directory")
-    if not path.parent.is_dir():
-        raise ConfigError(f"output={path}: cannot be written: there is no directory {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"output={path}: cannot be written: no permission")
-    if path.is_file() and path.stat().st_size and not _settings_path(path).exists():
-        raise ConfigError(f"output={path}: exists and was not written by lp-generate; it is left as it is")
+    try:
+        if path.is_dir():
+            raise ConfigError(f"output={path}: cannot be written: is a directory")
+        if not path.parent.is_dir():
+            raise ConfigError(f"output={path}: cannot be written: there is no directory {path.parent}")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ConfigError(f"output={path}: cannot be written: no permission")
+        if path.is_file() and path.stat().st_size and not _settings_path(path).exists():
+            raise ConfigError(f"output={path}: exists and was not written by lp-generate; it is left as it is")
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise ConfigError(f"output={path}: cannot be written: {error.strerror}") from error
+
+
+def check_prompts(path: str) -> None:
+    """Refuse, before anything is read, prompts that can be read once only: an output's settings have their digest.
+
+    Raises:
+        ConfigError: names the path.
+    """
+    found = Path(path)
+    if found.exists() and not (found.is_file() or found.is_dir()):
+        raise ConfigError(f"prompts={path}: must be a file, which can be read twice, where output is given")
 
 
 def _settings_path(output: Path) -> Path:

@@ -6,9 +6,13 @@ Imports nothing that takes time: bad settings are refused before torch is import
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import logging
 import os
+import signal
 import sys
+from typing import NoReturn
 
 from lp_runtime.config.commands import BenchConfig, ChatConfig, GenerateConfig
 from lp_runtime.config.overrides import as_yaml, help_keys, load_config
@@ -21,6 +25,8 @@ from lp_runtime.utils.startup import no_garbage_collection
 
 BAD_INPUT = (ConfigError, RequestError, ModelError, LaunchError)
 EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
+EXIT_SIGNAL = 128  # and the number of the signal that has ended the process
+UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of stdout
 
 GENERATE_USAGE = """\
 lp-generate prompt="def fib(n):" [gpus=2] [lookahead.W=15 lookahead.N=5 lookahead.G=15] [KEY=VALUE ...]
@@ -61,19 +67,21 @@ def _run(
     schema: type[RuntimeConfig],
     arguments: list[str] | None,
 ) -> None:
-    """Run a command. The process exits with 0, 2 (bad input), 1 (failed while working) or 130 (Ctrl-C).
+    """Run a command. The process exits with 0, 2 (bad input), 1 (failed while working), 130 (Ctrl-C) or 143 (SIGTERM to
+    lp-serve).
 
     Args:
         parser: the command's arguments.
         schema: the command's settings class.
         arguments: the command line; that of the process if None.
     """
+    _prepare_process(is_server=schema is ServeConfig)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     rank = 0
     try:
         if started_by_torchrun():
             rank = ReplicaContext.from_torchrun().rank
-        options = parser.parse_args(arguments)
+        options = parser.parse_intermixed_args(arguments)
         try:
             config = load_config(schema, options.overrides, options.config_dir)
             if not options.cfg:
@@ -83,7 +91,7 @@ def _run(
                 return
             raise
         if options.cfg:
-            print(as_yaml(config), end="")
+            print(as_yaml(config), end="", flush=True)
             return
         with no_garbage_collection():
             from lp_runtime.entrypoints.commands import run_command  # takes seconds: bad settings do not wait for it
@@ -93,12 +101,35 @@ def _run(
         line = " ".join(str(error).splitlines())  # a value that the message quotes may have several
         print(f"error: {f'rank {rank}: ' if rank else ''}{line}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT if isinstance(error, BAD_INPUT) else EXIT_FAILED)
-    except BrokenPipeError:  # the reader of stdout has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would report the error again at exit
-        sys.exit(EXIT_FAILED)
+    except OSError as error:
+        _end_unwritable(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
+
+
+def _prepare_process(is_server: bool) -> None:
+    """Show and read what an encoding does not have as a question mark; have SIGTERM end a server in order."""
+    if is_server and not started_by_torchrun():  # torchrun ends its ranks at once
+        signal.signal(signal.SIGTERM, _end_in_order)
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _end_unwritable(error: OSError) -> NoReturn:
+    """End the process for want of a reader of stdout, without a word, or of room on a disk; raise any other error."""
+    if error.errno not in UNWRITABLE:
+        raise error
+    if not isinstance(error, BrokenPipeError):
+        print(f"error: {error.filename or 'stdout'}: cannot be written: {error.strerror}", file=sys.stderr)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would report the error again at exit
+    sys.exit(EXIT_FAILED)
+
+
+def _end_in_order(number: int, frame: object) -> NoReturn:
+    """Have a signal end the process as an error does: replicas end, and what is left to send is sent."""
+    sys.exit(EXIT_SIGNAL + number)
 
 
 def _parser(name: str, usage: str, schema: type[RuntimeConfig]) -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from lp_runtime.bench.splits import measure_splits
 from lp_runtime.config.commands import BenchConfig, ChatConfig, GenerateConfig
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.entrypoints.batch import check_output, generate_file
+from lp_runtime.entrypoints.batch import check_output, check_prompts, generate_file
 from lp_runtime.entrypoints.chat import chat, check_chat
 from lp_runtime.entrypoints.generate import generate_one
 from lp_runtime.entrypoints.remote_chat import chat_with_server
@@ -75,6 +75,7 @@ def _prepare_generate(config: GenerateConfig) -> Work:
     if config.prompts is not None:
         assert config.output is not None  # GenerateConfig requires it beside `prompts`
         check_output(Path(config.output))
+        check_prompts(config.prompts)
         prompts = read_prompts(config.prompts, config.prompt_field, config.limit, config.ids)
         if config.turns == "all":
             check_conversations(prompts, config.prompts, config.prompt_field)

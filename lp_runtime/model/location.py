@@ -18,8 +18,11 @@ def check_location(config: ModelConfig) -> None:
         ModelError: if the location is written as a path and is no directory with a config.json.
     """
     path = Path(config.location)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(f"model.path={config.location}: the directory has no config.json")
-    elif path.exists() or config.location.startswith(("/", ".", "~")) or config.location.count("/") > 1:
-        raise ModelError(f"model.path={config.location}: no such directory")
+    try:
+        if path.is_dir():
+            if not (path / "config.json").is_file():
+                raise ModelError(f"model.path={config.location}: the directory has no config.json")
+        elif path.exists() or config.location.startswith(("/", ".", "~")) or config.location.count("/") > 1:
+            raise ModelError(f"model.path={config.location}: no such directory")
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise ModelError(f"model.path={config.location}: {error.strerror}") from error

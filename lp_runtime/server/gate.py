@@ -20,7 +20,8 @@ from lp_runtime.server.errors import ApiError
 
 access_log = logging.getLogger("lp_runtime.access")
 
-OPEN_PATHS = ("/", "/health", "/live", "/ready", "/metrics")  # asked for by probes and browsers, without a key
+PROBES = ("/health", "/live", "/ready", "/metrics")  # asked for by address, whatever the server's name is
+OPEN_PATHS = ("/", *PROBES)  # asked for by probes and browsers, without a key
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # of a client, taken over
 # Nothing may frame the page, guess types, or learn its address; the page loads nothing from elsewhere.
 SECURITY_HEADERS = (
@@ -103,7 +104,7 @@ class Gate:
     def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes], client: str | None) -> ApiError | None:
         """Return why a request is refused before its body is read; None if it is not."""
         host = headers.get(b"host", b"").decode("latin-1")
-        if not self._is_host_allowed(host):
+        if scope["path"] not in PROBES and not self._is_host_allowed(host):
             return ApiError(400, f"host {host!r}: is not served here (see allowed_hosts)", code="host_not_allowed")
         if scope["method"] == "POST" and not self._is_origin_allowed(headers, host):
             origin = headers[b"origin"].decode("latin-1")
@@ -177,7 +178,7 @@ def _log(scope: Scope, request_id: str, client: str | None, status: int, seconds
         "client": client or None,
         "address": scope["client"][0] if scope.get("client") else None,
         "method": scope["method"],
-        "path": urlsplit(scope["path"]).path,
+        "path": scope["path"] if scope["path"].startswith("/") else urlsplit(scope["path"]).path,
         "status": status,
         "seconds": round(seconds, 4),
     }

@@ -172,8 +172,10 @@ def serve(runtime: LookaheadRuntime, config: ServeConfig, starting: StartingServ
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         print(f"serving {served_name(config)} on {url}/v1", flush=True)
         print(f"a page to try it: {url}/", file=sys.stderr, flush=True)
-        server.run(sockets=[listener])
-        routes.close()
+        try:
+            server.run(sockets=[listener])  # raises the signal that has ended it once more
+        finally:
+            routes.close()
 
 
 def log_to_stderr(log: logging.Logger) -> None:

@@ -103,7 +103,7 @@ def _record(text: str, field: str, where: str) -> dict[str, Any]:
     """Return the record of one line, which has the field; `where` begins the messages of its errors."""
     try:
         record = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: is not JSON ({error})") from error
     if not isinstance(record, dict) or field not in record:
         fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__

@@ -6,6 +6,7 @@ import pytest
 
 from lp_runtime.config.commands import GenerateConfig
 from lp_runtime.config.overrides import load_config
+from lp_runtime.config.serving import ServeConfig
 from lp_runtime.errors import ConfigError
 
 
@@ -23,3 +24,24 @@ def test_renamed_settings_are_suggested(override, name):
     with pytest.raises(ConfigError) as caught:
         load_config(GenerateConfig, ["prompt=x", override])
     assert str(caught.value) == f"unknown setting {override}: did you mean {name}?"
+
+
+@pytest.mark.parametrize("key", ["api_key", "model.revision", "launcher.interface"])
+@pytest.mark.parametrize("text", ["12e4567", "1_000", "007", "true", "Zm9vYmFy==", "[a", "inf", "abc"])
+def test_texts_stay_as_they_are_written(key, text):
+    """Hydra reads numbers, and some of them lose digits; a key of the API may look like one."""
+    config = load_config(ServeConfig, [f"{key}={text}"])
+    found = {"api_key": config.api_key, "model.revision": config.model.revision}
+    assert (found | {"launcher.interface": config.launcher.interface})[key] == text
+
+
+def test_texts_may_come_from_elsewhere(monkeypatch):
+    monkeypatch.setenv("LP_TEST", "a key")
+    assert load_config(ServeConfig, ["api_key=12", "api_key=${oc.env:LP_TEST}"]).api_key == "a key"
+    assert load_config(ServeConfig, ["api_key=12", "api_key=null"]).api_key is None
+    assert load_config(ServeConfig, ["api_key='12'"]).api_key == "12"
+
+
+def test_a_home_directory_behind_a_key(monkeypatch):
+    monkeypatch.setenv("HOME", "/where")
+    assert load_config(ServeConfig, ["model.path=~/model"]).model.location == "/where/model"

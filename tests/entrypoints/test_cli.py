@@ -7,6 +7,8 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -203,6 +205,11 @@ def test_bad_settings(refusal, override, message):
     assert refusal("prompt=x", override) == message
 
 
+def test_settings_may_stand_behind_options(capsys):
+    main(["prompt=x", "--cfg", "gpus=2"])
+    assert "\ngpus: 2\n" in capsys.readouterr().out
+
+
 def test_of_several_values_of_one_key_the_last_counts_and_is_named(refusal):
     assert refusal("prompt=x", "gpus=2", "gpus=x") == "gpus=x: must be an integer >= 1"
 
@@ -325,6 +332,7 @@ def test_empty_prompts_file(refusal, prompts, text):
     [
         ("{", "prompts.jsonl line 3: is not JSON"),
         ("prompt", "prompts.jsonl line 3: is not JSON"),
+        ("[" * 200_000, "prompts.jsonl line 3: is not JSON"),
         ('{"text": "a"}', "prompts.jsonl line 3: has no field 'prompt' (prompt_field=); it has: text"),
         ("[1]", "prompts.jsonl line 3: has no field 'prompt'"),
         ('{"prompt": ""}', "prompts.jsonl line 3: field 'prompt' must hold text"),
@@ -336,6 +344,19 @@ def test_empty_prompts_file(refusal, prompts, text):
 def test_bad_line_of_a_prompts_file_is_named(refusal, prompts, tmp_path, line, message):
     assert message in refusal(*prompts('{"prompt": "a"}\n\n' + line + "\n"))
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_prompts_that_can_be_read_once_only(refusal, tmp_path):
+    """The output's settings have a digest of the file."""
+    os.mkfifo(tmp_path / "pipe")
+    message = refusal(f"prompts={tmp_path}/pipe", f"output={tmp_path}/out.jsonl")
+    assert message.startswith(f"prompts={tmp_path}/pipe: must be a file, which can be read twice")
+
+
+def test_names_that_no_file_can_have(refusal, prompts):
+    source, _ = prompts('{"prompt": "a"}\n')
+    assert refusal(source, f"output={'a' * 300}") == f"output={'a' * 300}: cannot be written: File name too long"
+    assert refusal("prompt=x", f"model.path=/{'a' * 300}") == f"model.path=/{'a' * 300}: File name too long"
 
 
 def test_prompts_file_that_is_not_text(refusal, tmp_path):
@@ -354,6 +375,12 @@ def test_output_that_cannot_be_written(refusal, prompts, tiny_model_dir, tmp_pat
 
 
 # Launchers that cannot start
+
+
+def test_a_variable_of_torchrun_that_is_no_number(refusal, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "abc" if name == "WORLD_SIZE" else "1")
+    assert refusal("prompt=x", "launcher=torchrun") == "launcher=torchrun: WORLD_SIZE=abc: must be a number"
 
 
 def test_torchrun_launcher_without_torchrun(refusal, tiny_model_dir):
@@ -488,6 +515,17 @@ def test_a_reader_that_leaves_is_no_reason_for_a_traceback(tiny_model_dir, tmp_p
         _, err = process.communicate(timeout=PATIENCE)
         assert (process.returncode, err) == (1, b"")
         mark.assert_gone()
+
+
+def test_a_full_disk_behind_stdout_and_letters_that_it_does_not_have(tmp_path):
+    """One line, and a question mark."""
+    with marked(PYTHONIOENCODING="ascii") as mark, open("/dev/full", "w") as full:
+        options = {"cwd": tmp_path, "env": mark.environment, "stderr": subprocess.PIPE, "text": True}
+        command = [sys.executable, "-m", "lp_runtime", "--cfg"]
+        done = subprocess.run([*command, "prompt=x"], stdout=full, **options)
+        assert (done.returncode, done.stderr) == (1, "error: stdout: cannot be written: No space left on device\n")
+        done = subprocess.run([*command, "prompt=d\u00e9"], stdout=subprocess.PIPE, **options)
+        assert (done.returncode, done.stderr) == (0, "") and "prompt: d?" in done.stdout
 
 
 def test_ids_of_a_model_without_a_tokenizer_are_shown(capsys, tiny_model_dir):

@@ -46,6 +46,44 @@ def test_a_conversation_with_a_server(converse, tmp_path):
     )
 
 
+def event(**delta: object) -> dict:
+    """An event of a chat's stream."""
+    return {"choices": [{"delta": delta}]}
+
+
+def test_reasoning_is_shown_beside_the_answer_and_forgotten(converse):
+    answers = [
+        [event(reasoning_content="Let me "), event(reasoning_content="see."), "Yes."],
+        [event(reasoning="Well."), event(content=None), {"choices": [None, {"delta": None}]}, "No."],
+    ]
+    with fake_server(answers.__getitem__) as (url, fake):
+        status, out, err = converse("One\nTwo\n", f"url={url}")
+    assert status == 0 and out == "Yes.\nNo.\n"
+    assert err.splitlines()[1:] == ["Let me see.", "Well."]
+    assert [each["content"] for each in fake.bodies[1]["messages"]] == ["One", "Yes.", "Two"]
+
+
+def test_settings_of_sampling_that_the_api_names_otherwise_or_lacks(converse):
+    with fake_server(lambda number: ["a"]) as (url, fake):
+        off = ("sampling.no_repeat_ngram_size=0", "sampling.bad_words_ids=[]", "sampling.typical_p=1")
+        converse("One\n", f"url={url}", "sampling.min_new_tokens=3", *off)
+    (body,) = fake.bodies
+    assert body.keys() == {"model", "messages", "min_tokens", "stream"} and body["min_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("setting", "shown"),
+    [
+        ("no_repeat_ngram_size=2", "no_repeat_ngram_size=2"),
+        ("bad_words_ids=[[5]]", "bad_words_ids=[[5]]"),
+        ("typical_p=0.5", "typical_p=0.5"),
+    ],
+)
+def test_a_setting_that_no_server_would_get(converse, setting, shown):
+    status, _, err = converse("One\n", "url=http://127.0.0.1:1", f"sampling.{setting}")
+    assert (status, err) == (2, f"error: sampling.{shown}: not with url, as the API has no field for it\n")
+
+
 def test_a_server_that_is_not_there(converse):
     status, _, err = converse("Hi\n", "url=http://127.0.0.1:1")
     assert (status, err) == (2, "error: url=http://127.0.0.1:1: cannot be reached (Connection refused)\n")

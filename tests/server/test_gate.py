@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from lp_runtime.server.gate import Gate, GateRules
+from lp_runtime.server.gate import PROBES, Gate, GateRules
 
 SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions", "client": ("127.0.0.1", 1)}
 
@@ -64,6 +64,8 @@ def test_hosts(host, status):
     rules = GateRules(allowed_hosts=("localhost", "127.0.0.1", "[::1]", "*.example.org"))
     assert Recorder(rules).ask(host=host)[0] == status
     assert Recorder(GateRules()).ask(host=host)[0] == 200
+    for path in PROBES:  # probes ask by address
+        assert Recorder(rules).ask(host=host, path=path)[0] == 200
 
 
 @pytest.mark.parametrize(

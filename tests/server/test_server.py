@@ -307,6 +307,24 @@ def test_the_command(tmp_path):
     assert f"a page to try it: {str(client.base_url).removesuffix('v1/')}" in said
 
 
+@pytest.mark.parametrize("stage", ["loading", "serving"])
+def test_sigterm_ends_the_command_in_order(tmp_path, stage):
+    """Also where nothing would end it by default: process 1 of a container, while it loads."""
+    with marked() as mark, one_core(), open(tmp_path / "stderr", "w") as stderr:
+        code = "from lp_runtime.entrypoints.cli import serve_main; serve_main()"
+        command = [sys.executable, "-c", code, "port=0", "device=cpu", "lookahead.prior=none"]
+        options = {"cwd": tmp_path, "env": mark.environment, "stdout": subprocess.PIPE, "stderr": stderr}
+        process = subprocess.Popen(command, **options)
+        if stage == "serving":
+            assert process.stdout.readline().startswith(b"serving ")
+        else:
+            wait_until(lambda: "loading" in (tmp_path / "stderr").read_text())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 128 + signal.SIGTERM, "an exit, not a death by the signal"
+        mark.assert_gone()
+    assert "Traceback" not in (tmp_path / "stderr").read_text()
+
+
 @pytest.mark.slow
 def test_a_server_that_is_killed_and_started_again(tmp_path):
     """Its replicas end by themselves, in the middle of a request; the next one takes the port."""
