@@ -7,6 +7,7 @@ moment at which a request was to be sent.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -18,14 +19,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lp_runtime.bench.prompts import read_sources
+from lp_runtime.config.checks import MAX_SECONDS
 from lp_runtime.config.commands import BenchConfig
-from lp_runtime.errors import ConfigError, LookaheadError, ReplicaError
-from lp_runtime.utils.openai_client import Endpoint
+from lp_runtime.errors import ConfigError, LookaheadError, ReplicaError, RequestError, unforeseen_as
+from lp_runtime.utils.openai_client import REASONING_FIELDS, Endpoint, choices_of, delta_of
 
 CLIENTS = 8  # of a closed loop, if the settings do not say
 PERCENTILES = (50, 90, 99)
+DELTA_FIELDS = ("content", *REASONING_FIELDS, "refusal", "tool_calls")  # of a chat, in which the model's tokens come
+OF_METHODS = {"methods": [], "degrees": [], "rounds": 1, "threads": None}  # settings without effect on a load, unset
 Ask = Callable[[int, float], "Answer"]  # of a request's number, and when it was to be sent
 
 
@@ -34,8 +39,8 @@ class Answer:
     """How one request went.
 
     Attributes:
-        num_tokens: new tokens, as the server counts them; where it does not, pieces of text.
-        first_token: seconds until the first piece of text; None if none came.
+        num_tokens: new tokens, as the server counts them; where it does not, the pieces in which the answer came.
+        first_token: seconds until the first piece, of text, reasoning or a tool call; None if none came.
         inter_token: seconds between tokens, mean; None for fewer than two.
         seconds: until the end.
         error: what went wrong, in a line; None if nothing did.
@@ -122,6 +127,7 @@ def put_under_load(config: BenchConfig) -> None:
         ReplicaError: no request has been answered.
     """
     assert config.url is not None
+    _check(config)
     endpoint = Endpoint.of(config.url, config.api_key, config.api_key_file)
     prompts = read_sources(config)
     if config.output is not None:
@@ -132,8 +138,9 @@ def put_under_load(config: BenchConfig) -> None:
 
     def ask(number: int, due: float) -> Answer:
         answer = _ask(endpoint, route, bodies[number % len(bodies)], due)
-        if not sys.stderr.isatty():  # a run that is cut short has told what it had
-            print(f"request {number}: {answer.error or f'{answer.seconds:.2f} s'}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the reader of stderr may have gone
+            if not sys.stderr.isatty():  # a run that is cut short has told what it had
+                print(f"request {number}: {answer.error or f'{answer.seconds:.2f} s'}", file=sys.stderr, flush=True)
         return answer
 
     if config.rate is None:
@@ -147,27 +154,45 @@ def put_under_load(config: BenchConfig) -> None:
         raise ReplicaError(f"url={config.url}: no request was answered")
 
 
+def _check(config: BenchConfig) -> None:
+    """Refuse settings that have no effect on a load, and a load that would never end.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    for name, unset in OF_METHODS.items():
+        if (value := getattr(config, name)) != unset:
+            raise ConfigError(f"{name}={value}: has no effect with url")
+    if config.rate is not None and config.num_requests - 1 > config.rate * MAX_SECONDS:
+        raise ConfigError(
+            f"rate={config.rate}: must be higher; {config.num_requests} requests would take over {MAX_SECONDS} seconds"
+        )
+
+
 def _body(prompt: str | list[int], name: str, config: BenchConfig) -> dict[str, object]:
     """Return the fields of a request, without `stream`."""
     common: dict[str, object] = {"model": name, "max_tokens": config.max_new_tokens, "temperature": 0}
     common["stream_options"] = {"include_usage": True}
+    if config.eos is False:  # sent only where it is asked for: servers other than vLLM and this one may refuse it
+        common["ignore_eos"] = True
     if config.chat:
         return {**common, "messages": [{"role": "user", "content": prompt}]}
     return {**common, "prompt": prompt}
 
 
 def _ask(endpoint: Endpoint, route: str, body: dict[str, object], due: float) -> Answer:
-    """Ask, and measure from `due` on, a time of time.perf_counter's clock."""
+    """Ask, and measure from `due` on, a time of time.perf_counter's clock. No exception leaves the function: each is
+    the answer's error."""
     first = last = None
     num_pieces, num_tokens, error = 0, None, None
     try:
-        for event in endpoint.stream(route, body):
-            if any(map(_has_text, event.get("choices") or ())):
-                last = time.perf_counter()
-                first = first or last
-                num_pieces += 1
-            if usage := event.get("usage"):
-                num_tokens = int(usage["completion_tokens"])
+        with unforeseen_as(RequestError, f"url={endpoint.url}: the answer cannot be read"):
+            for event in endpoint.stream(route, body):
+                if any(map(_has_tokens, choices_of(event))):
+                    last = time.perf_counter()
+                    first = first or last
+                    num_pieces += 1
+                num_tokens = num_tokens if (counted := _counted(event)) is None else counted
     except LookaheadError as reason:
         error = str(reason)
     total = num_pieces if num_tokens is None else num_tokens
@@ -175,8 +200,17 @@ def _ask(endpoint: Endpoint, route: str, body: dict[str, object], due: float) ->
     return Answer(total, None if first is None else first - due, between, time.perf_counter() - due, error)
 
 
-def _has_text(choice: dict) -> bool:
-    return bool(choice.get("text") or (choice.get("delta") or {}).get("content"))
+def _has_tokens(choice: dict[str, Any]) -> bool:
+    """Return whether a choice brings tokens of the model's: text, reasoning, or a part of a tool call."""
+    delta = delta_of(choice)
+    return bool(choice.get("text")) or any(delta.get(name) for name in DELTA_FIELDS)
+
+
+def _counted(event: dict[str, Any]) -> int | None:
+    """Return how many new tokens an event's `usage` says there are; None if it does not say."""
+    usage = event.get("usage")
+    number = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return number if type(number) is int and number >= 0 else None
 
 
 def closed_loop(ask: Ask, num_requests: int, num_clients: int) -> Load:

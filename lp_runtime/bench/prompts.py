@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lp_runtime.config.commands import BenchConfig
@@ -38,7 +39,8 @@ def read_sources(config: BenchConfig) -> list[Prompt]:
     """Return the prompts of the files that are given, at most config.each of a kind, else the built-in ones.
 
     Raises:
-        ConfigError: a file cannot be read, or lacks the field, or has no conversations though all turns are wanted.
+        ConfigError: a file cannot be read, or lacks the field, or has no conversations though all turns are wanted, or
+            a prompt is not valid Unicode.
     """
     if config.prompts is None:
         own = OWN_PROMPTS[: config.limit]
@@ -49,6 +51,7 @@ def read_sources(config: BenchConfig) -> list[Prompt]:
         if not colon or not path or not name:
             raise ConfigError(f"prompts={source}: must be FILE:FIELD")
         of_file = read_prompts(path, name, config.limit)
+        _check_unicode(of_file, path, name)
         if config.turns == "all":
             check_conversations(of_file, path, name)
         prompts += of_file
@@ -59,6 +62,17 @@ def read_sources(config: BenchConfig) -> list[Prompt]:
             taken[prompt.task] += 1
             chosen.append(prompt)
     return chosen
+
+
+def _check_unicode(prompts: Sequence[Prompt], path: str, field: str) -> None:
+    """Refuse texts that no tokenizer takes: half of a surrogate pair, as JSON may have it.
+
+    Raises:
+        ConfigError: names the line of the file.
+    """
+    for prompt in prompts:
+        if any("\ud800" <= character <= "\udfff" for turn in prompt.turns for character in turn):
+            raise ConfigError(f"{path} line {prompt.line}: field {field!r} is not valid Unicode")
 
 
 def encode_prompts(runtime: LookaheadRuntime, config: BenchConfig) -> list[BenchPrompt]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -151,8 +151,7 @@ def _type_of(schema: type, key: str) -> object:
     found: Any = schema
     for name in key.split("."):
         found = get_type_hints(found).get(name) if is_dataclass(found) else None
-    choices = [each for each in get_args(found) if each is not type(None)]
-    return choices[0] if len(choices) == 1 else found
+    return str if found == (str | None) else found
 
 
 def _is_odd_text(override: str) -> bool:

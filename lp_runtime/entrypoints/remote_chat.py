@@ -2,54 +2,86 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 from lp_runtime.config.commands import ChatConfig
 from lp_runtime.entrypoints.chat import Messages, converse, interruptible
-from lp_runtime.utils.openai_client import Endpoint
+from lp_runtime.errors import ConfigError
+from lp_runtime.utils.openai_client import REASONING_FIELDS, Endpoint, choices_of, delta_of
+
+FIELD_OF = {"min_new_tokens": "min_tokens"}  # names of the API, of vLLM's server and ours, where they differ from here
+NOT_OF_THE_API: dict[str, object] = {"typical_p": 1, "no_repeat_ngram_size": 0, "bad_words_ids": []}
+"""Settings of sampling that no field of the API stands for, and the value at which each is off."""
 
 
 def chat_with_server(config: ChatConfig) -> None:
     """Hold a conversation with the server of the settings.
 
     Raises:
-        ConfigError: the URL is none, or the key's file cannot be read.
+        ConfigError: the URL is none, or the key's file cannot be read, or the API has no field for a setting.
         LaunchError: the server cannot be reached.
         RequestError: the server refuses to say what models it has.
     """
     assert config.url is not None
+    fields = _fields(config)
     endpoint = Endpoint.of(config.url, config.api_key, config.api_key_file)
     name = config.served_name or endpoint.model()
-    converse(config.system, partial(_answer, endpoint, {"model": name, **_fields(config)}))
+    converse(config.system, partial(_answer, endpoint, {"model": name, **fields}))
 
 
 def _fields(config: ChatConfig) -> dict[str, object]:
-    """Return the fields of a request that the settings stand for; those that are not given are the server's choice."""
+    """Return the fields of a request that the settings stand for; those that are not given are the server's choice.
+
+    Raises:
+        ConfigError: a setting of sampling would have no effect.
+    """
+    sampling = dict(vars(config.sampling))
+    for name, off in NOT_OF_THE_API.items():
+        if (value := sampling.pop(name)) not in (None, off):
+            raise ConfigError(f"sampling.{name}={value}: not with url, as the API has no field for it")
     limits = {"max_tokens": config.max_new_tokens, "stop": config.stop, "max_time": config.max_time}
-    fields = limits | vars(config.sampling)
+    fields = limits | {FIELD_OF.get(name, name): value for name, value in sampling.items()}
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def _answer(endpoint: Endpoint, fields: dict[str, object], messages: Messages) -> str:
-    """Stream an answer; return the text that was shown."""
+    """Stream an answer, its reasoning to stderr; return the text that was shown, without the reasoning."""
     shown: list[str] = []
+    is_reasoning = False
     try:
         with interruptible() as interrupted:
-            for text in _texts(endpoint, {**fields, "messages": messages}):
-                shown.append(text)
-                print(text, end="", flush=True)
+            for reasoning, text in _texts(endpoint, {**fields, "messages": messages}):
+                if reasoning:
+                    print(reasoning, end="", file=sys.stderr, flush=True)
+                    is_reasoning = True
+                if text:
+                    if is_reasoning:
+                        print(file=sys.stderr, flush=True)
+                        is_reasoning = False
+                    shown.append(text)
+                    print(text, end="", flush=True)
                 if interrupted.is_set():
                     break
     finally:
+        if is_reasoning:
+            print(file=sys.stderr, flush=True)
         if shown:
             print(flush=True)
     return "".join(shown)
 
 
-def _texts(endpoint: Endpoint, body: dict[str, object]) -> Iterator[str]:
-    """Yield the pieces of an answer's text."""
+def _texts(endpoint: Endpoint, body: dict[str, object]) -> Iterator[tuple[str, str]]:
+    """Yield an answer as it comes: (piece of the reasoning, piece of the text), each empty where there is none."""
     for event in endpoint.stream("chat/completions", body):
-        for choice in event.get("choices") or ():
-            if text := (choice.get("delta") or {}).get("content"):
-                yield text
+        for delta in map(delta_of, choices_of(event)):
+            reasoning = next((text for name in REASONING_FIELDS if (text := _text(delta, name))), "")
+            yield reasoning, _text(delta, "content")
+
+
+def _text(delta: dict[str, Any], name: str) -> str:
+    """Return the text of a delta's field; empty if it has none."""
+    text = delta.get(name)
+    return text if isinstance(text, str) else ""

@@ -16,6 +16,7 @@ from lp_runtime.errors import ConfigError, LaunchError, RequestError, first_line
 
 MAX_ERROR_CHARS = 300  # of a server's message
 DONE = "[DONE]"
+REASONING_FIELDS = ("reasoning_content", "reasoning")  # of a delta; which one depends on the server
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,7 @@ class Endpoint:
         Raises:
             ConfigError: the URL is none, or the key's file cannot be read.
         """
-        try:
-            parts = urlsplit(url)
-            is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-        except ValueError:
-            is_good = False
-        if not is_good:
+        if not _can_be_asked(url):
             raise ConfigError(f"url={url}: must be http://HOST:PORT or https://HOST:PORT, with a path or without")
         if api_key_file is not None:
             api_key = _read_key(api_key_file)
@@ -73,9 +69,10 @@ class Endpoint:
             body: fields of the request, without `stream`.
 
         Raises:
-            LaunchError: the server cannot be reached, or has gone before the end.
+            LaunchError: the server cannot be reached, or has gone before the end: [DONE], or a finish reason.
             RequestError: the server refuses, or fails.
         """
+        is_finished = False
         with self._asked("POST", route, {**body, "stream": True}) as response:
             for line in response:
                 kind, _, data = line.decode(errors="replace").strip().partition(":")
@@ -84,10 +81,12 @@ class Endpoint:
                 if data.strip() == DONE:
                     return
                 event = _parsed(data)
-                if "error" in event:
+                if event.get("error"):  # some servers send null along
                     raise RequestError(f"url={self.url}: {_message(event)}")
+                is_finished |= any(choice.get("finish_reason") for choice in choices_of(event))
                 yield event
-        raise LaunchError(f"url={self.url}: the answer ended before its end")
+        if not is_finished:
+            raise LaunchError(f"url={self.url}: the answer ended before its end")
 
     @contextmanager
     def _asked(self, method: str, route: str, body: Mapping[str, object] | None) -> Iterator[http.client.HTTPResponse]:
@@ -113,6 +112,28 @@ class Endpoint:
             connection.close()
 
 
+def choices_of(event: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the choices of a stream's event, without those that are not JSON objects."""
+    choices = event.get("choices")
+    return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
+
+
+def delta_of(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the delta of a choice of a chat's event; an empty one if there is none."""
+    delta = choice.get("delta")
+    return delta if isinstance(delta, dict) else {}
+
+
+def _can_be_asked(url: str) -> bool:
+    """Return whether a URL is one of HTTP, whose host has a name that DNS can encode, and whose path is ASCII."""
+    try:
+        parts = urlsplit(url)
+        has_host = bool((parts.hostname or "").encode("idna")) and (parts.port or 1) > 0
+    except ValueError:  # a UnicodeError too: of a name with an empty or too long part
+        return False
+    return has_host and parts.scheme in ("http", "https") and parts.path.isascii()
+
+
 def _read_key(path: str) -> str:
     """Return the API key that a file holds.
 
@@ -130,13 +151,13 @@ def _parsed(text: str) -> dict[str, Any]:
     """Return a JSON object; an empty one for any other text."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
 def _message(body: Mapping[str, Any]) -> str:
     """Return the message of an error in the form of the OpenAI API, in one line; empty if there is none."""
-    error = body.get("error", body.get("detail", ""))
-    message = error.get("message", error) if isinstance(error, dict) else error
+    error = body.get("error") or body.get("detail") or ""
+    message = error.get("message") or error if isinstance(error, dict) else error
     return " ".join(str(message).split())[:MAX_ERROR_CHARS]

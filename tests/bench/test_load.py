@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+import sys
 import threading
+import time
 
 import pytest
 from support.fake_openai import fake_server
@@ -14,6 +16,7 @@ from support.serving import served
 from lp_runtime import LookaheadConfig, LookaheadRuntime
 from lp_runtime.bench.load import arrivals, percentile
 from lp_runtime.entrypoints.cli import bench_main
+from lp_runtime.utils.openai_client import Endpoint
 
 
 @pytest.fixture
@@ -83,6 +86,103 @@ def test_an_open_loop_does_not_wait_for_answers(capsys, prompts):
     assert "| 6 | 0 |" in out
 
 
+STOP = {"choices": [{"text": "", "finish_reason": "stop"}]}
+
+
+def loaded(capsys, tmp_path, prompts: str, events: list[str | dict], *arguments: str) -> dict:
+    """The report of a load whose every request is answered by the same pieces."""
+    with fake_server(lambda number: events) as (url, _):
+        run(capsys, f"url={url}", f"prompts={prompts}", "num_requests=5", f"output={tmp_path}/out", *arguments)
+    return json.loads((tmp_path / "out" / "load.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "usage", [{"prompt_tokens": 3}, {"completion_tokens": None}, {"completion_tokens": "7"}, {}, None, [7], "7"]
+)
+def test_a_server_that_does_not_count_has_its_pieces_counted(capsys, tmp_path, prompts, usage):
+    report = loaded(capsys, tmp_path, prompts, ["a", "b", {"choices": [], "usage": usage}, STOP, ""])
+    assert (report["requests"], report["errors"], report["new tokens"]) == (5, 0, 10)
+
+
+@pytest.mark.parametrize("choices", [[None], None, {"text": "a"}, ["text"], [{"delta": "a"}], [{"delta": None}]])
+def test_choices_that_are_none_are_passed_over(capsys, tmp_path, prompts, choices):
+    report = loaded(capsys, tmp_path, prompts, [{"choices": choices}, "a"])
+    assert (report["requests"], report["errors"], report["new tokens"]) == (5, 0, 5 * 4)
+
+
+@pytest.mark.parametrize("load", [("concurrency=2",), ("rate=1000",)])
+def test_every_request_is_accounted_for_whatever_fails(capsys, tmp_path, prompts, monkeypatch, load):
+    stream, numbers = Endpoint.stream, itertools.count()
+
+    def failing(self, route, body):
+        if next(numbers) % 2:
+            raise KeyError("no such thing")
+        return stream(self, route, body)
+
+    monkeypatch.setattr(Endpoint, "stream", failing)
+    report = loaded(capsys, tmp_path, prompts, ["a"], *load)
+    assert (report["requests"], report["errors"]) == (5, 2)
+    error = next(answer["error"] for answer in report["answers"] if answer["error"])
+    assert error.endswith("the answer cannot be read: KeyError: 'no such thing'")
+
+
+def test_a_load_goes_on_without_stderr(capsys, tmp_path, prompts, monkeypatch):
+    def gone(text):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(sys.stderr, "write", gone)
+    assert loaded(capsys, tmp_path, prompts, ["a"])["requests"] == 5
+
+
+def test_an_error_that_is_null_is_none(capsys, tmp_path, prompts):
+    event = {"error": None, "choices": [{"text": "a"}]}
+    report = loaded(capsys, tmp_path, prompts, [event, {"error": {"message": None, "code": 5}}], "num_requests=1")
+    assert report["answers"][0]["error"].endswith("{'message': None, 'code': 5}"), "it is an error"
+    assert loaded(capsys, tmp_path, prompts, [event])["errors"] == 0
+
+
+def test_a_stream_may_end_after_its_finish_reason(capsys, tmp_path, prompts):
+    assert loaded(capsys, tmp_path, prompts, ["a", STOP, ""])["errors"] == 0
+    assert loaded(capsys, tmp_path, prompts, ["a", ""])["errors"] == 5
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [
+        {"reasoning_content": "a"},
+        {"reasoning": "a", "content": None},
+        {"tool_calls": [{"index": 0, "function": {"arguments": "a"}}]},
+        {"refusal": "a"},
+    ],
+)
+def test_what_is_no_text_counts_as_pieces(capsys, tmp_path, prompts, delta):
+    def answer():
+        yield {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
+        yield {"choices": [{"delta": delta}]}
+        time.sleep(0.05)
+        yield from ("b", STOP, "")
+
+    with fake_server(lambda number: answer()) as (url, _):
+        run(capsys, f"url={url}", f"prompts={prompts}", "num_requests=1", f"output={tmp_path}/out", "chat=true")
+    (only,) = json.loads((tmp_path / "out" / "load.json").read_text())["answers"]
+    assert only["num_tokens"] == 2 and only["inter_token"] >= 0.04
+
+
+def test_eos_is_ignored_where_asked(capsys, prompts):
+    with fake_server(lambda number: ["a"]) as (url, fake):
+        for arguments in ([], ["eos=true"], ["eos=false"]):
+            run(capsys, f"url={url}", f"prompts={prompts}", "num_requests=1", *arguments)
+    assert [body.get("ignore_eos") for body in fake.bodies] == [None, None, True]
+
+
+def test_prompts_that_are_not_unicode(capsys, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"text": "fine"}\n{"text": "\\ud800"}\n')
+    for arguments in ([], ["url=http://127.0.0.1:1"]):
+        status, _, err = run(capsys, f"prompts={file}:text", "cache_dir=null", *arguments)
+        assert (status, err.splitlines()[-1]) == (2, f"error: {file} line 2: field 'text' is not valid Unicode")
+
+
 def test_moments_of_a_poisson_process():
     moments = list(itertools.islice(arrivals(4.0, 1), 4001))
     gaps = [later - earlier for earlier, later in itertools.pairwise(moments)]
@@ -117,6 +217,12 @@ def test_our_own_server(capsys, prompts):
         (["url=http://127.0.0.1:1"], "url=http://127.0.0.1:1: cannot be reached (Connection refused)"),
         (["rate=2"], "rate: only with url"),
         (["url=http://here", "rate=0"], "rate=0.0: must be a number > 0"),
+        (["url=http://here", "rate=1e-12"], "rate=1e-12: must be higher; 64 requests would take over 1000000 seconds"),
+        (["url=http://a..b:80"], "url=http://a..b:80: must be http://HOST:PORT"),
+        ([f"url=http://{'a' * 64}:80"], "must be http://HOST:PORT"),
+        (["url=http://here:80/é"], "url=http://here:80/é: must be http://HOST:PORT"),
+        (["url=http://here", "degrees=[2]"], "degrees=[2]: has no effect with url"),
+        (["url=http://here", "rounds=2"], "rounds=2: has no effect with url"),
         (["url=http://here", "rate=1", "concurrency=2"], "concurrency=2: not with rate"),
         (["url=http://here", "model.path=/a"], "model.path=/a: not with url"),
         (["url=http://here", "api_key_file=/none/such"], "api_key_file=/none/such: cannot be read: No such file"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lp_runtime.config.commands import GenerateConfig
+from lp_runtime.config.commands import BenchConfig, GenerateConfig
 from lp_runtime.config.overrides import load_config
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.errors import ConfigError
@@ -33,6 +33,10 @@ def test_texts_stay_as_they_are_written(key, text):
     config = load_config(ServeConfig, [f"{key}={text}"])
     found = {"api_key": config.api_key, "model.revision": config.model.revision}
     assert (found | {"launcher.interface": config.launcher.interface})[key] == text
+
+
+def test_lists_of_texts_are_lists():
+    assert load_config(BenchConfig, ["methods=[hf,plain]"]).methods == ["hf", "plain"]
 
 
 def test_texts_may_come_from_elsewhere(monkeypatch):

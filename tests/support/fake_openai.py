@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+Pieces = Iterable[str | dict] | int
 
 
 @dataclass
@@ -15,13 +17,14 @@ class FakeServer:
     """What a fake server answers, and what it was asked.
 
     Attributes:
-        pieces: of a text, by the number of the request; an integer is a status to fail with, "" ends the connection.
+        pieces: of a text, by the number of the request; an integer is a status to fail with, "" ends the connection, a
+            dictionary is sent as an event.
         bodies: of the requests so far, and
         keys: their Authorization headers.
         num_at_once: requests that waited for their pieces at once, at most.
     """
 
-    pieces: Callable[[int], list[str] | int]
+    pieces: Callable[[int], Pieces]
     bodies: list[dict] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     num_at_once: int = 0
@@ -30,7 +33,7 @@ class FakeServer:
 
 
 @contextmanager
-def fake_server(pieces: Callable[[int], list[str] | int]) -> Iterator[tuple[str, FakeServer]]:
+def fake_server(pieces: Callable[[int], Pieces]) -> Iterator[tuple[str, FakeServer]]:
     """Yield the URL of a fake server, and the server."""
     fake = FakeServer(pieces)
 
@@ -61,18 +64,23 @@ def fake_server(pieces: Callable[[int], list[str] | int]) -> Iterator[tuple[str,
                     fake.num_open -= 1
             self.stream(texts, is_chat="messages" in body)
 
-        def stream(self, texts: list[str] | int, is_chat: bool) -> None:
+        def stream(self, texts: Pieces, is_chat: bool) -> None:
             if isinstance(texts, int):
                 self.answer(texts, json.dumps({"error": {"message": "not\nnow"}}))
                 return
             self.send_response(200)
             self.end_headers()
+            num_pieces = 0
             for text in texts:
+                num_pieces += 1
                 if not text:
                     return
+                if isinstance(text, dict):
+                    self.event(text)
+                    continue
                 choice = {"delta": {"content": text}} if is_chat else {"text": text}
                 self.event({"choices": [choice]})
-            self.event({"choices": [], "usage": {"completion_tokens": 2 * len(texts)}})
+            self.event({"choices": [], "usage": {"completion_tokens": 2 * num_pieces}})
             self.wfile.write(b"data: [DONE]\n\n")
 
         def event(self, body: dict) -> None:
