@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ import torch
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
-from lp_runtime.config.settings import LauncherConfig, ModelConfig, RuntimeConfig
+from lp_runtime.config.settings import LauncherConfig, RuntimeConfig
 from lp_runtime.constraints.compiled import CompiledConstraint, compile_constraint
 from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.distributed.context import started_by_torchrun
@@ -26,19 +27,16 @@ from lp_runtime.engine.output import Report
 from lp_runtime.engine.recorder import Recorder
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import SamplerSpec
-from lp_runtime.errors import ConfigError, ModelError, RequestError, first_line
-from lp_runtime.kernels.dispatch import kernels_for
+from lp_runtime.errors import ConfigError, RequestError, first_line
 from lp_runtime.lookahead.state import Stop
-from lp_runtime.model.attention.choice import ATTENTIONS
-from lp_runtime.model.cuda_graph import can_capture
-from lp_runtime.model.generate_call import GenerateCall, LayerStates
-from lp_runtime.model.hf_config import attention_of, attention_settings
-from lp_runtime.model.kept_runner import RunnerKeeper
-from lp_runtime.model.make_runner import check_runner, make_runner
+from lp_runtime.model.generate_call import GenerateCall
+from lp_runtime.model.hf_config import attention_settings
+from lp_runtime.model.kept_runner import RunnerKeeper, runner_of
+from lp_runtime.model.kv_cache.cache import CacheCopy
+from lp_runtime.model.make_runner import check_runner
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.tensor_parallel.tp_plan import lockstep_settings, tp_size_of
 from lp_runtime.model.types import CausalLM, GenerationConfig, StoppingCriteriaList, Tokenizer
-from lp_runtime.model.view import view_of
 from lp_runtime.sampling.grammar_mask import with_grammar_mask
 from lp_runtime.sampling.gumbel import GumbelNoise
 from lp_runtime.sampling.processors import TreeProcessors
@@ -77,7 +75,8 @@ def lookahead_generate(
 
     Greedy search and sampling, with everything that `generate` prepares for them: generation configs, logits
     processors, stopping criteria, streamers, padded batches (each row is decoded as if alone, one after the other),
-    `return_dict_in_generate` with `output_scores`, `output_logits` and the cache. Greedy output is `generate`'s own.
+    `return_dict_in_generate` with `output_scores`, `output_logits` and the cache. The output has no cache for a model
+    whose layers hold more than keys, values and recurrent states. Greedy output is `generate`'s own.
     Samples are drawn from the same distribution with other noise: one seed gives one output at any W, N, G and number
     of ranks.
     Under torchrun all ranks make the same call and share its work. Ranks that hold one model together (transformers'
@@ -128,7 +127,7 @@ def lookahead_generate(
     if is_split:
         lookahead = lockstep_settings(lookahead, call.time_left())
     tokens = strict_tokens if exactness == "strict" else None
-    make = functools.partial(_make_runner, model, tokens)
+    make = functools.partial(runner_of, model, tokens)
     with _ranks(model.device, share_ranks and not is_split) as group, _runners.runner(model, (tokens,), make) as runner:
         measured = _checked(model, runner, group)
         calibration = Calibration(runner, group, RuntimeConfig.cache_dir, measured, is_gradual=True)
@@ -164,23 +163,6 @@ def _compiled(
     return compile_constraint(constraint, info), grammars
 
 
-def _make_runner(model: CausalLM, strict_tokens: int | None) -> ModelRunner:
-    """Return a runner of a view of a model; on a GPU its passes are captured where that is possible."""
-    attention = attention_of(model.config.get_text_config())
-    view = view_of(model, None if attention in ATTENTIONS else "sdpa")
-    is_split = tp_size_of(model) > 1
-    on_gpu = kernels_for(model.device) is not None and not is_split
-    runner = make_runner(view, ModelConfig.prefill_chunk, strict_tokens, own_attention=on_gpu)
-    if is_split and runner.feeds_chains:
-        raise ModelError(
-            f"{model.config.model_type}: is fed chains of guesses, which a model split over ranks cannot be"
-        )
-    if on_gpu and not runner.feeds_chains and can_capture(runner.tree_model):
-        runner.enable_graphs(capture=True, refuses_waits=False)  # other threads may wait for the GPU
-    runner.supports_batching = False  # rows are decoded one after the other
-    return runner
-
-
 def _checked(model: CausalLM, runner: ModelRunner, group: Group) -> Measured:
     """Check a model at its first call.
 
@@ -214,6 +196,22 @@ def _ranks(device: torch.device, share_ranks: bool) -> Iterator[Group]:
         yield Group.alone(device)
 
 
+class _NewTokens(NamedTuple):
+    """New tokens of one row.
+
+    Attributes:
+        tokens: token ids.
+        scores: [V] of each token, the processed logits that it was chosen from; empty if nobody wants them.
+        logits: [V] of each token, the model's; empty if nobody wants them.
+        held: keys, values and states of the row's tokens, all but the last; None if the call fills no cache.
+    """
+
+    tokens: list[int]
+    scores: list[torch.Tensor]
+    logits: list[torch.Tensor]
+    held: CacheCopy | None = None
+
+
 class _Rows:
     """The rows of a call, decoded one after the other."""
 
@@ -236,51 +234,60 @@ class _Rows:
     def decode(self) -> torch.Tensor | object:
         """Return what `generate` returns."""
         call = self._call
-        tokens: list[list[int]] = []
-        recorders = [Recorder(self._model.vocabulary_size, self._group) for _ in call.rows]
-        states: list[list[LayerStates]] = []
-        for row, recorder in enumerate(recorders):
-            tokens.append(self._decode_row(row, recorder))
-            recorder.merge()
-            if call.cache is not None:
-                states.append(self._states(call.rows[row], tokens[row]))
+        rows = self._decode_rows()
         if call.streamer is not None:
             call.streamer.end()
         if call.cache is not None:
-            call.fill_cache(states)
-        pairs = list(zip(recorders, map(len, tokens), strict=True))
-        scores = [torch.stack(recorder.scores[:count]) for recorder, count in pairs] if call.wants_scores else None
-        logits = [torch.stack(recorder.logits[:count]) for recorder, count in pairs] if call.wants_logits else None
-        return call.output(tokens, scores, logits)
+            call.fill_cache([each.held for each in rows if each.held is not None])
+        scores = [torch.stack(each.scores) for each in rows] if call.wants_scores else None
+        logits = [torch.stack(each.logits) for each in rows] if call.wants_logits else None
+        return call.output([each.tokens for each in rows], scores, logits)
 
-    def _states(self, prompt: Sequence[int], new_tokens: Sequence[int]) -> list[LayerStates]:
-        """Return keys and values of a row's tokens, all but the last, by layer."""
-        model, tokens = self._model, [*prompt, *new_tokens]
+    def _decode_rows(self) -> list[_NewTokens]:
+        """Return the new tokens of all rows."""
+        rows = [self._with_cache(row, self._decode_row(row)) for row in range(len(self._call.rows))]
+        length = max(len(each.tokens) for each in rows)
+        for row, each in enumerate(rows):
+            if len(each.tokens) < length and not self._call.pads_rows:
+                behind = self._decode_row(row, tuple(each.tokens), length)
+                scores, logits = each.scores + behind.scores, each.logits + behind.logits
+                rows[row] = self._with_cache(row, _NewTokens(each.tokens + behind.tokens, scores, logits))
+        return rows
+
+    def _with_cache(self, row: int, new: _NewTokens) -> _NewTokens:
+        """Return a row's new tokens with what the KV cache holds of the row, if the call fills a cache."""
+        if self._call.cache is None:
+            return new
+        model, prompt = self._model, self._call.rows[row]
+        tokens = [*prompt, *new.tokens]
         slot = model.slots.acquire(len(tokens), tokens)
-        for _ in model.resume(slot, prompt, new_tokens, len(tokens)):
+        for _ in model.resume(slot, prompt, new.tokens, len(tokens)):
             pass
-        states = [LayerStates(index, keys.clone(), values.clone()) for index, keys, values in slot.cache.committed()]
+        held = CacheCopy.of(slot.cache)
         model.slots.release(slot)
-        return states
+        return new._replace(held=held)
 
-    def _decode_row(self, row: int, recorder: Recorder) -> list[int]:
-        """Return the new tokens of one row."""
+    def _decode_row(self, row: int, committed: tuple[int, ...] = (), length: int | None = None) -> _NewTokens:
+        """Return the new tokens of one row behind those committed.
+
+        Args:
+            row: its index.
+            committed: new tokens of an earlier call.
+            length: how many new tokens the row is to have; None where the stopping criteria say.
+        """
         call, model = self._call, self._model
+        recorder = Recorder(model.vocabulary_size, self._group)
         prompt = call.rows[row]
-        context_length = model.context_length
-        if context_length is not None and len(prompt) + call.max_new_tokens > context_length:
-            raise RequestError(
-                f"the prompt is too long: {len(prompt)} tokens + {call.max_new_tokens} new ones are more than the"
-                f" model's context of {context_length}"
-            )
+        call.check_length(row, model.context_length)
         request = Request(
             prompt_ids=prompt,
             lookahead=self._lookahead,
-            max_new_tokens=call.max_new_tokens,
+            max_new_tokens=length or call.max_new_tokens,
             eos_token_ids=call.eos_token_ids,
             sampling=self._sampling,
             sample=call.samples[row],
             max_time=call.time_left(),
+            committed=committed,
             constraint=self._constraint,
         )
         noise = None
@@ -293,13 +300,16 @@ class _Rows:
         spec = SamplerSpec(TreeProcessors(processors, model.device), noise, temperature_of(processors))
         observe = recorder if call.wants_scores or call.wants_logits else None
         new_tokens: list[int] = []
-        for event in self._engine.run(request, spec, self._stop(prompt, recorder), observe=observe):
+        stop = self._stop(prompt, recorder) if length is None else None
+        for event in self._engine.run(request, spec, stop, observe=observe):
             if not isinstance(event, Report):
                 new_tokens += event.token_ids
                 if call.streamer is not None:
                     for token in event.token_ids:
                         call.streamer.put(torch.tensor([token]))
-        return new_tokens
+        recorder.merge()
+        count = len(new_tokens)
+        return _NewTokens(new_tokens, recorder.scores[:count], recorder.logits[:count])
 
     def _stop(self, prompt: Sequence[int], recorder: Recorder) -> Stop | None:
         """Return the caller's own criteria as a stop condition, asked after every token; None without any.

@@ -173,6 +173,42 @@ def test_rows_are_padded_as_generate_pads_them(model):
     assert torch.equal(ours(model, batch, **model_options), model.generate(batch, **model_options))
 
 
+class AtLength(StoppingCriteria):
+    """Stops the rows that begin with a token of their own at a length of their own."""
+
+    def __init__(self, lengths: dict[int, int]):
+        self.lengths = lengths
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.tensor([input_ids.shape[1] >= self.lengths.get(row[0].item(), 1000) for row in input_ids])
+
+
+@pytest.mark.parametrize("lengths", [{1: 8, 7: 15, 9: 12}, {1: 8, 9: 12}], ids=["ends", "limit"])
+@pytest.mark.parametrize("eos_token_id", [None, -1])
+def test_rows_that_a_criterion_ends_go_on_or_are_padded_as_generate_does(model, monkeypatch, lengths, eos_token_id):
+    monkeypatch.setattr(model.generation_config, "eos_token_id", eos_token_id)
+    batch = torch.tensor([[1, 266, 9], [7, 8, 9], [9, 4, 5]])
+    options = {"attention_mask": torch.ones_like(batch), "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    options |= {"stopping_criteria": [AtLength(lengths)], "repetition_penalty": 1.2}
+    options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    expected, found = model.generate(batch, **options), ours(model, batch, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert bool(found.sequences[0, 8:].any()) == (eos_token_id is None)
+    assert len(found.scores) == len(found.logits) == len(expected.scores)
+    assert found.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    if eos_token_id is None:
+        for mine, theirs in zip([*found.scores, *found.logits], [*expected.scores, *expected.logits], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_sampled_rows_that_go_on_are_those_without_the_criterion(model):
+    batch = torch.tensor([[1, 266, 9], [7, 8, 9]])
+    options = {"attention_mask": torch.ones_like(batch), "do_sample": True, "seed": 3, "eos_token_id": None}
+    options |= {"max_new_tokens": 12, "pad_token_id": 0}
+    found = ours(model, batch, stopping_criteria=[AtLength({1: 6, 7: 11})], **options)
+    assert torch.equal(found, ours(model, batch, **options)[:, :11])
+
+
 def test_a_streamer_gets_everything(model, tokenizer, inputs):
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=PATIENCE)
     options = {"max_new_tokens": 40, "do_sample": False}
@@ -318,6 +354,37 @@ def test_inputs_that_are_not_token_ids_are_refused(model, inputs):
     ):
         with pytest.raises(ValueError, match=message):
             ours(model, **inputs, max_new_tokens=4, **options)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        torch.arange(5, 9),
+        torch.arange(5, 9)[None],
+        torch.stack([torch.arange(first, first + 4).expand(2, 4) for first in (0, 0, 1)]),
+        torch.arange(3)[None],
+        torch.arange(4).expand(3, 4),
+    ],
+    ids=["[L]", "[1, L]", "[3, B, L]", "too short", "too many rows"],
+)
+def test_positions_of_any_shape_are_refused_if_they_are_not_counted_from_0(model, positions):
+    with pytest.raises(ValueError, match="position_ids: must be left out, or count each row's tokens from 0"):
+        ours(model, torch.tensor([[3, 5, 7, 11], [9, 8, 4, 2]]), max_new_tokens=4, position_ids=positions)
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 4), (2, 4), (3, 1, 4), (4, 2, 4)], ids=str)
+def test_positions_that_count_from_0_may_be_broadcast(model, shape):
+    batch = torch.tensor([[3, 5, 7, 11], [9, 8, 4, 2]])
+    options = {"max_new_tokens": 4, "do_sample": False}
+    found = ours(model, batch, position_ids=torch.arange(4).expand(shape), **options)
+    assert torch.equal(found, ours(model, batch, **options))
+
+
+def test_autocast_is_refused(model, inputs):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"^torch\.autocast: must be left; "):
+        ours(model, **inputs, max_new_tokens=4)
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        assert ours(model, **inputs, max_new_tokens=4).shape[1] > inputs.input_ids.shape[1]
 
 
 def test_a_model_that_cannot_be_fed_a_tree_is_refused(random_model):

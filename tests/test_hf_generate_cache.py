@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.causal_configs import small_config
+from support.causal_types import small_model
 from support.small_models import FAMILIES, random_model
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, StoppingCriteria
 
 from lp_runtime import ConfigError, lookahead_generate
+from lp_runtime.model.cache_names import cache_name
 
 PROMPT = [[3, 5, 7, 11, 3, 5, 7]]
 
@@ -61,6 +64,67 @@ def test_the_cache_of_a_padded_batch(model, side):
     for mine, reference in zip(ours.past_key_values.layers, alone.past_key_values.layers, strict=True):
         torch.testing.assert_close(mine.keys[1:, :, places], reference.keys, rtol=0, atol=1e-4)
         assert not mine.keys[1, :, [place for place in range(23) if place not in places]].any()
+
+
+def stateful(name):
+    """(model whose layers carry states, the keyword by which it takes a cache)."""
+    model = small_model(small_config(name), seed=1)
+    return model, cache_name(model)
+
+
+def states_of(layer):
+    """Convolution states and recurrent states of a layer; nothing of a layer without any."""
+    states = [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
+    return [state for state in states if state is not None]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "lfm2_moe", "mamba2"])
+@pytest.mark.parametrize("prompt", [PROMPT, [[3, 5, 7, 11], [9, 8, 7, 4]]], ids=len)
+def test_the_states_of_a_returned_cache_go_on(name, prompt):
+    model, keyword = stateful(name)
+    theirs, ours = both(model, torch.tensor(prompt), return_dict_in_generate=True)
+    assert torch.equal(theirs.sequences, ours.sequences)
+    longer = torch.cat([theirs.sequences, torch.tensor([[9, 9]]).expand(len(prompt), -1)], dim=1)
+    num_states = 0
+    for mine, reference in zip(ours.past_key_values.layers, theirs.past_key_values.layers, strict=True):
+        for state, expected in zip(states_of(mine), states_of(reference), strict=True):
+            torch.testing.assert_close(state, expected, rtol=0, atol=1e-4)
+            assert not state.is_inference()
+            num_states += 1
+    assert num_states > 0
+    options = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+    expected = model.generate(longer, **{keyword: theirs.past_key_values}, **options)
+    assert torch.equal(model.generate(longer, **{keyword: ours.past_key_values}, **options), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
+def test_a_cache_of_the_callers_own_gets_states_and_is_refused_when_it_has_some(name):
+    model, keyword = stateful(name)
+    caches = [DynamicCache(config=model.config.get_text_config()) for _ in range(2)]
+    ids, options = torch.tensor(PROMPT), {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+    model.generate(ids, **{keyword: caches[0]}, **options)
+    model.generate(ids, **{keyword: caches[1]}, custom_generate=lookahead_generate, **options)
+    for mine, reference in zip(caches[1].layers, caches[0].layers, strict=True):
+        for state, expected in zip(states_of(mine), states_of(reference), strict=True):
+            torch.testing.assert_close(state, expected, rtol=0, atol=1e-4)
+    with pytest.raises(ConfigError, match=f"^{keyword}: must be empty"):
+        model.generate(ids, **{keyword: caches[0]}, custom_generate=lookahead_generate, **options)
+
+
+def test_a_cache_without_a_place_for_states_is_refused():
+    model, keyword = stateful("qwen3_next")
+    with pytest.raises(ConfigError, match=rf"^{keyword}: must be a DynamicCache\(config=model.config\)"):
+        model.generate(torch.tensor(PROMPT), custom_generate=lookahead_generate, **{keyword: DynamicCache()})
+
+
+def test_a_cache_of_layers_that_hold_more_is_neither_returned_nor_filled():
+    model, keyword = stateful("deepseek_v32")
+    theirs, ours = both(model, torch.tensor(PROMPT), return_dict_in_generate=True)
+    assert torch.equal(theirs.sequences, ours.sequences)
+    assert ours.past_key_values is None
+    mine = DynamicCache(config=model.config)
+    with pytest.raises(ConfigError, match=f"^{keyword}: must be left out; a DynamicIndexedLayer holds more than keys"):
+        model.generate(torch.tensor(PROMPT), custom_generate=lookahead_generate, **{keyword: mine})
 
 
 def test_without_a_cache_there_is_none(model):

@@ -1,4 +1,7 @@
-"""By which name a model takes its KV cache: `cache` since transformers 5.24, `past_key_values` before."""
+"""Caches of transformers' that a caller may see: their names in a call, and whether they can be filled.
+
+A model takes its cache as `cache` since transformers 5.24, as `past_key_values` before.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,28 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from lp_runtime.errors import ConfigError
 
 KEYS_AND_VALUES = ("past_key_values", "cache")
 CACHE_NAMES = (*KEYS_AND_VALUES, "cache_params")  # the last one of models that carry a state alone, before 5.24
+# Kinds of layers of which keys, values and states are all that there is.
+ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
+RECURRENT = (
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 
 
 def cache_name(model: PreTrainedModel) -> str | None:
@@ -19,16 +40,57 @@ def cache_name(model: PreTrainedModel) -> str | None:
 
 
 def given_cache(arguments: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return (keyword, cache) of the KV cache among keyword arguments; the cache is None without any."""
-    for name in KEYS_AND_VALUES:
+    """Return (keyword, cache) of the cache among keyword arguments; the cache is None without any."""
+    for name in CACHE_NAMES:
         if arguments.get(name) is not None:
             return name, arguments[name]
     return KEYS_AND_VALUES[0], None
 
 
-def num_cached(cache: Cache | None) -> int:
-    """Return how many tokens' keys a cache holds; 0 for None, and for a cache of states alone."""
+def holds_tokens(cache: Cache | None) -> bool:
+    """Whether a cache holds keys, values or states of any token; False for None."""
+    if cache is None:
+        return False
     try:
-        return 0 if cache is None else cache.get_seq_length()
+        if cache.get_seq_length() > 0:
+            return True
     except ValueError:  # transformers: of a cache without a layer of keys
-        return 0
+        pass
+    stateful = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    return any(any(layer.has_previous_state.values()) for layer in stateful)
+
+
+def why_not_filled(config: PreTrainedConfig, cache: Cache) -> str | None:
+    """Return why keys, values, convolution states and recurrent states do not fill a cache; None if they do.
+
+    Args:
+        config: of the model that is to go on from the cache.
+        cache: empty.
+    """
+    needed = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    layers = [*cache.layers, *[None] * len(needed)]
+    for need, layer in zip(needed, layers, strict=False):
+        keeps_something = isinstance(need, CacheLayerMixin | LinearAttentionCacheLayerMixin)
+        if keeps_something and type(need) not in (*ATTENTION, *RECURRENT):
+            return f"must be left out; a {type(need).__name__} holds more than keys, values and states"
+        if isinstance(need, RECURRENT) and not isinstance(layer, LinearAttentionCacheLayerMixin):
+            return "must be a DynamicCache(config=model.config); layers of the model carry states"
+    return None
+
+
+def cache_to_fill(config: PreTrainedConfig, arguments: Mapping[str, Any], is_own: bool) -> Cache | None:
+    """Return the empty cache among keyword arguments; None without one, or if `generate`'s own cannot be filled.
+
+    Args:
+        config: of the model that is to go on from the cache.
+        arguments: of the model's forward.
+        is_own: whether the caller has given the cache.
+
+    Raises:
+        ConfigError: if the caller's own cannot be filled.
+    """
+    name, cache = given_cache(arguments)
+    reason = None if cache is None else why_not_filled(config, cache)
+    if reason is not None and is_own:
+        raise ConfigError(f"{name}: {reason}")
+    return cache if reason is None else None

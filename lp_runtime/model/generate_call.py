@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import (
-    Cache,
     GenerationConfig,
     MaxLengthCriteria,
     MaxTimeCriteria,
@@ -30,8 +29,9 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lp_runtime.errors import ConfigError, RequestError
-from lp_runtime.model.cache_names import CACHE_NAMES, given_cache, num_cached
+from lp_runtime.model.cache_names import CACHE_NAMES, cache_to_fill, given_cache, holds_tokens
 from lp_runtime.model.generate_frame import arguments_of_generate
+from lp_runtime.model.kv_cache.cache import CacheCopy, fill_cache
 from lp_runtime.sampling.processors import of_row
 from lp_runtime.sampling.types import LogitsProcessor
 
@@ -65,7 +65,8 @@ class GenerateCall:
         criteria: stopping criteria beyond length, time and end-of-sequence.
         wants_scores: whether the output has processed logits.
         wants_logits: whether the output has raw logits.
-        cache: gets the keys and values of all tokens but the last; None if nobody would see them.
+        cache: gets keys, values and states of all tokens but the last; None if nobody would see it, or if layers of
+            the model hold more than these.
 
     Raises:
         ConfigError: if a setting asks for what cannot be done.
@@ -89,7 +90,7 @@ class GenerateCall:
         mask = _check_inputs(input_ids, model_kwargs)
         self._mask = mask
         is_seen = generation_config.return_dict_in_generate or own_cache is not None
-        self.cache: Cache | None = given_cache(model_kwargs)[1] if is_seen else None
+        self.cache = cache_to_fill(model.config, model_kwargs, own_cache is not None) if is_seen else None
         self.rows = [tuple(row[keep].tolist()) for row, keep in zip(input_ids, mask, strict=True)]
         if not all(self.rows):
             raise RequestError("a row of the batch is empty: every prompt must have at least one token")
@@ -101,7 +102,7 @@ class GenerateCall:
         self.max_new_tokens = limits.max_length - input_ids.shape[1]
         self.eos_token_ids = limits.eos_token_ids
         self.criteria = limits.others
-        self._time_limits = limits.times
+        self._limits = limits
         if self.max_new_tokens < 1:
             raise RequestError(
                 f"max_length={input_ids.shape[1] + self.max_new_tokens}: must be more than the {input_ids.shape[1]}"
@@ -112,10 +113,24 @@ class GenerateCall:
 
     def time_left(self) -> float | None:
         """Return the seconds until the earliest time limit, > 0; None without one."""
-        if not self._time_limits:
+        if not self._limits.times:
             return None
         now = time.time()
-        return max(MIN_TIME_SECONDS, min(c.initial_timestamp + c.max_time - now for c in self._time_limits))
+        return max(MIN_TIME_SECONDS, min(c.initial_timestamp + c.max_time - now for c in self._limits.times))
+
+    def check_length(self, row: int, context_length: int | None) -> None:
+        """Raise RequestError if a row, by its index, may become longer than a model's context of so many tokens."""
+        length = len(self.rows[row])
+        if context_length is not None and length + self.max_new_tokens > context_length:
+            raise RequestError(
+                f"the prompt is too long: {length} tokens + {self.max_new_tokens} new ones are more than the model's"
+                f" context of {context_length}"
+            )
+
+    @property
+    def pads_rows(self) -> bool:
+        """Whether a row that ends before others is padded; else it goes on until all rows have ended."""
+        return self._limits.pads_rows
 
     def processors(self, row: int) -> Sequence[LogitsProcessor]:
         """Return the logits processors of a row, by its index, as if the row were decoded alone and without padding."""
@@ -135,28 +150,22 @@ class GenerateCall:
         ids = torch.tensor([list(tokens)], device=self._input_ids.device)
         return any(bool(torch.as_tensor(criterion(ids, scores)).any()) for criterion in self.criteria)
 
-    def fill_cache(self, rows: Sequence[Sequence[LayerStates]]) -> None:
-        """Write keys and values into `cache` as a call of `generate` would have left them.
+    def fill_cache(self, rows: Sequence[CacheCopy]) -> None:
+        """Write into `cache` what a call of `generate` would have left there.
 
-        Places of padding, and those behind the end of a row, are zero.
+        Keys and values of padding, and those behind the end of a row, are zero. A state is that of the row alone.
 
         Args:
-            rows: of each row, by layer: its states, [1, H, tokens, D] each.
+            rows: of each row, what is held of its tokens.
         """
         assert self.cache is not None
         length = self._input_ids.shape[1]
         places = []
         for row, mask in zip(rows, self._mask, strict=True):
             prompt = mask.nonzero()[:, 0]
-            num_new = row[0].keys.shape[2] - len(prompt)
-            places.append(torch.cat([prompt, torch.arange(length, length + num_new, device=prompt.device)]))
-        longest = max(int(place[-1]) for place in places) + 1
-        for layers in zip(*rows, strict=True):
-            keys, values = (
-                torch.cat([_spread(part, place, longest) for part, place in zip(parts, places, strict=True)])
-                for parts in ([layer.keys for layer in layers], [layer.values for layer in layers])
-            )
-            self.cache.update(keys, values, layers[0].layer)
+            new = torch.arange(length, length + row.num_tokens - len(prompt), device=prompt.device)
+            places.append(torch.cat([prompt, new]))
+        fill_cache(self.cache, rows, places)
 
     def output(
         self,
@@ -194,27 +203,6 @@ class GenerateCall:
         )
 
 
-class LayerStates(NamedTuple):
-    """Keys and values of one layer.
-
-    Attributes:
-        layer: its index.
-        keys: [1, H, tokens, D].
-        values: [1, H, tokens, D].
-    """
-
-    layer: int
-    keys: torch.Tensor
-    values: torch.Tensor
-
-
-def _spread(states: torch.Tensor, places: torch.Tensor, length: int) -> torch.Tensor:
-    """Return [1, H, length, D] states with those given, [1, H, tokens, D], at some places, [tokens], and else zero."""
-    spread = states.new_zeros((*states.shape[:2], length, states.shape[3]))
-    spread[:, :, places] = states
-    return spread
-
-
 def _by_step(rows: Sequence[torch.Tensor] | None, num_steps: int) -> tuple[torch.Tensor, ...] | None:
     """Return tensors of rows, [new tokens, V] each, as tensors of steps, [B, V] each; None for None."""
     if rows is None:
@@ -231,12 +219,14 @@ class _Limits(NamedTuple):
         eos_token_ids: token ids behind which a row stops.
         times: limits of the time that the whole call may take.
         others: any other criteria.
+        pads_rows: whether any criterion has end-of-sequence tokens: `generate` pads rows that have ended then.
     """
 
     max_length: int
     eos_token_ids: frozenset[int]
     times: list[MaxTimeCriteria]
     others: list[StoppingCriteria]
+    pads_rows: bool
 
 
 def _limits_of(criteria: StoppingCriteriaList, config: GenerationConfig) -> _Limits:
@@ -254,7 +244,8 @@ def _limits_of(criteria: StoppingCriteriaList, config: GenerationConfig) -> _Lim
             eos_token_ids |= set(criterion.eos_token_id.tolist())
         else:
             others.append(criterion)
-    return _Limits(max_length, eos_token_ids, times, others)
+    pads_rows = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+    return _Limits(max_length, eos_token_ids, times, others, pads_rows)
 
 
 def _repetitions(rows: Sequence[tuple[int, ...]]) -> list[int]:
@@ -326,7 +317,7 @@ def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torc
     name, cache = given_cache(given)
     if isinstance(cache, QuantizedCache):
         raise ConfigError(f"{name}: a QuantizedCache: must be a DynamicCache, or left out")
-    if num_cached(cache) > 0:
+    if holds_tokens(cache):
         raise ConfigError(f"{name}: must be empty; lookahead_generate keeps a cache of its own")
     mask = given.get("attention_mask")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
@@ -338,13 +329,18 @@ def _check_positions(positions: torch.Tensor | None, mask: torch.Tensor) -> None
     """Refuse positions that do not count each row's tokens from 0.
 
     Args:
-        positions: [B, L]; None if the caller gave none.
+        positions: [L], [1 or B, L], or several of these, [n, 1 or B, L]; None if the caller gave none.
         mask: [B, L] bool, False for padding.
 
     Raises:
-        ConfigError: if they do not.
+        ConfigError: if they do not, or are not as many as the tokens.
     """
-    if positions is not None and positions.shape == mask.shape:
-        expected = mask.long().cumsum(-1) - 1
-        if not torch.equal(positions[mask], expected[mask]):
-            raise ConfigError("position_ids: must be left out, or count each row's tokens from 0")
+    if positions is None:
+        return
+    expected = mask.long().cumsum(-1) - 1
+    try:
+        differs = (positions.expand(*positions.shape[:-2], *mask.shape) != expected)[..., mask]
+    except RuntimeError:  # of another shape
+        differs = torch.ones(1, dtype=torch.bool)
+    if differs.any():
+        raise ConfigError("position_ids: must be left out, or count each row's tokens from 0")

@@ -1,4 +1,4 @@
-"""Runners of callers' models that are kept between calls of the drop-in, with the passes that were captured.
+"""Makes runners of callers' models, and keeps those with captured passes between calls of the drop-in.
 
 A captured pass reads weights where they were, and runs the modules that there were. So a runner is used again only
 while the model looks exactly as it did; one call at a time uses it.
@@ -16,7 +16,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lp_runtime.config.settings import ModelConfig
+from lp_runtime.errors import ConfigError, ModelError
+from lp_runtime.kernels.dispatch import kernels_for
+from lp_runtime.model.attention.choice import ATTENTIONS
+from lp_runtime.model.cuda_graph import can_capture
+from lp_runtime.model.hf_config import attention_of
+from lp_runtime.model.make_runner import make_runner
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.tensor_parallel.tp_plan import tp_size_of
+from lp_runtime.model.view import view_of
 
 PLAIN = (bool, int, float, str, type(None))
 UNREAD = ("training",)  # of the model; a view is always in eval mode
@@ -56,6 +65,27 @@ def _state(value: Any, configs: dict[int, str]) -> Any:
     return id(value), type(value) if isinstance(value, nn.Module) else None
 
 
+def runner_of(model: PreTrainedModel, strict_tokens: int | None) -> ModelRunner:
+    """Return a runner of a view of a model; on a GPU its passes are captured where that is possible.
+
+    Raises:
+        ModelError: if the model can be fed neither trees nor chains.
+    """
+    attention = attention_of(model.config.get_text_config())
+    view = view_of(model, None if attention in ATTENTIONS else "sdpa")
+    is_split = tp_size_of(model) > 1
+    on_gpu = kernels_for(model.device) is not None and not is_split
+    runner = make_runner(view, ModelConfig.prefill_chunk, strict_tokens, own_attention=on_gpu)
+    if is_split and runner.feeds_chains:
+        raise ModelError(
+            f"{model.config.model_type}: is fed chains of guesses, which a model split over ranks cannot be"
+        )
+    if on_gpu and not runner.feeds_chains and can_capture(runner.tree_model):
+        runner.enable_graphs(capture=True, refuses_waits=False)  # other threads may wait for the GPU
+    runner.supports_batching = False  # rows are decoded one after the other
+    return runner
+
+
 class RunnerKeeper:
     """Keeps the last runner of each model whose passes are captured, for as long as the model lives."""
 
@@ -73,7 +103,12 @@ class RunnerKeeper:
             model: the caller's.
             kind: what else the runner depends on.
             make: makes a new runner.
+
+        Raises:
+            ConfigError: inside autocast, where a pass has other dtypes than the model.
         """
+        if torch.is_autocast_enabled(model.device.type):
+            raise ConfigError("torch.autocast: must be left; load the model in the dtype that it is to compute in")
         if model.device.type != "cuda":  # nothing is captured
             yield make()
             return

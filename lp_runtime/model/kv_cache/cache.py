@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 LayerStates = tuple[int, torch.Tensor, torch.Tensor]  # index of a layer, its keys and values, [1, H, T, D] each
 
@@ -261,3 +261,68 @@ class TreeCache(Cache):
     def clear(self) -> None:
         """Forget all tokens; the memory stays allocated."""
         self.truncate(0)
+
+
+@dataclass(frozen=True)
+class CacheCopy:
+    """A copy of what the cache of one sequence holds behind its committed tokens.
+
+    Attributes:
+        num_tokens: committed tokens.
+        attention: index, keys and values of each layer that has keys.
+        conv: index of a layer, index of a state in the layer, convolution state, [1, ...].
+        recurrent: index of a layer, index of a state in the layer, recurrent state, [1, ...].
+    """
+
+    num_tokens: int
+    attention: tuple[LayerStates, ...]
+    conv: tuple[tuple[int, int, torch.Tensor], ...]
+    recurrent: tuple[tuple[int, int, torch.Tensor], ...]
+
+    @staticmethod
+    def of(cache: TreeCache) -> CacheCopy:
+        """Return a copy of what a cache holds."""
+        stateful = [
+            (index, layer)
+            for index, layer in enumerate(cache.layers)
+            if isinstance(layer, LinearAttentionCacheLayerMixin)
+        ]
+
+        def copies(name: str) -> tuple[tuple[int, int, torch.Tensor], ...]:
+            states = [
+                (index, which, state) for index, layer in stateful for which, state in getattr(layer, name).items()
+            ]
+            return tuple((index, which, state.clone()) for index, which, state in states if state is not None)
+
+        attention = tuple((index, keys.clone(), values.clone()) for index, keys, values in cache.committed())
+        return CacheCopy(cache.length, attention, copies("conv_states"), copies("recurrent_states"))
+
+
+def fill_cache(cache: Cache, rows: Sequence[CacheCopy], places: Sequence[torch.Tensor]) -> None:
+    """Write what the sequences of a batch hold into an empty cache.
+
+    Places that are no token of a row are zero. A state is that behind the row's last token.
+
+    Args:
+        cache: of transformers; empty.
+        rows: of each row, what its own cache holds.
+        places: of each row, the place of each token in the batch, [tokens] int64.
+    """
+    longest = max(int(place[-1]) for place in places) + 1
+    for layers in zip(*(row.attention for row in rows), strict=True):
+        keys, values = (
+            torch.cat([_spread(layer[part], place, longest) for layer, place in zip(layers, places, strict=True)])
+            for part in (1, 2)
+        )
+        cache.update(keys, values, layers[0][0])
+    for states in zip(*(row.conv for row in rows), strict=True):
+        cache.update_conv_state(torch.cat([state for _, _, state in states]), states[0][0], state_idx=states[0][1])
+    for states in zip(*(row.recurrent for row in rows), strict=True):
+        cache.update_recurrent_state(torch.cat([state for _, _, state in states]), states[0][0], state_idx=states[0][1])
+
+
+def _spread(states: torch.Tensor, places: torch.Tensor, length: int) -> torch.Tensor:
+    """Return [1, H, length, D] states with those given, [1, H, tokens, D], at some places, [tokens], and else zero."""
+    spread = states.new_zeros((*states.shape[:2], length, states.shape[3]))
+    spread[:, :, places] = states
+    return spread
