@@ -12,25 +12,19 @@ from typing import Any
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
 
 from lp_runtime.errors import ConfigError
+from lp_runtime.model.kv_cache.states import ATTENTION, BOTH
 
 KEYS_AND_VALUES = ("past_key_values", "cache")
 CACHE_NAMES = (*KEYS_AND_VALUES, "cache_params")  # the last one of models that carry a state alone, before 5.24
-# Kinds of layers of which keys, values and states are all that there is.
-ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
 RECURRENT = (
     LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-)
+    *BOTH,
+)  # as in ATTENTION, nothing is kept beside keys, values and states
 
 
 def cache_name(model: PreTrainedModel) -> str | None:
