@@ -10,7 +10,7 @@ import functools
 import numpy as np
 
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.utils.jit import compiled, with_fresh_cache
+from lp_runtime.utils.jit import compiled, inlined, with_fresh_cache
 
 
 def heaviest_chains(tree: TokenTree, weights: np.ndarray, num_chains: int) -> list[np.ndarray]:
@@ -68,7 +68,7 @@ def heaviest_leaves(parents, weights, root, num_nodes, num_chains):
     return leaves
 
 
-@compiled
+@inlined
 def _heaviest_top(parents, totals, heavy, root, num_nodes):
     """Return where the heaviest path begins that is not taken: below the root, or beside a heavier node; -1 if none."""
     best = -1

@@ -12,12 +12,12 @@ from __future__ import annotations
 import numpy as np
 
 from lp_runtime.distributed.packing import feed_leaves, fits, leaves_deep_first, list_nodes
-from lp_runtime.utils.jit import compiled
+from lp_runtime.utils.jit import compiled, inlined
 
 MAX_ROUNDS = 8  # of packing anew and filling: more find 1% more nodes on 8 replicas
 
 
-@compiled
+@inlined
 def _cheapest(parents, parent, feeds, left):
     """Find the replica where a node adds the fewest: itself, and its ancestors that the replica does not feed yet.
 
@@ -41,7 +41,7 @@ def _cheapest(parents, parent, feeds, left):
     return best, best_added
 
 
-@compiled(makes_arrays=True)
+@inlined(makes_arrays=True)
 def feed_pending(root, owner, feeds):
     """Let all replicas feed the pending tokens and nothing else, and the first own the root.
 
@@ -56,7 +56,7 @@ def feed_pending(root, owner, feeds):
     owner[root] = 0
 
 
-@compiled(makes_arrays=True)
+@inlined(makes_arrays=True)
 def fill(parents, root, owner, feeds, left):
     """Give nodes without an owner to the replicas, in the tree's order, and return how many nodes have one then.
 
@@ -83,7 +83,7 @@ def fill(parents, root, owner, feeds, left):
     return num_owned
 
 
-@compiled(makes_arrays=True)
+@inlined(makes_arrays=True)
 def _pack(parents, depths, root, nodes, capacity, owner, feeds, left):
     """Pack some nodes tightly; return whether they fit. If not, nothing changes.
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from lp_runtime.utils.jit import compiled
+from lp_runtime.utils.jit import compiled, inlined
 
 
-@compiled(makes_arrays=True)
+@inlined(makes_arrays=True)
 def leaves_deep_first(parents, depths, root):
     """Return the tree's leaves in depth-first order, the deepest subtree first.
 
@@ -160,7 +160,7 @@ def _pack(leaves, branches, depths, num_pending, times, limit, bins):
             return
 
 
-@compiled
+@inlined
 def feed_leaves(leaves, bins, parents, owner, feeds, sizes):
     """Let replicas feed the leaves in their bins, with all ancestors.
 
@@ -182,7 +182,7 @@ def feed_leaves(leaves, bins, parents, owner, feeds, sizes):
             node = parents[node]
 
 
-@compiled(makes_arrays=True)
+@inlined(makes_arrays=True)
 def list_nodes(feeds, owner, sizes):
     """Return the nodes that each replica feeds and owns, one replica's behind the other's.
 

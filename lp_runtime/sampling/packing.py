@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first.tables import ENTRY, ID_BITS, MARGINS, MAX_MARGIN, UNITS_PER_NAT, K
-from lp_runtime.utils.jit import bound, compiled, with_fresh_cache
+from lp_runtime.utils.jit import bound, compiled, inlined, with_fresh_cache
 
 MAX_VOCABULARY = 1 << ID_BITS
 NO_TOKEN = MAX_VOCABULARY - 1  # packed where a node has fewer than K candidates
@@ -97,7 +97,7 @@ def pack_found(ids: np.ndarray, values: np.ndarray, num: int, packed: np.ndarray
         pack_words(best_ids, best_values, num, packed, row)
 
 
-@compiled(makes_arrays=True)
+@inlined(makes_arrays=True)
 def _scan_row(line: np.ndarray, num: int, ids: np.ndarray, values: np.ndarray) -> None:
     """Find the likeliest tokens of one row, [V] float32; `ids`, [K + 1], and `values`, [K + 1], are written."""
     ids[:] = NO_TOKEN
@@ -117,7 +117,7 @@ def _scan_row(line: np.ndarray, num: int, ids: np.ndarray, values: np.ndarray) -
                 smallest = values[num - 1]
 
 
-@compiled
+@inlined
 def insert_candidate(ids: np.ndarray, values: np.ndarray, num: int, token: int, score: float) -> None:
     """Insert a token among a row's candidates by its score, and drop the last one.
 
@@ -135,7 +135,7 @@ def insert_candidate(ids: np.ndarray, values: np.ndarray, num: int, token: int, 
     values[rank], ids[rank] = score, token
 
 
-@compiled
+@inlined
 def pack_words(ids: np.ndarray, values: np.ndarray, num: int, packed: np.ndarray, row: int) -> None:
     """Write a row's candidates and their margins, two to an integer, from column 1 on.
 

@@ -12,7 +12,7 @@ import numpy as np
 from lp_runtime.distributed.filling import feed_pending, fill
 from lp_runtime.sizing.pass_times import FIXED_POINT_ONE
 from lp_runtime.sizing.promises import EXPECTED_BITS, correct
-from lp_runtime.utils.jit import compiled
+from lp_runtime.utils.jit import compiled, inlined
 
 RATE_BITS = 32  # fixed point of tokens a nanosecond, beside EXPECTED_BITS
 MAX_EXPECTED = (1 << 31) - 1  # so that rates fit into 64 bits
@@ -23,7 +23,7 @@ TEACHING_WORTH = (1 << EXPECTED_BITS) // 30
 MIN_WORTH = (1 << EXPECTED_BITS) // 500
 
 
-@compiled
+@inlined
 def rate_of(expected, nanoseconds):
     """Return tokens a nanosecond, fixed point of EXPECTED_BITS + RATE_BITS.
 
@@ -34,7 +34,7 @@ def rate_of(expected, nanoseconds):
     return (np.int64(expected) << RATE_BITS) // nanoseconds
 
 
-@compiled
+@inlined
 def _worth(expected, num_before):
     """Return what a node counts for, in tokens, fixed point of EXPECTED_BITS.
 
@@ -75,7 +75,7 @@ def best_size(path_probabilities, num_pending, times, kept, promised, plain_ns, 
     return best, best_rate, plain_rate
 
 
-@compiled
+@inlined
 def _add_capacity(times, num_pending, max_tokens, capacity):
     """Let the replicas feed more: one about a quarter more, all what takes no longer than that.
 

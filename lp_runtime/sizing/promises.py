@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS
-from lp_runtime.utils.jit import compiled
+from lp_runtime.utils.jit import compiled, inlined
 
 EXPECTED_BITS = 22  # fixed point of expected tokens: 512 of them fit into 31 bits
 CORRECTION_BITS = 10  # fixed point of corrections
@@ -71,7 +71,7 @@ class Promises:
         self.kept += np.maximum(0, self.promised - self.kept) // RECOVERY_FITS
 
 
-@compiled
+@inlined
 def _level_of(of_node, num_levels):
     """Return the level of a path probability.
 
@@ -86,7 +86,7 @@ def _level_of(of_node, num_levels):
     return level
 
 
-@compiled
+@inlined
 def correct(path_probability, kept, promised):
     """Return how many tokens are expected of a node, fixed point of EXPECTED_BITS.
 

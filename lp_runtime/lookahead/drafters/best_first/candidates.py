@@ -42,10 +42,10 @@ from lp_runtime.lookahead.drafters.best_first.tables import (
     margin_of,
     position_key,
 )
-from lp_runtime.utils.jit import compiled
+from lp_runtime.utils.jit import inlined
 
 
-@compiled
+@inlined
 def match_text(text: TextIndex, nodes: Nodes, root: Int, node: Int) -> tuple[Int, Int]:
     """Find the longest match in the text of the context that ends at a node.
 
@@ -78,7 +78,7 @@ def match_text(text: TextIndex, nodes: Nodes, root: Int, node: Int) -> tuple[Int
     return found, max_length
 
 
-@compiled
+@inlined
 def collect(
     drafts: DraftArrays, noise: Noise, position: Int, nodes: Nodes, root: Int, node: Int, candidates: Candidates
 ) -> Int:
@@ -102,7 +102,7 @@ def collect(
     return collect_position(drafts, position, nodes.tokens[node], candidates, num_rows)
 
 
-@compiled
+@inlined
 def collect_match(
     text: TextIndex, noise: Noise, position: Int, nodes: Nodes, root: Int, node: Int, candidates: Candidates
 ) -> Int:
@@ -135,7 +135,7 @@ def collect_match(
     return 1
 
 
-@compiled
+@inlined
 def noise_bin(noise: Noise, position: Int, token: Int) -> Int:
     """Return the bin, 0 to NUM_NOISE_BINS - 1, of the noise of a token at a position; 0 where there is no noise."""
     if not noise.is_on:
@@ -144,7 +144,7 @@ def noise_bin(noise: Noise, position: Int, token: Int) -> Int:
     return 0 if value < 0 else (1 if value < 16 else (2 if value < 40 else 3))
 
 
-@compiled
+@inlined
 def collect_top_k(
     drafts: DraftArrays, noise: Noise, position: Int, nodes: Nodes, node: Int, candidates: Candidates, num_rows: Int
 ) -> Int:
@@ -167,7 +167,7 @@ def collect_top_k(
     return num_rows
 
 
-@compiled
+@inlined
 def collect_position(drafts: DraftArrays, position: Int, token: Int, candidates: Candidates, num_rows: Int) -> Int:
     """Write what any node said comes at the same position, behind any token and behind `token`; return the rows."""
     table = drafts.top_k
@@ -181,7 +181,7 @@ def collect_position(drafts: DraftArrays, position: Int, token: Int, candidates:
     return num_rows
 
 
-@compiled
+@inlined
 def collect_entry(
     entries: np.ndarray, row: Int, base: Int, noise: Noise, position: Int, candidates: Candidates, to: Int
 ) -> None:
@@ -207,7 +207,7 @@ def collect_entry(
     features[to, 0] = base + 8 - bins[margin_of(entries, row, 1)]  # a wide margin is as a high probability
 
 
-@compiled
+@inlined
 def rank_perturbed(
     entries: np.ndarray, row: Int, base: Int, noise: Noise, position: Int, candidates: Candidates, to: Int
 ) -> None:

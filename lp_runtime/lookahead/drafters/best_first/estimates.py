@@ -20,7 +20,7 @@ import numpy as np
 from lp_runtime.lookahead.drafters.best_first.candidates import collect
 from lp_runtime.lookahead.drafters.best_first.features import NUM_FEATURES, Candidates, Nodes
 from lp_runtime.lookahead.drafters.best_first.tables import DraftArrays, Int, K, Noise
-from lp_runtime.utils.jit import compiled
+from lp_runtime.utils.jit import compiled, inlined
 
 ONE_BITS = 16
 ONE = 1 << ONE_BITS
@@ -79,7 +79,7 @@ def make_rates() -> Rates:
     return Rates(tried, accepted, rate, prior, start, expected, observed, calibrated, highest, *shares)
 
 
-@compiled
+@inlined
 def level_of(rate: Int) -> Int:
     """Return which of NUM_LEVELS an estimate is in: eight above a half, and one for each halving below."""
     if 2 * rate >= ONE:
@@ -91,7 +91,7 @@ def level_of(rate: Int) -> Int:
     return level
 
 
-@compiled
+@inlined
 def calibration_of(rate: Int, agreeing: Int) -> Int:
     """Return which of NUM_CALIBRATIONS an estimate belongs to, with so many other features that agree."""
     return agreeing * NUM_LEVELS + level_of(rate)
@@ -119,7 +119,7 @@ def calibrate(rates: Rates) -> Int:
     return best
 
 
-@compiled
+@inlined
 def factor_of(expected: Int, observed: Int, start: Int) -> Int:
     """Return the factor of estimates, of ONE, by what they added up to and how many came; arguments as in Rates."""
     return (((observed << ONE_BITS) + start) << ONE_BITS) // (expected + CALIBRATION_WEIGHT * ONE)
@@ -164,7 +164,7 @@ def merge(rates: Rates, candidates: Candidates, num_rows: Int, floor: Int) -> In
     return num
 
 
-@compiled
+@inlined
 def choose_best(rates: Rates, candidates: Candidates, num_rows: Int, floor: Int, known: Int) -> None:
     """Write, for a merged candidate, its feature with the best estimate and where its token was first collected.
 
@@ -190,7 +190,7 @@ def choose_best(rates: Rates, candidates: Candidates, num_rows: Int, floor: Int,
     candidates.best[known], candidates.first[known] = best, first
 
 
-@compiled
+@inlined
 def sort_merged(candidates: Candidates, num: Int) -> None:
     """Sort the `num` merged candidates, which are few, by where their tokens were first collected."""
     merged, best, agreeing, first = candidates.merged, candidates.best, candidates.agreeing, candidates.first

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first.tables import MAX_GRAM, MAX_MARGIN, NUM_HASHES, NUM_ORDERS, Int, K
-from lp_runtime.utils.jit import compiled
+from lp_runtime.utils.jit import compiled, inlined
 
 # Features are numbered from the text's (by length and noise: of the longest match, then of shorter ones that were
 # followed by something else), over those of each order of top-k candidates, of the vocabulary, and of each order where
@@ -124,7 +124,7 @@ def margin_bin(margin: int) -> int:
     return 7 if margin < 96 else 8
 
 
-@compiled
+@inlined
 def length_bin(length: Int) -> Int:
     """Return the bin, 0 to NUM_LENGTHS - 1, of the length of a match in the text, >= 1."""
     if length <= 6:

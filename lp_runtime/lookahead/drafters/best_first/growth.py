@@ -22,7 +22,7 @@ from lp_runtime.lookahead.drafters.best_first.tables import (
     mix,
 )
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS
-from lp_runtime.utils.jit import compiled
+from lp_runtime.utils.jit import compiled, inlined
 
 SEQUENCE_BITS = 20  # of a heap key: the order in which nodes were pushed, for ties
 MAX_PUSHED = (1 << SEQUENCE_BITS) - 1
@@ -54,7 +54,7 @@ def make_frontier(num_nodes: int) -> Frontier:
     return Frontier(heap, parents, tokens, sources, np.zeros(NUM_SIZES, np.int64))
 
 
-@compiled
+@inlined
 def size_of(path_probability: Int) -> Int:
     """Return which of NUM_SIZES a path probability has: four sizes for each doubling."""
     bits = 0
@@ -64,13 +64,13 @@ def size_of(path_probability: Int) -> Int:
     return 4 * bits + ((path_probability >> (bits - 2)) & 3 if bits >= 2 else 0)
 
 
-@compiled
+@inlined
 def smallest(size: Int) -> Int:
     """Return the smallest path probability of a size."""
     return np.int64(4 + (size & 3)) << ((size >> 2) - 2) if size >= 8 else np.int64(0)
 
 
-@compiled
+@inlined
 def is_open(nodes: Nodes, limits: Limits, root: Int, num_seeds: Int, node: Int, token: Int) -> bool:
     """Whether a token may follow a node and no seed says so already; arguments as of `grow`."""
     if node >= num_seeds:
@@ -128,7 +128,7 @@ def grow(
     return num_nodes, digest
 
 
-@compiled
+@inlined
 def grow_below(
     drafts: DraftArrays,
     noise: Noise,

@@ -13,7 +13,7 @@ from lp_runtime.lookahead.drafters.best_first.features import FORCED, Nodes
 from lp_runtime.lookahead.drafters.best_first.tables import NUM_HASHES, DraftArrays, Int, extend_hashes
 from lp_runtime.lookahead.guide import is_allowed
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS
-from lp_runtime.utils.jit import compiled
+from lp_runtime.utils.jit import compiled, inlined
 
 # What is certain is a text; which tokens spell it is not, but nearly so: a token fails once in 1 << 5.
 DOUBT_BITS = 5
@@ -34,7 +34,7 @@ class Limits(NamedTuple):
 NO_LIMITS = Limits(np.zeros((0, 0), np.int32), np.zeros((0, 2), np.int64))
 
 
-@compiled
+@inlined
 def is_refused(limits: Limits, root: Int, node: Int, token: Int) -> bool:
     """Whether a token is known not to be allowed behind a node."""
     if node - root < len(limits.masks):
@@ -112,7 +112,7 @@ def prune(nodes: Nodes, is_node_allowed: np.ndarray, places: np.ndarray, root: I
     return num_kept
 
 
-@compiled
+@inlined
 def move(nodes: Nodes, node: Int, to: Int) -> None:
     """Copy a node to another place of the tree."""
     for row in range(nodes.rows.shape[0]):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first.tables import Int
-from lp_runtime.utils.jit import compiled
+from lp_runtime.utils.jit import inlined
 
 
-@compiled
+@inlined
 def sift_up(heap: np.ndarray, at: Int) -> None:
     """Restore a heap, the largest first, after its element `at` was added."""
     while at > 0:
@@ -19,7 +19,7 @@ def sift_up(heap: np.ndarray, at: Int) -> None:
         at = above
 
 
-@compiled
+@inlined
 def pop(heap: np.ndarray, size: Int) -> Int:
     """Remove and return the largest element of a heap of `size` elements."""
     top, last = heap[0], heap[size - 1]

@@ -26,10 +26,10 @@ from lp_runtime.lookahead.drafters.best_first.tables import (
     store_entry,
     store_successor,
 )
-from lp_runtime.utils.jit import compiled
+from lp_runtime.utils.jit import compiled, inlined
 
 
-@compiled
+@inlined
 def store_results(
     drafts: DraftArrays,
     position: Int,
@@ -83,7 +83,7 @@ def store_prompt(table: TopKTable, tokens: np.ndarray, entries: np.ndarray, hash
             store_under_orders(table, hashes, 0, entries, place - first)
 
 
-@compiled
+@inlined
 def store_under_orders(table: TopKTable, hashes: np.ndarray, row: Int, entries: np.ndarray, entry: Int) -> None:
     """Store an entry, a row of [n, ENTRY] int32, under a context's last 1 to NUM_ORDERS tokens.
 
@@ -126,7 +126,7 @@ def accept(
     return num
 
 
-@compiled
+@inlined
 def count(nodes: Nodes, root: Int, size: Int, path: np.ndarray, fed: np.ndarray, accepted: np.ndarray) -> None:
     """Count a step's nodes below the root by source and depth: see lp_runtime.lookahead.drafters.base.Counts.
 

@@ -23,7 +23,7 @@ from lp_runtime.lookahead.philox import (
     WORD_BITS,
     WORD_MASK,
 )
-from lp_runtime.utils.jit import compiled
+from lp_runtime.utils.jit import compiled, inlined
 
 Int = int | np.int64  # in compiled code they are one type
 
@@ -129,7 +129,7 @@ def mix(value: Int) -> Int:
     return value ^ (value >> 31)
 
 
-@compiled
+@inlined
 def extend_hash(value: Int, token: Int) -> Int:
     """Return the hash of a context with one token more at its end."""
     value = mix(value * np.int64(31) + token + np.int64(0x632BE5AB))
@@ -154,7 +154,7 @@ def extend_hashes(rows: np.ndarray, row: Int, token: Int, extended_rows: np.ndar
     extended_rows[extended, 0] = EMPTY_HASH
 
 
-@compiled
+@inlined
 def find_slot(keys: np.ndarray, key: Int) -> Int:
     """Return the slot of a key, or -1."""
     first = (key & (len(keys) // WAYS - 1)) * WAYS
@@ -164,7 +164,7 @@ def find_slot(keys: np.ndarray, key: Int) -> Int:
     return -1
 
 
-@compiled
+@inlined
 def claim_slot(keys: np.ndarray, rows: np.ndarray, column: Int, key: Int) -> Int:
     """Return the slot to store a key in: its own, else an empty one of its bucket, else the bucket's oldest one.
 
@@ -191,7 +191,7 @@ def margin_of(entries: np.ndarray, row: Int, rank: Int) -> Int:
     return np.int64((entries[row, MARGINS + (rank >> 2)] >> (8 * (rank & 3))) & 255)
 
 
-@compiled
+@inlined
 def make_gumbel(noise: Noise, position: Int, token: Int) -> Int:
     """Compute the Gumbel noise of a token at an absolute position, in sixteenths of a nat (see philox.py)."""
     even0, odd0 = np.int64(token >> 1), np.int64(position)
@@ -222,7 +222,7 @@ def gumbel(noise: Noise, position: Int, token: Int) -> Int:
     return (noise.cache[slot] & (1 << NOISE_BITS) - 1) - (1 << NOISE_BITS - 1)
 
 
-@compiled
+@inlined
 def find_ngram(text: TextIndex, rows: np.ndarray, row: Int) -> tuple[Int, Int]:
     """Find the longest n-gram in the text that a context ends with.
 
@@ -266,7 +266,7 @@ def append_text(text: TextIndex, tokens: np.ndarray) -> None:
         extend_hashes(text.hashes, 0, tokens[i], text.hashes, 0)
 
 
-@compiled
+@inlined
 def store_entry(table: TopKTable, key: Int, entries: np.ndarray, row: Int) -> None:
     """Store a row of entries, [n, ENTRY] int32, under a key, in place of what was stored under it."""
     slot = claim_slot(table.keys, table.entries, STAMP, key)
@@ -281,7 +281,7 @@ def position_key(text: TextIndex, position: Int, token: Int) -> Int:
     return extend_hash(extend_hash(np.int64(1 << 40), position), text.span[0] + (np.int64(token) << 32))
 
 
-@compiled
+@inlined
 def store_successor(table: TopKTable, key: Int, token: Int, stamp: Int) -> None:
     """Put a token at the front of an entry of tokens in order of recency; the entry keeps each token once."""
     slot = claim_slot(table.keys, table.entries, STAMP, key)
