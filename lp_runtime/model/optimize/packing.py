@@ -117,7 +117,8 @@ class MKLPackedLinear(PackedLinear):
 def pack_linears(model: nn.Module, packed: type[PackedLinear] = PackedLinear) -> int:
     """Replace a model's plain linear layers on the CPU by packed ones, one by one; each one's old weights are freed.
 
-    Layers of other classes, dtypes and devices stay. Where this CPU's library cannot pack, or not correctly, all stay.
+    Layers of other classes, dtypes and devices stay, and so do all layers of a dtype that the library cannot pack on this
+    CPU, or not correctly. (oneDNN packs bfloat16 only on CPUs with AVX-512.)
 
     Args:
         model: changed in place.
@@ -128,15 +129,20 @@ def pack_linears(model: nn.Module, packed: type[PackedLinear] = PackedLinear) ->
     """
     if not torch.backends.mkldnn.is_available():
         return 0
-    count = 0
+    count, tried = 0, dict.fromkeys(packed.dtypes, False)  # whether a layer of each dtype was packed and agreed
     for parent, name in places_of(model, lambda module: _can_pack(module, packed.dtypes)):
         linear = getattr(parent, name)
+        dtype = linear.weight.dtype
+        if dtype not in tried:
+            continue
         try:
             replacement = packed(linear)
-            if count == 0 and not _agree(linear, replacement):
-                return 0
-        except (RuntimeError, AttributeError):  # not with this CPU, or not with this version of torch
-            return count
+            tried[dtype] = tried[dtype] or _agree(linear, replacement)
+        except (RuntimeError, AttributeError):  # not on this CPU, or not with this version of torch
+            tried[dtype] = False
+        if not tried[dtype]:
+            del tried[dtype]
+            continue
         setattr(parent, name, replacement)
         count += 1
     return count
