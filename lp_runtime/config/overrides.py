@@ -251,7 +251,9 @@ def _text_of(key: str, path: str) -> str:
         ConfigError: the file cannot be read, or is not UTF-8.
     """
     try:
-        return Path(path).expanduser().read_text()
+        return (
+            Path(path).expanduser().read_text(encoding="utf-8-sig")
+        )  # editors of Windows begin with a byte-order mark
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}={_cut(path)}: cannot be read: {first_line(error)}") from error
 

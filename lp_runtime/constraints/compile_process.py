@@ -1,6 +1,6 @@
 """A process that compiles constraints, so that one that takes too long or breaks the compiler hurts nobody else.
 
-Run as `python -m lp_runtime.constraints.compile_process FD`, FD being its pipe; it ends with its driver.
+Run as a module with the file descriptor of its pipe; it ends with its driver.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.constraints.compiled import CompiledConstraint, compile_constraint, describe_vocabulary, library
 from lp_runtime.errors import BusyError, ConfigError, ConstraintError, LookaheadError, ReplicaError
+from lp_runtime.utils.child_process import python_command
+from lp_runtime.utils.startup import hide_triton_without_gpu
 
 COMPILE_SECONDS = 5.0  # that compiling one constraint may take: a large schema takes a tenth of one
 START_SECONDS = 120.0  # that the process may take to import its libraries
@@ -166,7 +168,7 @@ class ConstraintCompiler:
             for special in (False, True)
         ]
         self._pipe, theirs = Pipe()
-        command = [sys.executable, "-m", "lp_runtime.constraints.compile_process", str(theirs.fileno())]
+        command = python_command("lp_runtime.constraints.compile_process", str(theirs.fileno()))
         try:
             null = subprocess.DEVNULL
             self._process = subprocess.Popen(
@@ -223,4 +225,5 @@ def limit_memory(num_bytes: int) -> None:
 
 
 if __name__ == "__main__":
+    hide_triton_without_gpu()
     serve(Connection(int(sys.argv[1])))

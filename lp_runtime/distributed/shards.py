@@ -9,6 +9,7 @@ Letters: P shards.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import uuid
@@ -283,7 +284,8 @@ def clear_up(segment: str) -> None:
         segment: see ShardPlace.
     """
     for name in ("", *STORES):
-        (FOLDER / f"{segment}{name}").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not there, or on a read-only file system where it never was
+            (FOLDER / f"{segment}{name}").unlink()
 
 
 @contextmanager

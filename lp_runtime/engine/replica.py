@@ -213,7 +213,8 @@ def load_replica(
     device = _prepare_process(config, device_index, num_local, owns_process)
     progress = Progress(config.show_progress and device_index == 0)  # each of a machine's replicas does the same
     model, self_check = ready_model(config, device, progress, place)
-    any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0))
+    end = eos_token_ids(model.model)
+    any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0), eos_token_ids=end)
     make_sampler_spec(model, any_request)  # refuses model defaults that cannot be kept
     num_bytes = _exchange_bytes(config, num_local) if device.type == "cuda" else 0
     capacity = capacity_in_tokens(model, num_sharing(device, num_local, owns_device), num_bytes)
@@ -221,7 +222,7 @@ def load_replica(
     info = ReplicaInfo(
         vocabulary_size=model.vocabulary_size,
         context_length=model.context_length,
-        eos_token_ids=eos_token_ids(model.model),
+        eos_token_ids=end,
         defaults=defaults_of(model.model),
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),

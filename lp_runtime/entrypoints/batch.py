@@ -210,6 +210,8 @@ class OutputFile:
         self._settings_path = _settings_path(path)
         self._settings = json.loads(json.dumps(settings, default=str))  # as reading the file gives them
         self.seed = seed
+        # A pipe, a device or the standard output holds nothing to resume, and no settings belong next to it.
+        self._is_kept = (path.is_file() or not path.exists()) and not path.is_relative_to("/dev")
         self._file: TextIO | None = None
 
     def resume(self) -> dict[Key, str]:
@@ -220,7 +222,9 @@ class OutputFile:
         """
         path = self._path
         try:
-            if path.is_file() and path.stat().st_size:
+            if not self._is_kept:
+                done = {}
+            elif path.is_file() and path.stat().st_size:
                 self._check_settings()
                 done = self._read_done()
             else:
@@ -282,7 +286,8 @@ class OutputFile:
         try:
             self._file.write(json.dumps(result, ensure_ascii=False) + "\n")
             self._file.flush()
-            os.fsync(self._file.fileno())
+            if self._is_kept:
+                os.fsync(self._file.fileno())
         except OSError as error:
             raise self._write_failure(error) from error
 

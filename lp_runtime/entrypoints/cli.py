@@ -10,6 +10,7 @@ import errno
 import io
 import logging
 import os
+import platform
 import signal
 import sys
 from typing import NoReturn
@@ -21,7 +22,7 @@ from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext, started_by_torchrun
 from lp_runtime.errors import ConfigError, LaunchError, LookaheadError, ModelError, RequestError
 from lp_runtime.model.location import check_location
-from lp_runtime.utils.startup import no_garbage_collection
+from lp_runtime.utils.startup import hide_triton_without_gpu, no_garbage_collection
 
 BAD_INPUT = (ConfigError, RequestError, ModelError, LaunchError)
 EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
@@ -82,6 +83,7 @@ def _run(
         if started_by_torchrun():
             rank = ReplicaContext.from_torchrun().rank
         options = parser.parse_intermixed_args(arguments)
+        _check_working_directory()
         try:
             config = load_config(schema, options.overrides, options.config_dir)
             if not options.cfg:
@@ -94,6 +96,7 @@ def _run(
             print(as_yaml(config), end="", flush=True)
             return
         with no_garbage_collection():
+            hide_triton_without_gpu()
             from lp_runtime.entrypoints.commands import run_command  # takes seconds: bad settings do not wait for it
 
         run_command(config, is_leader=rank == 0)
@@ -106,6 +109,36 @@ def _run(
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
+
+
+def _check_working_directory() -> None:
+    """Refuse to start in a folder that has been deleted: relative paths mean nothing there.
+
+    Raises:
+        ConfigError: if it has been.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the working directory has been deleted: change to one that exists") from None
+
+
+class _ShowVersions(argparse.Action):
+    """Prints the versions that a bug report needs, and ends the process."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        import torch
+        import transformers
+
+        from lp_runtime import __version__
+
+        gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        print(f"lp_runtime {__version__}, Python {platform.python_version()}")
+        print(
+            f"torch {torch.__version__} (CUDA {torch.version.cuda or 'none'}), transformers {transformers.__version__}"
+        )
+        print(f"device: {', '.join(gpus) or f'CPU, {torch.backends.cpu.get_cpu_capability()}'}")
+        parser.exit()
 
 
 def _prepare_process(is_server: bool) -> None:
@@ -143,5 +176,6 @@ def _parser(name: str, usage: str, schema: type[RuntimeConfig]) -> argparse.Argu
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="see below; groups are chosen by name")
     parser.add_argument("--cfg", action="store_true", help="print the resulting settings and exit")
+    parser.add_argument("--version", action=_ShowVersions, nargs=0, help="print versions and the device, and exit")
     parser.add_argument("--config-dir", metavar="DIR", help="a folder with further configuration groups")
     return parser

@@ -11,11 +11,6 @@ import torch
 
 from lp_runtime.errors import first_line
 
-try:
-    from lp_runtime.kernels import triton_gpu as triton_gpu  # fused_blocks.py imports it from here
-except ImportError:  # without Triton
-    triton_gpu = None  # type: ignore[assignment]
-
 log = logging.getLogger(__name__)
 
 SIGMOID_OF_ONE = 0.7310586  # what the trial launch must compute
@@ -28,17 +23,31 @@ def kernels_for(device: torch.device) -> ModuleType | None:
 
     A GPU that should run the kernels and does not is logged as a warning, once.
     """
-    return triton_gpu if device.type == "cuda" and _can_run(device) else None
+    return triton_gpu() if device.type == "cuda" and _can_run(device) else None
+
+
+@functools.cache
+def triton_gpu() -> ModuleType | None:
+    """Import the module of the kernels, and Triton with it; None where Triton is not installed.
+
+    Only processes that use a GPU call this: on a machine without one, Triton may print lines when the process ends.
+    """
+    try:
+        from lp_runtime.kernels import triton_gpu as module
+    except ImportError:
+        return None
+    return module
 
 
 @functools.cache
 def _can_run(device: torch.device) -> bool:
     """Launch one kernel on a GPU and return whether its result is right."""
-    if triton_gpu is None or torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+    kernels = triton_gpu()
+    if kernels is None or torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         return False
     try:  # a kernel is compiled when it is first launched, which takes a C compiler and Python's headers
         with on(device):
-            value = triton_gpu.gate(torch.ones(1, 2, device=device)).item()
+            value = kernels.gate(torch.ones(1, 2, device=device)).item()
     except Exception as error:
         log.warning("Triton does not run on %s: %s; going on without its kernels", device, first_line(error))
         return False

@@ -1,4 +1,4 @@
-"""The process of a spawned replica: `python -m lp_runtime.launchers.replica_process FD`, FD being its pipe."""
+"""The process of a spawned replica: run as a module with the file descriptor of its pipe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from lp_runtime.utils.startup import no_garbage_collection
+from lp_runtime.utils.startup import hide_triton_without_gpu, no_garbage_collection
 
 if TYPE_CHECKING:
     from lp_runtime.launchers.follower_server import FollowerServer
@@ -23,6 +23,7 @@ def be_replica(pipe: Connection) -> None:
         pipe: over which the replica's settings and place arrive first, then orders.
     """
     with no_garbage_collection():
+        hide_triton_without_gpu()
         from lp_runtime.launchers.follower_server import FollowerServer
         from lp_runtime.launchers.messages import Failed
         from lp_runtime.launchers.replica_server import ReplicaServer

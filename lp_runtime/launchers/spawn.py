@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from lp_runtime.errors import ConfigError
 from lp_runtime.launchers.messages import Failed
 from lp_runtime.launchers.process_host import Placement, ProcessHost, Rendezvous
 from lp_runtime.launchers.team import TeamLauncher
+from lp_runtime.utils.child_process import python_command
 
 LOOPBACK = "127.0.0.1"
 CLOSE_GRACE_SECONDS = 0.5  # that a process may take to end after its pipe has closed
@@ -74,7 +74,7 @@ class ReplicaPipe:
 
 def start_process(pipe: Connection) -> subprocess.Popen:
     """Start a replica that listens at an end of a pipe."""
-    command = [sys.executable, "-m", "lp_runtime.launchers.replica_process", str(pipe.fileno())]
+    command = python_command("lp_runtime.launchers.replica_process", str(pipe.fileno()))
     # A session of its own: Ctrl-C reaches the driver alone, which then ends the replicas.
     return subprocess.Popen(command, pass_fds=[pipe.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
 

@@ -320,6 +320,9 @@ def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torc
     if holds_tokens(cache):
         raise ConfigError(f"{name}: must be empty; lookahead_generate keeps a cache of its own")
     mask = given.get("attention_mask")
+    if mask is not None and mask.shape != input_ids.shape:
+        shapes = f"{list(mask.shape)}: must be that of input_ids, {list(input_ids.shape)}"
+        raise ConfigError(f"attention_mask: its shape is {shapes}")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
     _check_positions(given.get("position_ids"), mask)
     return mask

@@ -7,6 +7,7 @@ beyond a length: the check goes to every length that the configuration names (fa
 from __future__ import annotations
 
 import logging
+import math
 import random
 import sys
 from collections.abc import Sequence
@@ -71,6 +72,10 @@ def check_model(model: ModelRunner) -> float:
     reason = likely_reason(model.model)
     if tolerance is None:
         raise ModelError(f"{name} computes in {model.dtype}: must be one of {', '.join(map(str, TOLERANCES))}")
+    if math.isnan(worst):
+        raise ModelError(
+            f"{name} failed the start-up self-check: its logits are NaN{where}; check its weights and dtype"
+        )
     if not worst <= tolerance:
         raise ModelError(
             f"{name} failed the start-up self-check: a tree step differs from plain text{where} by {worst:.2g}"

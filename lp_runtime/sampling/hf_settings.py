@@ -77,7 +77,7 @@ def build_processors(
     try:
         with WITHOUT_WARNINGS:
             ids = torch.tensor([list(prompt_ids)], dtype=torch.int64, device=model.device)
-            _without_stop_strings(model).generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel does not name
+            _without_inapplicable_defaults(model, eos_token_ids).generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel does not name
                 ids,
                 attention_mask=torch.ones_like(ids),
                 generation_config=_generation_config(model, sampling, max_new_tokens, eos_token_ids),
@@ -89,14 +89,18 @@ def build_processors(
     return captured
 
 
-def _without_stop_strings(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a stand-in for a model without default stop strings.
+def _without_inapplicable_defaults(model: PreTrainedModel, eos_token_ids: Collection[int]) -> PreTrainedModel:
+    """Return a stand-in for a model without the defaults that this call of `generate` would refuse.
 
-    For those `generate` would want a tokenizer; the engine looks for them itself.
+    Stop strings and token healing want a tokenizer: the engine looks for stop strings itself, and prompts are fed as
+    they are. A growing score of the end-of-sequence tokens wants at least one of them.
     """
     stand_in = copy.copy(model)
     stand_in.generation_config = copy.copy(model.generation_config)
     stand_in.generation_config.stop_strings = None
+    stand_in.generation_config.token_healing = False
+    if not eos_token_ids:
+        stand_in.generation_config.exponential_decay_length_penalty = None
     return stand_in
 
 

@@ -19,8 +19,13 @@ import numba
 from numba.core.dispatcher import Dispatcher
 from numba.extending import register_jitable
 
+from lp_runtime.errors import ConfigError
+
 STAMP_NAME = "lp_runtime.sources"  # file in a cache folder: digest of the sources that its contents were compiled from
 IMPORT = re.compile(r"^from ([\w.]+) import (.*)", re.MULTILINE)
+
+if numba.config.DISABLE_JIT:
+    raise ConfigError("NUMBA_DISABLE_JIT=1: must be unset; a step would take seconds without compiled code")
 
 NO_ARRAYS = {"_nrt": False, "forceinline": True}  # Numba's options for functions that make no arrays or views
 

@@ -55,7 +55,7 @@ def read_prompts(path: str, field: str, limit: int | None = None, are_ids: bool 
     prompts: list[Prompt] = []
     shape = ""  # of the first record's field
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             for number, text in enumerate(file, start=1):
                 if len(prompts) == limit:
                     break

@@ -20,14 +20,15 @@ def gpu(monkeypatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: there.capability)
     monkeypatch.setattr(torch, "ones", lambda *sizes, device: None)
     monkeypatch.setattr(dispatch, "on", lambda device: nullcontext())
-    monkeypatch.setattr(dispatch, "triton_gpu", SimpleNamespace(gate=lambda states: there.gate(states)))
+    kernels = SimpleNamespace(gate=lambda states: there.gate(states))
+    monkeypatch.setattr(dispatch, "triton_gpu", lambda: kernels)
     dispatch._can_run.cache_clear()
     yield there
     dispatch._can_run.cache_clear()
 
 
 def test_on_a_gpu_whose_kernel_runs(gpu, caplog):
-    assert dispatch.kernels_for(GPU) is dispatch.triton_gpu
+    assert dispatch.kernels_for(GPU) is dispatch.triton_gpu()
     assert dispatch.kernels_for(CPU) is None
     assert not caplog.records
 
@@ -53,5 +54,5 @@ def test_not_on_older_gpus_nor_without_triton(gpu, monkeypatch):
     assert dispatch.kernels_for(GPU) is None
     dispatch._can_run.cache_clear()
     gpu.capability = (8, 0)
-    monkeypatch.setattr(dispatch, "triton_gpu", None)
+    monkeypatch.setattr(dispatch, "triton_gpu", lambda: None)
     assert dispatch.kernels_for(GPU) is None

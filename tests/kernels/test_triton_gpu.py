@@ -100,7 +100,6 @@ def use_kernels(patch, kernels) -> None:
     patch.setattr(cuda_graph, "kernels_for", lambda device: kernels)
     patch.setattr(fused_blocks, "kernels_for", lambda device: kernels)
     patch.setattr(fusing, "kernels_for", lambda device: kernels)
-    patch.setattr(fused_blocks, "triton_gpu", kernels)
 
 
 @pytest.mark.parametrize(

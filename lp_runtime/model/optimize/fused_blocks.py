@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from lp_runtime.kernels import numba_cpu
-from lp_runtime.kernels.dispatch import kernels_for, triton_gpu
+from lp_runtime.kernels.dispatch import kernels_for
 from lp_runtime.model.hf_config import attention_of
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.device import DeviceCache
@@ -40,7 +40,7 @@ class FusedNorm(nn.Module):
         self._scaled = norm.weight.detach().float() * scale
         self._on_host = norm.weight.detach().float().numpy() if norm.weight.is_cpu else None
         self._least = (scale * self.variance_epsilon**0.5).to(norm.weight.device)
-        self._has_kernel = kernels_for(norm.weight.device) is not None
+        self._kernels = kernels_for(norm.weight.device)
         self._ahead: tuple[torch.Tensor, torch.Tensor] | None = None  # a sum, and the sum normalized
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -59,8 +59,8 @@ class FusedNorm(nn.Module):
 
     def after_adding(self, states: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (states + added, the normalized sum), [..., E] each."""
-        if self._has_kernel and triton_gpu.can_add_and_norm(states, added, self.weight):
-            return triton_gpu.add_and_norm(states, added, self.weight, self.variance_epsilon)
+        if self._kernels is not None and self._kernels.can_add_and_norm(states, added, self.weight):
+            return self._kernels.add_and_norm(states, added, self.weight, self.variance_epsilon)
         if self._on_host is not None and numba_cpu.takes(states) and numba_cpu.takes(added):
             return numba_cpu.add_and_norm(states, added, self._on_host, self.variance_epsilon)
         total = states + added
@@ -90,13 +90,13 @@ class FusedMLP(nn.Module):
         self.down_proj = mlp.down_proj
         self.act_fn = mlp.act_fn
         is_silu = isinstance(mlp.act_fn, nn.SiLU | type(ACT2FN["silu"]))
-        self._has_kernel = is_silu and kernels_for(self.gate_up_proj.weight.device) is not None
+        self._kernels = kernels_for(self.gate_up_proj.weight.device) if is_silu else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return down(act(gate(x)) * up(x)), [..., E]."""
         gate_up = self.gate_up_proj(x)
-        if self._has_kernel:
-            return self.down_proj(triton_gpu.gate(gate_up))
+        if self._kernels is not None:
+            return self.down_proj(self._kernels.gate(gate_up))
         gate, up = gate_up.chunk(2, -1)
         return self.down_proj(self.act_fn(gate) * up)
 

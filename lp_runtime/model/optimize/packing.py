@@ -117,8 +117,8 @@ class MKLPackedLinear(PackedLinear):
 def pack_linears(model: nn.Module, packed: type[PackedLinear] = PackedLinear) -> int:
     """Replace a model's plain linear layers on the CPU by packed ones, one by one; each one's old weights are freed.
 
-    Layers of other classes, dtypes and devices stay, and so do all layers of a dtype that the library cannot pack on this
-    CPU, or not correctly. (oneDNN packs bfloat16 only on CPUs with AVX-512.)
+    Layers of other classes, dtypes and devices stay, and so do all layers of a dtype that the library cannot pack on
+    this CPU, or not correctly. (oneDNN packs bfloat16 only on CPUs with AVX-512.)
 
     Args:
         model: changed in place.
