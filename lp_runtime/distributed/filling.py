@@ -100,7 +100,8 @@ def _pack(parents, depths, root, nodes, capacity, owner, feeds, left):
     if capacity.sum() < len(nodes) - root - 1:
         return False
     places = np.full(len(parents) + 1, -1, np.int64)  # the last one stands for the parent of the first token, -1
-    places[nodes] = np.arange(len(nodes))
+    for place in range(len(nodes)):
+        places[nodes[place]] = place
     leaves, branches = leaves_deep_first(places[parents[nodes]], depths[nodes], root)
     bins = np.empty(len(leaves), np.int64)
     if not fits(leaves, branches, depths[nodes], capacity, bins):
@@ -108,7 +109,8 @@ def _pack(parents, depths, root, nodes, capacity, owner, feeds, left):
     feed_pending(root, owner, feeds)
     num_fed = np.zeros(len(capacity), np.int64)
     feed_leaves(nodes[leaves], bins, parents, owner, feeds, num_fed)
-    left[:] = capacity - num_fed
+    for rank in range(len(left)):
+        left[rank] = capacity[rank] - num_fed[rank]
     return True
 
 

@@ -40,6 +40,7 @@ from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sampling.packing import compile_sampler
 from lp_runtime.sizing.budget import compile_budget
 from lp_runtime.utils.generators import result_of
+from lp_runtime.utils.jit import compile_in_turns
 
 
 class _Launched(NamedTuple):
@@ -93,15 +94,15 @@ class Engine:
 
     def prepare(self, settings: LookaheadConfig) -> None:
         """Measure and compile now what a request with these settings would have to wait for."""
-        compile_budget()
-        compile_sampler()
+        compilers = [compile_budget, compile_sampler]
         if self._model.feeds_chains:
-            compile_chains()
+            compilers.append(compile_chains)
         if not self._group.is_alone:
-            compile_partition()
-            compile_exchange()
+            compilers += [compile_partition, compile_exchange]
         if settings.drafter == "full":
-            compile_kernels()
+            compilers.insert(0, compile_kernels)
+        compile_in_turns(compilers)
+        if settings.drafter == "full":
             if settings.is_auto:
                 self._calibration.max_step_tokens()
             if settings.has_vocabulary_prior:

@@ -13,6 +13,7 @@ import os
 import platform
 import signal
 import sys
+from importlib.metadata import version
 from typing import NoReturn
 
 from lp_runtime.config.commands import BenchConfig, ChatConfig, GenerateConfig
@@ -124,20 +125,11 @@ def _check_working_directory() -> None:
 
 
 class _ShowVersions(argparse.Action):
-    """Prints the versions that a bug report needs, and ends the process."""
+    """Prints the versions of what output depends on, and ends the process."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        import torch
-        import transformers
-
-        from lp_runtime import __version__
-
-        gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        print(f"lp_runtime {__version__}, Python {platform.python_version()}")
-        print(
-            f"torch {torch.__version__} (CUDA {torch.version.cuda or 'none'}), transformers {transformers.__version__}"
-        )
-        print(f"device: {', '.join(gpus) or f'CPU, {torch.backends.cpu.get_cpu_capability()}'}")
+        python = f"Python {platform.python_version()}"
+        print(", ".join([*(f"{name} {version(name)}" for name in ("lp_runtime", "torch", "transformers")), python]))
         parser.exit()
 
 
@@ -176,6 +168,6 @@ def _parser(name: str, usage: str, schema: type[RuntimeConfig]) -> argparse.Argu
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="see below; groups are chosen by name")
     parser.add_argument("--cfg", action="store_true", help="print the resulting settings and exit")
-    parser.add_argument("--version", action=_ShowVersions, nargs=0, help="print versions and the device, and exit")
+    parser.add_argument("--version", action=_ShowVersions, nargs=0, help="print versions and exit")
     parser.add_argument("--config-dir", metavar="DIR", help="a folder with further configuration groups")
     return parser

@@ -69,20 +69,22 @@ def check_model(model: ModelRunner) -> float:
         reason = likely_reason(model.model) or first_line(error)
         raise ModelError(f"{name} cannot be fed a token tree{how}: {reason}") from error
     tolerance = TOLERANCES.get(model.dtype)
-    reason = likely_reason(model.model)
     if tolerance is None:
         raise ModelError(f"{name} computes in {model.dtype}: must be one of {', '.join(map(str, TOLERANCES))}")
-    if math.isnan(worst):
-        raise ModelError(
-            f"{name} failed the start-up self-check: its logits are NaN{where}; check its weights and dtype"
-        )
     if not worst <= tolerance:
-        raise ModelError(
-            f"{name} failed the start-up self-check: a tree step differs from plain text{where} by {worst:.2g}"
-            f" (allowed: {tolerance:g}); lookahead decoding would be wrong, so this model is refused"
-            f"{reason and ': '}{reason}"
-        )
+        raise ModelError(f"{name} failed the start-up self-check: {_what_differs(model, worst, tolerance, where)}")
     return max(worst, _check_other_passes(model, tolerance))
+
+
+def _what_differs(model: ModelRunner, worst: float, tolerance: float, where: str) -> str:
+    """Return what is wrong with a model whose tree steps differ from plain text, for a message."""
+    if math.isnan(worst):
+        return f"its logits are NaN{where}; check its weights and dtype"
+    reason = likely_reason(model.model)
+    return (
+        f"a tree step differs from plain text{where} by {worst:.2g} (allowed: {tolerance:g}); lookahead decoding would"
+        f" be wrong, so this model is refused{reason and ': '}{reason}"
+    )
 
 
 def _check_other_passes(model: ModelRunner, tolerance: float) -> float:

@@ -107,6 +107,13 @@ def _add_capacity(times, num_pending, max_tokens, capacity):
     return time
 
 
+@inlined
+def copy_into(target, source):
+    """Copy an array. Numba takes 3 s to compile `target[:] = source`, which allows for broadcasting."""
+    for index in range(len(source)):
+        target[index] = source[index]
+
+
 @compiled(makes_arrays=True)
 def best_capacity(parents, path_probabilities, root, times, limit, kept, promised, plain_ns, drafting_ns, per_node_ns):
     """Return how many nodes each of several replicas should feed beside the pending tokens.
@@ -146,7 +153,7 @@ def best_capacity(parents, path_probabilities, root, times, limit, kept, promise
         if time == 0 or rate_of(min(most, MAX_EXPECTED), time + drafting_ns) <= best_rate:
             break
         feed_pending(root, owner, feeds)
-        left[:] = capacity
+        copy_into(left, capacity)
         fill(parents, root, owner, feeds, left)
         tokens, num_fed = np.int64(1) << EXPECTED_BITS, np.int64(0)
         for node in range(num_pending, num_nodes):
@@ -159,5 +166,6 @@ def best_capacity(parents, path_probabilities, root, times, limit, kept, promise
         host_ns = drafting_ns + per_node_ns * num_fed // FIXED_POINT_ONE
         rate = rate_of(min(tokens, MAX_EXPECTED), time + host_ns)
         if rate > best_rate:
-            best[:], best_rate = capacity, rate
+            copy_into(best, capacity)
+            best_rate = rate
     return best, best_rate, plain_rate

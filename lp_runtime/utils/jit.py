@@ -1,30 +1,37 @@
-"""Functions compiled by Numba, and cached on disk where there is a place for that.
+"""Functions compiled by Numba, and cached on disk by the content of their sources.
 
-Numba compares a function's own file with its cache to tell whether the cached code is still good. Ours call each other
-and share constants across files, so what is cached is good only while no file of the function's folder has changed, nor
-any file of the package that one of those imports, directly or not.
+Our compiled functions call each other and share constants across files. So the cache folder of a function is named
+after a digest of the files in the function's folder and of those of its package that they import, directly or not.
+Copies of the package share compiled code, wherever they lie: every Ray job runs from a fresh copy.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import re
-from collections.abc import Callable
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import IO, Any, overload
 
 import numba
+from numba.core.caching import _CacheLocator
 from numba.core.dispatcher import Dispatcher
 from numba.extending import register_jitable
 
 from lp_runtime.errors import ConfigError
 
-STAMP_NAME = "lp_runtime.sources"  # file in a cache folder: digest of the sources that its contents were compiled from
+CACHE_DIR = "~/.cache/lp_runtime/numba"  # unless NUMBA_CACHE_DIR names another
+MAX_AGE_SECONDS = 30 * 24 * 3600  # of compiled code; older code is deleted when new code is cached
 IMPORT = re.compile(r"^from ([\w.]+) import (.*)", re.MULTILINE)
 
-if numba.config.DISABLE_JIT:
+_numba_config = vars(numba.config)  # the module makes its names as it is imported
+
+if _numba_config["DISABLE_JIT"]:
     raise ConfigError("NUMBA_DISABLE_JIT=1: must be unset; a step would take seconds without compiled code")
 
 NO_ARRAYS = {"_nrt": False, "forceinline": True}  # Numba's options for functions that make no arrays or views
@@ -61,10 +68,7 @@ def compiled(
         options |= NO_ARRAYS
     try:
         dispatcher = numba.njit(cache=True, **options)(function)
-        if dispatcher.stats.cache_path:
-            cache_folder = Path(dispatcher.stats.cache_path)
-            _check_sources(Path(function.__code__.co_filename).parent, cache_folder)
-            _cache_folders.add(cache_folder)
+        _cache_folders.add(Path(dispatcher.stats.cache_path))
     except (RuntimeError, OSError):  # no folder that can be written to
         dispatcher = numba.njit(**options)(function)
     return dispatcher
@@ -94,18 +98,56 @@ def bound(function: Dispatcher, *args: object) -> Callable:
     return function.compile(tuple(numba.typeof(arg) for arg in args))
 
 
+class ContentLocator(_CacheLocator):
+    """Tells Numba where to cache a function: in a folder named after the content of the function's sources."""
+
+    def __init__(self, function: Callable, file: str):
+        self._line = function.__code__.co_firstlineno
+        self._digest = _digest_of(Path(file).parent)
+
+    @classmethod
+    def from_function(cls, py_func: Callable, py_file: str) -> ContentLocator | None:
+        """Return the locator of a function, or None if its folder cannot be written to."""
+        locator = cls(py_func, py_file)
+        try:
+            locator.ensure_cache_path()
+        except OSError:
+            return None
+        return locator
+
+    def get_cache_path(self) -> str:
+        """Return the function's cache folder."""
+        return str(_cache_root() / self._digest)
+
+    def get_source_stamp(self) -> str:
+        """Return what cached code was compiled from."""
+        return self._digest
+
+    def get_disambiguator(self) -> str:
+        """Return what tells functions of one name apart."""
+        return str(self._line)
+
+
+_numba_config["CACHE_LOCATOR_CLASSES"] = f"{__name__}.{ContentLocator.__name__}"
+
+
+def _cache_root() -> Path:
+    return Path(_numba_config["CACHE_DIR"] or CACHE_DIR).expanduser()
+
+
 @functools.cache
-def _check_sources(folder: Path, cache_folder: Path) -> None:
-    """Delete cached code that was compiled from other sources than a folder's present ones."""
+def _digest_of(folder: Path) -> str:
+    """Return a digest of a folder's sources; delete old compiled code of other sources if there is none of these."""
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(_sources(folder)):
-        digest.update(file.read_bytes())
-    stamp = cache_folder / STAMP_NAME
-    with contextlib.suppress(OSError):
-        if stamp.read_text() == digest.hexdigest():
-            return
-    _delete_cached(cache_folder)
-    stamp.write_text(digest.hexdigest())  # one that is torn agrees with nothing
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    name = digest.hexdigest()
+    if not (_cache_root() / name).exists():
+        with contextlib.suppress(OSError):
+            for old in _cache_root().iterdir():
+                if old.stat().st_mtime < time.time() - MAX_AGE_SECONDS:
+                    shutil.rmtree(old, ignore_errors=True)
+    return name
 
 
 def _sources(folder: Path) -> set[Path]:
@@ -131,13 +173,63 @@ def _imported(file: Path) -> list[Path]:
 
 
 def with_fresh_cache(use: Callable[[], object]) -> None:
-    """Call something that compiles; if it fails, delete all cached code, which may be damaged, and call it again."""
+    """Call something that compiles; if it fails, delete all cached code, which may be damaged, and call it again.
+
+    Of several processes that do this at the same time, one compiles; the others wait, and load its code from disk.
+    """
+    with _compile_lock(use.__module__):
+        try:
+            use()
+        except Exception:
+            for cache_folder in _cache_folders:
+                _delete_cached(cache_folder)
+            use()
+
+
+def compile_in_turns(compilers: Sequence[Callable[[], object]]) -> None:
+    """Call functions that use `with_fresh_cache`, first those that no other process is calling.
+
+    So processes that start together, as replicas do, share the work of compiling.
+    """
+    pending = list(compilers)
+    while pending:
+        free = (each for each in pending if not _is_compiling(each.__module__))
+        compiler = next(free, pending[0])
+        pending.remove(compiler)
+        compiler()
+
+
+@contextlib.contextmanager
+def _compile_lock(module: str) -> Iterator[None]:
+    """Hold the lock of a module's compiled functions, among the processes that share a cache; none without a cache."""
+    lock = _open_lock(module)
+    if lock is None:
+        yield
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _is_compiling(module: str) -> bool:
+    """Whether another process holds the lock of a module's compiled functions."""
+    lock = _open_lock(module)
+    if lock is None:
+        return False
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+def _open_lock(module: str) -> IO | None:
+    """Open the lock file of a module; None if nothing can be cached, so that nothing can be shared."""
     try:
-        use()
-    except Exception:
-        for cache_folder in _cache_folders:
-            _delete_cached(cache_folder)
-        use()
+        return open(_cache_root() / f"{module}.lock", "a") if _cache_folders else None
+    except OSError:
+        return None
 
 
 def _delete_cached(cache_folder: Path) -> None:

@@ -1,5 +1,6 @@
 """What was compiled is kept, and forgotten as soon as any file that it was compiled from has changed."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -31,22 +32,41 @@ print(user(), sum(user.stats.cache_hits.values()))
 """
 
 
+def output_of(folder: Path, *arguments: str) -> str:
+    """Run Python in a folder, with compiled code cached next to it; return what it prints."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(folder.parent / "cache")}
+    command = [sys.executable, "-B", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def write_scripts(folder: Path, number: int) -> Path:
+    """Write a compiled function that calls another one, which returns a number; return their folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "caller.py").write_text(CALLER)
+    (folder / "callee.py").write_text(CALLEE.format(number))
+    return folder
+
+
 def test_a_caller_is_compiled_again_when_what_it_calls_has_changed(tmp_path: Path):
-    (tmp_path / "caller.py").write_text(CALLER)
+    folder = tmp_path / "scripts"
+    assert output_of(write_scripts(folder, 1), "caller.py") == "1 0"
+    assert output_of(folder, "caller.py") == "1 1"
+    assert output_of(write_scripts(folder, 2), "caller.py") == "2 0"
 
-    def run(number: int) -> str:
-        (tmp_path / "callee.py").write_text(CALLEE.format(number))
-        return subprocess.run(
-            [sys.executable, "-B", "caller.py"], cwd=tmp_path, capture_output=True, text=True, check=True
-        ).stdout.strip()
 
-    assert run(1) == "1 0"
-    assert run(1) == "1 1"
-    assert run(2) == "2 0"
+def test_copies_of_the_sources_share_compiled_code(tmp_path: Path):
+    assert output_of(write_scripts(tmp_path / "first", 1), "caller.py") == "1 0"
+    assert output_of(write_scripts(tmp_path / "second", 1), "caller.py") == "1 1"
+
+
+def test_without_a_cache_functions_are_compiled_all_the_same(tmp_path: Path):
+    (tmp_path / "cache").touch()  # no folder
+    assert output_of(write_scripts(tmp_path / "scripts", 1), "caller.py") == "1 0"
 
 
 def test_a_function_is_compiled_again_when_a_constant_of_its_package_has_changed(tmp_path: Path):
-    inner = tmp_path / "package" / "inner"
+    inner = tmp_path / "root" / "package" / "inner"
     inner.mkdir(parents=True)
     for folder in (inner, inner.parent):
         (folder / "__init__.py").touch()
@@ -55,9 +75,7 @@ def test_a_function_is_compiled_again_when_a_constant_of_its_package_has_changed
 
     def run(number: int) -> str:
         (inner.parent / "constants.py").write_text(f"VALUE = {number}\n")
-        return subprocess.run(
-            [sys.executable, "-B", "-m", "package.inner.user"], cwd=tmp_path, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        return output_of(tmp_path / "root", "-m", "package.inner.user")
 
     assert run(1) == "1 0"
     assert run(1) == "1 1"
