@@ -6,8 +6,6 @@ import ast
 import functools
 from pathlib import Path
 
-import pytest
-
 import lp_runtime
 
 PACKAGE = Path(lp_runtime.__file__).parent
@@ -45,6 +43,11 @@ BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.IfE
 @functools.cache
 def classes(name: str) -> list[ast.ClassDef]:
     return [node for node in ast.walk(TREES[name]) if isinstance(node, ast.ClassDef)]
+
+
+def all_classes() -> list[tuple[str, ast.ClassDef]]:
+    """Return (file, class) of every class of the package."""
+    return [(name, kind) for name in NAMES for kind in classes(name)]
 
 
 def self_attributes(node: ast.AST) -> set[str]:
@@ -96,38 +99,50 @@ def complexity(function: ast.AST) -> int:
     return total
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_file_is_short_enough_to_read(name):
-    assert len((PACKAGE / name).read_text().splitlines()) <= MAX_LINES
+def test_a_file_is_short_enough_to_read():
+    lengths = {name: len((PACKAGE / name).read_text().splitlines()) for name in NAMES}
+    assert not {name: length for name, length in lengths.items() if length > MAX_LINES}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_functions_are_simple(name):
-    functions = [node for node in ast.walk(TREES[name]) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    assert not {each.name: number for each in functions if (number := complexity(each)) > MAX_COMPLEXITY}
+def test_functions_are_simple():
+    assert not [
+        f"{name}: {node.name} has complexity {number}"
+        for name in NAMES
+        for node in ast.walk(TREES[name])
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (number := complexity(node)) > MAX_COMPLEXITY
+    ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_attributes_are_set_in_init_first(name):
+def test_attributes_are_set_in_init_first():
     # Layers of a cache of transformers' are allocated lazily, by that library's own protocol.
-    for kind in classes(name):
+    findings = []
+    for name, kind in all_classes():
         if any(isinstance(base, ast.Name) and base.id == "CacheLayerMixin" for base in kind.bases):
             continue
         known = declared(kind) | inherited(kind)
         for method in (node for node in kind.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
-            assert not (late := self_attributes(method) - known), f"{name}: {kind.name}.{method.name} sets {late}"
+            if late := self_attributes(method) - known:
+                findings.append(f"{name}: {kind.name}.{method.name} sets {late}")
+    assert not findings
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_classes_are_small(name):
-    for kind in classes(name):
+def test_classes_are_small():
+    findings = []
+    for name, kind in all_classes():
         init = [node for node in kind.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
-        assert len(self_attributes(init[0]) if init else ()) <= MAX_ATTRIBUTES, f"{name}: {kind.name}"
+        if init and (number := len(self_attributes(init[0]))) > MAX_ATTRIBUTES:
+            findings.append(f"{name}: {kind.name} sets {number} attributes")
+    assert not findings
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_nobody_reads_anothers_private_names(name):
-    tree = TREES[name]
+def test_nobody_reads_anothers_private_names():
+    findings = [finding for name in NAMES for finding in private_reads(name)]
+    assert not findings
+
+
+def private_reads(name: str) -> list[str]:
+    """Return the places in a file that read a private name of another object."""
+    tree, findings = TREES[name], []
     own_classes = {kind.name for kind in classes(name)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
@@ -138,7 +153,9 @@ def test_nobody_reads_anothers_private_names(name):
         is_own = isinstance(of, ast.Name) and (of.id in ("self", "cls") or of.id in own_classes)
         is_super = isinstance(of, ast.Call) and isinstance(of.func, ast.Name) and of.func.id == "super"
         # A classmethod or staticmethod may fill in the instance that it makes.
-        assert is_own or is_super or _made_here(tree, node), f"{name} line {node.lineno}: {ast.unparse(node)}"
+        if not (is_own or is_super or _made_here(tree, node)):
+            findings.append(f"{name} line {node.lineno}: {ast.unparse(node)}")
+    return findings
 
 
 def _made_here(tree: ast.AST, node: ast.Attribute) -> bool:
