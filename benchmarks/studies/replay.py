@@ -106,16 +106,18 @@ class SettledEngine(Engine):
         super().__init__(model, Group(0, num_replicas, CPU), calibration, None, True, make_exchange)
         self._num_replicas, self._assumed = num_replicas, calibration
 
-    def open_decoder(self, request: Request, spec: SamplerSpec, stop: Stop | None = None) -> Decoder:
+    def open_decoder(self, request: Request, spec: SamplerSpec, stop: Stop | None = None, tag: int = 0) -> Decoder:
         """Return a decoder whose budget starts afresh; arguments as in Engine."""
-        decoder = super().open_decoder(request, spec, stop)
+        decoder = super().open_decoder(request, spec, stop, tag)
         is_auto = request.lookahead.is_auto
         if not is_auto:
             return decoder
         learned = LearnedCosts.initial(self._num_replicas, is_timed=True)
         times = self._assumed.times(decoder.drafter.max_nodes + decoder.drafter.max_committed)
         budget = StepBudget(times, is_auto, decoder.budget.limit, learned)
-        return Decoder(decoder.state, budget, decoder.sampler, decoder.draft_tables)
+        return Decoder(
+            decoder.state, budget, decoder.sampler, decoder.draft_tables, num_harvested=decoder.num_harvested
+        )
 
 
 class ReplayDevice:
@@ -187,7 +189,14 @@ class ReplayPasses(PassSet):
 
     def __init__(self, runner: ReplayRunner):
         passes = runner.passes
-        super().__init__(runner.model, runner.masks, GraphOptions(capture=False), passes.keeps_logits, sample_greedily)
+        super().__init__(
+            runner.model,
+            runner.masks,
+            GraphOptions(capture=False),
+            passes.keeps_logits,
+            passes.cache_name,
+            sample_greedily,
+        )
         self._replay_device = runner.replay_device
         self.inputs: StepInputs | None = None
 
