@@ -15,18 +15,20 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import psutil
 import torch
 
 from lp_runtime import Generation, LookaheadConfig
+from lp_runtime.engine.output import Event, Report, StepOutput
 from lp_runtime.errors import LookaheadError
+from lp_runtime.model.types import CausalLM
 from lp_runtime.utils.prompt_file import Prompt, read_prompts
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -35,6 +37,7 @@ sys.path += [str(REPOSITORY / "tests"), str(REPOSITORY / "scripts")]
 SETTINGS = ("5,3,5", "7,5,7", "15,5,15")
 REPLICA_MODULE = "lp_runtime.launchers.replica_process"
 Value = str | int | float | Sequence[float] | None
+Row = dict[str, Value]
 
 
 class Study(Protocol):
@@ -174,6 +177,34 @@ def parse_setting(text: str, degree: int = 1) -> LookaheadConfig:
     return LookaheadConfig(W=W, N=N, G=G, drafter=drafter or "full")
 
 
+def tokens_and_report(events: Iterable[Event]) -> tuple[list[int], Report]:
+    """Return the new tokens of a request that an engine decodes, and its report."""
+    token_ids: list[int] = []
+    for event in events:
+        if isinstance(event, StepOutput):
+            token_ids += event.token_ids
+    assert isinstance(event, Report)  # the last one
+    return token_ids, event
+
+
+def generate_greedily(
+    model: CausalLM, prompt_ids: Sequence[int], max_new_tokens: int, eos_token_ids: Iterable[int] = ()
+) -> list[int]:
+    """Return the new tokens of transformers' own greedy decoding; without `eos_token_ids` there is no end of text."""
+    ids = torch.tensor([list(prompt_ids)], device=model.device)
+    generate: Any = model.generate  # PreTrainedModel does not declare it
+    output = generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(eos_token_ids) or -1,
+        pad_token_id=0,
+    )
+    new_tokens: list[int] = output[0, ids.shape[1] :].tolist()
+    return new_tokens
+
+
 def totals(generations: Sequence[Generation]) -> tuple[float, float]:
     """Return (S, step tokens) over all generations.
 
@@ -207,7 +238,7 @@ class Results:
 
     def __init__(self, name: str, output: Path | None, formats: Mapping[str, str] | None = None):
         self.name = name
-        self.rows: list[dict[str, Value]] = []
+        self.rows: list[Row] = []
         self._output = output
         self._formats = formats or {}
 

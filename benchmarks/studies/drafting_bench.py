@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from common import load_prompts_by_kind
@@ -15,11 +16,12 @@ from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.group import CPU, Group
-from lp_runtime.engine.calibration import Calibration, Measured, StepMeasurement
+from lp_runtime.engine.calibration import Calibration, Measured
 from lp_runtime.engine.decoder import Decoder
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import SamplerSpec, make_sampler_spec
+from lp_runtime.engine.step_meter import StepMeasurement
 from lp_runtime.lookahead.drafters.base import Drafter
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
 from lp_runtime.lookahead.drafters.best_first.estimates import Rates
@@ -33,7 +35,7 @@ from lp_runtime.sizing.cost_model import assumed_times, interpolate
 from studies.recorded_model import RecordedModel, Recording
 
 NGRAM = 4  # tokens of the n-grams by which repetition is measured
-GREEDY: Mapping[str, float] = {"temperature": 0.0}
+GREEDY: Mapping[str, Any] = {"temperature": 0.0}
 HOST_NS = 350_000  # of a step, where times are given
 
 # What drafts: settings of the runtime, or a peer's drafter.
@@ -144,7 +146,7 @@ class Bench:
         self,
         drafting: Drafting,
         degree: int = 1,
-        sampling: Mapping[str, float] = GREEDY,
+        sampling: Mapping[str, Any] = GREEDY,
         as_chains: bool = False,
         step_ms: Mapping[int, float] | None = None,
     ) -> list[Run]:
@@ -160,10 +162,12 @@ class Bench:
         """
         group, calibration, times = Group(0, degree, CPU), self.calibration, None
         if step_ms is not None:
-            points = np.array(list(step_ms)), (1e6 * np.array(list(step_ms.values()))).astype(np.int64)
-            steps = StepMeasurement(*points, np.array(0), np.array(0), np.zeros(2, np.int64))
+            tokens, nanoseconds = list(step_ms), [int(1e6 * each) for each in step_ms.values()]
+            steps = StepMeasurement(
+                np.array(tokens), np.array(nanoseconds), np.array(0), np.array(0), np.zeros(2, np.int64)
+            )
             calibration = EqualReplicas(self.model, degree, self._cache, steps)
-            times = interpolate(*points, 2 * int(points[0][-1]))
+            times = interpolate(tokens, nanoseconds, 2 * tokens[-1])
         engine = Engine(self._chain_fed if as_chains else self.model, group, calibration)
         runs = []
         for index in range(len(self.prompts)):
@@ -185,7 +189,7 @@ class Bench:
         index: int,
         drafting: Drafting,
         degree: int,
-        sampling: Mapping[str, float],
+        sampling: Mapping[str, Any],
         recording: Recording | None,
         times: np.ndarray | None = None,
     ) -> Run:
@@ -204,7 +208,7 @@ class Bench:
         finally:
             engine.close_decoder(decoder)
 
-    def _sampling(self, index: int, sampling: Mapping[str, float]) -> SamplingConfig:
+    def _sampling(self, index: int, sampling: Mapping[str, Any]) -> SamplingConfig:
         """Return the settings that a prompt is sampled with."""
         return SamplingConfig(**sampling, seed=self._seeds[index] if sampling["temperature"] else None)
 

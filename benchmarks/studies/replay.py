@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from lp_runtime.engine.sampler_factory import SamplerSpec
 from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.cuda_graph import FixedPass, GraphOptions, PassSet
 from lp_runtime.model.fixed_passes import SIZES, FixedPasses
+from lp_runtime.model.pass_timer import PassTimer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.step_inputs import StepInputs, StepLogits
 from lp_runtime.sampling.sampler import sample_greedily
@@ -222,7 +224,7 @@ class ReplayRunner(ModelRunner):
     def __init__(self, model: ModelRunner, device: ReplayDevice):
         super().__init__(model.model, model.prefill_chunk)
         self.replay_device = device
-        self.timer = device
+        self.timer = cast(PassTimer, device)  # it has the same methods
         self._replayed = self.passes.made = ReplayPasses(self)
         self.fixed_passes = FixedPasses(self.passes, self.feed)
 
