@@ -52,27 +52,46 @@ class Study(Protocol):
         """Run the study and return the exit status: 0 if everything that must hold holds."""
 
 
-def run_command(description: str, studies: Mapping[str, str]) -> None:
+def run_command(
+    command: str, description: str, studies: Mapping[str, str], arguments: Sequence[str] | None = None
+) -> None:
     """Run the study that the command line names, and exit with its status.
 
     Args:
+        command: the file that is run.
         description: of the command.
         studies: name of the module in benchmarks/studies/ by the study's name on the command line. Only the module
             that is asked for is imported.
+        arguments: the command line; that of the process if None.
     """
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=description, formatter_class=raw)
+    parser = argparse.ArgumentParser(
+        prog=command, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("study", choices=studies, help="`STUDY --help` lists its arguments")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the study")
-    chosen = parser.parse_args()
-    study = cast(Study, importlib.import_module(f"studies.{studies[chosen.study]}"))
-    parser = argparse.ArgumentParser(
-        prog=f"{Path(sys.argv[0]).name} {chosen.study}", description=study.__doc__, formatter_class=raw
-    )
+    chosen = parser.parse_args(arguments)
+    study = load_study(studies[chosen.study])
+    with one_line_errors():
+        sys.exit(study.run(study_parser(f"{command} {chosen.study}", study).parse_args(chosen.arguments)))
+
+
+def load_study(module: str) -> Study:
+    """Return the study in a module of benchmarks/studies/."""
+    return cast(Study, importlib.import_module(f"studies.{module}"))
+
+
+def study_parser(name: str, study: Study) -> argparse.ArgumentParser:
+    """Return the parser of a study's arguments.
+
+    Args:
+        name: of command and study, for messages.
+        study: the module.
+    """
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=name, description=study.__doc__, formatter_class=raw)
     study.add_arguments(parser)
     add_output_argument(parser)
-    with one_line_errors():
-        sys.exit(study.run(parser.parse_args(chosen.arguments)))
+    return parser
 
 
 @contextmanager

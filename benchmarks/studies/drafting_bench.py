@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -79,12 +79,11 @@ class EqualReplicas(Calibration):
     Args:
         model: the replica's.
         num_replicas: how many there are.
-        cache_dir: see Calibration.
-        steps: what its steps are taken to have.
+        known: what was measured; its steps are what each replica's are taken to have.
     """
 
-    def __init__(self, model: ModelRunner, num_replicas: int, cache_dir: str | None, steps: StepMeasurement):
-        super().__init__(model, Group.alone(), cache_dir, Measured(steps))
+    def __init__(self, model: ModelRunner, num_replicas: int, known: Measured):
+        super().__init__(model, Group.alone(), None, known)
         self._num_replicas = num_replicas
 
     def times(self, num_tokens: int, num_committed: int = 0) -> np.ndarray:
@@ -116,7 +115,8 @@ class Bench:
         if args.record is not None:
             args.record.mkdir(parents=True, exist_ok=True)
         self._cache = None if args.record is None else str(args.record)
-        self.calibration = Calibration(self.model, Group.alone(), self._cache)
+        self._measured = Measured()
+        self.calibration = Calibration(self.model, Group.alone(), self._cache, self._measured)
         self._max_new_tokens: int = args.max_new_tokens
         self._eos = eos_token_ids(self.model.model) if args.eos else frozenset()
         tokenizer = load_tokenizer(config)
@@ -138,9 +138,10 @@ class Bench:
         """Nodes that nobody had asked for before, and so were fed, one token a step excluded."""
         return sum(each.num_fed for each in self._recorded)
 
-    def recordings(self, index: int) -> Iterator[Recording]:
-        """Yield what is kept of a prompt, by way of sampling."""
-        return self._recorded[index].recordings()
+    def recording(self, index: int, sampling: Mapping[str, Any] = GREEDY) -> Recording:
+        """Return what is kept of a prompt that is decoded in this way."""
+        asked = (self._sampling(index, sampling), self._max_new_tokens, *sorted(self._eos))
+        return self._recorded[index].recording(repr(asked))
 
     def decode_all(
         self,
@@ -166,13 +167,13 @@ class Bench:
             steps = StepMeasurement(
                 np.array(tokens), np.array(nanoseconds), np.array(0), np.array(0), np.zeros(2, np.int64)
             )
-            calibration = EqualReplicas(self.model, degree, self._cache, steps)
+            self.calibration.vocabulary  # noqa: B018  # asks the model once, and not for each of these calibrations
+            calibration = EqualReplicas(self.model, degree, replace(self._measured, steps=steps))
             times = interpolate(tokens, nanoseconds, 2 * tokens[-1])
         engine = Engine(self._chain_fed if as_chains else self.model, group, calibration)
         runs = []
         for index in range(len(self.prompts)):
-            asked = (self._sampling(index, sampling), self._max_new_tokens, *sorted(self._eos))
-            recording = self._recorded[index].recording(repr(asked))
+            recording = self.recording(index, sampling)
             if recording.text is None:
                 alone = Engine(self.model, Group.alone(), self.calibration)
                 recording.text = self._decode(alone, index, PLAIN, 1, sampling, None).tokens

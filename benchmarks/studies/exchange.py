@@ -23,7 +23,6 @@ import numpy as np
 import psutil
 import torch
 from common import Results, Row
-from torch.multiprocessing.spawn import spawn
 
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import Exchange, gather_rows
@@ -136,8 +135,16 @@ def run(args: argparse.Namespace) -> int:
     regroups = Results("regroup", args.output, dict.fromkeys(("median", "quartiles", "99%"), ".2f"))
     for num_replicas in args.gpus:
         store = host_store("127.0.0.1", 0, TIMEOUT_SECONDS)
-        results = multiprocessing.get_context("spawn").SimpleQueue()
-        spawn(measure, (num_replicas, store.port, args, results), nprocs=num_replicas, join=True)
+        context = multiprocessing.get_context("spawn")
+        results = context.SimpleQueue()
+        place = (num_replicas, store.port, args, results)
+        processes = [context.Process(target=measure, args=(rank, *place), daemon=True) for rank in range(num_replicas)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+            if process.exitcode:
+                raise SystemExit(f"a rank of {num_replicas} failed: exit status {process.exitcode}")
         while not results.empty():
             what, backend, first, second, times = results.get()
             row: Row = {"replicas": num_replicas, "backend": backend}

@@ -26,7 +26,7 @@ def save_texts(path: Path, bench: Bench) -> None:
     arrays: dict[str, Any] = {"kinds": np.array([kind for kind, _ in bench.prompts])}
     is_asked = np.zeros(NO_TOKEN, np.bool_)
     for index, (_, prompt) in enumerate(bench.prompts):
-        (recording,) = bench.recordings(index)
+        recording = bench.recording(index)
         nodes, said = recording.asked()
         assert recording.text is not None  # all prompts were decoded
         arrays |= {
