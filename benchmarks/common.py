@@ -15,18 +15,20 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import psutil
 import torch
 
 from lp_runtime import Generation, LookaheadConfig
+from lp_runtime.engine.output import Event, Report, StepOutput
 from lp_runtime.errors import LookaheadError
+from lp_runtime.model.types import CausalLM
 from lp_runtime.utils.prompt_file import Prompt, read_prompts
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -35,6 +37,7 @@ sys.path += [str(REPOSITORY / "tests"), str(REPOSITORY / "scripts")]
 SETTINGS = ("5,3,5", "7,5,7", "15,5,15")
 REPLICA_MODULE = "lp_runtime.launchers.replica_process"
 Value = str | int | float | Sequence[float] | None
+Row = dict[str, Value]
 
 
 class Study(Protocol):
@@ -49,27 +52,46 @@ class Study(Protocol):
         """Run the study and return the exit status: 0 if everything that must hold holds."""
 
 
-def run_command(description: str, studies: Mapping[str, str]) -> None:
+def run_command(
+    command: str, description: str, studies: Mapping[str, str], arguments: Sequence[str] | None = None
+) -> None:
     """Run the study that the command line names, and exit with its status.
 
     Args:
+        command: the file that is run.
         description: of the command.
         studies: name of the module in benchmarks/studies/ by the study's name on the command line. Only the module
             that is asked for is imported.
+        arguments: the command line; that of the process if None.
     """
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=description, formatter_class=raw)
+    parser = argparse.ArgumentParser(
+        prog=command, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("study", choices=studies, help="`STUDY --help` lists its arguments")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the study")
-    chosen = parser.parse_args()
-    study = cast(Study, importlib.import_module(f"studies.{studies[chosen.study]}"))
-    parser = argparse.ArgumentParser(
-        prog=f"{Path(sys.argv[0]).name} {chosen.study}", description=study.__doc__, formatter_class=raw
-    )
+    chosen = parser.parse_args(arguments)
+    study = load_study(studies[chosen.study])
+    with one_line_errors():
+        sys.exit(study.run(study_parser(f"{command} {chosen.study}", study).parse_args(chosen.arguments)))
+
+
+def load_study(module: str) -> Study:
+    """Return the study in a module of benchmarks/studies/."""
+    return cast(Study, importlib.import_module(f"studies.{module}"))
+
+
+def study_parser(name: str, study: Study) -> argparse.ArgumentParser:
+    """Return the parser of a study's arguments.
+
+    Args:
+        name: of command and study, for messages.
+        study: the module.
+    """
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=name, description=study.__doc__, formatter_class=raw)
     study.add_arguments(parser)
     add_output_argument(parser)
-    with one_line_errors():
-        sys.exit(study.run(parser.parse_args(chosen.arguments)))
+    return parser
 
 
 @contextmanager
@@ -174,6 +196,34 @@ def parse_setting(text: str, degree: int = 1) -> LookaheadConfig:
     return LookaheadConfig(W=W, N=N, G=G, drafter=drafter or "full")
 
 
+def tokens_and_report(events: Iterable[Event]) -> tuple[list[int], Report]:
+    """Return the new tokens of a request that an engine decodes, and its report."""
+    token_ids: list[int] = []
+    for event in events:
+        if isinstance(event, StepOutput):
+            token_ids += event.token_ids
+    assert isinstance(event, Report)  # the last one
+    return token_ids, event
+
+
+def generate_greedily(
+    model: CausalLM, prompt_ids: Sequence[int], max_new_tokens: int, eos_token_ids: Iterable[int] = ()
+) -> list[int]:
+    """Return the new tokens of transformers' own greedy decoding; without `eos_token_ids` there is no end of text."""
+    ids = torch.tensor([list(prompt_ids)], device=model.device)
+    generate: Any = model.generate  # PreTrainedModel does not declare it
+    output = generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(eos_token_ids) or -1,
+        pad_token_id=0,
+    )
+    new_tokens: list[int] = output[0, ids.shape[1] :].tolist()
+    return new_tokens
+
+
 def totals(generations: Sequence[Generation]) -> tuple[float, float]:
     """Return (S, step tokens) over all generations.
 
@@ -207,7 +257,7 @@ class Results:
 
     def __init__(self, name: str, output: Path | None, formats: Mapping[str, str] | None = None):
         self.name = name
-        self.rows: list[dict[str, Value]] = []
+        self.rows: list[Row] = []
         self._output = output
         self._formats = formats or {}
 

@@ -41,4 +41,4 @@ STUDIES = {
 }
 
 if __name__ == "__main__":
-    run_command(__doc__, STUDIES)
+    run_command("correctness.py", __doc__, STUDIES)

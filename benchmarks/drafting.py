@@ -23,6 +23,7 @@ OUTPUT/STUDY.md and .json, and, where matplotlib is installed, to OUTPUT/STUDY.s
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from common import add_output_argument, add_prompt_arguments, one_line_errors
@@ -31,8 +32,8 @@ from studies.drafting_bench import Bench
 from studies.drafting_table import Study
 
 
-def main() -> None:
-    """Run the studies that the command line names, in their order here."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [study.__name__ for study in STUDIES]
     parser.add_argument("studies", nargs="+", choices=names, metavar="STUDY", help=", ".join(names))
@@ -50,7 +51,12 @@ def main() -> None:
     )
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep there what the model says")
     add_output_argument(parser)
-    args = parser.parse_args()
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the studies that the command line names, in their order in `STUDIES`; it is the process's if None."""
+    args = make_parser().parse_args(arguments)
     bench = Bench(args)
     sources = ", ".join(Path(source.rpartition(":")[0]).stem for source in args.prompts)
     about = f"{len(bench.prompts)} prompts ({sources}), {args.max_new_tokens} new tokens each"

@@ -24,4 +24,4 @@ STUDIES = {
 STUDIES |= {"host": "host_time", "step": "step_time"}
 
 if __name__ == "__main__":
-    run_command(__doc__, STUDIES)
+    run_command("micro.py", __doc__, STUDIES)

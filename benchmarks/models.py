@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import common  # noqa: F401  # makes scripts/ importable
 import torch
-from inflate_model import SHAPES, inflated
+from inflate_model import inflated
+from inflation_shapes import SHAPES
 from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig
 
@@ -49,10 +51,11 @@ def load_named(name: str, dtype: str, device: torch.device, vocabulary_size: int
 
 def random_experts(name: str, dtype: str, device: torch.device) -> CausalLM:
     """Return a Mixtral model with random weights: 8 experts, of which 2 are active."""
+    sizes: dict[str, Any] = EXPERTS[name]
     config = MixtralConfig(
-        **EXPERTS[name],
+        **sizes,
         vocab_size=4096,
-        num_key_value_heads=EXPERTS[name]["num_attention_heads"] // 2,
+        num_key_value_heads=sizes["num_attention_heads"] // 2,
         max_position_embeddings=4096,
         eos_token_id=None,
         bos_token_id=None,
@@ -75,7 +78,8 @@ def pad_vocabulary(model: CausalLM, size: int) -> None:
     old = model.config.get_text_config().vocab_size
     if size < old:
         raise SystemExit(f"vocabulary={size}: must be at least the model's own {old}")
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
     for module in {id(each): each for each in (embedding, head)}.values():
         copies = module.weight[UNUSED_TOKEN].expand(size - old, -1)
         module.weight = nn.Parameter(torch.cat([module.weight, copies]), requires_grad=False)

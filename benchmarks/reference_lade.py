@@ -32,6 +32,7 @@ import random
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 os.environ["USE_LADE"] = "0"  # lade reads it at every call; generate() below switches it
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -58,10 +59,8 @@ def load_model(folder: Path) -> LlamaForCausalLM:
     head_dim = new["hidden_size"] // new["num_attention_heads"]
     if new["model_type"] != "llama" or kind != "default" or (new.get("head_dim") or head_dim) != head_dim:
         raise ValueError(f"need a Llama with plain rotary embedding and heads of {head_dim}, got {new}")
-    config = LlamaConfig(
-        **{name: new[name] for name in NUMBERS}, rope_theta=rope["rope_theta"],
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {name: new[name] for name in NUMBERS} | {"rope_theta": rope["rope_theta"]}
+    config = LlamaConfig(**sizes, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     state = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     if config.tie_word_embeddings:
         state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
@@ -120,7 +119,7 @@ def edit_greedy_loop(pool_from_prompt: bool, full_match_bonus: bool) -> None:
         source = source.replace(old, new)
 
     def seeded_pool(prompt: list[int], level: int, guess_set_size: int) -> dict:
-        pool = {}
+        pool: dict[int, list[tuple[int, ...]]] = {}
         for start in range(len(prompt) - level + 1):
             insert(pool, prompt[start : start + level], level, guess_set_size)
         return pool
@@ -147,7 +146,7 @@ def edit_greedy_loop(pool_from_prompt: bool, full_match_bonus: bool) -> None:
 
 
 @torch.no_grad()
-def generate(model: LlamaForCausalLM, prompt: list[int], max_new_tokens: int, use_lade: bool) -> list[int]:
+def generate(model: Any, prompt: list[int], max_new_tokens: int, use_lade: bool) -> list[int]:
     os.environ["USE_LADE"] = "1" if use_lade else "0"
     ids = torch.tensor([prompt])
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)

@@ -9,5 +9,7 @@ load   many clients ask lp-serve at once
 
 from common import run_command
 
+STUDIES = {name: name for name in ("nccl", "kills", "load")}
+
 if __name__ == "__main__":
-    run_command(__doc__, {name: name for name in ("nccl", "kills", "load")})
+    run_command("resilience.py", __doc__, STUDIES)

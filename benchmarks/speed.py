@@ -12,6 +12,9 @@ where_lp_pays    S and step time by LP degree: dense models, experts, quantized 
 
 from common import run_command
 
+STUDIES = {
+    name: name for name in ("requests", "kinds", "tensor_parallel", "first_answer", "splits_on_paper", "where_lp_pays")
+}
+
 if __name__ == "__main__":
-    names = ("requests", "kinds", "tensor_parallel", "first_answer", "splits_on_paper", "where_lp_pays")
-    run_command(__doc__, {name: name for name in names})
+    run_command("speed.py", __doc__, STUDIES)

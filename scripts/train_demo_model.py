@@ -23,6 +23,7 @@ import sysconfig
 import time
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -184,8 +185,8 @@ def train(work: Path, args: argparse.Namespace) -> dict:
     steps = args.steps or (20_000 if device == "cuda" else 1_600)
     ids, held = np.load(work / "train.npy"), np.load(work / "held_out.npy")
     torch.manual_seed(0)
-    model = LlamaForCausalLM(model_config()).to(device)
-    model.train()
+    model: Any = LlamaForCausalLM(model_config())  # transformers hides that `to` is a method
+    model.to(device).train()
     hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
     hidden_ids = {id(p) for p in hidden}
     rest = [p for p in model.parameters() if id(p) not in hidden_ids]
@@ -300,7 +301,7 @@ Source files that a Python installation has, under permissive licences; leading 
 
 def export(work: Path, out: Path, report: dict) -> None:
     state = torch.load(work / "checkpoint.pt", map_location="cpu", weights_only=True)
-    model = LlamaForCausalLM(model_config())
+    model: Any = LlamaForCausalLM(model_config())
     model.load_state_dict(state["model"])
     model.to(torch.bfloat16)
     model.generation_config.eos_token_id = 0

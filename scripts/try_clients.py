@@ -30,7 +30,7 @@ QUESTIONS = [
     },
     {"question": "if x is not", "choices": [" None", " def", " import"], "answer": 0},
 ]
-TASKS = {
+TASKS: dict[str, dict[str, Any]] = {
     "lp_choice": {
         "output_type": "multiple_choice",
         "doc_to_target": "answer",
@@ -73,7 +73,7 @@ def try_openai(url: str, model: str) -> str:
     """Return what the openai client was answered; chats and responses must be equal."""
     import openai
 
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
     messages = [{"role": "user", "content": "Write a loop."}]
     options: dict[str, Any] = {"model": model, "temperature": 0}
     chat = client.chat.completions.create(
@@ -111,7 +111,7 @@ def try_openai_structure(url: str, model: str) -> str:
     """Return what the openai client was answered by response_format, tools (whole and streamed) and responses."""
     import openai
 
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
     messages = [{"role": "user", "content": "Who is Ada?"}]
     options: dict[str, Any] = {"model": model, "temperature": 0}
     schema = schema_of_a_record()
@@ -207,7 +207,7 @@ def try_lm_eval(url: str, model: str, folder: str) -> str:
         data.write_text("".join(json.dumps(each) + "\n" for each in QUESTIONS))
         common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
         for name, task in TASKS.items():  # JSON is YAML
-            whole = {"task": name, **common, "doc_to_text": "question", **task}
+            whole: dict[str, Any] = {"task": name, **common, "doc_to_text": "question", **task}
             (Path(place) / f"{name}.yaml").write_text(json.dumps(whole))
         manager = TaskManager(include_path=place, include_defaults=False)
         results = []

@@ -82,11 +82,12 @@ def load(where: dict[str, Any], out: Path) -> int:
         How many parameters the model has.
     """
     tokenizer = AutoTokenizer.from_pretrained(**where)
-    options = {}
+    options: dict[str, Any] = {}
     if "gguf_file" in where and hasattr(transformers, "GgufConfig"):
         # Weights stay packed unless transformers is told; older versions never leave them so.
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16, **options).to(torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16, **options)
+    model.to(torch.bfloat16)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     return sum(each.numel() for each in model.parameters())

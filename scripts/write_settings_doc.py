@@ -65,9 +65,11 @@ def field_docs(schema: type) -> dict[str, str]:
         if not is_dataclass(base):
             continue
         (definition,) = ast.parse(inspect.getsource(base)).body
+        assert isinstance(definition, ast.ClassDef)
         for item, below in zip(definition.body, definition.body[1:], strict=False):
             if (
                 isinstance(item, ast.AnnAssign)
+                and isinstance(item.target, ast.Name)
                 and isinstance(below, ast.Expr)
                 and isinstance(below.value, ast.Constant)
             ):
@@ -91,7 +93,10 @@ def yaml_of(value: Any) -> str:
 
 def default_of(item: Field) -> str:
     """Return a field's default as it is typed on the command line."""
-    return yaml_of(item.default if item.default is not MISSING else item.default_factory())
+    if item.default is not MISSING:
+        return yaml_of(item.default)
+    assert item.default_factory is not MISSING  # every setting has a default
+    return yaml_of(item.default_factory())
 
 
 def table(schema: type, names: list[str], prefix: str = "") -> list[str]:
@@ -112,7 +117,7 @@ def table(schema: type, names: list[str], prefix: str = "") -> list[str]:
 
 def group_table(schema: type, group: str) -> list[str]:
     """Return a group's description and the lines of its table."""
-    docstring = " ".join(inspect.getdoc(schema).split())
+    docstring = " ".join((inspect.getdoc(schema) or "").split())
     return [docstring, "", *table(schema, [item.name for item in fields(schema)], f"{group}.")]
 
 

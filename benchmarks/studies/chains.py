@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 import transformers
-from common import Results
+from common import Results, generate_greedily
 from support.causal_types import NEAR_TIE
 from support.chain_models import NEW_TOKENS, RECURRENT, decode, decode_type, model_of, request_of
 from support.ranks import run_ranks
@@ -79,11 +79,7 @@ def _expected(model: PreTrainedModel, request: Request) -> list[int]:
     """Return what `generate` gives greedily; of a request that samples, what one token a step gives."""
     if request.sampling.temperature:
         return decode(Group.alone(), model, [replace(request, lookahead=PLAIN)])[0][0]
-    ids = torch.tensor([request.prompt_ids])
-    output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0
-    )
-    return output[0, ids.shape[1] :].tolist()
+    return generate_greedily(model, request.prompt_ids, NEW_TOKENS)
 
 
 @torch.inference_mode()

@@ -36,7 +36,7 @@ MAX_REPLICAS = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
-    parser.add_argument("--draws", type=int, default=300)
+    parser.add_argument("--draws", type=int, default=300, help="at least one for each number of replicas, 3")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -94,6 +94,8 @@ def compare(draws: Sequence[tuple[str, Draw]], num_replicas: int) -> dict[str, i
 
 def run(args: argparse.Namespace) -> int:
     """Decode every draw; 1 after a mismatch or an invalid text."""
+    if args.draws < MAX_REPLICAS:
+        raise SystemExit(f"--draws {args.draws}: must be at least {MAX_REPLICAS}, one for each number of replicas")
     torch.set_num_threads(1)
     rng = random.Random(args.seed)
     draws = [(rng.choice(CHOSEN), random_draw(rng)) for _ in range(args.draws)]

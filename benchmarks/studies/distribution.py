@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     """Test every sampler; 1 if a test decides wrongly."""
     torch.set_num_threads(1)
     results = Results("distribution", args.output, {"p-value": ".3g"})
-    right, wrong = [], []
+    right: list[float] = []
+    wrong: list[float] = []
     for row in chi_square_rows(args.seeds, args.model, SETTINGS):
         settings = ", ".join(f"{name} {value}" for name, value in row.sampling.items())
         results.add({"token": row.token, "settings": settings, "sampler": row.sampler, "p-value": row.p_value})

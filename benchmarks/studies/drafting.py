@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from common import Value
 from support.peers import SamDrafter
 
@@ -30,13 +31,20 @@ from studies.starting_rates import (
 BUDGETS = (16, 32, 46, 54, 83, 160, 320, 640)
 DEGREES = (1, 2, 4, 8, 16)
 FIXED = (1, 4, 8, 16, 32, 64)  # tokens a step
-STEP_MS = {  # milliseconds of a step by its tokens: machine A with SmolLM2-135M in float32, another CPU, a GPU
+# Milliseconds of a step by its tokens: machine A with SmolLM2-135M in float32, another CPU, a GPU.
+STEP_MS: dict[str, dict[int, float]] = {
     "machine A": {1: 43, 8: 48, 16: 54, 24: 66, 32: 79, 64: 115, 128: 230},
     "CPU": {1: 30, 2: 33, 4: 38, 8: 46, 16: 62, 32: 95, 64: 165, 128: 310},
     "GPU": {1: 9.0, 64: 9.4, 128: 11.0, 256: 16.0},
 }
 # A replica of one thread of machine A, with the real model inflated to 337M parameters in float32.
-THREAD_MS = {1: 37.1, 2: 39.5, 3: 42.7, 4: 43.3, 6: 46.9, 8: 53.8, 12: 63.0, 16: 76.1, 24: 113.8, 32: 150, 64: 300}
+THREAD_MS: dict[int, float] = dict(
+    zip(
+        (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64),
+        (37.1, 39.5, 42.7, 43.3, 46.9, 53.8, 63.0, 76.1, 113.8, 150, 300),
+        strict=True,
+    )
+)
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # columns of the study `sources`
 
 
@@ -132,8 +140,8 @@ def sources(study: Study) -> None:
     """Accepted / fed by source and depth."""
     for label, settings in (("full, 83", GREEDY), ("full, 83, temperature 1", {"temperature": 1.0})):
         runs = study.bench.decode_all(full(83), sampling=settings)
-        fed = sum(run.drafter.counts.fed for run in runs)
-        accepted = sum(run.drafter.counts.accepted for run in runs)
+        fed = np.sum([run.drafter.counts.fed for run in runs], axis=0)
+        accepted = np.sum([run.drafter.counts.accepted for run in runs], axis=0)
         for name, took, had in zip(runs[0].drafter.counts.sources, accepted, fed, strict=True):
             row: dict[str, Value] = {"source": f"{label}: {name}", "all": f"{took.sum()}/{had.sum()}"}
             row |= {f"depth {depth}": f"{took[depth - 1]}/{had[depth - 1]}" for depth in DEPTHS}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from common import load_prompts_by_kind
@@ -15,11 +16,12 @@ from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.group import CPU, Group
-from lp_runtime.engine.calibration import Calibration, Measured, StepMeasurement
+from lp_runtime.engine.calibration import Calibration, Measured
 from lp_runtime.engine.decoder import Decoder
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import SamplerSpec, make_sampler_spec
+from lp_runtime.engine.step_meter import StepMeasurement
 from lp_runtime.lookahead.drafters.base import Drafter
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
 from lp_runtime.lookahead.drafters.best_first.estimates import Rates
@@ -33,7 +35,7 @@ from lp_runtime.sizing.cost_model import assumed_times, interpolate
 from studies.recorded_model import RecordedModel, Recording
 
 NGRAM = 4  # tokens of the n-grams by which repetition is measured
-GREEDY: Mapping[str, float] = {"temperature": 0.0}
+GREEDY: Mapping[str, Any] = {"temperature": 0.0}
 HOST_NS = 350_000  # of a step, where times are given
 
 # What drafts: settings of the runtime, or a peer's drafter.
@@ -77,12 +79,11 @@ class EqualReplicas(Calibration):
     Args:
         model: the replica's.
         num_replicas: how many there are.
-        cache_dir: see Calibration.
-        steps: what its steps are taken to have.
+        known: what was measured; its steps are what each replica's are taken to have.
     """
 
-    def __init__(self, model: ModelRunner, num_replicas: int, cache_dir: str | None, steps: StepMeasurement):
-        super().__init__(model, Group.alone(), cache_dir, Measured(steps))
+    def __init__(self, model: ModelRunner, num_replicas: int, known: Measured):
+        super().__init__(model, Group.alone(), None, known)
         self._num_replicas = num_replicas
 
     def times(self, num_tokens: int, num_committed: int = 0) -> np.ndarray:
@@ -114,7 +115,8 @@ class Bench:
         if args.record is not None:
             args.record.mkdir(parents=True, exist_ok=True)
         self._cache = None if args.record is None else str(args.record)
-        self.calibration = Calibration(self.model, Group.alone(), self._cache)
+        self._measured = Measured()
+        self.calibration = Calibration(self.model, Group.alone(), self._cache, self._measured)
         self._max_new_tokens: int = args.max_new_tokens
         self._eos = eos_token_ids(self.model.model) if args.eos else frozenset()
         tokenizer = load_tokenizer(config)
@@ -136,15 +138,16 @@ class Bench:
         """Nodes that nobody had asked for before, and so were fed, one token a step excluded."""
         return sum(each.num_fed for each in self._recorded)
 
-    def recordings(self, index: int) -> Iterator[Recording]:
-        """Yield what is kept of a prompt, by way of sampling."""
-        return self._recorded[index].recordings()
+    def recording(self, index: int, sampling: Mapping[str, Any] = GREEDY) -> Recording:
+        """Return what is kept of a prompt that is decoded in this way."""
+        asked = (self._sampling(index, sampling), self._max_new_tokens, *sorted(self._eos))
+        return self._recorded[index].recording(repr(asked))
 
     def decode_all(
         self,
         drafting: Drafting,
         degree: int = 1,
-        sampling: Mapping[str, float] = GREEDY,
+        sampling: Mapping[str, Any] = GREEDY,
         as_chains: bool = False,
         step_ms: Mapping[int, float] | None = None,
     ) -> list[Run]:
@@ -160,15 +163,17 @@ class Bench:
         """
         group, calibration, times = Group(0, degree, CPU), self.calibration, None
         if step_ms is not None:
-            points = np.array(list(step_ms)), (1e6 * np.array(list(step_ms.values()))).astype(np.int64)
-            steps = StepMeasurement(*points, np.array(0), np.array(0), np.zeros(2, np.int64))
-            calibration = EqualReplicas(self.model, degree, self._cache, steps)
-            times = interpolate(*points, 2 * int(points[0][-1]))
+            tokens, nanoseconds = list(step_ms), [int(1e6 * each) for each in step_ms.values()]
+            steps = StepMeasurement(
+                np.array(tokens), np.array(nanoseconds), np.array(0), np.array(0), np.zeros(2, np.int64)
+            )
+            self.calibration.vocabulary  # noqa: B018  # asks the model once, and not for each of these calibrations
+            calibration = EqualReplicas(self.model, degree, replace(self._measured, steps=steps))
+            times = interpolate(tokens, nanoseconds, 2 * tokens[-1])
         engine = Engine(self._chain_fed if as_chains else self.model, group, calibration)
         runs = []
         for index in range(len(self.prompts)):
-            asked = (self._sampling(index, sampling), self._max_new_tokens, *sorted(self._eos))
-            recording = self._recorded[index].recording(repr(asked))
+            recording = self.recording(index, sampling)
             if recording.text is None:
                 alone = Engine(self.model, Group.alone(), self.calibration)
                 recording.text = self._decode(alone, index, PLAIN, 1, sampling, None).tokens
@@ -185,7 +190,7 @@ class Bench:
         index: int,
         drafting: Drafting,
         degree: int,
-        sampling: Mapping[str, float],
+        sampling: Mapping[str, Any],
         recording: Recording | None,
         times: np.ndarray | None = None,
     ) -> Run:
@@ -204,7 +209,7 @@ class Bench:
         finally:
             engine.close_decoder(decoder)
 
-    def _sampling(self, index: int, sampling: Mapping[str, float]) -> SamplingConfig:
+    def _sampling(self, index: int, sampling: Mapping[str, Any]) -> SamplingConfig:
         """Return the settings that a prompt is sampled with."""
         return SamplingConfig(**sampling, seed=self._seeds[index] if sampling["temperature"] else None)
 

@@ -24,7 +24,7 @@ def kept(drafter: Drafter) -> Callable[[], Drafter]:
 
 def reset_peers(budget: int) -> list[tuple[str, Drafting]]:
     """Return the methods that are compared at a budget, their tables reset for each prompt."""
-    at = {
+    at: dict[int, list[tuple[str, Drafting]]] = {
         16: [("prompt lookup", PROMPT_LOOKUP), ("RACER, 16", lambda: RacerDrafter(16))],
         64: [
             ("RACER, 64", lambda: RacerDrafter(64)),

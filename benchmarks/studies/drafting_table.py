@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from common import Results, Value, fixed_steps
 
@@ -17,7 +18,7 @@ PROMPT_LOOKUP = LookaheadConfig(drafter="prompt_lookup")
 RECYCLING = LookaheadConfig(drafter="recycling")
 
 
-def full(budget: int, degree: int = 1, **settings: str) -> LookaheadConfig:
+def full(budget: int, degree: int = 1, **settings: Any) -> LookaheadConfig:
     """Return settings of the drafter `full` that spends its budget in every step.
 
     Args:
@@ -28,7 +29,7 @@ def full(budget: int, degree: int = 1, **settings: str) -> LookaheadConfig:
     return replace(fixed_steps(budget, degree), **settings)
 
 
-def paper(W: int, N: int, G: int, **settings: str | bool) -> LookaheadConfig:
+def paper(W: int, N: int, G: int, **settings: Any) -> LookaheadConfig:
     """Return settings of the drafter `paper`; `settings` are further ones of LookaheadConfig."""
     return LookaheadConfig(W=W, N=N, G=G, drafter="paper", **settings)
 
@@ -75,7 +76,7 @@ class Study:
         label: str,
         drafting: Drafting,
         degree: int = 1,
-        sampling: Mapping[str, float] = GREEDY,
+        sampling: Mapping[str, Any] = GREEDY,
         line: str | None = None,
         x: float | None = None,
         as_chains: bool = False,
@@ -98,9 +99,7 @@ class Study:
         return runs
 
     @staticmethod
-    def row(
-        label: str, runs: Sequence[Run], degree: int = 1, sampling: Mapping[str, float] = GREEDY
-    ) -> dict[str, Value]:
+    def row(label: str, runs: Sequence[Run], degree: int = 1, sampling: Mapping[str, Any] = GREEDY) -> dict[str, Value]:
         """Return the columns that most studies have; arguments as in `add`, and the prompts' runs."""
         shown = (
             ", ".join(f"{name} {value:g}" for name, value in sampling.items()) if sampling["temperature"] else "greedy"
@@ -131,7 +130,7 @@ class Study:
 _RATIOS = ("S", "S, least repetitive", "4-grams repeated")
 
 
-def add_by_kind(study: Study, methods: Sequence[tuple[str, Drafting]], sampling: Mapping[str, float]) -> None:
+def add_by_kind(study: Study, methods: Sequence[tuple[str, Drafting]], sampling: Mapping[str, Any]) -> None:
     """Decode all prompts by some methods, and add a row a method, with S by kind of prompt."""
     kinds = [kind for kind, _ in study.bench.prompts]
     for label, drafting in methods:

@@ -21,6 +21,7 @@ from common import (
     add_prompt_arguments,
     add_settings_argument,
     add_shards_argument,
+    generate_greedily,
     load_prompts,
     parse_setting,
     totals,
@@ -60,12 +61,8 @@ class Reference:
         """Return new tokens, [prompts][max_new_tokens]."""
         outputs = []
         for prompt in prompts:
-            ids = torch.tensor([self._tokenizer(prompt.value).input_ids], device=self._model.device)
-            mask = torch.ones_like(ids)
-            output = self._model.generate(
-                ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=0
-            )
-            outputs.append(output[0, ids.shape[1] :].tolist())
+            ids = self._tokenizer(prompt.value).input_ids
+            outputs.append(generate_greedily(self._model, ids, max_new_tokens))
         return outputs
 
     @torch.inference_mode()

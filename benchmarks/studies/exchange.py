@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing
 import statistics
 import time
 from collections.abc import Sequence
@@ -21,8 +22,7 @@ from multiprocessing.queues import SimpleQueue
 import numpy as np
 import psutil
 import torch
-import torch.multiprocessing as mp
-from common import Results
+from common import Results, Row
 
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import Exchange, gather_rows
@@ -124,7 +124,7 @@ def measure(rank: int, num_replicas: int, port: int, args: argparse.Namespace, r
                 results.put(("regroup", backend, num_files, num_maps, found))
 
 
-def _quartiles(times: Sequence[float]) -> dict[str, object]:
+def _quartiles(times: Sequence[float]) -> Row:
     lower, median, upper = statistics.quantiles(times, n=4)
     return {"median": median, "quartiles": [lower, upper], "99%": statistics.quantiles(times, n=100)[98]}
 
@@ -135,11 +135,19 @@ def run(args: argparse.Namespace) -> int:
     regroups = Results("regroup", args.output, dict.fromkeys(("median", "quartiles", "99%"), ".2f"))
     for num_replicas in args.gpus:
         store = host_store("127.0.0.1", 0, TIMEOUT_SECONDS)
-        results = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(measure, (num_replicas, store.port, args, results), nprocs=num_replicas, join=True)
+        context = multiprocessing.get_context("spawn")
+        results = context.SimpleQueue()
+        place = (num_replicas, store.port, args, results)
+        processes = [context.Process(target=measure, args=(rank, *place), daemon=True) for rank in range(num_replicas)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+            if process.exitcode:
+                raise SystemExit(f"a rank of {num_replicas} failed: exit status {process.exitcode}")
         while not results.empty():
             what, backend, first, second, times = results.get()
-            row = {"replicas": num_replicas, "backend": backend}
+            row: Row = {"replicas": num_replicas, "backend": backend}
             if what == "exchange":
                 table.add(row | {"nodes a replica": first, "bytes a replica": second} | _quartiles(times))
             else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from common import Results
+from common import Results, generate_greedily, tokens_and_report
 from models import free_memory, load_named, runner_of
 
 from lp_runtime.config.lookahead import LookaheadConfig
@@ -21,7 +21,6 @@ from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.loading import choose_device, prepare_model
 from lp_runtime.engine.request import Request
 from lp_runtime.errors import ModelError, first_line
-from lp_runtime.model.types import CausalLM
 from studies.floor import measure
 
 PROMPT = tuple(range(300, 340))
@@ -38,23 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=20)
 
 
-def generated(model: CausalLM) -> list[int]:
-    """Return what transformers' greedy decoding adds to the prompt."""
-    ids = torch.tensor([PROMPT], device=model.device)
-    output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_NEW_TOKENS, pad_token_id=0
-    )
-    return output[0, len(PROMPT) :].tolist()
-
-
 def is_text_the_same(mode: str, device: torch.device) -> bool:
     """Whether greedy decoding of the small mixture in float32 is transformers' own."""
-    expected = generated(load_named("small_experts", "float32", device))
+    expected = generate_greedily(load_named("small_experts", "float32", device), PROMPT, NUM_NEW_TOKENS)
     config = RuntimeConfig(dtype="float32", compile=mode)
     model, _ = prepare_model(load_named("small_experts", "float32", device), config, device)
     lookahead = LookaheadConfig(W=7, N=5, G=7, prior="none")
-    *steps, _ = Engine(model, Group.alone()).run(Request(PROMPT, lookahead, NUM_NEW_TOKENS))
-    return [token for step in steps for token in step.token_ids] == expected
+    tokens, _ = tokens_and_report(Engine(model, Group.alone()).run(Request(PROMPT, lookahead, NUM_NEW_TOKENS)))
+    return tokens == expected
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,11 +22,13 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from common import Results
-from inflate_model import DEMO_MODEL, SHAPES, inflated
+from common import Results, Row
+from inflate_model import DEMO_MODEL, inflated
+from inflation_shapes import SHAPES
 
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.distributed.process_group import new_segment_name
@@ -40,6 +42,7 @@ from lp_runtime.model.optimize.packing import PackedLinear
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.step_inputs import StepInputs
 from lp_runtime.model.tensor_parallel.layers import RowwiseLinear
+from lp_runtime.model.types import CausalLM
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.sampler import Sampler
 
@@ -91,13 +94,14 @@ def copy_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:
     return best
 
 
-def weight_bytes(model: torch.nn.Module) -> int:
+def weight_bytes(model: CausalLM) -> int:
     """Return the bytes that a step of one token reads.
 
     Those are all weights but an embedding that is only looked up; tied weights count once.
     """
     seen = {id(each): each.numel() * each.element_size() for each in model.parameters()}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     if embedding.weight is not getattr(head, "weight", None):
         seen.pop(id(embedding.weight), None)
     packed = [each for each in model.modules() if isinstance(each, PackedLinear)]
@@ -167,7 +171,7 @@ def lone_reducer(device: torch.device) -> CollectiveReducer:
 
 def measure_model(
     args: argparse.Namespace, shape: str | None, path: str | None, mode: str, device: torch.device, bandwidth: float
-) -> list[dict[str, str | int | float]]:
+) -> list[Row]:
     """Measure one model with one way to launch a pass.
 
     Args:
@@ -194,7 +198,7 @@ def measure_model(
     found = measure(model, args.tokens, args.context, args.rounds)
     rows = []
     for tokens, (step, issued) in found.items():
-        row = {"model": shape or path or "demo", "compile": mode if model.graphs else "off", "tokens": tokens}
+        row: Row = {"model": shape or path or "demo", "compile": mode if model.graphs else "off", "tokens": tokens}
         row |= {"sums": "yes" if args.sums else "no"}
         row |= {"GB": size / 1e9, "floor ms": floor, "step ms": step, "over floor": step / floor}
         rows.append(row | {"over the first": step / found[args.tokens[0]][0], "issued ms": issued})

@@ -18,7 +18,7 @@ from typing import Any
 
 import jsonschema
 import torch
-from common import Results
+from common import Results, tokens_and_report
 
 from lp_runtime import ConstraintConfig, LookaheadConfig
 from lp_runtime.config.lookahead import PLAIN
@@ -109,15 +109,15 @@ def run(args: argparse.Namespace) -> int:
             texts = []
             for place, (engine, lookahead) in enumerate(((with_forced, PLAIN), (without, fixed), (with_forced, fixed))):
                 request = Request(tuple(prompt), lookahead, args.max_new_tokens, frozenset(ends), constraint=compiled)
-                *outputs, report = engine.run(request)
-                texts.append([token for output in outputs for token in output.token_ids])
+                token_ids, report = tokens_and_report(engine.run(request))
+                texts.append(token_ids)
                 steps[place] += report.num_steps
             tokens += len(texts[0])
             forced += int(report.counts.accepted[report.counts.sources.index("forced")].sum())
             num_wrong += texts[0] != texts[1] or texts[0] != texts[2]
             if report.finish_reason == "eos":
                 num_ended += 1
-                text = tokenizer.decode(texts[0], skip_special_tokens=True)
+                text = str(tokenizer.decode(texts[0], skip_special_tokens=True))
                 num_wrong += not jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
         names = ("S one token a step", "S unforced", "S forced")
         row = {"kind": kind, "schemas": args.schemas // 2, "new tokens": tokens, "ended": num_ended}

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any, cast
 
 from common import Results
 from support.fuzz import FIXED, answer, fuzz_overrides, fuzz_requests, tokens
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         model = demo_model_that_chats(Path(folder) / "model")
         with (
             LookaheadRuntime(model, device="cpu", dtype="float32", lookahead=FIXED) as runtime,
-            served(runtime, **LIMITS) as (url, scheduler),
+            served(runtime, **cast(dict[str, Any], LIMITS)) as (url, scheduler),
         ):
             expected, started = tokens(url), time.perf_counter()
             seen, faults = fuzz_requests(url, http_cases(args.requests, args.seed))

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 from common import Results, add_prompt_arguments, add_settings_argument, load_prompts, parse_setting
@@ -34,6 +35,7 @@ from lp_runtime.distributed.group import CPU, Group
 from lp_runtime.engine.calibration import Measured
 from lp_runtime.engine.generation import GenerationStream
 from lp_runtime.engine.loading import ready_model
+from lp_runtime.engine.output import Event
 from lp_runtime.engine.request import Request
 from lp_runtime.engine.sampler_factory import make_sampler_spec
 from lp_runtime.model.loader import load_tokenizer
@@ -92,7 +94,7 @@ class HostBench:
         self._model: ModelRunner
         self._model, _ = ready_model(RuntimeConfig(model=config, device="cpu", dtype="float32"), CPU)
         self._tokenizer = load_tokenizer(config)
-        self.prompts = [tuple(encode(self._tokenizer, prompt.value)) for prompt in load_prompts(args)]
+        self.prompts = [tuple(encode(self._tokenizer, prompt.turns[0])) for prompt in load_prompts(args)]
         self._args = args
         self._curve = {tokens: args.device_ms / 1000 * factor for tokens, factor in CURVE.items()}
         self._known = Measured()
@@ -119,7 +121,7 @@ class HostBench:
         engine.prepare(lookahead)
         for number, one in enumerate([recorded[0], *recorded]):
             device.begin(one.steps)
-            events = engine.run(one.request, make_sampler_spec(model, one.request))
+            events = cast(Generator[Event, None, None], engine.run(one.request, make_sampler_spec(model, one.request)))
             stream = GenerationStream(events, TextStream(self._tokenizer), None)
             assert [token for delta in stream for token in delta.token_ids] == one.token_ids
             if number == 0:  # the first one warms up

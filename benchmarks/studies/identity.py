@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from common import Results
+from common import Results, generate_greedily, tokens_and_report
 from support.ranks import run_ranks
 from support.small_models import FAMILIES, random_model
 
@@ -134,8 +134,8 @@ def make_model(family: str) -> ModelRunner:
 
 def decode(model: ModelRunner, request: Request, group: Group, spec: SamplerSpec | None = None) -> Output:
     """Decode a request as one replica of a group; `spec` is that of the request by default."""
-    *outputs, report = Engine(model, group).run(request, spec)
-    return Output([token for output in outputs for token in output.token_ids], report.num_steps)
+    token_ids, report = tokens_and_report(Engine(model, group).run(request, spec))
+    return Output(token_ids, report.num_steps)
 
 
 def decode_all(group: Group, cases: Sequence[Case]) -> list[Output]:
@@ -160,12 +160,7 @@ def is_plain_greedy(request: Request) -> bool:
 
 def generate(model: ModelRunner, request: Request) -> list[int]:
     """Return the new tokens of transformers' own greedy decoding."""
-    ids = torch.tensor([request.prompt_ids])
-    output = model.model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=request.max_new_tokens,
-        eos_token_id=sorted(request.eos_token_ids) or -1, pad_token_id=0,
-    )  # fmt: skip
-    return output[0, len(request.prompt_ids) :].tolist()
+    return generate_greedily(model.model, request.prompt_ids, request.max_new_tokens, request.eos_token_ids)
 
 
 def wrong_noise_is_noticed(cases: Sequence[Case]) -> bool:
@@ -175,6 +170,7 @@ def wrong_noise_is_noticed(cases: Sequence[Case]) -> bool:
         for lookahead in (case.request.lookahead, PLAIN):
             model, request = make_model(case.family), replace(case.request, lookahead=lookahead)
             spec = make_sampler_spec(model, request)
+            assert request.sampling.seed is not None
             wrong = DepthNoise(request.sampling.seed, request.sample, model.vocabulary_size, model.device)
             outputs.append(decode(model, request, Group.alone(), replace(spec, noise=wrong)).token_ids)
         if outputs[0] != outputs[1]:

@@ -60,11 +60,10 @@ def one_layer(args: argparse.Namespace, dtype: torch.dtype, device: torch.device
         head_dim=args.head_size,
         max_position_embeddings=2 * max(args.prefixes) + 4096,
         tie_word_embeddings=False,
-        attn_implementation="sdpa",
     )
     torch.manual_seed(0)
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     return model.to(dtype).eval()
 
 

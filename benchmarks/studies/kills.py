@@ -19,9 +19,10 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import psutil
-from common import Results, add_prompt_arguments, add_shards_argument, load_prompts, replica_processes
+from common import Results, Row, add_prompt_arguments, add_shards_argument, load_prompts, replica_processes
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.config.settings import FailureConfig, LauncherConfig, ModelConfig, RuntimeConfig
@@ -77,6 +78,7 @@ def decode(
     for index, _ in enumerate(stream):
         times.append(time.perf_counter())
         on_delta(index)
+    assert stream.generation is not None  # the stream has ended
     waits = [1e3 * (later - earlier) for earlier, later in zip(times, times[1:], strict=False)]
     return Decoded(stream.generation.token_ids, waits, stream.generation.losses)
 
@@ -98,7 +100,7 @@ def wait_for_all(runtime: LookaheadRuntime, lost: psutil.Process) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Decode and kill; 1 if any output differs."""
-    prompts = [prompt.value for prompt in load_prompts(args)]
+    prompts = [prompt.turns[0] for prompt in load_prompts(args)]
     model = ModelConfig(path=args.model)
     num_shards = args.gpus_per_replica
     config = RuntimeConfig(
@@ -114,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         config.gpus, config.failure = gpus, FailureConfig(restarts=args.kills)
         config.launcher = LauncherConfig(backend=backend)
         row = lose_many(config, prompts, expected, how, args)
-        num_wrong += int(row["outputs that differ"])
+        num_wrong += cast(int, row["outputs that differ"])
         results.add({"backend": backend, "how": how, "replicas": gpus // num_shards, "shards": num_shards} | row)
     results.finish(f"{args.max_new_tokens} new tokens a request")
     return 1 if num_wrong else 0
@@ -133,7 +135,7 @@ def lose(process: psutil.Process, how: str) -> None:
 
 def lose_many(
     config: RuntimeConfig, prompts: list[str], expected: list[Decoded], how: str, args: argparse.Namespace
-) -> dict[str, object]:
+) -> Row:
     """Decode requests of which each loses a replica; return a row of the table."""
     rng = random.Random(args.seed)
     place, num_rows = args.gpus.index(config.gpus), len(args.gpus)
@@ -156,6 +158,6 @@ def lose_many(
             if victim.is_running():  # one that has found memory enough
                 victim.kill()
             wait_for_all(runtime, victim)
-    row = {"losses": len(numbers), "noticed while decoding": losses, "outputs that differ": wrong}
+    row: Row = {"losses": len(numbers), "noticed while decoding": losses, "outputs that differ": wrong}
     row |= {"median ms without a token": statistics.median(gaps), "worst": max(gaps)}
     return row | {"ms a step": statistics.median(usual) if usual else None}

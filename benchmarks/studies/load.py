@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import openai
 import psutil
-from common import Results, add_prompt_arguments, load_prompts, replica_processes
+from common import Results, Row, add_prompt_arguments, load_prompts, replica_processes
 from support.serving import served
 
 from lp_runtime import ConstraintConfig, LookaheadConfig, LookaheadRuntime, SamplingConfig
@@ -74,7 +74,7 @@ class Case(NamedTuple):
     schema: int | None = None
 
     @property
-    def sampling(self) -> dict[str, float]:
+    def sampling(self) -> dict[str, Any]:
         """Settings of sampling."""
         return SAMPLED if self.is_sampled else GREEDY
 
@@ -154,11 +154,14 @@ class Client(threading.Thread):
             self.latencies.append(time.perf_counter() - started)
 
     def _ask(self, case: Case, is_streamed: bool, started: float) -> str:
-        constraint = None if case.schema is None else {"structured_outputs": {"json": SCHEMAS[case.schema]}}
-        options = {"model": "demo", "prompt": case.prompt, "max_tokens": self._workload.max_new_tokens}
-        options |= {"extra_body": constraint or {"ignore_eos": True}, **case.sampling}
+        extra: dict[str, Any] = {"ignore_eos": True}
+        if case.schema is not None:
+            extra = {"structured_outputs": {"json": SCHEMAS[case.schema]}}
+        options: dict[str, Any] = {"model": "demo", "prompt": case.prompt, "extra_body": extra, **case.sampling}
+        options["max_tokens"] = self._workload.max_new_tokens
         if not is_streamed:
-            return self._client.completions.create(**options).choices[0].text
+            whole: str = self._client.completions.create(**options).choices[0].text
+            return whole
         text = ""
         for chunk in self._client.completions.create(stream=True, **options):
             if not text:
@@ -175,7 +178,10 @@ def resident_mib() -> float:
 def seconds_until_free(url: str, prompt: str) -> float:
     """Abandon a stream; return the seconds until /metrics says that nothing runs."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    options = {"max_tokens": 900, "extra_body": {"ignore_eos": True, "lookahead": {"W": 0, "N": 2, "G": 0}}}
+    options: dict[str, Any] = {
+        "max_tokens": 900,
+        "extra_body": {"ignore_eos": True, "lookahead": {"W": 0, "N": 2, "G": 0}},
+    }
     stream = client.completions.create(model="demo", prompt=prompt, stream=True, **options)
     next(iter(stream))
     started = time.perf_counter()
@@ -193,7 +199,7 @@ def percentiles(values: Sequence[float]) -> list[float] | None:
     return [cuts[49], cuts[89], cuts[98]]
 
 
-def serve(config: RuntimeConfig, policy: str, num_clients: int, workload: Workload) -> tuple[dict, list[str]]:
+def serve(config: RuntimeConfig, policy: str, num_clients: int, workload: Workload) -> tuple[Row, list[str]]:
     """Serve all clients until the workload's time is up; return a row of results, and the faults."""
     with LookaheadRuntime.from_config(config) as runtime, served(runtime, MAX_WAITING, policy) as (url, _):
         started = time.perf_counter()
@@ -211,7 +217,7 @@ def serve(config: RuntimeConfig, policy: str, num_clients: int, workload: Worklo
         waits = [seconds_until_free(url, workload.cases[0].prompt) for _ in range(NUM_ABANDONED)]
     latencies = [each for client in clients for each in client.latencies]
     faults = [each for client in clients for each in client.faults]
-    row = {"replicas": config.gpus, "clients": num_clients, "policy": policy, "requests": len(latencies)}
+    row: Row = {"replicas": config.gpus, "clients": num_clients, "policy": policy, "requests": len(latencies)}
     row |= {"wrong or failed": len(faults), "tokens/s": sum(client.num_tokens for client in clients) / seconds}
     row |= {"latency s": percentiles(latencies)}
     row |= {"first token s": percentiles([each for client in clients for each in client.firsts]), "MiB": sizes}
@@ -235,7 +241,7 @@ def cases_of(prompts: Sequence[str], constrained: bool) -> list[Case]:
 
 def run(args: argparse.Namespace) -> int:
     """Serve with every policy; 1 if any answer is wrong."""
-    cases = cases_of([prompt.value for prompt in load_prompts(args)], args.constrained)
+    cases = cases_of([prompt.turns[0] for prompt in load_prompts(args)], args.constrained)
     lookahead = LookaheadConfig() if args.auto else FIXED
     config = RuntimeConfig(
         model=ModelConfig(path=args.model), gpus=1, device="cpu", dtype="float32", lookahead=lookahead

@@ -102,11 +102,11 @@ def run(args: argparse.Namespace) -> int:
         tree.truncate(num_nodes)
         arrays = tree.arrays()
         row = {"V": size, "nodes": num_nodes}
-        row["masks"] = median_us(lambda arrays=arrays: guide.masks(*arrays[:2], 0, range(len(arrays[0]))), args.repeats)
-        row["examine"] = median_us(lambda arrays=arrays: guide.examine(*arrays[:2], 0, 1, 8), args.repeats)
+        row["masks"] = median_us(functools.partial(guide.masks, *arrays[:2], 0, range(len(arrays[0]))), args.repeats)
+        row["examine"] = median_us(functools.partial(guide.examine, *arrays[:2], 0, 1, 8), args.repeats)
         row["forced"] = median_us(lambda: guide.forced(8), args.repeats)
         fresh = [grammars.guide(compiled) for _ in range(20)]
-        row["advance"] = statistics.median(median_us(lambda each=each: each.advance(tokens[:5]), 1) for each in fresh)
+        row["advance"] = statistics.median(median_us(functools.partial(each.advance, tokens[:5]), 1) for each in fresh)
         drafter = BestFirstDrafter(num_nodes, DraftTables(TABLES_BYTES), None, None, max_depth=8)
         drafter.begin(tokens[:-1])
         drafter.advance_prefill(tokens, VerificationResult(np.array(tokens[-1:])))

@@ -22,6 +22,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from common import Results
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from lp_runtime.engine.loading import choose_device
 from lp_runtime.errors import first_line
@@ -46,18 +47,18 @@ class Communicator:
 
     def __init__(self, backend: str, device: torch.device):
         self._backend, self._device = backend, device
-        self._store = dist.HashStore()
+        self._store = HashStore()
         self._numbers = itertools.count()
         self._row = torch.arange(NUM_INTEGERS, device=device)
         self._gathered = torch.empty_like(self._row)
-        self._replay: Callable[[], None] | None = None
+        self._replay: Callable[[], object] | None = None
         self._counted = torch.zeros(1, device=device)
 
     def form(self) -> None:
         """Form the group, under a name of its own."""
         dist.init_process_group(
             self._backend,
-            store=dist.PrefixStore(str(next(self._numbers)), self._store),
+            store=PrefixStore(str(next(self._numbers)), self._store),
             rank=0,
             world_size=1,
             timeout=timedelta(seconds=20),
@@ -99,7 +100,9 @@ class Communicator:
         def abort() -> None:
             try:
                 if self._backend == "nccl":  # gloo has nothing that could be aborted
-                    dist.group.WORLD.abort()
+                    world = dist.group.WORLD
+                    assert world is not None
+                    world.abort()
                 dist.destroy_process_group()
             except BaseException as error:
                 failures.append(error)

@@ -14,7 +14,7 @@ import random
 from dataclasses import replace
 
 import torch
-from common import Results, add_model_argument
+from common import Results, add_model_argument, tokens_and_report
 from support.engines import engine_of
 
 from lp_runtime.config.lookahead import LookaheadConfig
@@ -45,9 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _decode(engine: Engine, model: ModelRunner, request: Request) -> tuple[list[int], Report, int]:
     """Return new tokens, the report, and how many tokens of the prompt were fed."""
     before = model.num_prefilled_tokens
-    *outputs, report = engine.run(request)
-    assert isinstance(report, Report)
-    return [token for each in outputs for token in each.token_ids], report, model.num_prefilled_tokens - before
+    token_ids, report = tokens_and_report(engine.run(request))
+    return token_ids, report, model.num_prefilled_tokens - before
 
 
 def _runner(args: argparse.Namespace, max_bytes_in_tokens: int | None) -> ModelRunner:

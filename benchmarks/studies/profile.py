@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from common import Results
 from models import runner_of
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from lp_runtime.config.settings import RuntimeConfig
@@ -76,7 +77,7 @@ def device_times(work: Callable[[], object], device: torch.device) -> list[Kerne
         for _ in range(NUM_STEPS):
             work()
             synchronize(device)
-    kind = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
     found = []
     for event in profiler.key_averages():
         total = event.self_device_time_total if on_gpu else event.self_cpu_time_total

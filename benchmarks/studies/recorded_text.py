@@ -6,6 +6,7 @@ The file is that of tests/support/recorded.py, which says what is in it.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from support.peers import NUM_SHOWN
@@ -22,10 +23,10 @@ def save_texts(path: Path, bench: Bench) -> None:
         bench: has decoded its prompts greedily, and in no other way.
     """
     vocabulary = bench.calibration.vocabulary()
-    arrays: dict[str, np.ndarray] = {"kinds": np.array([kind for kind, _ in bench.prompts])}
+    arrays: dict[str, Any] = {"kinds": np.array([kind for kind, _ in bench.prompts])}
     is_asked = np.zeros(NO_TOKEN, np.bool_)
     for index, (_, prompt) in enumerate(bench.prompts):
-        (recording,) = bench.recordings(index)
+        recording = bench.recording(index)
         nodes, said = recording.asked()
         assert recording.text is not None  # all prompts were decoded
         arrays |= {
@@ -38,4 +39,5 @@ def save_texts(path: Path, bench: Bench) -> None:
     tokens = np.flatnonzero(is_asked)
     arrays |= {"vocabulary_size": np.array(len(vocabulary)), "prior_tokens": tokens.astype(np.int32)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(path, **arrays, prior_entries=vocabulary[tokens])
+    arrays["prior_entries"] = vocabulary[tokens]
+    np.savez_compressed(path, **arrays)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from lp_runtime.engine.sampler_factory import SamplerSpec
 from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.cuda_graph import FixedPass, GraphOptions, PassSet
 from lp_runtime.model.fixed_passes import SIZES, FixedPasses
+from lp_runtime.model.pass_timer import PassTimer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.step_inputs import StepInputs, StepLogits
 from lp_runtime.sampling.sampler import sample_greedily
@@ -106,16 +108,18 @@ class SettledEngine(Engine):
         super().__init__(model, Group(0, num_replicas, CPU), calibration, None, True, make_exchange)
         self._num_replicas, self._assumed = num_replicas, calibration
 
-    def open_decoder(self, request: Request, spec: SamplerSpec, stop: Stop | None = None) -> Decoder:
+    def open_decoder(self, request: Request, spec: SamplerSpec, stop: Stop | None = None, tag: int = 0) -> Decoder:
         """Return a decoder whose budget starts afresh; arguments as in Engine."""
-        decoder = super().open_decoder(request, spec, stop)
+        decoder = super().open_decoder(request, spec, stop, tag)
         is_auto = request.lookahead.is_auto
         if not is_auto:
             return decoder
         learned = LearnedCosts.initial(self._num_replicas, is_timed=True)
         times = self._assumed.times(decoder.drafter.max_nodes + decoder.drafter.max_committed)
         budget = StepBudget(times, is_auto, decoder.budget.limit, learned)
-        return Decoder(decoder.state, budget, decoder.sampler, decoder.draft_tables)
+        return Decoder(
+            decoder.state, budget, decoder.sampler, decoder.draft_tables, num_harvested=decoder.num_harvested
+        )
 
 
 class ReplayDevice:
@@ -187,7 +191,14 @@ class ReplayPasses(PassSet):
 
     def __init__(self, runner: ReplayRunner):
         passes = runner.passes
-        super().__init__(runner.model, runner.masks, GraphOptions(capture=False), passes.keeps_logits, sample_greedily)
+        super().__init__(
+            runner.model,
+            runner.masks,
+            GraphOptions(capture=False),
+            passes.keeps_logits,
+            passes.cache_name,
+            sample_greedily,
+        )
         self._replay_device = runner.replay_device
         self.inputs: StepInputs | None = None
 
@@ -213,7 +224,7 @@ class ReplayRunner(ModelRunner):
     def __init__(self, model: ModelRunner, device: ReplayDevice):
         super().__init__(model.model, model.prefill_chunk)
         self.replay_device = device
-        self.timer = device
+        self.timer = cast(PassTimer, device)  # it has the same methods
         self._replayed = self.passes.made = ReplayPasses(self)
         self.fixed_passes = FixedPasses(self.passes, self.feed)
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
-from common import Results
+from common import Results, Row, tokens_and_report
 from models import runner_of
 
 from lp_runtime.bench.prompts import OWN_PROMPTS
@@ -110,10 +111,11 @@ class Requests:
 
     def one_by_one(self, requests: Sequence[Request]) -> Decoded:
         """Decode requests one after another; the first twice, as its first time compiles and measures."""
-        outputs, reports = [], []
+        outputs: list[list[int]] = []
+        reports: list[Report] = []
         for request in [requests[0], *requests]:
-            *steps, report = self._engine.run(request)
-            outputs.append([token for step in steps for token in step.token_ids])
+            token_ids, report = tokens_and_report(self._engine.run(request))
+            outputs.append(token_ids)
             reports.append(report)
         seconds = sum(each.seconds - each.prefill_seconds for each in reports[1:])
         return Decoded(outputs[1:], reports[1:], seconds)
@@ -127,7 +129,7 @@ class Requests:
     def _batch(self, requests: Sequence[Request]) -> Decoded:
         coming = [[Arrival(number, request) for number, request in enumerate(requests)]]
         outputs: list[list[int]] = [[] for _ in requests]
-        ends: dict[int, Report] = {}
+        ends: dict[Hashable, Report] = {}
         started = time.perf_counter()
         for key, event in self._engine.run_batch(lambda: coming.pop() if coming else []):
             if isinstance(event, LookaheadError):
@@ -135,7 +137,7 @@ class Requests:
             if isinstance(event, Report):
                 ends[key] = event
             else:
-                outputs[key] += event.token_ids
+                outputs[cast(int, key)] += event.token_ids
                 if all(outputs) and sum(map(len, outputs)) <= len(requests):
                     started = time.perf_counter()  # the last prompt has been fed
         return Decoded(outputs, [ends[key] for key in range(len(requests))], time.perf_counter() - started)
@@ -158,7 +160,7 @@ def conditions(args: argparse.Namespace, bench: Requests) -> Iterator[tuple[str,
             raise SystemExit(f"--conditions {name}: must be greedy, nucleus, prefix or batch")
 
 
-def row_of(decoded: Decoded, is_together: bool) -> dict[str, float]:
+def row_of(decoded: Decoded, is_together: bool) -> Row:
     """Return the figures of some requests."""
     reports = decoded.reports
     steps = sum(each.num_steps - 1 for each in reports)
@@ -182,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
     num_wrong = 0
     for name, prompts, is_sampled, is_together in conditions(args, bench):
         plain: Decoded | None = None
-        alone = None
+        alone = 0.0
         for method, lookahead in METHODS.items():
             sampling = NUCLEUS if is_sampled else GREEDY
             requests = [bench.request(prompt, lookahead, sampling) for prompt in prompts]
@@ -191,7 +193,7 @@ def run(args: argparse.Namespace) -> int:
                 plain = decoded
                 alone = bench.one_by_one(requests[:1]).rate if is_together else decoded.rate
             differ = sum(a != b for a, b in zip(decoded.outputs, plain.outputs, strict=True))
-            row = {"condition": name, "method": method} | row_of(decoded, is_together)
+            row: Row = {"condition": name, "method": method, **row_of(decoded, is_together)}
             results.add(row | {"over plain": decoded.rate / alone, "outputs that differ": differ})
             num_wrong += differ
     vocabulary = bench.model.vocabulary_size

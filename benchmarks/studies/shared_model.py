@@ -10,6 +10,7 @@ any call fails, or anything of the model is not as it was found.
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 
 import torch
@@ -40,11 +41,12 @@ def run(args: argparse.Namespace) -> int:
     rng = random.Random(1)
     for kind in ("fast", "strict"):
         expected = call(model, kind, PROMPT)
-        num_calls = num_calls_of(lambda kind=kind: call(model, kind, PROMPT))
+        decode = functools.partial(call, model, kind, PROMPT)
+        num_calls = num_calls_of(decode)
         number = args.interrupts // 2
         num_interrupted = num_changed = num_wrong = 0
         for _ in range(number):
-            num_interrupted += interrupted(lambda kind=kind: call(model, kind, PROMPT), rng.randint(1, num_calls))
+            num_interrupted += interrupted(decode, rng.randint(1, num_calls))
             num_changed += state_of(model) != before
             num_wrong += call(model, kind, PROMPT) != expected
         num_bad += num_changed + num_wrong

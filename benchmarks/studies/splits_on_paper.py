@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
-from common import Results
+import torch
+from common import Results, Row
 from transformers import LlamaConfig, PreTrainedConfig
 
 from lp_runtime.config.settings import ModelConfig
@@ -84,7 +85,9 @@ def cost_of_step(size: ModelSize, replicas: int, shards: int, tokens: int, conte
         machine: what it is computed with.
     """
     text: PreTrainedConfig = size.config.get_text_config()
-    itemsize = text.dtype.itemsize
+    dtype = text.dtype
+    assert isinstance(dtype, torch.dtype)  # size_of_model has read it
+    itemsize = dtype.itemsize
     held = size.weight_bytes(shards)
     embedding = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size * itemsize // shards
     read = held - embedding + context * size.cache_bytes_per_token(shards)
@@ -118,11 +121,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> None:
-    """Run the study."""
+def run(args: argparse.Namespace) -> int:
+    """Compute every split."""
     with tempfile.TemporaryDirectory() as folder:
         if args.model is None:
-            LlamaConfig(**LLAMA_3_70B).save_pretrained(folder)
+            LlamaConfig(**cast(dict[str, Any], LLAMA_3_70B)).save_pretrained(folder)
         size = size_of_model(ModelConfig(path=args.model or folder), "auto", args.context)
     if size is None:
         raise SystemExit(f"--model {args.model}: its size cannot be told")
@@ -132,7 +135,7 @@ def run(args: argparse.Namespace) -> None:
     for shards in (each for each in range(args.gpus, 0, -1) if args.gpus % each == 0):
         replicas = args.gpus // shards
         cost = cost_of_step(size, replicas, shards, args.tokens, args.context, machine)
-        row = {"R x P": f"{replicas} x {shards}", "GiB held": cost.held / GIB, "GB read": cost.read / GB}
+        row: Row = {"R x P": f"{replicas} x {shards}", "GiB held": cost.held / GIB, "GB read": cost.read / GB}
         row |= {"MB sent": cost.sent / 1e6, "collectives": cost.collectives}
         if not cost.fits:
             results.add(row | {"tokens/s": "does not fit"})
@@ -144,3 +147,4 @@ def run(args: argparse.Namespace) -> None:
         f"on paper: {args.gpus} GPUs, HBM {args.hbm:g} GB/s, link {args.link:g} GB/s, {args.collective_us:g} us a"
         f" collective, T {args.tokens}, context {args.context}"
     )
+    return 0

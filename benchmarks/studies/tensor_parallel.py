@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,10 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
 
 
-def load(path: str, dtype: str, device: str, **options: object) -> PreTrainedModel:
+def load(path: str, dtype: str, device: str, **options: Any) -> PreTrainedModel:
     """Return a model as transformers loads it; `options` are those of `from_pretrained`."""
     with QUIET:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], **options).to(device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], **options)
+        return model.to(device).eval()
 
 
 def write(

@@ -101,6 +101,8 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     expected = probabilities.double() * counts.sum()
     assert counts[expected == 0].sum() == 0, "a token was sampled that has no probability"
     common = expected >= MIN_EXPECTED
+    if not common.any():  # too few samples to tell anything
+        return 1.0
     observed = torch.cat([counts[common].double(), counts[~common].double().sum()[None]])
     expected = torch.cat([expected[common], expected[~common].sum()[None]])
     if expected[-1] < MIN_EXPECTED:  # even together too rare: into the smallest of the others

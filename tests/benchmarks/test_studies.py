@@ -1,0 +1,113 @@
+"""Every study runs, at its smallest size; what it measures is not looked at."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shlex
+from pathlib import Path
+
+import psutil
+import pytest
+from support.benchmarks import command
+from support.forked import forking, living_replicas
+from support.smallest_runs import PROMPT, STATUS, STUDIES
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+RUNS = [(name, study) for name, studies in STUDIES.items() for study in studies]
+# transformers' test folder, cut down to one test of one family.
+MIXIN = """
+import torch
+
+class GenerationTesterMixin:
+    all_generative_model_classes = ()
+
+    def test_greedy(self):
+        for model_class in self.all_generative_model_classes:
+            config = model_class.config_class(
+                vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+            )
+            ids = torch.tensor([[3, 4, 5]])
+            output = model_class(config).eval().generate(ids, do_sample=False, max_new_tokens=4, pad_token_id=0)
+            self.assertGreater(output.shape[1], 3)
+"""
+FAMILY = """
+import unittest
+from transformers import LlamaForCausalLM
+from tests.generation.test_utils import GenerationTesterMixin
+
+class LlamaModelTest(GenerationTesterMixin, unittest.TestCase):
+    all_generative_model_classes = (LlamaForCausalLM,)
+"""
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> dict[str, str]:
+    """What the placeholders of smallest runs stand for."""
+    folder = tmp_path_factory.mktemp("studies")
+    file = folder / "prompts.jsonl"
+    file.write_text(json.dumps(PROMPT) + "\n")
+    for name, text in (("generation/test_utils.py", MIXIN), ("models/llama/test_modeling_llama.py", FAMILY)):
+        path = folder / "checkout" / "tests" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    for path in (folder / "checkout" / "tests").rglob("*"):
+        if path.is_dir():
+            (path / "__init__.py").touch()
+    (folder / "checkout" / "tests" / "__init__.py").touch()
+    return {"FILE:prompt": f"{file}:prompt", "CHECKOUT": str(folder / "checkout")}
+
+
+@pytest.fixture
+def quick_processes(monkeypatch) -> None:
+    """Processes of a study are forked from one that has imported everything."""
+    common = command("common.py")
+    for name in ("kills", "load"):
+        study = common.load_study(name)
+        monkeypatch.setattr(study, "replica_processes", lambda: [psutil.Process(each) for each in living_replicas()])
+    get_context, quick = multiprocessing.get_context, forking()
+    monkeypatch.setattr(
+        multiprocessing, "get_context", lambda method=None: quick if method == "spawn" else get_context(method)
+    )
+
+
+@pytest.fixture
+def one_rank_of_torchrun(monkeypatch) -> None:
+    """This process is the only rank of a torchrun."""
+    from lp_runtime.distributed.store import host_store
+
+    port = host_store("127.0.0.1", 0, 1.0).port
+    variables = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+    for name, value in (variables | {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "none"}).items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize(("name", "study"), RUNS, ids=[f"{name} {study}" for name, study in RUNS])
+def test_a_study_runs(name, study, places, tmp_path, quick_processes, request):
+    if study == "tensor_parallel":
+        request.getfixturevalue("one_rank_of_torchrun")
+    made = command(name)
+    arguments = [places.get(each, each) for each in shlex.split(STUDIES[name][study])]
+    with pytest.raises(SystemExit) as ended:
+        made.run_command(name, made.__doc__, made.STUDIES, [study, *arguments, "--output", str(tmp_path)])
+    assert ended.value.code == STATUS.get((name, study), 0)
+    assert [json.loads(file.read_text())["rows"] for file in tmp_path.glob("*.json")]
+
+
+def test_drafting_studies_run(places, tmp_path):
+    made = command("drafting.py")
+    names = [each.__name__ for each in made.STUDIES]
+    places_of_results = ["--prompts", places["FILE:prompt"], "--output", str(tmp_path)]
+    made.main([*names, *places_of_results, "--limit", "1", "--max-new-tokens", "2"])
+    assert {file.stem for file in tmp_path.glob("*.json")} == set(names)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_of_a_command_has_a_smallest_run(name):
+    assert set(command(name).STUDIES) == set(STUDIES[name])
+
+
+def test_every_study_belongs_to_a_command():
+    known = {module for name in STUDIES for module in command(name).STUDIES.values()}
+    found = {path.stem for path in (FOLDER / "studies").glob("*.py") if "def add_arguments(" in path.read_text()}
+    assert found == known

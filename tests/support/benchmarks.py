@@ -1,0 +1,18 @@
+"""Imports the commands of benchmarks/ and of scripts/, as Python does when it runs one of them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def command(name: str) -> ModuleType:
+    """Return the module of a file of benchmarks/ or scripts/."""
+    for folder in (ROOT / "benchmarks", ROOT / "scripts"):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+    return importlib.import_module(name.removesuffix(".py"))
