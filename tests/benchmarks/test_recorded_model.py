@@ -76,7 +76,7 @@ def test_what_was_said_is_not_asked_again(make_bench):
 def test_a_text_that_is_not_that_of_one_token_a_step_ends_the_study(make_bench):
     bench = make_bench()
     bench.decode_all(FULL)
-    recording = next(iter(bench.recordings(0)))
+    recording = bench.recording(0)
     recording.text = [*recording.text[:-1], recording.text[-1] + 1]
     with pytest.raises(SystemExit, match="prompt 0: the output is not that of one token a step"):
         bench.decode_all(FULL)

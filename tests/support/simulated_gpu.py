@@ -46,7 +46,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lp_runtime.kernels import dispatch
 from lp_runtime.kernels.triton_cut import Cut, can_cut, cut_scores
-from lp_runtime.model.optimize import fused_blocks, fusing
+from lp_runtime.model.optimize import fusing
 from lp_runtime.sampling.gumbel import uniforms
 from support import stand_ins
 
@@ -689,8 +689,7 @@ def simulated_gpu() -> Iterator[Gpu]:
             for name, stand_in in CUDA.items():
                 patch.setattr(torch.cuda, name, stand_in)
             patch.setattr(torch, "Generator", Generator)
-            for module in (dispatch, fused_blocks):
-                patch.setattr(module, "triton_gpu", KERNELS)
+            patch.setattr(dispatch, "triton_gpu", lambda: KERNELS)
             # A parameter on the GPU is of a class of its own, like those that the package leaves alone.
             patch.setattr(fusing, "is_plain", lambda each: type(each) is nn.Linear and not fusing.is_hooked(each))
             patch.setattr(fusing, "_is_norm", lambda each: fusing._runs_code_of(each, LlamaRMSNorm))
