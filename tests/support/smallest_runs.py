@@ -27,7 +27,7 @@ STUDIES = {
     },
     "correctness.py": {
         "equality": f"{PROMPTS} {SETTINGS} --gpus 1",
-        "identity": "--cases 24",
+        "identity": "--cases 8",
         "constraints": "--draws 3",
         "forced": "--schemas 2 --max-new-tokens 16",
         "distribution": "--seeds 16",
