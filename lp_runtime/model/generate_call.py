@@ -320,9 +320,12 @@ def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torc
     if holds_tokens(cache):
         raise ConfigError(f"{name}: must be empty; lookahead_generate keeps a cache of its own")
     mask = given.get("attention_mask")
-    if mask is not None and mask.shape != input_ids.shape:
-        shapes = f"{list(mask.shape)}: must be that of input_ids, {list(input_ids.shape)}"
-        raise ConfigError(f"attention_mask: its shape is {shapes}")
+    for each in (mask, given.get("position_ids")):  # `generate` drops a mask of ones, and makes positions from it
+        if each is not None and each.shape[-1] != input_ids.shape[-1]:
+            length = input_ids.shape[-1]
+            raise ConfigError(
+                f"attention_mask, position_ids: for {each.shape[-1]} tokens; must be for those of input_ids, {length}"
+            )
     mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
     _check_positions(given.get("position_ids"), mask)
     return mask

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import threading
 
 import pytest
 from support.processes import PATIENCE, marked, start_cli, wait_until
@@ -381,3 +383,15 @@ def test_several_samples_of_greedy_decoding_are_refused(job, refusal):
     assert "num_samples=2: decoding is greedy; give sampling.temperature > 0" in refusal(
         job, "ids=true", "num_samples=2"
     )
+
+
+def test_results_go_into_a_pipe_line_by_line(job):
+    """As of `output=/dev/stdout | cat`: nothing to resume, to sync or to describe in a file beside it."""
+    os.mkfifo(job.output)
+    lines: list[str] = []
+    reader = threading.Thread(target=lambda: lines.extend(job.output.read_text().splitlines()))
+    reader.start()
+    main(job.arguments("ids=true"))
+    reader.join()
+    assert [json.loads(line)["index"] for line in lines] == [0, 1, 2, 3, 4]
+    assert {path.name for path in job.output.parent.iterdir()} == {"in.jsonl", "out.jsonl"}

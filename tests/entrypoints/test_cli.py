@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.processes import PATIENCE, marked, run_cli, start_cli, wait_until
 
+import lp_runtime
 from lp_runtime.config.commands import GenerateConfig
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.overrides import load_config
@@ -552,3 +553,24 @@ def test_stop_strings(refusal):
     assert stop('["\\n\\n", "x"]') == ["\n\n", "x"]
     assert refusal("prompt=x", "stop=[1").startswith("stop=[1: must be a string or a JSON list of strings")
     assert refusal("prompt=x", "stop=") == "stop='': must be strings of at least one character"
+
+
+def test_versions(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert f"lp_runtime {lp_runtime.__version__}, torch {torch.__version__}" in capsys.readouterr().out
+
+
+def test_a_working_directory_that_has_been_deleted(refusal, tmp_path, monkeypatch):
+    folder = tmp_path / "deleted"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert refusal("prompt=hello") == "the working directory has been deleted: change to one that exists"
+
+
+def test_compiled_code_that_is_switched_off(own_folder):
+    done = run_cli("prompt=hello", cwd=own_folder, environment=os.environ | {"NUMBA_DISABLE_JIT": "1"})
+    assert done.returncode == 2
+    assert done.stderr == "error: NUMBA_DISABLE_JIT=1: must be unset; a step would take seconds without compiled code\n"

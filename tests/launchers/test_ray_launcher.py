@@ -123,6 +123,7 @@ def test_more_replicas_than_gpus_in_the_cluster(runtime, cluster, demo_model_dir
     assert len(actors(cluster)) == 2
 
 
+@pytest.mark.slow
 def test_a_replica_that_fails_at_start_is_named(runtime, cluster, tiny_model_dir, tmp_path):
     broken = shutil.copytree(tiny_model_dir, tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"not weights")

@@ -118,7 +118,7 @@ NOSET = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     [
         pytest.param({}, [0, 0], marks=pytest.mark.slow),
         pytest.param(NOSET, [0, 1], marks=pytest.mark.slow),
-        (NOSET | {"CUDA_VISIBLE_DEVICES": "7,GPU-5d2f"}, [0, 1]),
+        pytest.param(NOSET | {"CUDA_VISIBLE_DEVICES": "7,GPU-5d2f"}, [0, 1], marks=pytest.mark.slow),
     ],
 )
 def test_the_gpu_of_a_replica_is_the_one_that_ray_has_assigned(environment, device_indices):

@@ -20,7 +20,7 @@ FIXED = LookaheadConfig(15, 5, 15)
 SETTINGS = [FIXED, LookaheadConfig(0, 4, 6), LookaheadConfig(7, 5, 7, drafter="paper"), LookaheadConfig(budget=12)]
 
 
-@pytest.mark.parametrize("gpus", [1, 3])
+@pytest.mark.parametrize("gpus", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_equals_transformers_generate(demo_model_dir, greedy, gpus):
     options = {"launcher": "local", "device": "cpu", "dtype": "float32"}
     with LookaheadRuntime(str(demo_model_dir), gpus=gpus, lookahead=FIXED, **options) as runtime:
@@ -52,6 +52,7 @@ def test_sampling_is_that_of_one_token_a_step(demo_model_dir, sampled, gpus):
         assert (stopped.text, stopped.finish_reason) == (text, "stop")
 
 
+@pytest.mark.slow
 def test_strict_bits_are_those_of_one_token_a_step_on_one_replica(demo_model_dir):
     options = {"device": "cpu", "dtype": "bfloat16", "exactness": "strict", "strict_tokens": 16}
     texts = []

@@ -207,6 +207,7 @@ def test_a_launcher_starts_as_many_shards_as_were_chosen(large, monkeypatch):
     assert (config.num_replicas, config.num_shards, config.gpus_per_replica) == (2, 2, 2)
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_do_as_rank_0_says(large, monkeypatch):
     """Rank 0 asks its own GPU; what it cannot do, all ranks refuse alike."""
     world = SimpleNamespace(rank=0, num_replicas=8, num_local=8, device_index=0)

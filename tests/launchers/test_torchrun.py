@@ -157,7 +157,8 @@ def test_a_script_on_two_ranks(environment, demo_model_dir, greedy, sampled, tmp
     environment.assert_gone()
 
 
-@pytest.mark.parametrize("split", ["", pytest.param(", gpus_per_replica=2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["", ", gpus_per_replica=2"])
 def test_requests_that_fail_by_their_own_fault_end_alone(environment, demo_model_dir, greedy, tmp_path, split):
     """Whether all ranks meet the error or one of them alone; two replicas, and the two shards of one."""
     (tmp_path / "script.py").write_text(FAILING.replace('device="cpu"', f'device="cpu"{split}'))
@@ -234,6 +235,7 @@ def test_bad_input_is_said_once(environment, tmp_path, override, message):
     environment.assert_gone()
 
 
+@pytest.mark.slow
 def test_another_launcher_is_refused(environment, demo_model_dir, tmp_path):
     arguments = ["-m", "lp_runtime", f"model.path={demo_model_dir}", "prompt=x", "launcher=local"]
     result = torchrun(environment, 2, *arguments, cwd=tmp_path)

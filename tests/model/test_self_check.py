@@ -116,3 +116,19 @@ def test_a_model_that_ignores_positions_it_is_given_is_refused(random_model):
     model.__class__ = Wrong
     with pytest.raises(ModelError, match="self-check"):
         check(model)
+
+
+def test_a_token_that_can_never_be_said_is_no_reason_to_refuse(random_model):
+    model = random_model()
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
+    with torch.no_grad():
+        model.lm_head.bias[3] = float("-inf")
+    assert check(model) < TOLERANCES[torch.float32]
+
+
+def test_logits_that_are_no_numbers_are_named(random_model):
+    model = random_model()
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    with pytest.raises(ModelError, match="its logits are NaN"):
+        check(model)

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as library
 
+from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.errors import ConfigError, RequestError
 from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.sampling.hf_settings import build_processors
 from lp_runtime.sampling.processors import TreeProcessors, of_row
 
 CPU = torch.device("cpu")
@@ -149,3 +151,74 @@ def test_a_processor_that_wants_a_batch_is_refused():
         ConfigError, match=r"ForABatch: of scores of shape \(1, 16\) it made \(2, 16\); it must do with"
     ):
         processors(torch.zeros((1, 16)), TokenTree([1], max_depth=0), [0], TEXT)
+
+
+# A value of every field that a generation_config.json may have, and that a decoder accepts in one.
+FIELDS = {
+    "max_length": 40,
+    "max_new_tokens": 7,
+    "min_length": 3,
+    "min_new_tokens": 2,
+    "early_stopping": True,
+    "max_time": 3.0,
+    "stop_strings": ["a"],
+    "do_sample": True,
+    "num_beams": 4,
+    "num_beam_groups": 2,
+    "use_cache": False,
+    "cache_implementation": "static",
+    "temperature": 0.7,
+    "top_k": 5,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "typical_p": 0.9,
+    "epsilon_cutoff": 0.01,
+    "eta_cutoff": 0.01,
+    "repetition_penalty": 1.1,
+    "encoder_repetition_penalty": 1.1,
+    "length_penalty": 2.0,
+    "no_repeat_ngram_size": 2,
+    "bad_words_ids": [[3]],
+    "renormalize_logits": True,
+    "forced_bos_token_id": 3,
+    "forced_eos_token_id": 2,
+    "remove_invalid_values": True,
+    "exponential_decay_length_penalty": [3, 1.5],
+    "suppress_tokens": [4],
+    "begin_suppress_tokens": [5],
+    "sequence_bias": [[[3], 1.0]],
+    "token_healing": True,
+    "watermarking_config": {"bias": 2.5},
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "output_scores": True,
+    "output_logits": True,
+    "return_dict_in_generate": True,
+    "pad_token_id": 3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "encoder_no_repeat_ngram_size": 2,
+    "decoder_start_token_id": 1,
+    "is_assistant": True,
+    "num_assistant_tokens": 5,
+    "prompt_lookup_num_tokens": 4,
+    "assistant_early_exit": 1,
+    "low_memory": True,
+    "penalty_alpha": 0.6,
+    "dola_layers": "high",
+    "diversity_penalty": 0.5,
+    "constraints": [1],
+    "force_words_ids": [[3]],
+    "prefill_chunk_size": 8,
+}
+
+
+@pytest.mark.parametrize("eos_token_ids", [(), (2,)])
+def test_no_field_of_a_models_defaults_stops_a_request(random_model, eos_token_ids):
+    model = random_model()
+    for name, value in FIELDS.items():
+        model.generation_config = GenerationConfig(**{name: value})
+        try:
+            build_processors(model, [1, 2, 3], SamplingConfig(), 8, eos_token_ids)
+        except ConfigError as error:
+            pytest.fail(f"{name}: {error}")

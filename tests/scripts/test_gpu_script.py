@@ -37,7 +37,8 @@ echo >> {noted}
 def script(tmp_path, tmp_path_factory):
     """Call the script with a python that only notes; returns what was noted of each part, and the process."""
     python, noted = tmp_path / "python", tmp_path / "noted"
-    python.write_text(NOTING.format(noted=noted, python=sys.executable, prompts=tmp_path_factory.getbasetemp() / "prompts.jsonl"))
+    prompts = tmp_path_factory.getbasetemp() / "prompts.jsonl"
+    python.write_text(NOTING.format(noted=noted, python=sys.executable, prompts=prompts))
     python.chmod(0o755)
     (tmp_path / "models" / "7b").mkdir(parents=True)
     for name in ("7b", "real"):

@@ -51,3 +51,9 @@ def test_what_is_no_prompt_is_refused(tmp_path, records, message):
     with pytest.raises(ConfigError) as caught:
         read_prompts(written(tmp_path, *records), "q")
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "one"}\n')
+    assert [prompt.value for prompt in read_prompts(str(path), "prompt")] == ["one"]

@@ -101,7 +101,7 @@ def test_further_passes_count_as_steps(demo_model_dir):
     ids = tuple(load_tokenizer(ModelConfig(path=str(demo_model_dir)))("def fib(n):").input_ids)
     steps = {}
     for size in (8, 128):
-        *outputs, report = engine_of(ModelRunner(model, 2048, size)).run(Request(ids, LookaheadConfig(7, 5, 7), 32))
+        *outputs, report = engine_of(ModelRunner(model, 2048, size)).run(Request(ids, LookaheadConfig(7, 5, 7), 8))
         steps[size] = report.num_steps, len(outputs)
     assert steps[128][0] == steps[128][1]
     assert steps[8][0] > steps[8][1]

@@ -1,0 +1,24 @@
+"""A child process imports what its parent imports, and nothing that lies in the working directory."""
+
+import subprocess
+import sys
+
+from lp_runtime.utils.child_process import python_command
+
+MODULE = """
+import random, queue, helper
+print(random.random() < 1, helper.VALUE)
+"""
+
+
+def test_modules_come_from_the_parents_path_alone(tmp_path, monkeypatch):
+    beside_the_script, working_directory = tmp_path / "scripts", tmp_path / "work"
+    for folder in (beside_the_script, working_directory):
+        folder.mkdir()
+    for name in ("random", "queue", "helper"):
+        (working_directory / f"{name}.py").write_text("raise SystemExit('executed')")
+    (beside_the_script / "helper.py").write_text("VALUE = 7")
+    (beside_the_script / "job.py").write_text(MODULE)
+    monkeypatch.setattr(sys, "path", [str(beside_the_script), *sys.path])
+    done = subprocess.run(python_command("job"), cwd=working_directory, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True 7\n", "")
