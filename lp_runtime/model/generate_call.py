@@ -320,12 +320,11 @@ def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torc
     if holds_tokens(cache):
         raise ConfigError(f"{name}: must be empty; lookahead_generate keeps a cache of its own")
     mask = given.get("attention_mask")
-    for each in (mask, given.get("position_ids")):  # `generate` drops a mask of ones, and makes positions from it
-        if each is not None and each.shape[-1] != input_ids.shape[-1]:
-            length = input_ids.shape[-1]
-            raise ConfigError(
-                f"attention_mask, position_ids: for {each.shape[-1]} tokens; must be for those of input_ids, {length}"
-            )
+    lengths = {each.shape[-1] for each in (mask, given.get("position_ids")) if each is not None}
+    if other := lengths - {
+        length := input_ids.shape[-1]
+    }:  # `generate` drops masks of ones, and makes positions of them
+        raise ConfigError(f"attention_mask, position_ids: for {other.pop()} tokens; input_ids are {length}")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
     _check_positions(given.get("position_ids"), mask)
     return mask
