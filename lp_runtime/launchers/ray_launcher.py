@@ -10,6 +10,8 @@ import pickle
 import queue
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +37,7 @@ BATCH_SECONDS = 0.005  # step outputs that come closer together travel to the dr
 CONNECT_SECONDS = 10.0  # that the cluster may take to answer
 STORE_SECONDS = 10.0  # that a replica may take to open a store
 MAX_RESTARTS = 1  # by Ray, of an actor whose node is lost before it runs; one that ran is killed as its stream ends
+ASK_CLUSTER = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 CONCURRENCY_GROUPS = {"serve": 1, "post": 1, "host": 1}  # of an actor: calls of one group run one after another
 
 
@@ -125,12 +128,45 @@ def connect(address: str | None) -> None:
     import ray
 
     _probe(address)
+    if address:
+        _authenticate(address)
     include_dashboard = None if address else False  # the latter is for a cluster that starts here
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=include_dashboard)
     except Exception as error:  # Ray raises ConnectionError, RuntimeError, ValueError and more
         where = f" at launcher.address={address}" if address else ""
         raise LaunchError(f"launcher=ray: cannot reach or start a Ray cluster{where}: {first_line(error)}") from error
+
+
+def _authenticate(address: str) -> None:
+    """Use the user's token if the cluster asks for one. Ray does so itself only for a cluster that it finds on its own.
+
+    Raises:
+        LaunchError: if there is no token, or the cluster refuses it.
+    """
+    try:
+        from ray._private.authentication import authentication_token_setup as tokens
+    except ImportError:  # Ray before 2.51 has no tokens
+        return
+    if not _is_refused(address):  # a cluster without tokens would end the actors of a driver with one
+        return
+    tokens.logger.setLevel(logging.ERROR)  # it would warn that tokens are on
+    if tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False) and not _is_refused(address):
+        return
+    raise LaunchError(
+        f"launcher=ray: the Ray cluster at launcher.address={address} asks for another token: set RAY_AUTH_TOKEN, or"
+        " RAY_AUTH_TOKEN_PATH to a file that holds it"
+    )
+
+
+def _is_refused(address: str) -> bool:
+    """Whether a cluster refuses this process's token, or that it has none."""
+    command = [sys.executable, "-P", "-c", ASK_CLUSTER, address]  # a process of its own may log as it likes
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=CONNECT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return False
+    return "AuthenticationError" in asked.stderr
 
 
 def _probe(address: str | None) -> None:

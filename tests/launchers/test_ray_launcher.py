@@ -6,17 +6,16 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 from support import reference
-from support.processes import PATIENCE, RAY_SETTINGS, command_line, marked, run_cli, wait_until
+from support.processes import RAY_SETTINGS, command_line, marked, run_cli, wait_until
+from support.ray_head import head_node
 
 from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
 from lp_runtime.config.settings import FailureConfig, ModelConfig, RuntimeConfig
@@ -31,43 +30,10 @@ ray = pytest.importorskip("ray")
 RAY = str(Path(sys.executable).with_name("ray"))
 
 
-def free_ports(count: int) -> list[int]:
-    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [server.getsockname()[1] for server in servers]
-    for server in servers:
-        server.close()
-    return ports
-
-
 @pytest.fixture(scope="module")
 def cluster():
-    """A head node of our own, on ports and in a folder of its own; all of it is ended by its mark."""
-    folder = tempfile.mkdtemp(prefix="lpr", dir="/tmp")  # short: Ray puts sockets in it
-    port, dashboard, client, agent = free_ports(4)  # Ray's own choices may be another cluster's
-    with marked(RAY_TMPDIR=folder, **RAY_SETTINGS) as mark:
-        command = [RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}"]
-        command += [f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}", f"--temp-dir={folder}"]
-        command += [f"--dashboard-agent-listen-port={agent}", "--num-cpus=2", "--num-gpus=0"]
-        command += ["--disable-usage-stats", "--object-store-memory=100000000"]
-        with open(f"{folder}/head.log", "w") as log:
-            head = subprocess.Popen(command, env=mark.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        try:
-            wait_until(lambda: answers(f"http://127.0.0.1:{dashboard}/api/jobs/"), Path(log.name).read_text)
-            mark.address, mark.dashboard = f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
-            yield mark
-        finally:
-            ray.shutdown()
-            mark.kill()  # all at once: what outlives its parent could not be found
-            head.wait()
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def answers(url: str) -> bool:
-    try:
-        urllib.request.urlopen(url, timeout=5).close()
-    except OSError:
-        return False
-    return True
+    with head_node(**RAY_SETTINGS) as head:
+        yield head
 
 
 def launcher(cluster) -> LauncherConfig:
@@ -172,28 +138,6 @@ def test_replicas_that_are_killed_and_that_hang(cluster, runtime, demo_model_dir
             wait_until(lambda: not team.num_loading)
             assert len(set(actors(cluster)) - set(before)) == 2
     wait_until(lambda: set(actors(cluster)) <= set(before))
-
-
-@pytest.mark.slow
-def test_a_submitted_job(cluster, demo_model_dir, greedy, tmp_path):
-    output = tmp_path / "out.jsonl"
-    (tmp_path / "in.jsonl").write_text(f'{{"prompt": "{reference.PROMPTS[2].strip()}\\n"}}\n')
-    entrypoint = [sys.executable, "-m", "lp_runtime", "launcher=ray", "gpus=3", "device=cpu", "dtype=float32"]
-    entrypoint += [f"model.path={demo_model_dir}", f"prompts={tmp_path}/in.jsonl", f"output={output}", "eos=false"]
-    entrypoint += [f"max_new_tokens={reference.MAX_NEW_TOKENS}"]
-    result = subprocess.run(
-        [RAY, "job", "submit", f"--address={cluster.dashboard}", "--", *entrypoint],
-        cwd=tmp_path,
-        env=cluster.environment,
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE,
-        stdin=subprocess.DEVNULL,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "succeeded" in result.stdout
-    (line,) = output.read_text().splitlines()
-    assert f'"token_ids": {greedy[2]}' in line
 
 
 @pytest.mark.slow
