@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.distributed.devices import device_type
 from lp_runtime.distributed.shards import ShardLink, ShardPlace
 from lp_runtime.errors import ConfigError, ModelError
 from lp_runtime.model.cuda_graph import can_capture
@@ -160,11 +161,9 @@ def choose_device(device: str, index: int) -> torch.device:
         index: which of the GPUs that this process sees is the replica's.
 
     Raises:
-        ConfigError: if CUDA is wanted and this process does not see that many GPUs.
+        ConfigError: if CUDA is wanted and this process does not see that many GPUs, or if torch cannot use them.
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
+    if device_type(device) == "cpu":
         return torch.device("cpu")
     if index >= torch.cuda.device_count():
         raise ConfigError(f"device=cuda: replica needs GPU {index}, but this process sees {torch.cuda.device_count()}")
