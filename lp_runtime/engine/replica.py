@@ -29,7 +29,7 @@ from lp_runtime.engine.batch import Arrival, never_cancel
 from lp_runtime.engine.calibration import Calibration, Measured
 from lp_runtime.engine.draft_store import DraftStore
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.loading import choose_device, ready_follower, ready_model
+from lp_runtime.engine.loading import choose_device, not_captured, ready_follower, ready_model
 from lp_runtime.engine.output import Event, Report
 from lp_runtime.engine.profiler import check_folder, profiled
 from lp_runtime.engine.prompt_prefix import make_prefix_cache
@@ -64,6 +64,7 @@ class ReplicaInfo:
         self_check: largest relative difference that the start-up self-check saw.
         capacity: tokens of prompts and outputs together that fit into every replica's memory at start; None if unknown.
         supports_batching: whether several requests can be decoded in one forward pass.
+        not_captured: why passes are not captured, on this or another replica's GPU; None if they are, and on CPUs.
     """
 
     vocabulary_size: int
@@ -75,6 +76,7 @@ class ReplicaInfo:
     self_check: float
     capacity: int | None
     supports_batching: bool = False
+    not_captured: str | None = None
 
 
 @dataclass(frozen=True)
@@ -303,12 +305,16 @@ def join_group(
         known = np.array([capacity, model.timer is not None, model.graphs is not None])
         capacities, are_late, are_captured = gather_rows(known, group).T
         if config.exactness == "strict" and model.graphs is not None and not are_captured.all():
-            log.warning("exactness=strict: going on with compile=off, as another replica cannot capture its passes")
-            model.disable_graphs()  # other kernels compute other bits
+            reason = "another replica cannot capture its passes"
+            log.warning("exactness=strict: going on with compile=off, as %s", reason)
+            model.disable_graphs(reason)  # other kernels compute other bits
         smallest = int(capacities.min())
         supports_batching = info.supports_batching and model.supports_batching
         info = replace(
-            info, capacity=None if smallest == UNLIMITED_TOKENS else smallest, supports_batching=supports_batching
+            info,
+            capacity=None if smallest == UNLIMITED_TOKENS else smallest,
+            supports_batching=supports_batching,
+            not_captured=not_captured(model, are_late, are_captured),
         )
         with closing(Replica(config, replace(loaded, info=info), group, bool(are_late.any()))) as replica:
             yield replica
