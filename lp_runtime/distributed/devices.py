@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from lp_runtime.distributed.context import visible_gpus
+from lp_runtime.distributed.context import NO_GPUS, visible_gpus
 from lp_runtime.errors import ConfigError
 
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")  # also visible in containers that were given no GPU
 DRIVER_CONTROL = Path("/dev/nvidiactl")
 MIN_DRIVERS = {12: 525, 13: 580}  # oldest major version of the driver, by major version of CUDA
-NO_GPUS = ("", "-1", "NoDevFiles")  # first names in CUDA_VISIBLE_DEVICES that hide all GPUs; the last one is Slurm's
 WHEELS = "https://download.pytorch.org/whl"
 
 
@@ -76,3 +77,25 @@ def _driver_version() -> str | None:
     except OSError:
         return None
     return found[1] if found else None
+
+
+def gpu_number(device: torch.device) -> int:
+    """Return a number of 63 bits that no other GPU has, on any machine."""
+    return uuid.UUID(str(torch.cuda.get_device_properties(device).uuid)).int >> 65
+
+
+def check_one_each(numbers: Sequence[int]) -> None:
+    """Refuse replicas that each count a GPU as theirs alone, and have the same one.
+
+    Args:
+        numbers: `gpu_number` by rank; 0 for a replica that may share its GPU, or has none.
+
+    Raises:
+        ConfigError: if two have the same number.
+    """
+    for rank, number in enumerate(numbers):
+        if number and (first := list(numbers).index(number)) < rank:
+            raise ConfigError(
+                f"replicas {first} and {rank} have the same GPU, and each sees one alone: give each process its own (srun"
+                " --gpus-per-task=1), or let them share it with launcher.backend=shared"
+            )

@@ -19,6 +19,7 @@ from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.devices import check_one_each, gpu_number
 from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.process_group import GroupOptions, process_group
@@ -47,6 +48,7 @@ from lp_runtime.utils.progress import Progress
 
 log = logging.getLogger(__name__)
 
+MAY_SHARE_GPUS = ("gloo", "shared")  # backends with which replicas may share a GPU
 UNLIMITED_TOKENS = 1 << 40  # stands for an unknown capacity in the exchange
 
 
@@ -248,7 +250,7 @@ def _prepare_process(config: RuntimeConfig, device_index: int, num_local: int, o
     """Return this process's device, and have torch use it; arguments and errors as those of `load_replica`."""
     if config.launcher.interface is not None:
         address_of(config.launcher.interface)  # refused before a model is loaded
-    is_shared = config.launcher.backend in ("gloo", "shared") and torch.cuda.is_available()
+    is_shared = config.launcher.backend in MAY_SHARE_GPUS and torch.cuda.is_available()
     index = device_index % torch.cuda.device_count() if is_shared else device_index
     device = choose_device(config.device, index)
     if config.profile:
@@ -302,8 +304,10 @@ def join_group(
             on_formed(group)
         capacity = UNLIMITED_TOKENS if info.capacity is None else min(info.capacity, UNLIMITED_TOKENS)
         model = loaded.model
-        known = np.array([capacity, model.timer is not None, model.graphs is not None])
-        capacities, are_late, are_captured = gather_rows(known, group).T
+        gpu = gpu_number(model.device) if context.owns_device and model.device.type == "cuda" else 0
+        known = np.array([capacity, model.timer is not None, model.graphs is not None, gpu])
+        capacities, are_late, are_captured, gpus = gather_rows(known, group).T
+        check_one_each(gpus.tolist())
         if config.exactness == "strict" and model.graphs is not None and not are_captured.all():
             reason = "another replica cannot capture its passes"
             log.warning("exactness=strict: going on with compile=off, as %s", reason)
@@ -326,7 +330,13 @@ def start_replica(config: RuntimeConfig, context: ReplicaContext, place: ShardPl
 
     Its peers load, compile and check at the same time, and may take launcher.start_timeout for it.
     """
-    loaded = load_replica(config, context.device_index, context.num_local, context.owns_process, place=place)
+    if context.owns_device:
+        # With these backends replicas may share a GPU. Every process has index 0, and one of them shows progress.
+        context = replace(context, owns_device=config.launcher.backend not in MAY_SHARE_GPUS)
+        config = replace(config, show_progress=config.show_progress and context.rank == 0)
+    loaded = load_replica(
+        config, context.device_index, context.num_local, context.owns_process, context.owns_device, place
+    )
     timeout = max(config.launcher.timeout, config.launcher.start_timeout)
     with ExitStack() as stack:
         if loaded.model.leading is not None:

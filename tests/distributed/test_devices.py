@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lp_runtime.distributed import devices
-from lp_runtime.distributed.devices import device_type, why_no_gpu
+from lp_runtime.distributed.devices import check_one_each, device_type, why_no_gpu
 from lp_runtime.engine.loading import choose_device
 from lp_runtime.errors import ConfigError, LaunchError
 from lp_runtime.launchers.split import free_of_this_machine, visible_on
@@ -85,3 +85,9 @@ def test_a_wrong_index_is_named(machine, monkeypatch):
     machine(OPEN, "13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     assert "CUDA_VISIBLE_DEVICES=7" in why_no_gpu()
+
+
+def test_two_replicas_on_what_each_takes_for_its_own_gpu():
+    check_one_each([0, 0, 5, 6, 7])
+    with pytest.raises(ConfigError, match="replicas 1 and 3 have the same GPU.*--gpus-per-task=1"):
+        check_one_each([0, 5, 6, 5])
