@@ -96,6 +96,6 @@ def check_one_each(numbers: Sequence[int]) -> None:
     for rank, number in enumerate(numbers):
         if number and (first := list(numbers).index(number)) < rank:
             raise ConfigError(
-                f"replicas {first} and {rank} have the same GPU, and each sees one alone: give each process its own (srun"
-                " --gpus-per-task=1), or let them share it with launcher.backend=shared"
+                f"replicas {first} and {rank} have the same GPU, and each sees one alone: give each process its own"
+                " (srun --gpus-per-task=1), or let them share it with launcher.backend=shared"
             )

@@ -22,6 +22,7 @@ from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.devices import check_one_each, gpu_number
 from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.group import Group
+from lp_runtime.distributed.precision import turn_off_tf32
 from lp_runtime.distributed.process_group import GroupOptions, process_group
 from lp_runtime.distributed.shards import ShardPlace
 from lp_runtime.distributed.store import address_of
@@ -255,6 +256,8 @@ def _prepare_process(config: RuntimeConfig, device_index: int, num_local: int, o
     device = choose_device(config.device, index)
     if config.profile:
         check_folder(config.profile_dir)
+    if owns_process:
+        turn_off_tf32()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif owns_process:  # replicas that share a machine share its cores
