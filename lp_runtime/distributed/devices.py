@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 import uuid
 from collections.abc import Sequence
@@ -11,6 +13,8 @@ import torch
 
 from lp_runtime.distributed.context import NO_GPUS, visible_gpus
 from lp_runtime.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")  # also visible in containers that were given no GPU
 DRIVER_CONTROL = Path("/dev/nvidiactl")
@@ -99,3 +103,18 @@ def check_one_each(numbers: Sequence[int]) -> None:
                 f"replicas {first} and {rank} have the same GPU, and each sees one alone: give each process its own"
                 " (srun --gpus-per-task=1), or let them share it with launcher.backend=shared"
             )
+
+
+def warn_of_few_cores(num_local: int) -> None:
+    """Warn if this process may use fewer cores than there are replicas on this machine's GPUs.
+
+    A replica keeps a core busy while it waits for its GPU. One that waits for a core delays the step of all.
+    """
+    num_cores = len(os.sched_getaffinity(0))
+    if num_cores < num_local:
+        log.warning(
+            "%d cores for %d processes that each keep one busy: steps will be slow; allow %d or more (4 for each GPU)",
+            num_cores,
+            num_local,
+            num_local,
+        )

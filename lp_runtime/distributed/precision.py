@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 def turn_off_tf32() -> None:
-    """Compute float32 as float32 in this process, which must be ours. Rotary factors of 16-bit models are in it, too."""
+    """Compute float32 as float32 in this process, which must be ours. 16-bit models compute rotary factors so."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use the new API settings to control TF32", UserWarning)
         # By the older names: torch.compile reads them, and fails where `fp32_precision` alone was set.

@@ -19,7 +19,7 @@ from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.distributed.context import ReplicaContext
-from lp_runtime.distributed.devices import check_one_each, gpu_number
+from lp_runtime.distributed.devices import check_one_each, gpu_number, warn_of_few_cores
 from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.precision import turn_off_tf32
@@ -216,6 +216,8 @@ def load_replica(
         ModelError: if the model cannot be loaded, or fails the self-check.
     """
     device = _prepare_process(config, device_index, num_local, owns_process)
+    if device.type == "cuda" and device_index == 0 and not owns_device:  # with a GPU each they may have cores each, too
+        warn_of_few_cores(num_local)
     progress = Progress(config.show_progress and device_index == 0)  # each of a machine's replicas does the same
     model, self_check = ready_model(config, device, progress, place)
     end = eos_token_ids(model.model)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from lp_runtime.distributed import devices
-from lp_runtime.distributed.devices import check_one_each, device_type, why_no_gpu
+from lp_runtime.distributed.devices import check_one_each, device_type, warn_of_few_cores, why_no_gpu
 from lp_runtime.engine.loading import choose_device
 from lp_runtime.errors import ConfigError, LaunchError
 from lp_runtime.launchers.split import free_of_this_machine, visible_on
@@ -91,3 +93,10 @@ def test_two_replicas_on_what_each_takes_for_its_own_gpu():
     check_one_each([0, 0, 5, 6, 7])
     with pytest.raises(ConfigError, match="replicas 1 and 3 have the same GPU.*--gpus-per-task=1"):
         check_one_each([0, 5, 6, 5])
+
+
+@pytest.mark.parametrize(("num_cores", "num_local", "warns"), [(7, 8, True), (8, 8, False), (1, 1, False)])
+def test_fewer_cores_than_replicas(monkeypatch, caplog, num_cores, num_local, warns):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(num_cores)))
+    warn_of_few_cores(num_local)
+    assert [record.message.startswith("7 cores for 8 processes") for record in caplog.records] == [True] * warns

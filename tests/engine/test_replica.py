@@ -83,3 +83,23 @@ def test_two_replicas_that_have_the_same_gpu_are_refused(monkeypatch):
         replica.join_group(RuntimeConfig(), loaded, context),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("device", "device_index", "owns_device", "warns"),
+    [("cuda", 0, False, 1), ("cuda", 1, False, 0), ("cuda", 0, True, 0), ("cpu", 0, False, 0)],
+)
+def test_one_replica_of_a_machine_warns_of_too_few_cores(device, device_index, owns_device, warns, monkeypatch):
+    """On GPUs alone, and not where each process may have been given its own cores, as by srun."""
+    asked: list[int] = []
+
+    def stop(*arguments):
+        raise ModelError("enough")
+
+    monkeypatch.setattr(replica, "choose_device", lambda *arguments: torch.device(device, device_index))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(replica, "warn_of_few_cores", asked.append)
+    monkeypatch.setattr(replica, "ready_model", stop)
+    with pytest.raises(ModelError, match="enough"):
+        replica.load_replica(RuntimeConfig(), device_index, 8, False, owns_device)
+    assert asked == [8] * warns
