@@ -206,7 +206,7 @@ def test_torchruns_variables_become_the_context(monkeypatch):
 
 @pytest.mark.parametrize(("visible", "num_local", "index", "owns"), [("3", 4, 0, True), ("GPU-7", 1, 0, False)])
 def test_a_process_that_sees_one_gpu_alone_has_that_one(monkeypatch, visible, num_local, index, owns):
-    """As `srun --gpus-per-task=1` starts it."""
+    """`srun --gpus-per-task=1` starts it so."""
     values = {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": min(2, num_local - 1), "LOCAL_WORLD_SIZE": num_local}
     for name, value in {
         **values,

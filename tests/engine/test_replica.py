@@ -57,7 +57,7 @@ def test_why_passes_are_not_captured(is_captured, on_gpu, captured, expected):
 
 @pytest.mark.parametrize(("backend", "rank", "owns", "shows"), [("auto", 0, True, True), ("gloo", 2, False, False)])
 def test_a_process_that_sees_one_gpu_alone(backend, rank, owns, shows, monkeypatch):
-    """It has all of the GPU's memory, unless the backend lets replicas share GPUs; rank 0 alone shows progress."""
+    """All of the GPU's memory is its own, unless the backend lets replicas share GPUs; rank 0 alone shows progress."""
     loads = []
 
     def load(config, device_index, num_local, owns_process, owns_device, place):

@@ -23,7 +23,7 @@ esac
 
 
 class Machine:
-    """A copy of the script in a repository of its own, and a PATH with nothing but stubs."""
+    """A copy of the script in an empty repository, and a PATH with nothing but stubs."""
 
     def __init__(self, folder: Path):
         self.root, self.bin, self.include = folder / "repository", folder / "bin", folder / "include"
