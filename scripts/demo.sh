@@ -16,9 +16,12 @@ done
 "$root/scripts/setup.sh" "$extras"
 
 # Two replicas need two GPUs, or none: with one GPU they run on the CPU.
-device="$("$root/.venv/bin/python" -c '
-import torch
-print("cuda" if torch.cuda.is_available() and torch.cuda.device_count() > 1 else "cpu")' 2>/dev/null)"
+device="$("$root/.venv/bin/python" -W ignore -c '
+import sys, torch
+from lp_runtime.distributed.devices import why_no_gpu
+if reason := why_no_gpu():
+    print(f"warning: the demo runs on the CPU: {reason}", file=sys.stderr)
+print("cuda" if torch.cuda.is_available() and torch.cuda.device_count() > 1 else "cpu")')"
 
 prompt='def read_json(path: str) -> dict:
     """Read a JSON file and return its contents."""

@@ -18,6 +18,28 @@ say() { printf '%s\n' "$*" >&2; }
 # Whether this command is a Python that can make the environment.
 suits() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
 
+# Warn of what a GPU of this machine will lack; without nvidia-smi nothing is checked.
+check_gpu_machine() {
+    local driver needed=580 headers package compiler="${CC:-cc}" # CUDA 13, which the torch of constraints.txt is built for
+    command -v nvidia-smi >/dev/null 2>&1 || return 0
+    [[ "$("$python" -c 'from importlib.metadata import version; print(version("torch"))')" == *+cu12* ]] && needed=525
+    driver="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)" || driver=""
+    if [[ "${driver%%.*}" =~ ^[0-9]+$ ]] && ((${driver%%.*} < needed)); then
+        say "warning: the NVIDIA driver is $driver, and torch needs $needed or newer: update the driver, or install a" \
+            "torch built for an older CUDA from https://download.pytorch.org/whl"
+    fi
+    if ! command -v "${compiler%% *}" cc gcc clang >/dev/null 2>&1; then
+        say "warning: no C compiler (cc, gcc, clang or \$CC), so Triton's kernels cannot be used and a GPU is several" \
+            "times slower: install gcc (Debian, Ubuntu: sudo apt-get install gcc)"
+    fi
+    headers="$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')"
+    if [[ ! -f "$headers/Python.h" ]]; then
+        package="$("$python" -c 'import sys; print("python%d.%d-dev" % sys.version_info[:2])')"
+        say "warning: $headers has no Python.h, so Triton's kernels cannot be used and a GPU is several times slower:" \
+            "install $package (Debian, Ubuntu: sudo apt-get install $package)"
+    fi
+}
+
 fingerprint="$(cat "$root/pyproject.toml" "$root/constraints.txt" <(printf '%s' "$root") | cksum)"
 stamp() { printf '%s/.lp_runtime-%s' "$venv" "${1:-base}"; }
 is_done() { [[ -x "$python" && -f "$(stamp "$1")" && "$(<"$(stamp "$1")")" == "$fingerprint" ]]; }
@@ -41,16 +63,24 @@ if ! suits "$python"; then
             break
         fi
     done
-    if [[ -z "$base" ]]; then
-        say "error: no Python 3.11 or newer with venv and pip found (tried python3, python3.14 ... python3.11, python)"
+    if [[ -n "$base" ]]; then
+        say "making $venv with $("$base" --version)"
+        "$base" -m venv --clear "$venv"
+    elif command -v uv >/dev/null 2>&1; then
+        say "making $venv with uv and Python 3.12, as no Python 3.11 or newer with venv and pip was found"
+        rm -rf "$venv"
+        uv venv --quiet --seed --python 3.12 "$venv"
+    else
+        say "error: no Python 3.11 or newer with venv and pip found (tried python3, python3.14 ... python3.11, python):" \
+            "run 'sudo apt-get install python3.11-venv python3.11-dev'," \
+            "or 'curl -LsSf https://astral.sh/uv/install.sh | sh', and then this again"
         exit 1
     fi
-    say "making $venv with $("$base" --version)"
-    "$base" -m venv --clear "$venv"
 fi
 
 pip=("$python" -m pip --disable-pip-version-check install -qq --constraint "$root/constraints.txt")
 say "installing torch and lp_runtime${extras:+ with $extras} into $venv (the first time this takes some minutes)"
 "${pip[@]}" torch
 "${pip[@]}" --editable "$root${extras:+[$extras]}"
+check_gpu_machine
 printf '%s\n' "$fingerprint" >"$(stamp "$extras")"

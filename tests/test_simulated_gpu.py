@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 import random
 import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +24,9 @@ from support.simulated_gpu import Event, Gpu, Graph, Tensor, capturing, simulate
 from support.small_models import DYNAMIC, FAMILIES, random_model
 from support.versions import needs_rotary_by_length
 
+from lp_runtime import LookaheadRuntime
+from lp_runtime.bench.command import bench
+from lp_runtime.config.commands import BenchConfig, GenerateConfig
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
@@ -36,10 +42,13 @@ from lp_runtime.engine.loading import prepare_model, ready_model
 from lp_runtime.engine.output import Report
 from lp_runtime.engine.replica import join_group, load_replica
 from lp_runtime.engine.request import Request
+from lp_runtime.entrypoints.generate import generate_one
 from lp_runtime.errors import ModelError
+from lp_runtime.kernels import dispatch
 from lp_runtime.model import fixed_passes, self_check
 from lp_runtime.model.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.server.status import StatusRoutes
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
@@ -206,6 +215,35 @@ def test_one_wait_a_step_without_captured_passes(gpu, expected):
     for name in FEW:
         found = counts_of(gpu, loop_of(model), REQUESTS[name])
         assert found.tokens == expected[name] and found.waits == {"exchange.py: finish": found.num_steps}
+
+
+def test_why_passes_are_not_captured_is_shown(gpu, tmp_path, capsys):
+    """By lp-generate, by lp-bench, and by the server's /health."""
+    prompts, options = tmp_path / "prompts.jsonl", {"compile": "off", "dtype": "float32", "cache_dir": None}
+    prompts.write_text('{"text": "def f():"}')
+    options |= {"max_new_tokens": 2, "lookahead": LookaheadConfig(0, 2, 0, prior="none")}
+    measured = BenchConfig(prompts=f"{prompts}:text", output=str(tmp_path), methods=["plain"], rounds=1, **options)
+    with LookaheadRuntime.from_config(measured) as runtime:
+        generate_one(runtime, GenerateConfig(prompt="def f():", **options), "def f():")
+        bench(runtime, measured)
+        routes = StatusRoutes("demo", runtime, SimpleNamespace(is_healthy=True), None)
+        body = json.loads(asyncio.run(routes.health()).body)
+    assert "; passes are not captured: compile=off\n" in capsys.readouterr().err
+    assert ", passes not captured (compile=off), " in (tmp_path / "bench.md").read_text()
+    assert body == {"status": "ok", "replicas": 1, "not_captured": "compile=off"}
+
+
+def test_kernels_that_do_not_run_are_the_reason(gpu, monkeypatch):
+    def fail(states):
+        raise RuntimeError("Failed to find C compiler.")
+
+    dispatch.why_no_kernels.cache_clear()
+    monkeypatch.setattr(dispatch.triton_gpu(), "gate", fail)
+    try:
+        model, _ = ready_model(RuntimeConfig(dtype="float32"), CUDA)
+    finally:
+        dispatch.why_no_kernels.cache_clear()
+    assert model.why_not_captured == "Triton does not run on cuda:0: Failed to find C compiler."
 
 
 def test_strict_passes(gpu, expected, monkeypatch):

@@ -109,6 +109,7 @@ class BenchReport:
             "model": config.model.location,
             "device": device,
             "dtype": info.dtype,
+            "passes": info.not_captured and f"not captured ({info.not_captured})",
             "threads": torch.get_num_threads(),
             "prompts": len(tasks),
             "chat": f"{config.turns} turns" if config.chat else None,

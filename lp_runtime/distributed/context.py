@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from lp_runtime.errors import ConfigError, LaunchError
 
+NO_GPUS = ("", "-1", "NoDevFiles")  # first names in CUDA_VISIBLE_DEVICES that hide all GPUs; the last one is Slurm's
+
 
 @dataclass(frozen=True)
 class ReplicaContext:
@@ -22,6 +24,7 @@ class ReplicaContext:
         hosts_store: Whether this process must open that store.
         owns_process: Whether the process serves this replica alone; the replica then sets the process's thread count.
         segment: Name of the shared memory in which the replicas exchange; empty if they meet in the store.
+        owns_device: Whether the process sees one GPU alone, which is then at index 0 and no other replica's.
         attempt: Number of times that the replicas were started before; torchrun starts all of them when a rank fails.
     """
 
@@ -34,6 +37,7 @@ class ReplicaContext:
     hosts_store: bool = False
     owns_process: bool = True
     segment: str = ""
+    owns_device: bool = False
     attempt: int = 0
 
     @classmethod
@@ -56,14 +60,18 @@ class ReplicaContext:
                 raise LaunchError(f"launcher=torchrun: {name}={os.environ[name]}: must be a number")
             numbers.append(int(os.environ[name]))
         rank, size, local, num_local, port = numbers
+        visible = visible_gpus()
+        # `srun --gpus-per-task=1` shows each process its own GPU, at index 0.
+        owns_device = num_local > 1 and visible is not None and len(visible) == 1 and visible[0] not in NO_GPUS
         return cls(
             rank,
             size,
-            local,
+            0 if owns_device else local,
             num_local,
             os.environ["MASTER_ADDR"],
             port,
             # torchrun's agent hosts the store, unless told not to; other programs that set these variables do not
+            owns_device=owns_device,
             hosts_store=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
             attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )

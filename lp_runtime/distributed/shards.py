@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.devices import gpu_number
 from lp_runtime.distributed.process_group import environment, new_segment_name
 from lp_runtime.distributed.reducers import CollectiveReducer, HostReducer, Reducer, SharedMemoryReducer, peers
 from lp_runtime.distributed.shared_memory import FOLDER, SharedMemoryTransport
@@ -96,7 +96,7 @@ class ShardLink:
 
     def _device_reducer(self, device: torch.device, timeout: float) -> Reducer:
         """Return what sums between GPUs: NCCL, or the host where two shards share a GPU, which NCCL refuses."""
-        mine = torch.tensor([uuid.UUID(str(torch.cuda.get_device_properties(device).uuid)).int >> 65])
+        mine = torch.tensor([gpu_number(device)])
         found = torch.empty(self.place.num_shards, dtype=torch.int64)
         with peers():
             self._transport.all_gather(found, mine)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.distributed.devices import device_type
 from lp_runtime.distributed.shards import ShardLink, ShardPlace
 from lp_runtime.errors import ConfigError, ModelError
-from lp_runtime.model.cuda_graph import can_capture
+from lp_runtime.model.cuda_graph import why_not_captured
 from lp_runtime.model.families import why_chains
 from lp_runtime.model.kv_cache.capacity import free_bytes
 from lp_runtime.model.loader import WHOLE, load_model
@@ -120,8 +123,8 @@ def prepare_model(
     changes = _optimize(loaded, config, device, is_slice=leading is not None)
     progress.begin("checking trees against plain forward passes")
     model = make_runner(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True, leading=leading)
-    may_capture = (leading is None or leading.can_capture) and not model.feeds_chains and config.compile != "off"
-    if may_capture and can_capture(model.tree_model):
+    model.why_not_captured = _why_not_captured(model, config)
+    if model.why_not_captured is None:
         # torch.compile does not know the sums of shards, which would cut what it compiles into pieces.
         model.enable_graphs(capture=True, compiled=config.compile == "full" and leading is None)
     try:
@@ -129,6 +132,33 @@ def prepare_model(
     except ModelError as error:
         hint = f" (with layers of our own: try {' '.join(changes)})" if changes else ""
         raise ModelError(f"{error}{hint}") from error
+
+
+def _why_not_captured(model: ModelRunner, config: RuntimeConfig) -> str | None:
+    """Return why a model's passes are not to be captured; None if they are."""
+    if config.compile == "off":
+        return "compile=off"
+    if model.feeds_chains:
+        return "the model is fed chains of guesses"
+    if model.leading is not None and not model.leading.can_capture:
+        return "the sums of the replica's shards cannot be captured"
+    return why_not_captured(model.tree_model)
+
+
+def not_captured(model: ModelRunner, on_gpu: Sequence[bool], captured: Sequence[bool]) -> str | None:
+    """Return why replicas launch the kernels of a pass one by one; None if they do not, or on CPUs.
+
+    Args:
+        model: this replica's.
+        on_gpu: by rank, whether the replica is on a GPU.
+        captured: by rank, whether its passes are captured.
+    """
+    ranks = [
+        rank for rank, (is_gpu, is_captured) in enumerate(zip(on_gpu, captured, strict=True)) if is_gpu > is_captured
+    ]
+    if not ranks or (model.timer is not None and model.graphs is None):
+        return model.why_not_captured if ranks else None
+    return f"only on replica {ranks[0]}, which has logged the reason"
 
 
 def _optimize(loaded: CausalLM, config: RuntimeConfig, device: torch.device, is_slice: bool) -> list[str]:
@@ -160,11 +190,9 @@ def choose_device(device: str, index: int) -> torch.device:
         index: which of the GPUs that this process sees is the replica's.
 
     Raises:
-        ConfigError: if CUDA is wanted and this process does not see that many GPUs.
+        ConfigError: if CUDA is wanted and this process does not see that many GPUs, or if torch cannot use them.
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
+    if device_type(device) == "cpu":
         return torch.device("cpu")
     if index >= torch.cuda.device_count():
         raise ConfigError(f"device=cuda: replica needs GPU {index}, but this process sees {torch.cuda.device_count()}")

@@ -19,8 +19,10 @@ from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.devices import check_one_each, gpu_number, warn_of_few_cores
 from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.group import Group
+from lp_runtime.distributed.precision import turn_off_tf32
 from lp_runtime.distributed.process_group import GroupOptions, process_group
 from lp_runtime.distributed.shards import ShardPlace
 from lp_runtime.distributed.store import address_of
@@ -29,7 +31,7 @@ from lp_runtime.engine.batch import Arrival, never_cancel
 from lp_runtime.engine.calibration import Calibration, Measured
 from lp_runtime.engine.draft_store import DraftStore
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.loading import choose_device, ready_follower, ready_model
+from lp_runtime.engine.loading import choose_device, not_captured, ready_follower, ready_model
 from lp_runtime.engine.output import Event, Report
 from lp_runtime.engine.profiler import check_folder, profiled
 from lp_runtime.engine.prompt_prefix import make_prefix_cache
@@ -47,6 +49,7 @@ from lp_runtime.utils.progress import Progress
 
 log = logging.getLogger(__name__)
 
+MAY_SHARE_GPUS = ("gloo", "shared")  # backends with which replicas may share a GPU
 UNLIMITED_TOKENS = 1 << 40  # stands for an unknown capacity in the exchange
 
 
@@ -64,6 +67,7 @@ class ReplicaInfo:
         self_check: largest relative difference that the start-up self-check saw.
         capacity: tokens of prompts and outputs together that fit into every replica's memory at start; None if unknown.
         supports_batching: whether several requests can be decoded in one forward pass.
+        not_captured: why passes are not captured, on this or another replica's GPU; None if they are, and on CPUs.
     """
 
     vocabulary_size: int
@@ -75,6 +79,7 @@ class ReplicaInfo:
     self_check: float
     capacity: int | None
     supports_batching: bool = False
+    not_captured: str | None = None
 
 
 @dataclass(frozen=True)
@@ -211,6 +216,8 @@ def load_replica(
         ModelError: if the model cannot be loaded, or fails the self-check.
     """
     device = _prepare_process(config, device_index, num_local, owns_process)
+    if device.type == "cuda" and device_index == 0 and not owns_device:  # with a GPU each they may have cores each, too
+        warn_of_few_cores(num_local)
     progress = Progress(config.show_progress and device_index == 0)  # each of a machine's replicas does the same
     model, self_check = ready_model(config, device, progress, place)
     end = eos_token_ids(model.model)
@@ -246,11 +253,13 @@ def _prepare_process(config: RuntimeConfig, device_index: int, num_local: int, o
     """Return this process's device, and have torch use it; arguments and errors as those of `load_replica`."""
     if config.launcher.interface is not None:
         address_of(config.launcher.interface)  # refused before a model is loaded
-    is_shared = config.launcher.backend in ("gloo", "shared") and torch.cuda.is_available()
+    is_shared = config.launcher.backend in MAY_SHARE_GPUS and torch.cuda.is_available()
     index = device_index % torch.cuda.device_count() if is_shared else device_index
     device = choose_device(config.device, index)
     if config.profile:
         check_folder(config.profile_dir)
+    if owns_process:
+        turn_off_tf32()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif owns_process:  # replicas that share a machine share its cores
@@ -300,15 +309,21 @@ def join_group(
             on_formed(group)
         capacity = UNLIMITED_TOKENS if info.capacity is None else min(info.capacity, UNLIMITED_TOKENS)
         model = loaded.model
-        known = np.array([capacity, model.timer is not None, model.graphs is not None])
-        capacities, are_late, are_captured = gather_rows(known, group).T
+        gpu = gpu_number(model.device) if context.owns_device and model.device.type == "cuda" else 0
+        known = np.array([capacity, model.timer is not None, model.graphs is not None, gpu])
+        capacities, are_late, are_captured, gpus = gather_rows(known, group).T
+        check_one_each(gpus.tolist())
         if config.exactness == "strict" and model.graphs is not None and not are_captured.all():
-            log.warning("exactness=strict: going on with compile=off, as another replica cannot capture its passes")
-            model.disable_graphs()  # other kernels compute other bits
+            reason = "another replica cannot capture its passes"
+            log.warning("exactness=strict: going on with compile=off, as %s", reason)
+            model.disable_graphs(reason)  # other kernels compute other bits
         smallest = int(capacities.min())
         supports_batching = info.supports_batching and model.supports_batching
         info = replace(
-            info, capacity=None if smallest == UNLIMITED_TOKENS else smallest, supports_batching=supports_batching
+            info,
+            capacity=None if smallest == UNLIMITED_TOKENS else smallest,
+            supports_batching=supports_batching,
+            not_captured=not_captured(model, are_late, are_captured),
         )
         with closing(Replica(config, replace(loaded, info=info), group, bool(are_late.any()))) as replica:
             yield replica
@@ -320,7 +335,13 @@ def start_replica(config: RuntimeConfig, context: ReplicaContext, place: ShardPl
 
     Its peers load, compile and check at the same time, and may take launcher.start_timeout for it.
     """
-    loaded = load_replica(config, context.device_index, context.num_local, context.owns_process, place=place)
+    if context.owns_device:
+        # With these backends replicas may share a GPU. Every process has index 0, and one of them shows progress.
+        context = replace(context, owns_device=config.launcher.backend not in MAY_SHARE_GPUS)
+        config = replace(config, show_progress=config.show_progress and context.rank == 0)
+    loaded = load_replica(
+        config, context.device_index, context.num_local, context.owns_process, context.owns_device, place
+    )
     timeout = max(config.launcher.timeout, config.launcher.start_timeout)
     with ExitStack() as stack:
         if loaded.model.leading is not None:

@@ -12,6 +12,7 @@ from lp_runtime.bench.splits import measure_splits
 from lp_runtime.config.commands import BenchConfig, ChatConfig, GenerateConfig
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.distributed.precision import turn_off_tf32
 from lp_runtime.entrypoints.batch import check_output, check_prompts, generate_file
 from lp_runtime.entrypoints.chat import chat, check_chat
 from lp_runtime.entrypoints.generate import generate_one
@@ -36,6 +37,7 @@ def run_command(config: RuntimeConfig, is_leader: bool) -> None:
     Raises:
         LookaheadError: bad input, or a failure while working.
     """
+    turn_off_tf32()
     if isinstance(config, ServeConfig) and config.server == "ray_serve":
         check_serve(config)
         serve_on_ray(config)  # the Serve replica has the runtime

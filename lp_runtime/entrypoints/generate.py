@@ -130,7 +130,8 @@ def summary(
     lines = [
         f"\n{runtime.num_replicas} replica{'s' * (runtime.num_replicas > 1)} on {info.device.split(':')[0]},"
         f" {info.dtype} ({runtime.config.exactness}), {describe_lookahead(lookahead)};"
-        f" {describe_sampling(runtime.config.sampling, info.defaults, rows[0][1].seed)}",
+        f" {describe_sampling(runtime.config.sampling, info.defaults, rows[0][1].seed)}"
+        f"{'' if info.not_captured is None else f'; passes are not captured: {info.not_captured}'}",
         f"{'':18}{'tokens':>8}{'steps':>8}{'compression ratio':>20}{'tokens fed a step':>20}"
         f"{'seconds':>10}{'tokens/s':>10}",
     ]

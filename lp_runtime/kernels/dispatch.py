@@ -23,7 +23,7 @@ def kernels_for(device: torch.device) -> ModuleType | None:
 
     A GPU that should run the kernels and does not is logged as a warning, once.
     """
-    return triton_gpu() if device.type == "cuda" and _can_run(device) else None
+    return triton_gpu() if why_no_kernels(device) is None else None
 
 
 @functools.cache
@@ -40,23 +40,26 @@ def triton_gpu() -> ModuleType | None:
 
 
 @functools.cache
-def _can_run(device: torch.device) -> bool:
-    """Launch one kernel on a GPU and return whether its result is right."""
+def why_no_kernels(device: torch.device) -> str | None:
+    """Launch one kernel on a device; return why Triton's kernels cannot be used there, None if its result is right."""
+    if device.type != "cuda":
+        return f"{device} is no GPU"
     kernels = triton_gpu()
-    if kernels is None or torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
-        return False
+    if kernels is None:
+        return "Triton is not installed"
+    if (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]} is below {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
     try:  # a kernel is compiled when it is first launched, which takes a C compiler and Python's headers
         with on(device):
             value = kernels.gate(torch.ones(1, 2, device=device)).item()
     except Exception as error:
-        log.warning("Triton does not run on %s: %s; going on without its kernels", device, first_line(error))
-        return False
-    if not abs(value - SIGMOID_OF_ONE) < TOLERANCE:
-        log.warning(
-            "Triton computes %s instead of %s on %s; going on without its kernels", value, SIGMOID_OF_ONE, device
-        )
-        return False
-    return True
+        reason = f"Triton does not run on {device}: {first_line(error)}"
+    else:
+        if abs(value - SIGMOID_OF_ONE) < TOLERANCE:
+            return None
+        reason = f"Triton computes {value} instead of {SIGMOID_OF_ONE} on {device}"
+    log.warning("%s; going on without its kernels", reason)
+    return reason
 
 
 def on(device: torch.device) -> AbstractContextManager:

@@ -128,7 +128,8 @@ def free_of_one_gpu(ray: ModuleType, config: RuntimeConfig) -> list[int]:
         (free, *_) = ray.get(call, timeout=config.launcher.start_timeout)
     except ray.exceptions.RayError as error:
         ray.cancel(call, force=True)
-        raise LaunchError(f"launcher=ray: no GPU's free memory can be told: {first_line(error)}") from error
+        reason = first_line(getattr(error, "cause", None) or error)  # of the task's own error, without Ray's traceback
+        raise LaunchError(f"launcher=ray: no GPU's free memory can be told: {reason}") from error
     return [free]
 
 

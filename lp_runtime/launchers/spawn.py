@@ -19,6 +19,7 @@ from multiprocessing.reduction import ForkingPickler
 import torch
 
 from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.distributed.devices import device_type
 from lp_runtime.distributed.process_group import GroupOptions, new_segment_name
 from lp_runtime.distributed.shards import ShardPlace, clear_up
 from lp_runtime.distributed.store import address_of, host_store
@@ -90,7 +91,7 @@ class SpawnHost(ProcessHost):
         num_shards: P, shards of each replica.
 
     Raises:
-        ConfigError: if this machine has fewer GPUs than are asked for.
+        ConfigError: if this machine has fewer GPUs than are asked for, or torch cannot use them.
         LaunchError: if the store cannot be opened.
     """
 
@@ -102,7 +103,7 @@ class SpawnHost(ProcessHost):
         self._pipes: dict[int, ReplicaPipe] = {}
         self._segments: dict[int, str] = {}  # name of the memory that a replica's shards share, by its index
         self._ended_pipes: list[ReplicaPipe] = []  # to replicas that have ended; closed by the listening thread
-        if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
+        if device_type(config.device) == "cuda":
             available = torch.cuda.device_count()
             may_share = config.launcher.backend in ("gloo", "shared") and config.num_stages == 1
             if config.num_gpus > available and not (available and may_share):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
+from lp_runtime.distributed.devices import device_type, why_no_gpu
 from lp_runtime.errors import LaunchError, ModelError
 from lp_runtime.launchers.fastest_split import fastest_split
 from lp_runtime.model.kv_cache.capacity import NCCL_BYTES
@@ -139,6 +140,8 @@ def free_of_this_machine() -> list[int]:
     Raises:
         LaunchError: if the GPUs cannot be asked.
     """
+    if reason := why_no_gpu():
+        raise LaunchError(f"gpus_per_replica=auto: {reason}")
     try:
         done = subprocess.run(
             [sys.executable, "-c", SURVEY], capture_output=True, text=True, timeout=SURVEY_SECONDS, check=True
@@ -155,5 +158,8 @@ def visible_on(device: str) -> int:
 
     Args:
         device: "auto", "cpu" or "cuda".
+
+    Raises:
+        ConfigError: if the machine has GPUs that torch cannot use.
     """
-    return 0 if device == "cpu" or not torch.cuda.is_available() else torch.cuda.device_count()
+    return 0 if device_type(device) == "cpu" or not torch.cuda.is_available() else torch.cuda.device_count()

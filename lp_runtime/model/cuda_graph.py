@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from lp_runtime.kernels.dispatch import kernels_for, on
+from lp_runtime.kernels.dispatch import kernels_for, on, why_no_kernels
 from lp_runtime.model.attention.mask import MaskBuilder
 from lp_runtime.model.attention.strict import BLOCK, compile_paths
 from lp_runtime.model.attention.strict import NAME as STRICT
@@ -58,18 +58,20 @@ class PassSize(NamedTuple):
     num_sequences: int
 
 
-def can_capture(model: PreTrainedModel) -> bool:
-    """Whether a model's passes can be captured.
+def why_not_captured(model: PreTrainedModel) -> str | None:
+    """Return why a model's passes cannot be captured; None if they can.
 
     The model must be on one GPU, attend as attention/tree_attention.py or attention/strict.py does, and have keys and
     values of one head size, as the Triton kernels need.
     """
     config = model.config.get_text_config()
     if attention_of(config) not in (TREE, STRICT) or not takes_attention(model):
-        return False
+        return "the model has attention of its own"
     if getattr(config, "v_head_dim", None) is not None:
-        return False
-    return kernels_for(model.device) is not None and len({each.device for each in model.parameters()}) == 1
+        return "keys and values have different head sizes"
+    if len({each.device for each in model.parameters()}) > 1:
+        return "the model lies on several devices"
+    return why_no_kernels(model.device)
 
 
 class FixedPass:

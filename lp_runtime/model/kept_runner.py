@@ -20,7 +20,7 @@ from lp_runtime.config.settings import ModelConfig
 from lp_runtime.errors import ConfigError, ModelError
 from lp_runtime.kernels.dispatch import kernels_for
 from lp_runtime.model.attention.choice import ATTENTIONS
-from lp_runtime.model.cuda_graph import can_capture
+from lp_runtime.model.cuda_graph import why_not_captured
 from lp_runtime.model.hf_config import attention_of
 from lp_runtime.model.make_runner import make_runner
 from lp_runtime.model.runner import ModelRunner
@@ -80,7 +80,7 @@ def runner_of(model: PreTrainedModel, strict_tokens: int | None) -> ModelRunner:
         raise ModelError(
             f"{model.config.model_type}: is fed chains of guesses, which a model split over ranks cannot be"
         )
-    if on_gpu and not runner.feeds_chains and can_capture(runner.tree_model):
+    if on_gpu and not runner.feeds_chains and why_not_captured(runner.tree_model) is None:
         runner.enable_graphs(capture=True, refuses_waits=False)  # other threads may wait for the GPU
     runner.supports_batching = False  # rows are decoded one after the other
     return runner

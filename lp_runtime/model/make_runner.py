@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import PreTrainedModel
 
+from lp_runtime.distributed.precision import warn_of_tf32
 from lp_runtime.errors import ModelError
 from lp_runtime.model.chain_check import check_chains
 from lp_runtime.model.chain_runner import ChainRunner
@@ -32,6 +34,8 @@ def make_runner(
     Raises:
         ModelError: if the model can be fed neither, or chains alone with exactness=strict or in several shards.
     """
+    if model.device.type == "cuda" and model.dtype == torch.float32:
+        warn_of_tf32()
     reason = why_chains(model)
     if reason is None:
         return ModelRunner(model, prefill_chunk, strict_tokens, own_attention, leading)

@@ -49,12 +49,11 @@ class ModelRunner:
         leading: has the replica's other shards run every pass, too; None where there are none.
 
     Attributes:
-        slots: the free slots.
         num_prefilled_tokens: tokens of prompts and of resumed sequences fed so far.
         fixed_passes: feeds trees in passes of fixed sizes; None if trees are fed in passes of any size.
         supports_batching: whether several sequences can be fed in one pass.
         feeds_chains: whether a share is fed as one path, pending tokens included, from `StepInputs.start` on.
-        leading: has the replica's other shards run every pass, too; None where there are none.
+        why_not_captured: why passes are not captured, where that was asked.
         timer: times passes where the device works asynchronously, so that the host is free meanwhile; else None.
 
     Raises:
@@ -62,6 +61,7 @@ class ModelRunner:
     """
 
     feeds_chains = False
+    why_not_captured: str | None = None
 
     def __init__(
         self,
@@ -86,8 +86,7 @@ class ModelRunner:
         self.masks = self._make_masks(config, attention)
         if strict_tokens is not None and CHUNKED in self.masks.windows_by_kind:
             raise ModelError(f"{config.model_type}: chunked attention cannot be computed with exactness=strict")
-        self.strict_tokens = strict_tokens
-        self.prefill_chunk = prefill_chunk
+        self.strict_tokens, self.prefill_chunk = strict_tokens, prefill_chunk
         self.passes = self._make_passes(model, lengths)
         self.leading = leading
         self.num_prefilled_tokens = 0
@@ -179,8 +178,9 @@ class ModelRunner:
         """Run a pass of trees, of any size; see `feed`."""
         return self.passes.found(self.feed(kind, caches, *what), self.feed)
 
-    def disable_graphs(self) -> None:
+    def disable_graphs(self, reason: str) -> None:
         """Feed trees in passes of any size from now on."""
+        self.why_not_captured = reason
         if self.fixed_passes is not None:
             self.fixed_passes = None
             self.feed("end_fixed", [])

@@ -118,7 +118,7 @@ def check_model_or_disable_graphs(model: ModelRunner) -> float:
             return check_model(model)
         except ModelError as error:
             log.warning("%s; going on with compile=off", error)
-            model.disable_graphs()
+            model.disable_graphs(str(error))
     return check_model(model)
 
 

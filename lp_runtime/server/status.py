@@ -52,6 +52,8 @@ class StatusRoutes:
         """Answer GET /health: status 200 if any replica is up, else 503."""
         is_healthy = self._scheduler.is_healthy
         status = {"status": "ok" if is_healthy else "no replica is up", "replicas": self._runtime.num_ready}
+        if reason := self._runtime.info.not_captured:
+            status["not_captured"] = reason
         return JSONResponse(status, 200 if is_healthy else 503)
 
     async def ready(self) -> JSONResponse:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import warnings
 from collections.abc import Iterator
 
 
@@ -16,7 +17,11 @@ def hide_triton_without_gpu() -> None:
     """
     import torch
 
-    if not torch.cuda.is_available():
+    with warnings.catch_warnings():
+        # distributed/devices.py reports this in one line.
+        warnings.filterwarnings("ignore", "CUDA initialization", UserWarning)
+        has_gpu = torch.cuda.is_available()
+    if not has_gpu:
         sys.modules.setdefault("triton", None)  # type: ignore[arg-type]  # Python's way to say that there is none
 
 

@@ -193,11 +193,30 @@ def test_a_process_that_torchrun_did_not_start_is_told_how(monkeypatch):
 
 
 def test_torchruns_variables_become_the_context(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     values = {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4, "MASTER_PORT": 29500}
     for name, value in values.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "node0")
-    assert ReplicaContext.from_torchrun() == ReplicaContext(5, 8, 1, 4, "node0", 29500)
+    for visible in (None, "0,1,2,3", "", "-1"):
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert ReplicaContext.from_torchrun() == ReplicaContext(5, 8, 1, 4, "node0", 29500)
+
+
+@pytest.mark.parametrize(("visible", "num_local", "index", "owns"), [("3", 4, 0, True), ("GPU-7", 1, 0, False)])
+def test_a_process_that_sees_one_gpu_alone_has_that_one(monkeypatch, visible, num_local, index, owns):
+    """`srun --gpus-per-task=1` starts it so."""
+    values = {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": min(2, num_local - 1), "LOCAL_WORLD_SIZE": num_local}
+    for name, value in {
+        **values,
+        "MASTER_PORT": 29500,
+        "MASTER_ADDR": "node0",
+        "CUDA_VISIBLE_DEVICES": visible,
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    context = ReplicaContext.from_torchrun()
+    assert (context.device_index, context.owns_device, context.num_local) == (index, owns, num_local)
 
 
 def test_backends_are_for_their_devices():

@@ -18,6 +18,7 @@ import lp_runtime
 from lp_runtime.config.commands import GenerateConfig
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.overrides import load_config
+from lp_runtime.distributed import devices
 from lp_runtime.entrypoints.cli import main
 
 IDS = "prompt=[1,2,3]"
@@ -232,6 +233,17 @@ def test_cuda_without_a_gpu(refusal, tiny_model_dir):
     message = refusal(model, IDS, "ids=true", "device=cuda")
     assert "device=cuda" in message and "sees 0" in message
     assert refusal(model, IDS, "ids=true", "device=cuda", "gpus=2").startswith("gpus=2: this machine has 0")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_gpu_that_torch_cannot_use(refusal, tiny_model_dir, monkeypatch, tmp_path, device, gpus):
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(devices, "DRIVER_CONTROL", tmp_path / "nvidiactl")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    message = refusal(f"model.path={tiny_model_dir}", IDS, "ids=true", f"device={device}", f"gpus={gpus}")
+    assert message.startswith(f"device={device}: torch ") and message.endswith("(on CPUs: device=cpu)")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -450,6 +462,7 @@ def test_text_on_stdout_and_a_summary_on_stderr(capsys, demo_model_dir):
     assert len(out) > len("def fib(n):\n") + 10
     for word in ("tokens", "steps", "compression ratio", "tokens/s", "one token a step", "the same tokens: yes"):
         assert word in err
+    assert "not captured" not in err  # on a CPU nothing is
 
 
 @pytest.fixture

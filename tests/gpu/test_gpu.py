@@ -18,7 +18,7 @@ from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.partition import Shares
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.attention.parts import attend, attend_masked
-from lp_runtime.model.cuda_graph import can_capture
+from lp_runtime.model.cuda_graph import why_not_captured
 from lp_runtime.model.fixed_passes import SIZES
 from lp_runtime.model.loader import load_model, load_tokenizer
 from lp_runtime.model.optimize.fusing import fuse_blocks
@@ -65,7 +65,7 @@ def test_attention_without_a_mask(groups, dtype):
 def test_captured_passes_equal_the_others(dtype, compiled, tolerance):
     """The demo model has grouped queries."""
     free, captured = demo(dtype), demo(dtype)
-    assert can_capture(captured.model)
+    assert why_not_captured(captured.model) is None
     assert fuse_blocks(captured.model)
     captured.enable_graphs(capture=True, compiled=compiled)
     assert check_model(captured.runner) < 2 * tolerance

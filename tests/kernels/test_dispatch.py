@@ -22,9 +22,9 @@ def gpu(monkeypatch) -> SimpleNamespace:
     monkeypatch.setattr(dispatch, "on", lambda device: nullcontext())
     kernels = SimpleNamespace(gate=lambda states: there.gate(states))
     monkeypatch.setattr(dispatch, "triton_gpu", lambda: kernels)
-    dispatch._can_run.cache_clear()
+    dispatch.why_no_kernels.cache_clear()
     yield there
-    dispatch._can_run.cache_clear()
+    dispatch.why_no_kernels.cache_clear()
 
 
 def test_on_a_gpu_whose_kernel_runs(gpu, caplog):
@@ -41,6 +41,7 @@ def test_not_where_triton_cannot_compile(gpu, caplog):
     assert dispatch.kernels_for(GPU) is None and dispatch.kernels_for(GPU) is None
     (record,) = caplog.records  # said once
     assert "Triton does not run on cuda:7: " in record.message and "Failed to find C compiler" in record.message
+    assert dispatch.why_no_kernels(GPU) == "Triton does not run on cuda:7: Failed to find C compiler."
 
 
 @pytest.mark.parametrize("value", [0.5, float("nan")])
@@ -52,7 +53,8 @@ def test_not_where_what_it_computes_is_wrong(gpu, value):
 def test_not_on_older_gpus_nor_without_triton(gpu, monkeypatch):
     gpu.capability = (7, 5)
     assert dispatch.kernels_for(GPU) is None
-    dispatch._can_run.cache_clear()
+    assert dispatch.why_no_kernels(GPU) == "compute capability 7.5 is below 8.0"
+    dispatch.why_no_kernels.cache_clear()
     gpu.capability = (8, 0)
     monkeypatch.setattr(dispatch, "triton_gpu", lambda: None)
     assert dispatch.kernels_for(GPU) is None

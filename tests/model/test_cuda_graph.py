@@ -200,14 +200,14 @@ def test_every_size_is_compiled(random_model, monkeypatch):
 def test_the_self_check_goes_through_them(random_model):
     _, fixed = pair(random_model)
     assert fixed.graphs and check_model(fixed.runner) < 1e-4
-    fixed.disable_graphs()
+    fixed.runner.disable_graphs("a reason")
     assert fixed.graphs is None and check_model(fixed.runner) < 1e-4
 
 
 def test_a_model_whose_passes_cannot_be_captured_goes_without(tiny_model_dir, monkeypatch, caplog):
     """Here for want of a GPU; anything else that fails at the start is met alike."""
-    monkeypatch.setattr(loading, "can_capture", lambda model: True)
+    monkeypatch.setattr(loading, "why_not_captured", lambda model: None)
     config = RuntimeConfig(model=ModelConfig(path=str(tiny_model_dir)))
     model, difference = loading.ready_model(config, torch.device("cpu"))
     assert model.graphs is None and difference < 1e-4
-    assert "going on with compile=off" in caplog.text
+    assert f"{model.why_not_captured}; going on with compile=off" in caplog.text

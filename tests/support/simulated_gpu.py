@@ -681,7 +681,7 @@ def simulated_gpu() -> Iterator[Gpu]:
         with gpu, ByHost():
             run(thread)
 
-    dispatch._can_run.cache_clear()
+    dispatch.why_no_kernels.cache_clear()
     overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # a parameter cannot become one of ours
     try:
@@ -698,6 +698,6 @@ def simulated_gpu() -> Iterator[Gpu]:
                 yield gpu
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
-        dispatch._can_run.cache_clear()
+        dispatch.why_no_kernels.cache_clear()
         Graph.by_pool.clear()
         Graph.captured.clear()

@@ -1,0 +1,120 @@
+"""Whether replicas run on GPUs, and why this process sees none on a machine that has some."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from lp_runtime.distributed.context import NO_GPUS, visible_gpus
+from lp_runtime.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+DRIVER_VERSION = Path("/proc/driver/nvidia/version")  # also visible in containers that were given no GPU
+DRIVER_CONTROL = Path("/dev/nvidiactl")
+MIN_DRIVERS = {12: 525, 13: 580}  # oldest major version of the driver, by major version of CUDA
+WHEELS = "https://download.pytorch.org/whl"
+
+
+def device_type(device: str) -> str:
+    """Return "cuda" or "cpu": where the replicas of a `device` setting run.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+
+    Raises:
+        ConfigError: if the machine has an NVIDIA GPU that torch cannot use, and the setting is not "cpu".
+    """
+    if device == "cpu":
+        return device
+    if reason := why_no_gpu():
+        raise ConfigError(f"device={device}: {reason} (on CPUs: device=cpu)")
+    return "cuda" if device == "cuda" or torch.cuda.is_available() else "cpu"
+
+
+def why_no_gpu() -> str | None:
+    """Return why torch sees no GPU on a machine that has one, and the remedy; None if it sees one, or none is there."""
+    visible = visible_gpus()
+    if torch.cuda.is_available() or (visible is not None and visible[0] in NO_GPUS):
+        return None
+    has_control = DRIVER_CONTROL.exists()
+    if torch.version.cuda is None:  # in a container on a GPU machine, a CPU build is no sign of a mistake
+        built = f"torch {torch.__version__} is built without CUDA, and this machine has an NVIDIA GPU"
+        return f"{built}: install a CUDA build of torch from {WHEELS}" if has_control else None
+    driver = _driver_version()
+    if driver is None and not has_control:
+        return None
+    return _why_too_old(driver) or _why_unseen(driver, has_control, visible)
+
+
+def _why_too_old(driver: str | None) -> str | None:
+    """Return why torch needs a newer driver; None if it does not, or a version is unknown."""
+    cuda = str(torch.version.cuda)
+    needed = MIN_DRIVERS.get(int(cuda.split(".")[0]))
+    if driver is None or needed is None or int(driver.split(".")[0]) >= needed:
+        return None
+    return (
+        f"the NVIDIA driver is {driver}, and torch's CUDA {cuda} needs {needed} or newer: update the driver, or install"
+        f" a torch built for an older CUDA from {WHEELS}"
+    )
+
+
+def _why_unseen(driver: str | None, has_control: bool, visible: list[str] | None) -> str:
+    """Return what to look at where the driver is new enough."""
+    found = f"torch sees no GPU, although the NVIDIA driver {f'{driver} ' if driver else ''}is loaded"
+    if not has_control:
+        return f"{found}: {DRIVER_CONTROL} is missing; start the container with its GPUs (docker run --gpus all)"
+    hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={','.join(visible)})"
+    return f"{found}{hidden}: run nvidia-smi to see why"
+
+
+def _driver_version() -> str | None:
+    """Return the version of the NVIDIA driver that is loaded; None if there is none, or it is unknown."""
+    try:
+        found = re.search(r"\s(\d+\.\d[\d.]*)\s", DRIVER_VERSION.read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def gpu_number(device: torch.device) -> int:
+    """Return a number of 63 bits that no other GPU has, on any machine."""
+    return uuid.UUID(str(torch.cuda.get_device_properties(device).uuid)).int >> 65
+
+
+def check_one_each(numbers: Sequence[int]) -> None:
+    """Refuse replicas that each count a GPU as theirs alone, and have the same one.
+
+    Args:
+        numbers: `gpu_number` by rank; 0 for a replica that may share its GPU, or has none.
+
+    Raises:
+        ConfigError: if two have the same number.
+    """
+    for rank, number in enumerate(numbers):
+        if number and (first := list(numbers).index(number)) < rank:
+            raise ConfigError(
+                f"replicas {first} and {rank} have the same GPU, and each sees one alone: give each process its own"
+                " (srun --gpus-per-task=1), or let them share it with launcher.backend=shared"
+            )
+
+
+def warn_of_few_cores(num_local: int) -> None:
+    """Warn if this process may use fewer cores than there are replicas on this machine's GPUs.
+
+    A replica keeps a core busy while it waits for its GPU. One that waits for a core delays the step of all.
+    """
+    num_cores = len(os.sched_getaffinity(0))
+    if num_cores < num_local:
+        log.warning(
+            "%d cores for %d processes that each keep one busy: steps will be slow; allow %d or more (4 for each GPU)",
+            num_cores,
+            num_local,
+            num_local,
+        )

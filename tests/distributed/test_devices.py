@@ -1,0 +1,102 @@
+"""Which device replicas run on, and the line for a machine whose GPUs torch cannot use."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from lp_runtime.distributed import devices
+from lp_runtime.distributed.devices import check_one_each, device_type, warn_of_few_cores, why_no_gpu
+from lp_runtime.engine.loading import choose_device
+from lp_runtime.errors import ConfigError, LaunchError
+from lp_runtime.launchers.split import free_of_this_machine, visible_on
+
+CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version: 12\n"
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (root@host)\n"
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine with NVIDIA devices that torch does not see; sets the driver, torch's CUDA and the control device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(devices, "DRIVER_VERSION", tmp_path / "version")
+    monkeypatch.setattr(devices, "DRIVER_CONTROL", tmp_path / "nvidiactl")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def make(driver: str | None, cuda: str | None, has_control: bool = True) -> None:
+        if driver is not None:
+            (tmp_path / "version").write_text(driver)
+        if has_control:
+            (tmp_path / "nvidiactl").touch()
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+
+    return make
+
+
+def test_a_driver_that_is_too_old(machine):
+    machine(CLOSED, "13.0")
+    reason = why_no_gpu()
+    assert "driver is 550.54.15" in reason and "CUDA 13.0 needs 580 or newer" in reason
+    assert "update the driver, or install a torch built for an older CUDA" in reason
+    for device in ("auto", "cuda"):
+        for refuse in (device_type, visible_on, lambda each: choose_device(each, 0)):
+            with pytest.raises(ConfigError) as refusal:
+                refuse(device)
+            assert str(refusal.value) == f"device={device}: {reason} (on CPUs: device=cpu)"
+    assert device_type("cpu") == "cpu" and visible_on("cpu") == 0 and choose_device("cpu", 0).type == "cpu"
+    with pytest.raises(LaunchError, match="driver is 550"):
+        free_of_this_machine()
+
+
+@pytest.mark.parametrize(("driver", "cuda"), [(CLOSED, "12.6"), (OPEN, "13.0"), (CLOSED, "14.1"), ("?", "13.0")])
+def test_a_driver_that_is_new_enough_or_of_which_nothing_is_known(machine, driver, cuda):
+    machine(driver, cuda)
+    assert "torch sees no GPU" in why_no_gpu() and "run nvidia-smi" in why_no_gpu()
+
+
+def test_a_build_of_torch_without_cuda(machine):
+    machine(OPEN, None)
+    assert "is built without CUDA" in why_no_gpu() and "install a CUDA build" in why_no_gpu()
+
+
+def test_a_container_that_was_given_no_gpu(machine):
+    machine(OPEN, "13.0", has_control=False)
+    assert "580.65.06" in why_no_gpu() and "--gpus all" in why_no_gpu()
+
+
+def test_a_container_without_gpus_and_with_a_cpu_build_is_a_cpu(machine):
+    machine(OPEN, None, has_control=False)
+    assert why_no_gpu() is None
+
+
+def test_a_machine_without_gpus_is_a_cpu(machine):
+    machine(None, "13.0", has_control=False)
+    assert why_no_gpu() is None and device_type("auto") == "cpu" and device_type("cuda") == "cuda"
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "-1,0", "NoDevFiles"])
+def test_gpus_that_the_environment_hides_are_not_missed(machine, monkeypatch, visible):
+    machine(CLOSED, "13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert why_no_gpu() is None and device_type("auto") == "cpu"
+
+
+def test_a_wrong_index_is_named(machine, monkeypatch):
+    machine(OPEN, "13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert "CUDA_VISIBLE_DEVICES=7" in why_no_gpu()
+
+
+def test_two_replicas_on_what_each_takes_for_its_own_gpu():
+    check_one_each([0, 0, 5, 6, 7])
+    with pytest.raises(ConfigError, match="replicas 1 and 3 have the same GPU.*--gpus-per-task=1"):
+        check_one_each([0, 5, 6, 5])
+
+
+@pytest.mark.parametrize(("num_cores", "num_local", "warns"), [(7, 8, True), (8, 8, False), (1, 1, False)])
+def test_fewer_cores_than_replicas(monkeypatch, caplog, num_cores, num_local, warns):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(num_cores)))
+    warn_of_few_cores(num_local)
+    assert [record.message.startswith("7 cores for 8 processes") for record in caplog.records] == [True] * warns

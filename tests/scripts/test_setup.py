@@ -1,0 +1,117 @@
+"""scripts/setup.sh: which Python makes the environment, and what it says of a machine with a GPU."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NEEDED = ("bash", "cat", "cksum", "dirname", "head", "rm")  # all that the script runs except for Python and its stubs
+# A Python that suits, makes an environment with itself in it, and installs nothing.
+PYTHON = """#!/bin/sh
+case "$*" in
+*ensurepip*) exit {suits} ;;
+*"-m venv"*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
+*"version(\\"torch\\")"*) echo {torch} ;;
+*get_path*) echo {include} ;;
+*-dev*) echo python3.12-dev ;;
+esac
+"""
+
+
+class Machine:
+    """A copy of the script in an empty repository, and a PATH with nothing but stubs."""
+
+    def __init__(self, folder: Path):
+        self.root, self.bin, self.include = folder / "repository", folder / "bin", folder / "include"
+        for each in (self.root / "scripts", self.bin, self.include):
+            each.mkdir(parents=True)
+        shutil.copy(ROOT / "scripts" / "setup.sh", self.root / "scripts")
+        for name in ("pyproject.toml", "constraints.txt"):
+            (self.root / name).touch()
+        for name in NEEDED:
+            (self.bin / name).symlink_to(shutil.which(name))
+        for name in ("mkdir", "cp"):
+            (self.bin / name).symlink_to(shutil.which(name))
+        self.add_python()
+
+    def add(self, name: str, text: str = "#!/bin/sh\n") -> None:
+        (self.bin / name).write_text(text)
+        (self.bin / name).chmod(0o755)
+
+    def add_python(self, suits: bool = True, torch: str = "2.13.0") -> None:
+        self.add("python3", PYTHON.format(suits=int(not suits), torch=torch, include=self.include))
+
+    def add_gpu(self, driver: str) -> None:
+        self.add("nvidia-smi", f"#!/bin/sh\necho {driver}\necho {driver}\n")
+
+    def set_up(self, **environment: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [self.bin / "bash", self.root / "scripts" / "setup.sh"],
+            env={"PATH": str(self.bin)} | environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def warnings(self, **environment: str) -> list[str]:
+        done = self.set_up(**environment)
+        assert done.returncode == 0, done.stderr
+        return [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+
+
+@pytest.fixture
+def machine(tmp_path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_without_a_gpu_nothing_is_missing(machine):
+    assert machine.warnings() == []
+    assert machine.set_up().stderr == ""  # it has been done
+
+
+def test_all_that_a_gpu_lacks_is_named(machine):
+    machine.add_gpu("550.54.15")
+    driver, compiler, headers = machine.warnings()
+    assert "driver is 550.54.15, and torch needs 580 or newer: update the driver" in driver
+    assert "no C compiler" in compiler and "install gcc" in compiler
+    assert f"{machine.include} has no Python.h" in headers and "install python3.12-dev" in headers
+
+
+@pytest.mark.parametrize("compiler", ["cc", "gcc", "clang", "mine"])
+def test_a_machine_that_lacks_nothing(machine, compiler):
+    machine.add_gpu("580.65.06")
+    machine.add(compiler)
+    (machine.include / "Python.h").touch()
+    assert machine.warnings(**({"CC": "mine -m64"} if compiler == "mine" else {})) == []
+
+
+def test_a_torch_of_cuda_12_takes_an_older_driver(machine):
+    machine.add_python(torch="2.13.0+cu126")
+    machine.add_gpu("550.54.15")
+    assert not any("driver" in line for line in machine.warnings())
+
+
+def test_a_gpu_that_cannot_be_asked_ends_nothing(machine):
+    machine.add("nvidia-smi", "#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    assert not any("driver" in line for line in machine.warnings())
+
+
+def test_uv_makes_the_environment_where_python_is_too_old(machine):
+    machine.add_python(suits=False)
+    copied = f'mkdir -p "$6/bin"; cp {machine.bin}/python3 "$6/bin/python"'
+    machine.add("uv", f'#!/bin/sh\n[ "$*" = "venv --quiet --seed --python 3.12 $6" ] && {copied}\n')
+    done = machine.set_up()
+    assert done.returncode == 0 and "with uv and Python 3.12" in done.stderr
+    assert (machine.root / ".venv" / "bin" / "python").exists()
+
+
+def test_without_python_and_uv_two_ways_are_named(machine):
+    machine.add_python(suits=False)
+    done = machine.set_up()
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and "no Python 3.11 or newer" in line
+    assert "apt-get install python3.11-venv" in line and "astral.sh/uv/install.sh" in line
