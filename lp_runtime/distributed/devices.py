@@ -25,6 +25,8 @@ WHEELS = "https://download.pytorch.org/whl"
 def device_type(device: str) -> str:
     """Return "cuda" or "cpu": where the replicas of a `device` setting run.
 
+    With "auto", a container that was given no GPU is told so in a warning, and runs on CPUs.
+
     Args:
         device: "auto", "cpu" or "cuda".
 
@@ -34,7 +36,9 @@ def device_type(device: str) -> str:
     if device == "cpu":
         return device
     if reason := why_no_gpu():
-        raise ConfigError(f"device={device}: {reason} (on CPUs: device=cpu)")
+        if device == "cuda" or DRIVER_CONTROL.exists():
+            raise ConfigError(f"device={device}: {reason} (on CPUs: device=cpu)")
+        log.warning("device=auto: %s; going on with CPUs", reason)
     return "cuda" if device == "cuda" or torch.cuda.is_available() else "cpu"
 
 

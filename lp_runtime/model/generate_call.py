@@ -9,7 +9,6 @@ Letters: B rows of the batch, L tokens of the longest prompt, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -250,12 +249,7 @@ def _limits_of(criteria: StoppingCriteriaList, config: GenerationConfig) -> _Lim
 
 def _repetitions(rows: Sequence[tuple[int, ...]]) -> list[int]:
     """Return for each row how many earlier rows are equal."""
-    seen: Counter[tuple[int, ...]] = Counter()
-    counts = []
-    for row in rows:
-        counts.append(seen[row])
-        seen[row] += 1
-    return counts
+    return [rows[:place].count(row) for place, row in enumerate(rows)]
 
 
 def _check_mode(model: PreTrainedModel, config: GenerationConfig, assistant: PreTrainedModel | None) -> None:

@@ -61,9 +61,12 @@ def test_a_build_of_torch_without_cuda(machine):
     assert "is built without CUDA" in why_no_gpu() and "install a CUDA build" in why_no_gpu()
 
 
-def test_a_container_that_was_given_no_gpu(machine):
+def test_a_container_that_was_given_no_gpu(machine, caplog):
     machine(OPEN, "13.0", has_control=False)
     assert "580.65.06" in why_no_gpu() and "--gpus all" in why_no_gpu()
+    with pytest.raises(ConfigError, match="device=cuda: torch sees no GPU"):
+        device_type("cuda")
+    assert device_type("auto") == "cpu" and "going on with CPUs" in caplog.text
 
 
 def test_a_container_without_gpus_and_with_a_cpu_build_is_a_cpu(machine):
