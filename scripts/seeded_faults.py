@@ -85,7 +85,7 @@ def problems(fault: Fault, root: Path = ROOT) -> list[str]:
 
 
 def copy_repository(source: Path, target: Path) -> None:
-    """Copy what tests need, compiled code included: times of files are kept, so it stays valid where sources are."""
+    """Copy what tests need."""
     shutil.copytree(source, target, ignore=NOT_COPIED)
 
 
@@ -103,7 +103,6 @@ def run_tests(root: Path, tests: Sequence[str], is_parallel: bool = False) -> tu
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests]
     command += ["-n", "auto" if is_parallel else "0"]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    environment.pop("NUMBA_CACHE_DIR", None)  # compiled code belongs to its copy
     try:
         done = subprocess.run(
             command, cwd=root, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS

@@ -17,8 +17,10 @@ from support.forked import ForkedReplica
 
 from lp_runtime.config.settings import DEMO_MODEL
 from lp_runtime.launchers import spawn
+from lp_runtime.utils.jit import cache_root
 
 START_PROCESS = spawn.start_process
+os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_root()))  # a test's cache_dir is not that of the tests after it
 # Files that take a minute or more. They begin first: whoever begins one last is waited for.
 LONG_FILES = ("test_simulated_gpu.py", "test_ray_launcher.py", "test_scheduler.py", "test_triton_gpu.py", "test_cli.py")
 

@@ -1,4 +1,4 @@
-"""Settings of the commands lp-generate, lp-chat, lp-serve and lp-bench: a runtime's, and the command's own."""
+"""Settings of the commands: a runtime's, and the command's own. Those of lp-serve are in serving.py."""
 
 from __future__ import annotations
 
@@ -284,3 +284,8 @@ class BenchConfig(RuntimeConfig):
     def stops_at_eos(self) -> bool:
         """Whether decoding stops at the end-of-sequence token."""
         return self.chat if self.eos is None else self.eos
+
+
+@dataclass
+class DoctorConfig(RuntimeConfig):
+    """Settings of lp-doctor: the runtime that is to work on this machine."""

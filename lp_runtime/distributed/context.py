@@ -102,6 +102,14 @@ def visible_gpus() -> list[str] | None:
     return None if names is None else [name.strip() for name in names.split(",")]
 
 
+def keep_caches_in(folder: str | None) -> None:
+    """Have compiled code kept below a folder, by this process and its children, unless the environment says where."""
+    if folder is None:
+        return
+    for library in ("numba", "triton"):
+        os.environ.setdefault(f"{library.upper()}_CACHE_DIR", os.path.join(os.path.expanduser(folder), library))
+
+
 def started_by_torchrun() -> bool:
     """Return whether torchrun (or another elastic agent) started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ

@@ -1,4 +1,4 @@
-"""The commands lp-generate, lp-chat, lp-serve and lp-bench: settings, exit statuses, errors in one line.
+"""The commands lp-generate, lp-chat, lp-serve, lp-bench and lp-doctor: settings, exit statuses, errors in one line.
 
 Imports nothing that takes time: bad settings are refused before torch is imported.
 """
@@ -16,11 +16,11 @@ import sys
 from importlib.metadata import version
 from typing import NoReturn
 
-from lp_runtime.config.commands import BenchConfig, ChatConfig, GenerateConfig
+from lp_runtime.config.commands import BenchConfig, ChatConfig, DoctorConfig, GenerateConfig
 from lp_runtime.config.overrides import as_yaml, help_keys, load_config
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.distributed.context import ReplicaContext, started_by_torchrun
+from lp_runtime.distributed.context import ReplicaContext, keep_caches_in, started_by_torchrun
 from lp_runtime.errors import ConfigError, LaunchError, LookaheadError, ModelError, RequestError
 from lp_runtime.model.location import check_location
 from lp_runtime.utils.startup import hide_triton_without_gpu, no_garbage_collection
@@ -42,6 +42,8 @@ lp-serve model.path=PATH_OR_ID [gpus=2] [host=127.0.0.1] [port=8000] [api_key=KE
 BENCH_USAGE = """\
 lp-bench [prompts=FILE.jsonl:FIELD] [gpus=2] [degrees=[1,2,4,8]] [output=FOLDER] [KEY=VALUE ...]
        lp-bench url=http://HOST:PORT [rate=REQUESTS_A_SECOND | concurrency=CLIENTS] [num_requests=64] [KEY=VALUE ...]"""
+DOCTOR_USAGE = """\
+lp-doctor [model.path=PATH_OR_ID] [gpus=2] [device=cuda] [KEY=VALUE ...]"""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -62,6 +64,11 @@ def serve_main(arguments: list[str] | None = None) -> None:
 def bench_main(arguments: list[str] | None = None) -> None:
     """Run lp-bench: this runtime beside transformers' own decoding. Exit status: see `_run`."""
     _run(_parser("lp-bench", BENCH_USAGE, BenchConfig), BenchConfig, arguments)
+
+
+def doctor_main(arguments: list[str] | None = None) -> None:
+    """Run lp-doctor: what this machine has, and what will not work. Exit status: see `_run`."""
+    _run(_parser("lp-doctor", DOCTOR_USAGE, DoctorConfig), DoctorConfig, arguments)
 
 
 def _run(
@@ -96,6 +103,7 @@ def _run(
         if options.cfg:
             print(as_yaml(config), end="", flush=True)
             return
+        keep_caches_in(config.cache_dir)
         with no_garbage_collection():
             hide_triton_without_gpu()
             from lp_runtime.entrypoints.commands import run_command  # takes seconds: bad settings do not wait for it

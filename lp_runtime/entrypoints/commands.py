@@ -9,12 +9,13 @@ from pathlib import Path
 from lp_runtime.bench.command import bench, check_bench
 from lp_runtime.bench.load import put_under_load
 from lp_runtime.bench.splits import measure_splits
-from lp_runtime.config.commands import BenchConfig, ChatConfig, GenerateConfig
+from lp_runtime.config.commands import BenchConfig, ChatConfig, DoctorConfig, GenerateConfig
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.precision import turn_off_tf32
 from lp_runtime.entrypoints.batch import check_output, check_prompts, generate_file
 from lp_runtime.entrypoints.chat import chat, check_chat
+from lp_runtime.entrypoints.doctor import examine
 from lp_runtime.entrypoints.generate import generate_one
 from lp_runtime.entrypoints.remote_chat import chat_with_server
 from lp_runtime.model.loader import load_tokenizer
@@ -38,24 +39,40 @@ def run_command(config: RuntimeConfig, is_leader: bool) -> None:
         LookaheadError: bad input, or a failure while working.
     """
     turn_off_tf32()
-    if isinstance(config, ServeConfig) and config.server == "ray_serve":
-        check_serve(config)
-        serve_on_ray(config)  # the Serve replica has the runtime
-        return
-    if isinstance(config, ChatConfig | BenchConfig) and config.url is not None:
+    if (run := _without_runtime(config)) is not None:
         if is_leader:
-            chat_with_server(config) if isinstance(config, ChatConfig) else put_under_load(config)
-        return
-    if isinstance(config, BenchConfig) and config.splits is not None:
-        if is_leader:
-            check_bench(config)
-            measure_splits(config)
+            run()
         return
     # Rank 0 refuses bad input before replicas start; its end ends the other ranks.
     work = _prepare(config) if is_leader else None
     with LookaheadRuntime.from_config(config) as runtime:
         if work is not None:
             work(runtime)  # the other ranks decode for rank 0 as they leave the block
+
+
+def _without_runtime(config: RuntimeConfig) -> Callable[[], None] | None:
+    """Return what runs a command that needs no runtime in this process; None if it needs one."""
+    if isinstance(config, DoctorConfig):
+        return partial(examine, config)
+    if isinstance(config, ServeConfig) and config.server == "ray_serve":
+        return partial(_serve_on_ray, config)  # the Serve replica has the runtime
+    if isinstance(config, ChatConfig) and config.url is not None:
+        return partial(chat_with_server, config)
+    if isinstance(config, BenchConfig) and config.url is not None:
+        return partial(put_under_load, config)
+    if isinstance(config, BenchConfig) and config.splits is not None:
+        return partial(_measure_splits, config)
+    return None
+
+
+def _serve_on_ray(config: ServeConfig) -> None:
+    check_serve(config)
+    serve_on_ray(config)
+
+
+def _measure_splits(config: BenchConfig) -> None:
+    check_bench(config)
+    measure_splits(config)
 
 
 def _prepare(config: RuntimeConfig) -> Work:

@@ -117,7 +117,7 @@ class ContentLocator(_CacheLocator):
 
     def get_cache_path(self) -> str:
         """Return the function's cache folder."""
-        return str(_cache_root() / self._digest)
+        return str(cache_root() / self._digest)
 
     def get_source_stamp(self) -> str:
         """Return what cached code was compiled from."""
@@ -131,7 +131,8 @@ class ContentLocator(_CacheLocator):
 _numba_config["CACHE_LOCATOR_CLASSES"] = f"{__name__}.{ContentLocator.__name__}"
 
 
-def _cache_root() -> Path:
+def cache_root() -> Path:
+    """Return the folder that holds the cache folders of all functions."""
     return Path(_numba_config["CACHE_DIR"] or CACHE_DIR).expanduser()
 
 
@@ -142,9 +143,9 @@ def _digest_of(folder: Path) -> str:
     for file in sorted(_sources(folder)):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     name = digest.hexdigest()
-    if not (_cache_root() / name).exists():
+    if not (cache_root() / name).exists():
         with contextlib.suppress(OSError):
-            for old in _cache_root().iterdir():
+            for old in cache_root().iterdir():
                 if old.stat().st_mtime < time.time() - MAX_AGE_SECONDS:
                     shutil.rmtree(old, ignore_errors=True)
     return name
@@ -227,7 +228,7 @@ def _is_compiling(module: str) -> bool:
 def _open_lock(module: str) -> IO | None:
     """Open the lock file of a module; None if nothing can be cached, so that nothing can be shared."""
     try:
-        return open(_cache_root() / f"{module}.lock", "a") if _cache_folders else None
+        return open(cache_root() / f"{module}.lock", "a") if _cache_folders else None
     except OSError:
         return None
 

@@ -1,0 +1,59 @@
+"""lp-doctor: one screen, and exit status 1 if something will not work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lp_runtime
+from lp_runtime.entrypoints import doctor
+from lp_runtime.entrypoints.cli import doctor_main
+
+
+@pytest.fixture
+def report(capsys, tiny_model_dir):
+    """Runs the command; returns its lines and its exit status."""
+
+    def run(*overrides: str) -> tuple[list[str], int]:
+        status = 0
+        try:
+            doctor_main([f"model.path={tiny_model_dir}", *overrides])
+        except SystemExit as ended:
+            status = ended.code
+        return capsys.readouterr().out.splitlines(), status
+
+    return run
+
+
+def test_a_machine_on_which_all_will_work(report):
+    lines, status = report("device=cpu", "gpus=2")
+    assert status == 0 and not any("PROBLEM" in line for line in lines) and len(lines) < 25
+    text = "\n".join(lines)
+    for expected in (
+        f"lp_runtime {lp_runtime.__version__}",
+        f"torch {torch.__version__}",
+        "gpus=2 on CPUs",
+        "/dev/shm",
+    ):
+        assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "overrides", "expected"),
+    [
+        ("why_no_gpu", lambda: "the NVIDIA driver is 550.54", [], "GPUs          PROBLEM: the NVIDIA driver is 550.54"),
+        ("why_unavailable", lambda num: "/dev/shm: no room", ["gpus=2"], "shared memory PROBLEM: /dev/shm: no room"),
+        ("free_bytes", lambda device: 1, [], "              PROBLEM: weights: 0.0 GiB of 0.0 GiB of free memory"),
+    ],
+)
+def test_what_will_not_work_is_named(report, monkeypatch, name, function, overrides, expected):
+    monkeypatch.setattr(doctor, name, function)
+    lines, status = report("device=auto", *overrides)
+    assert status == 1
+    assert [line for line in lines if "PROBLEM" in line and line.startswith(expected)]
+
+
+def test_a_cache_folder_that_cannot_be_written(report, monkeypatch):
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
+    lines, status = report("device=cpu")
+    assert status == 1 and any("cannot be written, so it is made anew" in line for line in lines)
