@@ -38,7 +38,7 @@ from lp_runtime.lookahead.drafters.best_first.drafter import compile_kernels
 from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sampling.packing import compile_sampler
-from lp_runtime.sizing.budget import compile_budget
+from lp_runtime.sizing.budget import compile_budget, compile_capacity
 from lp_runtime.utils.generators import result_of
 from lp_runtime.utils.jit import compile_in_turns
 
@@ -98,7 +98,7 @@ class Engine:
         if self._model.feeds_chains:
             compilers.append(compile_chains)
         if not self._group.is_alone:
-            compilers += [compile_partition, compile_exchange]
+            compilers += [compile_capacity, compile_partition, compile_exchange]
         if settings.drafter == "full":
             compilers.insert(0, compile_kernels)
         compile_in_turns(compilers)

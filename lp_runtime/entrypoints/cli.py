@@ -13,6 +13,7 @@ import os
 import platform
 import signal
 import sys
+from contextlib import nullcontext
 from importlib.metadata import version
 from typing import NoReturn
 
@@ -104,11 +105,7 @@ def _run(
             print(as_yaml(config), end="", flush=True)
             return
         keep_caches_in(config.cache_dir)
-        with no_garbage_collection():
-            hide_triton_without_gpu()
-            from lp_runtime.entrypoints.commands import run_command  # takes seconds: bad settings do not wait for it
-
-        run_command(config, is_leader=rank == 0)
+        _run_command(config, is_leader=rank == 0)
     except LookaheadError as error:
         line = " ".join(str(error).splitlines())  # a value that the message quotes may have several
         print(f"error: {f'rank {rank}: ' if rank else ''}{line}", file=sys.stderr)
@@ -118,6 +115,17 @@ def _run(
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
+
+
+def _run_command(config: RuntimeConfig, is_leader: bool) -> None:
+    """Import what commands need, which takes seconds, and run the command; see `run_command`."""
+    from lp_runtime.entrypoints.compile_ahead import compiling_ahead
+
+    with nullcontext() if started_by_torchrun() else compiling_ahead(config):
+        with no_garbage_collection():
+            hide_triton_without_gpu()
+            from lp_runtime.entrypoints.commands import run_command
+        run_command(config, is_leader)
 
 
 def _check_working_directory() -> None:

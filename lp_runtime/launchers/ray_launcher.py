@@ -128,18 +128,30 @@ def connect(address: str | None) -> None:
     import ray
 
     _probe(address)
-    if address:
-        _authenticate(address)
-    include_dashboard = None if address else False  # the latter is for a cluster that starts here
+    cluster = _resolved(address)
+    if cluster:
+        _authenticate(cluster)
+    include_dashboard = None if cluster else False  # the latter is for a cluster that starts here
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=include_dashboard)
+        ray.init(address=cluster, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=include_dashboard)
     except Exception as error:  # Ray raises ConnectionError, RuntimeError, ValueError and more
         where = f" at launcher.address={address}" if address else ""
         raise LaunchError(f"launcher=ray: cannot reach or start a Ray cluster{where}: {first_line(error)}") from error
 
 
+def _resolved(address: str | None) -> str | None:
+    """Return the address of the cluster that Ray would connect to; None for one that starts here."""
+    from ray._private.services import canonicalize_bootstrap_address
+
+    try:
+        return canonicalize_bootstrap_address(address)  # type: ignore[arg-type]  # takes None
+    except Exception:  # ray://HOST:PORT, or no address at all; ray.init says so
+        return address
+
+
 def _authenticate(address: str) -> None:
-    """Use the user's token if the cluster asks for one. Ray does so itself only for a cluster that it finds on its own.
+    """Use the user's token if the cluster asks for one, and only then: without one, it would end the actors of a driver
+    that has a token.
 
     Raises:
         LaunchError: if there is no token, or the cluster refuses it.
@@ -148,13 +160,13 @@ def _authenticate(address: str) -> None:
         from ray._private.authentication import authentication_token_setup as tokens
     except ImportError:  # Ray before 2.51 has no tokens
         return
-    if not _is_refused(address):  # a cluster without tokens would end the actors of a driver with one
+    if not _is_refused(address):
         return
     tokens.logger.setLevel(logging.ERROR)  # it would warn that tokens are on
     if tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False) and not _is_refused(address):
         return
     raise LaunchError(
-        f"launcher=ray: the Ray cluster at launcher.address={address} asks for another token: set RAY_AUTH_TOKEN, or"
+        f"launcher=ray: the Ray cluster at {address} asks for another token: set RAY_AUTH_TOKEN, or"
         " RAY_AUTH_TOKEN_PATH to a file that holds it"
     )
 

@@ -225,13 +225,12 @@ class StepBudget:
 
 @functools.cache
 def compile_budget() -> None:
-    """Compile the step budget's Numba code, or load it from the cache on disk; once a process."""
+    """Compile the step budget of a lone replica, or load it from the cache on disk; once a process."""
 
     def use() -> None:
-        tree = TokenTree([0, 1], max_depth=3)
-        tree.add_branch([2])
-        certain = tree.path_probabilities = np.full(3, 1 << PATH_PROBABILITY_BITS, dtype=np.int64)
-        StepBudget(np.full((2, 9), 1000), True, None).select(tree)
+        tree = _smallest_tree()
+        certain = tree.path_probabilities
+        assert certain is not None
         learned = LearnedCosts.initial(1)
         budget = StepBudget(np.full((1, 9), 1000), True, None, learned)
         budget.fit(tree, certain)
@@ -242,3 +241,17 @@ def compile_budget() -> None:
             budget.observe(tree, shares, [1], [1], [2])
 
     with_fresh_cache(use)
+
+
+@functools.cache
+def compile_capacity() -> None:
+    """Compile what the step budget of several replicas needs beside that of a lone one; once a process."""
+    with_fresh_cache(lambda: StepBudget(np.full((2, 9), 1000), True, None).select(_smallest_tree()))
+
+
+def _smallest_tree() -> TokenTree:
+    """Return two pending tokens and a certain guess."""
+    tree = TokenTree([0, 1], max_depth=3)
+    tree.add_branch([2])
+    tree.path_probabilities = np.full(3, 1 << PATH_PROBABILITY_BITS, dtype=np.int64)
+    return tree

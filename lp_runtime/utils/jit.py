@@ -98,11 +98,17 @@ def bound(function: Dispatcher, *args: object) -> Callable:
     return function.compile(tuple(numba.typeof(arg) for arg in args))
 
 
+def is_cached(function: Dispatcher) -> bool:
+    """Whether compiled code of a function is on disk, or could not be kept there."""
+    folder = function.stats.cache_path
+    return folder is None or any(Path(folder).glob(f"*.{function.py_func.__name__}-*.nbi"))
+
+
 class ContentLocator(_CacheLocator):
     """Tells Numba where to cache a function: in a folder named after the content of the function's sources."""
 
     def __init__(self, function: Callable, file: str):
-        self._line = function.__code__.co_firstlineno
+        self._py_file, self._lineno = file, function.__code__.co_firstlineno  # Numba names them in warnings
         self._digest = _digest_of(Path(file).parent)
 
     @classmethod
@@ -125,7 +131,7 @@ class ContentLocator(_CacheLocator):
 
     def get_disambiguator(self) -> str:
         """Return what tells functions of one name apart."""
-        return str(self._line)
+        return str(self._lineno)
 
 
 _numba_config["CACHE_LOCATOR_CLASSES"] = f"{__name__}.{ContentLocator.__name__}"

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from support.processes import PATIENCE, marked, run_cli, start_cli, wait_until
+from support.processes import PATIENCE, command_line, marked, run_cli, start_cli, wait_until
 
 import lp_runtime
 from lp_runtime.config.commands import GenerateConfig
@@ -587,3 +587,21 @@ def test_compiled_code_that_is_switched_off(own_folder):
     done = run_cli("prompt=hello", cwd=own_folder, environment=os.environ | {"NUMBA_DISABLE_JIT": "1"})
     assert done.returncode == 2
     assert done.stderr == "error: NUMBA_DISABLE_JIT=1: must be unset; a step would take seconds without compiled code\n"
+
+
+@pytest.mark.slow
+def test_with_an_empty_cache_a_second_process_compiles_and_none_is_left(own_folder, tiny_model_dir, tmp_path):
+    with marked(NUMBA_CACHE_DIR=str(tmp_path / "numba")) as mark:
+        driver = start_cli(
+            f"model.path={tiny_model_dir}", "ids=true", IDS, cwd=own_folder, environment=mark.environment
+        )
+        wait_until(lambda: any("compile_ahead" in command_line(pid) for pid in mark.alive()))
+        driver.communicate(timeout=PATIENCE)
+        assert driver.returncode == 0
+        mark.assert_gone()
+        driver = start_cli(
+            f"model.path={tiny_model_dir}", "ids=true", IDS, cwd=own_folder, environment=mark.environment
+        )
+        while driver.poll() is None:
+            assert not any("compile_ahead" in command_line(pid) for pid in mark.alive())
+        driver.communicate()

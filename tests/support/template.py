@@ -12,10 +12,11 @@ from lp_runtime.lookahead.drafters.best_first.drafter import compile_kernels
 from lp_runtime.model.attention.mask import compile_masks
 from lp_runtime.model.inputs import compile_layout
 from lp_runtime.sampling.packing import compile_sampler
-from lp_runtime.sizing.budget import compile_budget
+from lp_runtime.sizing.budget import compile_budget, compile_capacity
 
 compile_kernels()
 compile_budget()
+compile_capacity()
 compile_sampler()
 compile_layout()
 compile_masks()

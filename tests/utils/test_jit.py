@@ -16,7 +16,8 @@ def caller():
     return value()
 
 
-print(caller(), sum(caller.stats.cache_hits.values()))
+if __name__ == "__main__":
+    print(caller(), sum(caller.stats.cache_hits.values()))
 """
 USER = """
 from lp_runtime.utils.jit import compiled
@@ -53,6 +54,14 @@ def test_a_caller_is_compiled_again_when_what_it_calls_has_changed(tmp_path: Pat
     assert output_of(write_scripts(folder, 1), "caller.py") == "1 0"
     assert output_of(folder, "caller.py") == "1 1"
     assert output_of(write_scripts(folder, 2), "caller.py") == "2 0"
+
+
+def test_whether_a_function_is_cached(tmp_path: Path):
+    write_scripts(tmp_path / "scripts", 1)
+    code = "import caller; from lp_runtime.utils.jit import is_cached; print(is_cached(caller.caller))"
+    first = output_of(tmp_path / "scripts", "-c", code)
+    output_of(tmp_path / "scripts", "caller.py")
+    assert (first, output_of(tmp_path / "scripts", "-c", code)) == ("False", "True")
 
 
 def test_copies_of_the_sources_share_compiled_code(tmp_path: Path):
