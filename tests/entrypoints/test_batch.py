@@ -229,6 +229,7 @@ def test_resume_fills_gaps(job):
     assert {r["index"]: r["token_ids"] for r in again} == {r["index"]: r["token_ids"] for r in whole}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", [2])
 def test_resume_after_the_process_was_killed(tmp_path, demo_model_dir, gpus):
     job = Job(tmp_path, demo_model_dir, [{"prompt": [40 + index, 50, 60]} for index in range(8)])

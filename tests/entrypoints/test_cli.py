@@ -483,6 +483,7 @@ def test_ctrl_c_ends_every_process(own_folder, endless):
         mark.assert_gone()
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_replicas_start(own_folder, endless):
     with marked() as mark:
         driver = start_cli(*endless, cwd=own_folder, environment=mark.environment)
@@ -513,6 +514,7 @@ def read_new_text(driver) -> None:
         seen += piece
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_is_no_reason_for_a_traceback(tiny_model_dir, tmp_path):
     with marked() as mark:
         process = start_cli(

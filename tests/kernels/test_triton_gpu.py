@@ -39,7 +39,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter has n
 if DEVICE == "cuda":
     TOLERANCES[torch.bfloat16] = 3e-2
 MAX_SHARED_BYTES = 99 << 10  # that a program has on every GPU from compute capability 8.0 on
-CAPABILITIES = ["90", pytest.param("80", marks=pytest.mark.slow), pytest.param("100", marks=pytest.mark.slow)]
+CAPABILITIES = ("80", "90", "100")
 MAX_STACK_BYTES = 64  # a few registers more or less
 MAX_SPILLED_BYTES = 400  # of attention in float32, and of wide tiles on sm_100
 
@@ -102,6 +102,7 @@ def use_kernels(patch, kernels) -> None:
     patch.setattr(fusing, "kernels_for", lambda device: kernels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -196,6 +197,7 @@ def test_decoding_through_the_kernels(random_model, temperature, logprobs, monke
     assert were_presampled == [False] + [is_greedy] * (len(were_presampled) - 1)  # not of the prefill
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts a CPU's operations")
 def test_what_is_launched_for_a_layer(random_model, monkeypatch):
     """Four products and our kernels (attention is two launches); additions are the norms'."""
@@ -218,6 +220,7 @@ def test_what_is_launched_for_a_layer(random_model, monkeypatch):
     assert counts[1] - counts[0] == {"linear": 4, "rotate_and_write": 1, "attend": 1, "gate": 1, "add_and_norm": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_they_compile_for_gpus_that_are_not_there(capability):
     """For compute capability 8.0 (A100), 9.0 (H100, H200) and 10.0 (B200), within what a program may have there."""

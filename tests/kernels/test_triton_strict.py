@@ -103,6 +103,7 @@ def path_fed(length: int, others: list[int], size: int, dtype: torch.dtype, path
     return Part.whole(cache, InputLayout(tokens, np.array(depths) + length, np.array(parents), rows)), states, places
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "window", "dtype"),
     [

@@ -36,6 +36,7 @@ def split_variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
     return dict(word.split("=", 1) for word in words[:count]), words[count:]
 
 
+@pytest.mark.slow
 def test_torchrun_on_two_machines():
     found = [split_variables(words) for words in commands("torchrun.sh")]
     two = [(variables, words) for variables, words in found if variables.get("NNODES") == "2"]

@@ -23,6 +23,7 @@ from lp_runtime.launchers.ray_booking import Booking, device_index
 from lp_runtime.launchers.ray_launcher import ReplicaActor
 
 ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.slow  # test_ray_launcher.py and test_launch_headers.py are CI's tests of Ray
 
 LENGTH = 400
 HEALTH = {  # a node is missed after some seconds (by default a quarter of a minute), but later than its replica is

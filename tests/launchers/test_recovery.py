@@ -332,6 +332,7 @@ def test_a_processor_that_replicas_cannot_import_harms_none(undisturbed, runtime
     assert replicas_of(runtime) == pids
 
 
+@pytest.mark.slow
 def test_a_processor_that_holds_a_tensor_reaches_replicas(started_replicas):
     """By value: a replica has no way to the memory of the caller's process."""
     with start(2, restarts=0) as runtime:

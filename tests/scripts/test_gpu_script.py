@@ -165,6 +165,7 @@ def test_calls_that_there_are_not(script, arguments, says):
     assert done.returncode == 2 and says in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the simulated GPU needs g++")
 def test_tests_for_a_gpu_pass_on_a_simulated_one():
     """A few of them: nothing else runs them where there is no GPU, and call A ends its tests with the first failure."""
