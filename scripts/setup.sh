@@ -23,7 +23,8 @@ check_gpu_machine() {
     local driver needed=580 headers package compiler="${CC:-cc}" # CUDA 13, which the torch of constraints.txt is built for
     command -v nvidia-smi >/dev/null 2>&1 || return 0
     [[ "$("$python" -c 'from importlib.metadata import version; print(version("torch"))')" == *+cu12* ]] && needed=525
-    driver="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)" || driver=""
+    driver="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null)" || driver=""
+    driver="${driver%%$'\n'*}" # a line a GPU; to `head` nvidia-smi would sometimes fail to write the second
     if [[ "${driver%%.*}" =~ ^[0-9]+$ ]] && ((${driver%%.*} < needed)); then
         say "warning: the NVIDIA driver is $driver, and torch needs $needed or newer: update the driver, or install a" \
             "torch built for an older CUDA from https://download.pytorch.org/whl"

@@ -130,7 +130,7 @@ def connect(address: str | None) -> None:
     _probe(address)
     cluster = _resolved(address)
     if cluster:
-        _authenticate(cluster)
+        _authenticate(cluster, address or cluster)
     include_dashboard = None if cluster else False  # the latter is for a cluster that starts here
     try:
         ray.init(address=cluster, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=include_dashboard)
@@ -149,9 +149,13 @@ def _resolved(address: str | None) -> str | None:
         return address
 
 
-def _authenticate(address: str) -> None:
+def _authenticate(address: str, name: str) -> None:
     """Use the user's token if the cluster asks for one, and only then: without one, it would end the actors of a driver
     that has a token.
+
+    Args:
+        address: HOST:PORT.
+        name: of the cluster, for a message.
 
     Raises:
         LaunchError: if there is no token, or the cluster refuses it.
@@ -166,7 +170,7 @@ def _authenticate(address: str) -> None:
     if tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False) and not _is_refused(address):
         return
     raise LaunchError(
-        f"launcher=ray: the Ray cluster at {address} asks for another token: set RAY_AUTH_TOKEN, or"
+        f"launcher=ray: the Ray cluster at {name} asks for another token: set RAY_AUTH_TOKEN, or"
         " RAY_AUTH_TOKEN_PATH to a file that holds it"
     )
 
