@@ -92,7 +92,7 @@ def play(place: ShardPlace, config: RuntimeConfig, requests: dict[str, Request])
     return lead(place, config, requests) if place.is_leader else follow(place, config)
 
 
-@pytest.mark.parametrize("exactness", ["fast", "strict"])
+@pytest.mark.parametrize("exactness", ["fast", pytest.param("strict", marks=pytest.mark.slow)])
 def test_tokens_are_those_of_one_gpu_and_a_step_is_one_graph(exactness):
     config = RuntimeConfig(dtype="float32", exactness=exactness, strict_tokens=SIZES[-1])
     requests = REQUESTS if exactness == "fast" else {"greedy": REQUESTS["greedy"]}
@@ -143,7 +143,11 @@ def decode_without_graphs(place: ShardPlace, config: RuntimeConfig, where: str) 
 
 
 @pytest.mark.parametrize(
-    ("where", "reason"), [("everywhere", "a layer that waits"), ("follower", "it has failed on another GPU")]
+    ("where", "reason"),
+    [
+        pytest.param("everywhere", "a layer that waits", marks=pytest.mark.slow),
+        ("follower", "it has failed on another GPU"),
+    ],
 )
 def test_a_capture_that_fails_leaves_the_replica_as_it_was(where, reason):
     config = RuntimeConfig(dtype="float32")
