@@ -1,17 +1,12 @@
 """Replicas as Ray actors, one a GPU. The driver starts them, streams from rank 0 and tears them down; it is never
-inside a step. Ray is imported here and in ray_booking.py only, and only when this launcher is chosen."""
+inside a step. Ray is imported only when this launcher is chosen."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import pickle
 import queue
-import re
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,15 +24,14 @@ from lp_runtime.launchers.follower_server import FollowerServer
 from lp_runtime.launchers.messages import Failed
 from lp_runtime.launchers.process_host import Placement, ProcessHost, Rendezvous
 from lp_runtime.launchers.ray_booking import Booking, free_of_one_gpu, gpus_of_cluster
+from lp_runtime.launchers.ray_connection import connect
 from lp_runtime.launchers.replica_server import ReplicaServer
 from lp_runtime.launchers.split import choose_split
 from lp_runtime.launchers.team import TeamLauncher
 
 BATCH_SECONDS = 0.005  # step outputs that come closer together travel to the driver together
-CONNECT_SECONDS = 10.0  # that the cluster may take to answer
 STORE_SECONDS = 10.0  # that a replica may take to open a store
 MAX_RESTARTS = 1  # by Ray, of an actor whose node is lost before it runs; one that ran is killed as its stream ends
-ASK_CLUSTER = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 CONCURRENCY_GROUPS = {"serve": 1, "post": 1, "host": 1}  # of an actor: calls of one group run one after another
 
 
@@ -114,87 +108,6 @@ class ReplicaActor:
             return Rendezvous(address, self._store.port)
         except Exception as error:
             return Failed.from_error(error)
-
-
-def connect(address: str | None) -> None:
-    """Connect this process to a Ray cluster.
-
-    Args:
-        address: HOST:PORT; None for the one that this machine or job belongs to, else a local one that starts here.
-
-    Raises:
-        LaunchError: if it cannot be reached or started.
-    """
-    import ray
-
-    _probe(address)
-    cluster = _resolved(address)
-    if cluster:
-        _authenticate(cluster, address or cluster)
-    include_dashboard = None if cluster else False  # the latter is for a cluster that starts here
-    try:
-        ray.init(address=cluster, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=include_dashboard)
-    except Exception as error:  # Ray raises ConnectionError, RuntimeError, ValueError and more
-        where = f" at launcher.address={address}" if address else ""
-        raise LaunchError(f"launcher=ray: cannot reach or start a Ray cluster{where}: {first_line(error)}") from error
-
-
-def _resolved(address: str | None) -> str | None:
-    """Return the address of the cluster that Ray would connect to; None for one that starts here."""
-    from ray._private.services import canonicalize_bootstrap_address
-
-    try:
-        return canonicalize_bootstrap_address(address)  # type: ignore[arg-type]  # takes None
-    except Exception:  # ray://HOST:PORT, or no address at all; ray.init says so
-        return address
-
-
-def _authenticate(address: str, name: str) -> None:
-    """Use the user's token if the cluster asks for one, and only then: without one, it would end the actors of a driver
-    that has a token.
-
-    Args:
-        address: HOST:PORT.
-        name: of the cluster, for a message.
-
-    Raises:
-        LaunchError: if there is no token, or the cluster refuses it.
-    """
-    try:
-        from ray._private.authentication import authentication_token_setup as tokens
-    except ImportError:  # Ray before 2.51 has no tokens
-        return
-    if not _is_refused(address):
-        return
-    tokens.logger.setLevel(logging.ERROR)  # it would warn that tokens are on
-    if tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False) and not _is_refused(address):
-        return
-    raise LaunchError(
-        f"launcher=ray: the Ray cluster at {name} asks for another token: set RAY_AUTH_TOKEN, or"
-        " RAY_AUTH_TOKEN_PATH to a file that holds it"
-    )
-
-
-def _is_refused(address: str) -> bool:
-    """Whether a cluster refuses this process's token, or that it has none."""
-    command = [sys.executable, "-P", "-c", ASK_CLUSTER, address]  # a process of its own may log as it likes
-    try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=CONNECT_SECONDS)
-    except subprocess.TimeoutExpired:
-        return False
-    return "AuthenticationError" in asked.stderr
-
-
-def _probe(address: str | None) -> None:
-    """Knock at the cluster's door. Ray itself knocks for minutes at a dead one, and logs many lines."""
-    match = re.fullmatch(r"(?:ray://)?(.+):(\d+)", address or "")
-    if not match:
-        return
-    try:
-        socket.create_connection((match[1].strip("[]"), int(match[2])), CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise LaunchError(f"launcher=ray: no Ray cluster at launcher.address={address}: {reason}") from error
 
 
 class RayHost(ProcessHost):

@@ -20,7 +20,7 @@ from lp_runtime.config.overrides import load_config
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.errors import LaunchError, ReplicaError, first_line
 from lp_runtime.launchers.ray_booking import CPU_SHARE
-from lp_runtime.launchers.ray_launcher import connect
+from lp_runtime.launchers.ray_connection import connect
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.scheduler import Scheduler
 from lp_runtime.server.serve import listen, make_server, served_name

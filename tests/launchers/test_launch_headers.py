@@ -15,7 +15,7 @@ from support.processes import PATIENCE, marked
 from support.ray_head import RAY, free_ports, head_node
 
 from lp_runtime.errors import LaunchError
-from lp_runtime.launchers import ray_launcher
+from lp_runtime.launchers.ray_connection import connect
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 # Settings for this machine, behind those of the header; nothing is measured at start.
@@ -121,7 +121,7 @@ def test_a_driver_with_a_wrong_token_is_refused(token_cluster, monkeypatch):
     for name, value in {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b2" * 32}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError, match=f"{token_cluster.address} asks for another token: set RAY_AUTH_TOKEN"):
-        ray_launcher.connect(token_cluster.address)
+        connect(token_cluster.address)
 
 
 @pytest.mark.slow
