@@ -103,7 +103,7 @@ def visible_gpus() -> list[str] | None:
 
 
 def keep_caches_in(folder: str | None) -> None:
-    """Have compiled code kept below a folder, by this process and its children, unless the environment says where."""
+    """Keep the compiled code of this process and its children below a folder, unless the environment names another."""
     if folder is None:
         return
     for library in ("numba", "triton"):

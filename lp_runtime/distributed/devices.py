@@ -25,7 +25,7 @@ WHEELS = "https://download.pytorch.org/whl"
 def device_type(device: str) -> str:
     """Return "cuda" or "cpu": where the replicas of a `device` setting run.
 
-    With "auto", a container that was given no GPU is told so in a warning, and runs on CPUs.
+    With "auto", a container without access to the GPUs logs a warning and runs on CPUs.
 
     Args:
         device: "auto", "cpu" or "cuda".

@@ -1,4 +1,4 @@
-"""Compiling the drafter in a process of its own, while a command imports torch and loads its model."""
+"""Compiling the drafter in a second process, while a command imports torch and loads its model."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def _resolved(address: str | None) -> str | None:
 
     try:
         return canonicalize_bootstrap_address(address)  # type: ignore[arg-type]  # takes None
-    except Exception:  # ray://HOST:PORT, or no address at all; ray.init says so
+    except Exception:  # ray://HOST:PORT, or a malformed address, which ray.init reports
         return address
 
 
@@ -75,7 +75,7 @@ def _authenticate(address: str, name: str) -> None:
 
 def _is_refused(address: str) -> bool:
     """Whether a cluster refuses this process's token, or that it has none."""
-    command = [sys.executable, "-P", "-c", ASK_CLUSTER, address]  # a process of its own may log as it likes
+    command = [sys.executable, "-P", "-c", ASK_CLUSTER, address]  # in a separate process, whose log lines are not shown
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=CONNECT_SECONDS)
     except subprocess.TimeoutExpired:
@@ -84,7 +84,7 @@ def _is_refused(address: str) -> bool:
 
 
 def _probe(address: str | None) -> None:
-    """Knock at the cluster's door. Ray itself knocks for minutes at a dead one, and logs many lines."""
+    """Try to connect to the cluster's port. Ray itself tries for minutes, and logs many lines."""
     match = re.fullmatch(r"(?:ray://)?(.+):(\d+)", address or "")
     if not match:
         return

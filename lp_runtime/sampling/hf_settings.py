@@ -90,7 +90,7 @@ def build_processors(
 
 
 def _without_inapplicable_defaults(model: PreTrainedModel, eos_token_ids: Collection[int]) -> PreTrainedModel:
-    """Return a stand-in for a model without the defaults that this call of `generate` would refuse.
+    """Return a copy of a model without the defaults that this call of `generate` would refuse.
 
     Stop strings and token healing want a tokenizer: the engine looks for stop strings itself, and prompts are fed as
     they are. A growing score of the end-of-sequence tokens wants at least one of them.

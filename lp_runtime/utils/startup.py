@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 
 def hide_triton_without_gpu() -> None:
-    """Have `import triton` fail if this process has no GPU. To be called before transformers is imported.
+    """Make `import triton` fail if this process has no GPU. To be called before transformers is imported.
 
     transformers imports torch._dynamo, which imports Triton wherever it is installed. That takes time for nothing, and
     Triton 3.9 prints about 30 lines when a process without a GPU ends.

@@ -43,7 +43,7 @@ class LlamaModelTest(GenerationTesterMixin, unittest.TestCase):
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> dict[str, str]:
-    """What the placeholders of smallest runs stand for."""
+    """Values of the placeholders in smallest runs."""
     folder = tmp_path_factory.mktemp("studies")
     file = folder / "prompts.jsonl"
     file.write_text(json.dumps(PROMPT) + "\n")

@@ -1,4 +1,4 @@
-"""What replicas must agree on before they exchange a step's results."""
+"""Replicas must agree on the tree and its shares before they exchange a step's results."""
 
 from __future__ import annotations
 

@@ -387,7 +387,7 @@ def test_several_samples_of_greedy_decoding_are_refused(job, refusal):
 
 
 def test_results_go_into_a_pipe_line_by_line(job):
-    """As of `output=/dev/stdout | cat`: nothing to resume, to sync or to describe in a file beside it."""
+    """`output=/dev/stdout | cat`: nothing is resumed or synced, and no settings file is written."""
     os.mkfifo(job.output)
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(job.output.read_text().splitlines()))

@@ -1,4 +1,4 @@
-"""The commands in the headers of launch/ run as they stand there, on this machine's CPUs."""
+"""The commands in the headers of launch/ run verbatim, on this machine's CPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lp_runtime.errors import LaunchError
 from lp_runtime.launchers.ray_connection import connect
 
 LAUNCH = Path(__file__).parents[2] / "launch"
-# Settings for this machine, behind those of the header; nothing is measured at start.
+# Settings for this machine, which follow those of the header; nothing is measured at start.
 FIXED = ["lookahead.W=5", "lookahead.N=3", "lookahead.G=5", "lookahead.prior=none"]
 SMALL = ["device=cpu", "dtype=float32", "max_new_tokens=8", "eos=false", *FIXED]
 
@@ -56,7 +56,7 @@ def test_torchrun_on_two_machines():
 
 
 def test_slurm_starts_torchrun_on_every_node(tmp_path):
-    """With stand-ins for Slurm's commands and for Python."""
+    """Slurm's commands and Python are replaced by stubs."""
     for name, body in (("scontrol", "echo node0; echo node1"), ("srun", 'shift 2; SLURM_NODEID=1 exec "$@"')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)

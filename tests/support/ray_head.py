@@ -37,7 +37,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def head_node(command: Sequence[str] = (RAY, "start", "--head"), **environment: str) -> Iterator[Head]:
-    """Start a node on ports and in a folder of its own; all of it is ended by its mark."""
+    """Start a node on its own ports and in its own folder; its processes are killed at the end."""
     folder = tempfile.mkdtemp(prefix="lpr", dir="/tmp")  # short: Ray puts sockets in it
     port, dashboard, client, agent = free_ports(4)  # Ray's own choices may be another cluster's
     with marked(RAY_TMPDIR=folder, **environment) as mark:
