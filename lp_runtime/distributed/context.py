@@ -103,7 +103,7 @@ def visible_gpus() -> list[str] | None:
 
 
 def keep_caches_in(folder: str | None) -> None:
-    """Keep the compiled code of this process and its children below a folder, unless the environment names another."""
+    """Keep the compiled code of this process and its children below a folder; the environment may name another."""
     if folder is None:
         return
     for library in ("numba", "triton"):

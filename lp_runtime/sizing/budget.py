@@ -245,7 +245,7 @@ def compile_budget() -> None:
 
 @functools.cache
 def compile_capacity() -> None:
-    """Compile what only the step budget of several replicas needs, or load it from the cache on disk; once a process."""
+    """Compile what only the step budget of several replicas needs, or load it from disk; once a process."""
     with_fresh_cache(lambda: StepBudget(np.full((2, 9), 1000), True, None).select(_smallest_tree()))
 
 
