@@ -7,12 +7,13 @@ import shutil
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from support.simulated_gpu import Gpu, Graph, simulated_gpu
 
-from lp_runtime import LookaheadConfig, hf_generate, lookahead_generate
+from lp_runtime import LookaheadConfig, lookahead_generate
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.model import fixed_passes, self_check
 from lp_runtime.model.loader import load_model
@@ -38,8 +39,8 @@ def generate(model, length: int, num_tokens: int, **others) -> list[int]:
     ids = torch.arange(300, 300 + length, device=model.device)[None]
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": num_tokens}
     if model.device.type == "cuda":
-        options |= {"custom_generate": lookahead_generate, "lookahead": LOOKAHEAD}
-    return model.generate(ids, **options, **others)[0, length:].tolist()
+        options |= {"custom_generate": lookahead_generate, "lookahead": LOOKAHEAD} | others
+    return model.generate(ids, **options)[0, length:].tolist()
 
 
 def test_calls_share_what_was_captured(gpu):
@@ -63,12 +64,12 @@ def test_calls_share_what_was_captured(gpu):
 
 @pytest.mark.parametrize("exactness", ["fast", "strict"])
 def test_a_wait_a_step_and_no_launch(gpu, exactness, monkeypatch):
-    """Behind the first token's step, which feeds the prompt."""
-    monkeypatch.setattr(hf_generate, "ASKING_SECONDS", 1e9)  # all of the vocabulary in the first call, however slow
+    """After the first token's step, which feeds the prompt."""
     monkeypatch.setattr(self_check, "STRICT_LENGTHS", (20,))
     monkeypatch.setattr(self_check, "LONG_STRICT_LENGTHS", ())
     model, counts = load_model(ModelConfig(), CUDA, "float32"), []
-    options = {"exactness": exactness, "strict_tokens": 32}
+    lookahead = replace(LOOKAHEAD, prior="none")  # or calls ask the model about its vocabulary, in separate passes
+    options = {"exactness": exactness, "strict_tokens": 32, "lookahead": lookahead}
     expected = generate(model, 12, 24, **options)  # captures, and measures
     num_captures = len(Graph.captured)
     assert num_captures == (len(SIZES) if exactness == "fast" else 1)
