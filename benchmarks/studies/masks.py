@@ -28,7 +28,7 @@ from lp_runtime.constraints.compiled import compile_constraint, library
 from lp_runtime.constraints.grammar_guide import Grammars, Vocabulary
 from lp_runtime.lookahead.drafters.base import VerificationResult
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
-from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter, compile_kernels
+from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter, compile_drafter
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.loader import load_tokenizer
 
@@ -82,7 +82,7 @@ def median_us(task: Callable[[], object], repeats: int) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Measure every tree size."""
-    compile_kernels()
+    compile_drafter()
     tokenizer = load_tokenizer(ModelConfig(path=args.model))
     size = args.vocabulary or len(tokenizer)
     grammars = LargerVocabulary(tokenizer, size)

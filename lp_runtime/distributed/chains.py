@@ -5,12 +5,10 @@ Letters: T nodes in the tree, C chains.
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.utils.jit import compiled, inlined, with_fresh_cache
+from lp_runtime.utils.jit import compiled, compiles, inlined
 
 
 def heaviest_chains(tree: TokenTree, weights: np.ndarray, num_chains: int) -> list[np.ndarray]:
@@ -79,9 +77,9 @@ def _heaviest_top(parents, totals, heavy, root, num_nodes):
     return best
 
 
-@functools.cache
+@compiles
 def compile_chains() -> None:
-    """Compile this module's Numba code, or load it from the cache on disk; once a process."""
+    """Compile this module's kernels, or load them from disk."""
     tree = TokenTree([0], max_depth=2)
     tree.add_branch([1])
-    with_fresh_cache(lambda: heaviest_chains(tree, np.ones(2, np.int64), 1))
+    heaviest_chains(tree, np.ones(2, np.int64), 1)

@@ -25,7 +25,7 @@ import torch
 from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.partition import Shares
 from lp_runtime.errors import ReplicaError, StateMismatchError
-from lp_runtime.utils.jit import bound, compiled, with_fresh_cache
+from lp_runtime.utils.jit import bound, compiled, compiles
 
 HEADER = 3  # integers before the results: digest and rank, control, clock
 DIGEST_BITS = 56  # of the first integer; above them is the rank, so that rows in another order are noticed
@@ -234,10 +234,10 @@ class Exchange:
         return self.finish()
 
 
-@functools.cache
+@compiles
 def compile_exchange() -> None:
-    """Compile this module's Numba code, or load it from the cache on disk; once a process."""
-    with_fresh_cache(_merge_kernel)
+    """Compile this module's kernels, or load them from disk."""
+    _merge_kernel()
 
 
 @functools.cache

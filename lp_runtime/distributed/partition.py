@@ -9,7 +9,6 @@ Letters: T nodes in the tree, P pending tokens, R replicas, M tokens that a repl
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import numpy as np
 from lp_runtime.distributed.filling import fill_shares
 from lp_runtime.distributed.packing import cut
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.utils.jit import with_fresh_cache
+from lp_runtime.utils.jit import compiles
 
 TIME_OF_A_TOKEN = 1 << 20  # on the fastest replica; the unit does not matter, only its fineness does
 
@@ -168,15 +167,11 @@ def select_within(tree: TokenTree, capacity: np.ndarray) -> tuple[np.ndarray, Sh
     return nodes, Shares(owner[nodes], places[fed], places[owned], sizes.tolist(), num_owned.tolist())
 
 
-@functools.cache
+@compiles
 def compile_partition() -> None:
-    """Compile the partition's Numba code, or load it from the cache on disk; once a process."""
+    """Compile the partition's kernels, or load them from disk."""
     tree = TokenTree([0], max_depth=3)
     for branch in ([1, 2], [3]):
         tree.add_branch(branch)
-
-    def use() -> None:
-        partition(tree, [1.0, 1.0])
-        select_within(tree, np.ones(2, np.int64))
-
-    with_fresh_cache(use)
+    partition(tree, [1.0, 1.0])
+    select_within(tree, np.ones(2, np.int64))

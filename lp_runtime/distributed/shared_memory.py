@@ -29,7 +29,7 @@ from lp_runtime.distributed.group import CPU
 from lp_runtime.distributed.transport import Transport
 from lp_runtime.errors import LaunchError, ReplicaError
 from lp_runtime.utils.atomic import load_acquire, store_release
-from lp_runtime.utils.jit import bound, compiled, with_fresh_cache
+from lp_runtime.utils.jit import bound, compiled, compiles
 
 FOLDER = Path("/dev/shm")  # a file system in memory, on Linux
 LINE_WORDS = 16  # 128 bytes: no two lines share a cache line, nor a pair of them that is fetched together
@@ -253,10 +253,10 @@ def _pause(waited: float) -> None:
         time.sleep(min(MAX_SLEEP_SECONDS, SLEEP_FRACTION * waited))
 
 
-@functools.cache
+@compiles
 def compile_shared_memory() -> None:
-    """Compile this module's Numba code, or load it from the cache on disk; once a process."""
-    with_fresh_cache(_kernels)
+    """Compile this module's kernels, or load them from disk."""
+    _kernels()
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from lp_runtime.config.lookahead import MAX_DEPTH, NUM_COPIED, RECYCLING_DEPTH, 
 from lp_runtime.errors import ConfigError
 from lp_runtime.lookahead.drafters.base import Drafter, NoiseKey
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
-from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter, compile_kernels
+from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter, compile_drafter
 from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
 from lp_runtime.lookahead.drafters.prompt_lookup import PromptLookupDrafter
 from lp_runtime.lookahead.drafters.token_recycling import TokenRecyclingDrafter
@@ -35,7 +35,7 @@ def make_drafter(
     W, N, G = settings.window
     if settings.drafter == "full":
         assert draft_tables is not None
-        compile_kernels()
+        compile_drafter()
         limit = max_nodes if settings.is_auto else min(max_nodes, max(1, (W + G) * (N - 1)))
         prior = vocabulary() if settings.prior == "vocabulary" else None
         return BestFirstDrafter(limit, draft_tables, prior, noise_key, MAX_DEPTH)

@@ -34,7 +34,7 @@ from lp_runtime.engine.sequence import MakeExchange, Observer, Sequence, capacit
 from lp_runtime.engine.step import Step
 from lp_runtime.errors import LookaheadError
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
-from lp_runtime.lookahead.drafters.best_first.drafter import compile_kernels
+from lp_runtime.lookahead.drafters.best_first.drafter import compile_drafter, compile_growth, compile_learning
 from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sampling.packing import compile_sampler
@@ -100,7 +100,7 @@ class Engine:
         if not self._group.is_alone:
             compilers += [compile_capacity, compile_partition, compile_exchange]
         if settings.drafter == "full":
-            compilers.insert(0, compile_kernels)
+            compilers = [compile_growth, compile_learning, *compilers, compile_drafter]
         compile_in_turns(compilers)
         if settings.drafter == "full":
             if settings.is_auto:

@@ -29,6 +29,7 @@ from lp_runtime.distributed.store import address_of
 from lp_runtime.engine.background_prior import BackgroundPrior
 from lp_runtime.engine.batch import Arrival, never_cancel
 from lp_runtime.engine.calibration import Calibration, Measured
+from lp_runtime.engine.compile_ahead import compile_steps
 from lp_runtime.engine.draft_store import DraftStore
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.loading import choose_device, not_captured, ready_follower, ready_model
@@ -219,6 +220,9 @@ def load_replica(
     if device.type == "cuda" and device_index == 0 and not owns_device:  # with a GPU each they may have cores each, too
         warn_of_few_cores(num_local)
     progress = Progress(config.show_progress and device_index == 0)  # each of a machine's replicas does the same
+    progress.begin("compiling what is not on disk")  # before passes are timed, which a busy machine would slow down
+    if config.lookahead.drafter == "full":
+        compile_steps(is_shared=config.num_replicas > 1)
     model, self_check = ready_model(config, device, progress, place)
     end = eos_token_ids(model.model)
     any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0), eos_token_ids=end)

@@ -119,7 +119,7 @@ def _run(
 
 def _run_command(config: RuntimeConfig, is_leader: bool) -> None:
     """Import what commands need, which takes seconds, and run the command; see `run_command`."""
-    from lp_runtime.entrypoints.compile_ahead import compiling_ahead
+    from lp_runtime.engine.compile_ahead import compiling_ahead
 
     with nullcontext() if started_by_torchrun() else compiling_ahead(config):
         with no_garbage_collection():

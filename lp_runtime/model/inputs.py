@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.utils.jit import bound, compiled, with_fresh_cache
+from lp_runtime.utils.jit import bound, compiled, compiles
 
 
 class InputLayout(NamedTuple):
@@ -49,10 +49,10 @@ def lay_out(
     return InputLayout(tokens, positions, parents, rows)
 
 
-@functools.cache
+@compiles
 def compile_layout() -> None:
-    """Compile this module's kernels, or load them from Numba's cache; once a process."""
-    with_fresh_cache(_kernel)
+    """Compile this module's kernels, or load them from disk."""
+    _kernel()
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from lp_runtime.model.attention.mask import LayerMasks
 from lp_runtime.model.inputs import InputLayout
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.device import DeviceInputs
-from lp_runtime.utils.jit import bound, compiled, with_fresh_cache
+from lp_runtime.utils.jit import bound, compiled, compiles
 
 HEADER = 4  # integers of a row of the table before the addresses
 WORD_BITS = 64  # of a mask word
@@ -166,10 +166,10 @@ def _kernels() -> tuple[Callable, Callable]:
     return bound(_clear, 0, rows, rows), bound(_fill, *[integers] * 4, *[rows] * 3, *[0] * 5, *[rows] * 3)
 
 
-@functools.cache
+@compiles
 def compile_pass_inputs() -> None:
-    """Compile this module's kernels, or load them from Numba's cache; once a process."""
-    with_fresh_cache(_kernels)
+    """Compile this module's kernels, or load them from disk."""
+    _kernels()
 
 
 @compiled

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first.tables import ENTRY, ID_BITS, MARGINS, MAX_MARGIN, UNITS_PER_NAT, K
-from lp_runtime.utils.jit import bound, compiled, inlined, with_fresh_cache
+from lp_runtime.utils.jit import bound, compiled, compiles, inlined
 
 MAX_VOCABULARY = 1 << ID_BITS
 NO_TOKEN = MAX_VOCABULARY - 1  # packed where a node has fewer than K candidates
@@ -21,17 +21,12 @@ HALF_MASK = (1 << HALF_BITS) - 1
 BLOCK = 64  # scores that are compared at once on a CPU
 
 
-@functools.cache
+@compiles
 def compile_sampler() -> None:
-    """Compile this module's functions, or load them from disk; once a process."""
-
-    def use() -> None:
-        """Pack and unpack one node."""
-        packed = np.zeros((1, 2), np.int64)
-        pack_kernel()(np.zeros((1, 3), np.float32), 2, packed)
-        unpack_kernel()(packed, 2, np.empty((1, ENTRY), np.int32))
-
-    with_fresh_cache(use)
+    """Compile how a lone GPU's or CPU's candidates are packed, or load that from disk."""
+    packed = np.zeros((1, 2), np.int64)
+    pack_kernel()(np.zeros((1, 3), np.float32), 2, packed)
+    unpack_kernel()(packed, 2, np.empty((1, ENTRY), np.int32))
 
 
 @functools.cache
@@ -74,7 +69,8 @@ def find_top_k(scores: np.ndarray, num: int, ids: np.ndarray, values: np.ndarray
     row_ids, row_values = np.empty(num + 1, dtype=np.int64), np.empty(num + 1, dtype=np.float32)
     for row in range(scores.shape[0]):
         _scan_row(scores[row], num, row_ids, row_values)
-        ids[row], values[row] = row_ids[:num], row_values[:num]
+        for rank in range(num):
+            ids[row, rank], values[row, rank] = row_ids[rank], row_values[rank]
 
 
 @compiled(makes_arrays=True)

@@ -19,7 +19,7 @@ from lp_runtime.sampling.gumbel import GumbelNoise
 from lp_runtime.sampling.packing import HALF_BITS, HALF_MASK, find_top_k, pack_found
 from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.sampling.truncation import Truncation
-from lp_runtime.utils.jit import with_fresh_cache
+from lp_runtime.utils.jit import compiles
 from lp_runtime.utils.tensors import tensor_on
 
 MAX_NOISES = 64  # samples whose noise is remembered: of requests that are decoded together
@@ -132,17 +132,12 @@ class VocabularySlice:
         return None if draw.key is None else Noise(*draw.key, tensor_on(self.device, draw.positions))
 
 
-@functools.cache
+@compiles
 def compile_slices() -> None:
-    """Compile the Numba code that samples from slices, or load it from disk; once a process."""
-
-    def use() -> None:
-        """Find and pack the candidates of one node."""
-        ids, values = np.zeros((1, 2), np.int64), np.zeros((1, 2), np.float32)
-        find_top_k(np.zeros((1, 3), np.float32), 2, ids, values)
-        pack_found(ids, values, 2, np.zeros((1, 2), np.int64))
-
-    with_fresh_cache(use)
+    """Compile how candidates are found in slices and packed, or load that from disk."""
+    ids, values = np.zeros((1, 2), np.int64), np.zeros((1, 2), np.float32)
+    find_top_k(np.zeros((1, 3), np.float32), 2, ids, values)
+    pack_found(ids, values, 2, np.zeros((1, 2), np.int64))
 
 
 class SlicedLogits(StepLogits):

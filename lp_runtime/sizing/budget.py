@@ -8,7 +8,6 @@ Letters: T nodes in the tree, R replicas, M tokens that a replica's time is know
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,7 +19,7 @@ from lp_runtime.sizing.cost_model import CostModel
 from lp_runtime.sizing.drafting_state import DraftingSchedule
 from lp_runtime.sizing.learned_costs import LearnedCosts, TimedStep
 from lp_runtime.sizing.pass_times import FIXED_POINT_ONE
-from lp_runtime.utils.jit import with_fresh_cache
+from lp_runtime.utils.jit import compiles
 
 LITTLE_GAIN_PERCENT = 140  # below this, a change in the time of a step that does not draft may turn the decision
 MIN_TREE_SIZE_HINT = 64  # nodes: less is grown in no time
@@ -223,30 +222,26 @@ class StepBudget:
             self._learned.host.observe_plain(nanoseconds)
 
 
-@functools.cache
+@compiles
 def compile_budget() -> None:
-    """Compile the step budget of a lone replica, or load it from the cache on disk; once a process."""
-
-    def use() -> None:
-        tree = _smallest_tree()
-        certain = tree.path_probabilities
-        assert certain is not None
-        learned = LearnedCosts.initial(1)
-        budget = StepBudget(np.full((1, 9), 1000), True, None, learned)
-        budget.fit(tree, certain)
-        learned.promises.corrected(certain)
-        learned.promises.observe(certain, tree.root + 1, [2])
-        shares = budget.shares(tree)
-        for _ in range(2):
-            budget.observe(tree, shares, [1], [1], [2])
-
-    with_fresh_cache(use)
+    """Compile the step budget of a lone replica, or load it from disk."""
+    tree = _smallest_tree()
+    certain = tree.path_probabilities
+    assert certain is not None
+    learned = LearnedCosts.initial(1)
+    budget = StepBudget(np.full((1, 9), 1000), True, None, learned)
+    budget.fit(tree, certain)
+    learned.promises.corrected(certain)
+    learned.promises.observe(certain, tree.root + 1, [2])
+    shares = budget.shares(tree)
+    for _ in range(2):
+        budget.observe(tree, shares, [1], [1], [2])
 
 
-@functools.cache
+@compiles
 def compile_capacity() -> None:
-    """Compile what only the step budget of several replicas needs, or load it from disk; once a process."""
-    with_fresh_cache(lambda: StepBudget(np.full((2, 9), 1000), True, None).select(_smallest_tree()))
+    """Compile what only the step budget of several replicas needs, or load it from disk."""
+    StepBudget(np.full((2, 9), 1000), True, None).select(_smallest_tree())
 
 
 def _smallest_tree() -> TokenTree:

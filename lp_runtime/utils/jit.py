@@ -179,37 +179,43 @@ def _imported(file: Path) -> list[Path]:
     return [each for each in files if each.is_file()]
 
 
-def with_fresh_cache(use: Callable[[], object]) -> None:
-    """Call something that compiles; if it fails, delete all cached code, which may be damaged, and call it again.
+def compiles(use: Callable[[], object]) -> Callable[[], None]:
+    """Return a function that calls `use`, which compiles functions or loads them from disk, once a process.
 
-    Of several processes that do this at the same time, one compiles; the others wait, and load its code from disk.
+    Of several processes that call it at the same time, one compiles; the others wait, and load its code from disk. If
+    `use` fails, all cached code, which may be damaged, is deleted and `use` is called again.
     """
-    with _compile_lock(use.__module__):
-        try:
-            use()
-        except Exception:
-            for cache_folder in _cache_folders:
-                _delete_cached(cache_folder)
-            use()
+
+    @functools.cache
+    @functools.wraps(use)
+    def compile_once() -> None:
+        with _compile_lock(use):
+            try:
+                use()
+            except Exception:
+                for cache_folder in _cache_folders:
+                    _delete_cached(cache_folder)
+                use()
+
+    return compile_once
 
 
-def compile_in_turns(compilers: Sequence[Callable[[], object]]) -> None:
-    """Call functions that use `with_fresh_cache`, first those that no other process is calling.
+def compile_in_turns(compilers: Sequence[Callable[[], None]]) -> None:
+    """Call functions that `compiles` returned, first those that no other process is calling.
 
     So processes that start together, as replicas do, share the work of compiling.
     """
     pending = list(compilers)
     while pending:
-        free = (each for each in pending if not _is_compiling(each.__module__))
-        compiler = next(free, pending[0])
+        compiler = next((each for each in pending if not _is_compiling(each)), pending[0])
         pending.remove(compiler)
         compiler()
 
 
 @contextlib.contextmanager
-def _compile_lock(module: str) -> Iterator[None]:
-    """Hold the lock of a module's compiled functions, among the processes that share a cache; none without a cache."""
-    lock = _open_lock(module)
+def _compile_lock(compiler: Callable) -> Iterator[None]:
+    """Hold the lock of what a function compiles, among the processes that share a cache; none without a cache."""
+    lock = _open_lock(compiler)
     if lock is None:
         yield
         return
@@ -218,9 +224,9 @@ def _compile_lock(module: str) -> Iterator[None]:
         yield
 
 
-def _is_compiling(module: str) -> bool:
-    """Whether another process holds the lock of a module's compiled functions."""
-    lock = _open_lock(module)
+def _is_compiling(compiler: Callable) -> bool:
+    """Whether another process holds the lock of what a function compiles."""
+    lock = _open_lock(compiler)
     if lock is None:
         return False
     with lock:
@@ -231,10 +237,11 @@ def _is_compiling(module: str) -> bool:
     return False
 
 
-def _open_lock(module: str) -> IO | None:
-    """Open the lock file of a module; None if nothing can be cached, so that nothing can be shared."""
+def _open_lock(compiler: Callable) -> IO | None:
+    """Open the lock file of what a function compiles; None if nothing can be cached, so that nothing can be shared."""
     try:
-        return open(cache_root() / f"{module}.lock", "a") if _cache_folders else None
+        name = f"{compiler.__module__}.{compiler.__name__}.lock"
+        return open(cache_root() / name, "a") if _cache_folders else None
     except OSError:
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-START_STAGES = 4  # of a replica's start: loading, optimizing, checking, measuring
+START_STAGES = 5  # of a replica's start: compiling, loading, optimizing, checking, measuring
 
 
 class Progress:

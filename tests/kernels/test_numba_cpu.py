@@ -17,10 +17,12 @@ from lp_runtime.utils import jit
 @pytest.fixture
 def anew():
     """Kernels that are looked at once more, and again when the test is over."""
-    numba_cpu._can_run.cache_clear()
+    caches = (numba_cpu._can_run, numba_cpu._try_kernels, numba_cpu._kernels)
+    for cache in caches:
+        cache.cache_clear()
     yield
-    numba_cpu._can_run.cache_clear()
-    numba_cpu._kernels.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 8), (1, 7, 96), (2, 3, 5, 33), (4, 1)])

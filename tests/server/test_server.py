@@ -301,9 +301,9 @@ def test_the_command(tmp_path):
         process.wait(PATIENCE)
         mark.assert_gone()
     said = (tmp_path / "stderr").read_text()
-    stages = re.findall(r"starting, (\d) of 4 \(\d+ s\): (\w+)", said)
-    expected = [("1", "loading"), ("2", "fusing"), ("3", "checking"), ("4", "measuring")]
-    assert stages[:4] == expected, "by one replica of two"  # then by the one that is started again
+    stages = re.findall(r"starting, (\d) of 5 \(\d+ s\): (\w+)", said)
+    expected = [("1", "compiling"), ("2", "loading"), ("3", "fusing"), ("4", "checking"), ("5", "measuring")]
+    assert stages[:5] == expected, "by one replica of two"  # then by the one that is started again
     assert f"a page to try it: {str(client.base_url).removesuffix('v1/')}" in said
 
 

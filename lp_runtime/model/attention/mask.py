@@ -5,7 +5,6 @@ Letters: T tokens fed, L committed tokens in the cache, S = L + T keys.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence, Set
 from enum import Enum
 
@@ -16,7 +15,7 @@ from transformers import PreTrainedConfig
 from lp_runtime.errors import ModelError
 from lp_runtime.model.attention.tree_attention import NAME as TREE
 from lp_runtime.model.attention.tree_attention import chunk_mask
-from lp_runtime.utils.jit import compiled, with_fresh_cache
+from lp_runtime.utils.jit import compiled, compiles
 from lp_runtime.utils.tensors import tensor_on
 
 FULL, SLIDING, CHUNKED = KINDS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -50,10 +49,11 @@ def ancestor_mask(parents: Sequence[int] | np.ndarray) -> np.ndarray:
     return mask
 
 
-@functools.cache
+@compiles
 def compile_masks() -> None:
-    """Compile this module's kernels, or load them from Numba's cache; once a process."""
-    with_fresh_cache(lambda: (ancestor_mask([-1, 0]), additive_mask([-1, 0], 1, -1.0)))
+    """Compile this module's kernels, or load them from disk."""
+    ancestor_mask([-1, 0])
+    additive_mask([-1, 0], 1, -1.0)
 
 
 @compiled

@@ -28,7 +28,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lp_runtime.errors import ModelError
 from lp_runtime.model.attention.tree_attention import DeviceAttention
-from lp_runtime.utils.jit import bound, compiled, with_fresh_cache
+from lp_runtime.utils.jit import bound, compiled, compiles
 
 NAME = "lp_runtime_strict"  # as `attn_implementation` of a model
 BLOCK = 64  # positions
@@ -86,10 +86,10 @@ def _path_kernel() -> Callable:
     return bound(_fill_paths, 0, integers, integers, np.zeros((1, 1), np.int64))
 
 
-@functools.cache
+@compiles
 def compile_paths() -> None:
-    """Compile this module's kernel, or load it from Numba's cache; once a process."""
-    with_fresh_cache(_path_kernel)
+    """Compile this module's kernel, or load it from disk."""
+    _path_kernel()
 
 
 @compiled

@@ -23,11 +23,11 @@ from lp_runtime.lookahead.drafters.base import Counts, Drafter, NoiseKey, Verifi
 from lp_runtime.lookahead.drafters.best_first import growth, guided, outcome, tables
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.estimates import Rates
-from lp_runtime.lookahead.drafters.best_first.features import SOURCES, make_candidates, make_nodes
+from lp_runtime.lookahead.drafters.best_first.features import SOURCES, Nodes, make_candidates, make_nodes
 from lp_runtime.lookahead.drafters.best_first.starting_rates import GREEDY, SAMPLED
 from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.utils.jit import bound, with_fresh_cache
+from lp_runtime.utils.jit import bound, compiles
 
 NO_VOCABULARY = np.zeros((0, tables.ENTRY), np.int32)
 GUIDED_ROUNDS = 2  # of a tree under a constraint: the second grows below what the first has planted
@@ -72,7 +72,8 @@ class BestFirstDrafter(Drafter):
         self._frontier = growth.make_frontier(capacity)
         self._candidates = make_candidates()
         self._path = np.zeros(capacity, np.int64)
-        self._grow, self._accept, self._advance, self._store_prompt = _bind_kernels()
+        self._grow = _grow()
+        self._accept, self._advance, self._store_prompt = _learn()
 
     def counted(self) -> Rates:
         """Return a copy of what was counted of candidates, and of what is estimated from that."""
@@ -210,35 +211,48 @@ def _moved(
 
 
 @functools.cache
-def _bind_kernels() -> tuple[Callable, Callable, Callable, Callable]:
-    """Return (grow, accept, advance, store_prompt) of growth.py and outcome.py, compiled for a drafter's arrays."""
-    draft_tables, nodes, counts, candidates = (
-        DraftTables(SMALL_BYTES),
-        make_nodes(1),
-        Counts(SOURCES),
-        make_candidates(),
-    )
-    counted = (counts.fed, counts.accepted)
-    integers, entries = np.zeros(1, np.int64), np.zeros((1, tables.ENTRY), np.int32)
-    state = (draft_tables.drafts(NO_VOCABULARY), tables.make_noise(False, 0, 0), draft_tables.rates, nodes)
-    return (
-        bound(growth.grow, *state, growth.make_frontier(1), candidates, 0, 0, 0, guided.NO_LIMITS, 0, 0),
-        bound(outcome.accept, nodes.tokens, nodes.parents, 0, 0, integers, integers),
-        bound(outcome.advance, *state, counted, candidates, 0, *[integers] * 3, entries, 0),
-        bound(
-            outcome.store_prompt, draft_tables.top_k, integers, entries, np.zeros((1, tables.NUM_HASHES), np.int64), 0
-        ),
-    )
+def _grow() -> Callable:
+    """Return `grow` of growth.py, compiled for a drafter's arrays."""
+    frontier, candidates = growth.make_frontier(1), make_candidates()
+    return bound(growth.grow, *_smallest_state(), frontier, candidates, 0, 0, 0, guided.NO_LIMITS, 0, 0)
 
 
 @functools.cache
-def compile_kernels() -> None:
-    """Compile whatever a request needs, or load it from disk, so that no request waits for that; once a process."""
-    with_fresh_cache(_try_kernels)
+def _learn() -> tuple[Callable, Callable, Callable]:
+    """Return (accept, advance, store_prompt) of outcome.py, compiled for a drafter's arrays."""
+    drafts, _, _, nodes = state = _smallest_state()
+    counts, integers, entries = Counts(SOURCES), np.zeros(1, np.int64), np.zeros((1, tables.ENTRY), np.int32)
+    counted, hashes = (counts.fed, counts.accepted), np.zeros((1, tables.NUM_HASHES), np.int64)
+    return (
+        bound(outcome.accept, nodes.tokens, nodes.parents, 0, 0, integers, integers),
+        bound(outcome.advance, *state, counted, make_candidates(), 0, *[integers] * 3, entries, 0),
+        bound(outcome.store_prompt, drafts.top_k, integers, entries, hashes, 0),
+    )
 
 
-def _try_kernels() -> None:
-    """Decode one step greedily and one with noise."""
+def _smallest_state() -> tuple[tables.DraftArrays, tables.Noise, Rates, Nodes]:
+    """Return the smallest draft tables, noise, rates and nodes."""
+    draft_tables = DraftTables(SMALL_BYTES)
+    return draft_tables.drafts(NO_VOCABULARY), tables.make_noise(False, 0, 0), draft_tables.rates, make_nodes(1)
+
+
+@compiles
+def compile_growth() -> None:
+    """Compile how a tree grows, which is most of the drafter, or load that from disk."""
+    _grow()
+
+
+@compiles
+def compile_learning() -> None:
+    """Compile what a drafter learns from a step, or load that from disk."""
+    _learn()
+
+
+@compiles
+def compile_drafter() -> None:
+    """Compile whatever a request needs, or load it from disk: decode one step greedily and one with noise."""
+    compile_growth()
+    compile_learning()
     for noise in (None, NoiseKey(1, 0)):
         drafter = BestFirstDrafter(4, DraftTables(SMALL_BYTES), None, noise, max_depth=3)
         drafter.begin([1, 2, 1])
