@@ -24,7 +24,7 @@ GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 7
 CONTEXT_TOKENS = 256  # cached while steps are measured
 MEASURE_SECONDS = 2.0  # that measuring may take, about
 MIN_MEASURED_TOKENS = 16  # steps of so many tokens are measured whatever it takes
-MIN_ROUNDS, MAX_ROUNDS = 2, 5  # besides the first, in which steps of all sizes are compiled
+MIN_ROUNDS, MAX_ROUNDS = 1, 5  # after the first, in which steps of all sizes are compiled
 NUM_WARM = 4  # steps of one token that are not timed, in each round: those behind a long pass are slow on a CPU
 MAX_COST_MULTIPLE = 12  # no step is measured that costs this multiple of one token's: none so large ever pays
 BRANCH_TOKENS = 8  # of a measured tree's branches, as drafted trees have about
@@ -152,7 +152,9 @@ class _StepMeter:
                 warming_up = time.perf_counter()
                 self._step(size)  # the first of each size compiles and captures, whatever that takes
                 deadline += time.perf_counter() - warming_up
-                durations.append(min(self._step(size), self._step(size)))
+                durations.append(self._step(size))
+                if time.perf_counter() < deadline:
+                    durations[-1] = min(durations[-1], self._step(size))
             except torch.OutOfMemoryError:
                 break
             is_late = time.perf_counter() > deadline and size >= MIN_MEASURED_TOKENS
@@ -204,12 +206,9 @@ class _StepMeter:
         return of_one * PREFIX_UNIT // (num_long - num_short), each * PREFIX_UNIT // (num_long - num_short)
 
     def _num_long(self) -> int:
-        """Return how many tokens may be taken for committed where it is measured what many cost; 0 for none.
-
-        Of a replica of several GPUs it is not known what is free on the others.
-        """
+        """Return how many committed tokens to pretend when measuring what many of them cost; 0 for none."""
         model = self._model
-        if model.feeds_chains or model.leading is not None:
+        if not self._can_pretend:
             return 0
         longest = min(model.context_length or sys.maxsize, model.rotary_lengths.threshold)
         free = free_bytes(model.device) or 0
@@ -217,13 +216,20 @@ class _StepMeter:
         return min(LONG_TOKENS, affordable, longest - LONG_ROUNDS * sum(LONG_SIZES) - NUM_WARM - 8)
 
     def _begin(self, num_pretended: int = 0) -> None:
-        """Empty the slot but for the context, or for so many tokens that have the keys and values of its first one."""
+        """Empty the slot except for the context, or for `num_pretended` tokens with the first one's keys and values."""
         num_tokens = max(len(self._context), num_pretended)
         self._model.begin(self._slot, num_tokens + 3 * len(self._sizes) + NUM_WARM + self._sizes[-1])
-        self._model.prefill(self._slot, self._context)
-        if num_pretended:
-            self._model.feed("pretend", [self._slot.cache], num_pretended)
-            self._slot.tokens = [0] * num_pretended
+        if not self._can_pretend:
+            self._model.prefill(self._slot, self._context)
+            return
+        self._model.prefill(self._slot, self._context[:1])
+        self._model.feed("pretend", [self._slot.cache], num_tokens)
+        self._slot.tokens = [0] * num_tokens
+
+    @property
+    def _can_pretend(self) -> bool:
+        """Whether a slot can be filled without a prefill. What is free on a replica's other GPUs is not known."""
+        return not self._model.feeds_chains and self._model.leading is None
 
     def _step(self, size: int) -> int:
         """Run a step of so many tokens; return its nanoseconds."""

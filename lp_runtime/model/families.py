@@ -175,6 +175,6 @@ def _is_integer(value: object) -> bool:
 
 def _may_be_length(name: str) -> bool:
     """Whether a field with this name may count positions or keys."""
-    if name in CONTEXTS:
+    if name in CONTEXTS or name.endswith("_layers"):  # a count of layers, as Qwen's max_window_layers
         return False
     return bool(LENGTHS.search(name)) or not SIZES.search(name)

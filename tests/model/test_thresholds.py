@@ -27,7 +27,7 @@ def test_unknown_fields_count_and_sizes_do_not():
         "nobody_knows": 40,
         "floor_scale": 100,
     }
-    assert thresholds(n_positions=512, eos_token_id=77, rope_theta=10000.0) == {}
+    assert thresholds(n_positions=512, eos_token_id=77, rope_theta=10000.0, max_window_layers=28) == {}
 
 
 def test_nested_fields_count_but_not_those_of_other_models():

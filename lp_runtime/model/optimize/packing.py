@@ -24,6 +24,7 @@ NUM_SAMPLED_WEIGHTS = 64  # of a layer, kept unpacked
 SMALL_BYTES = 256 << 20  # of weights; with more, packed ones were faster on every CPU that was tried
 SAMPLE_BYTES = 128 << 20  # of a large model's weights that orders are tried on: more than most CPU caches hold
 NUM_TRIALS = 5  # timed passes of each choice, in turn
+MAX_TRIAL_SECONDS = 1.0  # after this no further round of trials begins: a large model's take a second each
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of outputs, relative to their norm
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # torch has no public way to ask for a module's hooks
 
@@ -204,12 +205,15 @@ def _num_bytes(linear: nn.Linear) -> int:
 def _fastest(choices: list[Layers], seconds: Callable[[Layers], float]) -> int:
     """Return the index of the choice of layers that takes the fewest seconds; the last one if a choice fails."""
     best = [float("inf")] * len(choices)
+    started = time.perf_counter()
     try:
         for trial in range(NUM_TRIALS + 1):
             for index, layers in enumerate(choices):
                 taken = seconds(layers)
                 if trial:  # the first trial initializes the libraries
                     best[index] = min(best[index], taken)
+            if trial and time.perf_counter() - started > MAX_TRIAL_SECONDS:
+                break
     except Exception:  # of a foreign model, which the self-check will report better
         return len(choices) - 1
     return best.index(min(best))
