@@ -26,16 +26,16 @@ import psutil
 import torch
 
 from lp_runtime import Generation, LookaheadConfig
-from lp_runtime.engine.output import Event, Report, StepOutput
 from lp_runtime.errors import LookaheadError
-from lp_runtime.model.types import CausalLM
+from lp_runtime.model.hf.types import CausalLM
+from lp_runtime.request.output import Event, Report, StepOutput
 from lp_runtime.utils.prompt_file import Prompt, read_prompts
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path += [str(REPOSITORY / "tests"), str(REPOSITORY / "scripts")]
 
 SETTINGS = ("5,3,5", "7,5,7", "15,5,15")
-REPLICA_MODULE = "lp_runtime.launchers.replica_process"
+REPLICA_MODULE = "lp_runtime.launchers.worker.replica_process"
 Value = str | int | float | Sequence[float] | None
 Row = dict[str, Value]
 

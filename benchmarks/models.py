@@ -13,10 +13,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from lp_runtime.config.settings import DEMO_MODEL, ModelConfig, RuntimeConfig
-from lp_runtime.engine.loading import prepare_model
-from lp_runtime.model.loader import load_model
+from lp_runtime.model.hf.types import CausalLM
+from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.types import CausalLM
+from lp_runtime.replica.loading import prepare_model
 
 CONTEXT_TOKENS = 1 << 16  # that inflated models take: more than any study's prefix
 UNUSED_TOKEN = 0  # of the demo model: its end of text, which no prompt holds

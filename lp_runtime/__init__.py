@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from lp_runtime.config.lookahead import LookaheadConfig
     from lp_runtime.config.sampling import SamplingConfig
     from lp_runtime.config.settings import LauncherConfig, ModelConfig
-    from lp_runtime.engine.generation import Delta, Generation, GenerationStream
-    from lp_runtime.engine.request_builder import RequestOptions
+    from lp_runtime.dropin.lookahead_generate import lookahead_generate
     from lp_runtime.errors import (
         BusyError,
         ConfigError,
@@ -30,7 +29,8 @@ if TYPE_CHECKING:
         RequestError,
         StateMismatchError,
     )
-    from lp_runtime.hf_generate import lookahead_generate
+    from lp_runtime.replica.request_builder import RequestOptions
+    from lp_runtime.request.generation import Delta, Generation, GenerationStream
     from lp_runtime.runtime import LookaheadRuntime
     from lp_runtime.scheduler.job import Job
     from lp_runtime.scheduler.scheduler import Scheduler
@@ -45,9 +45,9 @@ _HOMES = {
     "ConstraintConfig": "config.constraint",
     "ConstraintError": "errors",
     "DeadlineError": "errors",
-    "Delta": "engine.generation",
-    "Generation": "engine.generation",
-    "GenerationStream": "engine.generation",
+    "Delta": "request.generation",
+    "Generation": "request.generation",
+    "GenerationStream": "request.generation",
     "Job": "scheduler.job",
     "LaunchError": "errors",
     "LauncherConfig": "config.settings",
@@ -58,11 +58,11 @@ _HOMES = {
     "ModelError": "errors",
     "ReplicaError": "errors",
     "RequestError": "errors",
-    "RequestOptions": "engine.request_builder",
+    "RequestOptions": "replica.request_builder",
     "SamplingConfig": "config.sampling",
     "Scheduler": "scheduler.scheduler",
     "StateMismatchError": "errors",
-    "lookahead_generate": "hf_generate",
+    "lookahead_generate": "dropin.lookahead_generate",
 }
 
 __all__ = [

@@ -10,18 +10,18 @@ from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import LauncherConfig, ModelConfig, RuntimeConfig
 from lp_runtime.constraints.compile_process import ConstraintCompiler
-from lp_runtime.engine.generation import Generation, GenerationStream
-from lp_runtime.engine.replica import ReplicaInfo
-from lp_runtime.engine.request import Request
-from lp_runtime.engine.request_builder import RequestBuilder, RequestOptions
 from lp_runtime.errors import ConfigError, ModelError, RequestError
 from lp_runtime.launchers import launch
 from lp_runtime.launchers.base import Launcher
-from lp_runtime.launchers.lease import ReplicaLease
-from lp_runtime.model.loader import load_tokenizer
-from lp_runtime.model.location import check_location
+from lp_runtime.launchers.wire.lease import ReplicaLease
+from lp_runtime.model.hf.location import check_location
+from lp_runtime.model.hf.types import Tokenizer
+from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.model.tokenizer import StopStrings, TextStream
-from lp_runtime.model.types import Tokenizer
+from lp_runtime.replica.replica import ReplicaInfo
+from lp_runtime.replica.request_builder import RequestBuilder, RequestOptions
+from lp_runtime.request.generation import Generation, GenerationStream
+from lp_runtime.request.request import Request
 
 
 class LookaheadRuntime:

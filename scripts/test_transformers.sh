@@ -28,10 +28,10 @@ for version in "$@"; do
     fi
     "$python" -c 'import sys, transformers as found; assert found.__version__ == sys.argv[1], found' "$version"
     echo "with transformers $version"
-    tests=(tests/model/test_chain_runner.py tests/model/test_loader.py tests/model/test_types.py tests/test_hf_generate_cache.py)
+    tests=(tests/model/test_chain_runner.py tests/model/loading/test_loader.py tests/model/hf/test_types.py tests/dropin/test_lookahead_generate_cache.py)
     if [[ "$version" != "$newest" ]]; then # the newest differs little from that of .venv
-        tests+=(tests/model/test_runner.py tests/model/test_self_check.py tests/model/optimize/test_fusing.py)
-        tests+=(tests/model/tensor_parallel/test_slicing.py tests/sampling/test_processors.py tests/test_hf_generate.py)
+        tests+=(tests/model/test_runner.py tests/model/checks/test_self_check.py tests/model/modules/test_fusing.py)
+        tests+=(tests/model/tensor_parallel/test_slicing.py tests/sampling/test_processors.py tests/dropin/test_lookahead_generate.py)
     fi
     "$python" -m pytest -n "$(($(nproc --all) + 1))" --dist loadfile --no-loadscope-reorder "${tests[@]}"
 done

@@ -24,9 +24,9 @@ from lp_runtime import (
 )
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.engine.request_builder import RequestBuilder
 from lp_runtime.errors import ConfigError
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.replica.request_builder import RequestBuilder
 
 PROMPT = "def fib(n):\n    "
 IDS = [1, 2, 3]

@@ -8,7 +8,7 @@ import torch
 from support.shared_model import call, interrupted, num_calls_of, run_threads, state_of
 from support.small_models import random_model
 
-from lp_runtime.model.view import view_of
+from lp_runtime.model.hf.view import view_of
 
 PROMPT = [3, 5, 7, 11, 3, 5]
 

@@ -26,6 +26,7 @@ from support.versions import needs_rotary_by_length
 
 from lp_runtime import LookaheadRuntime
 from lp_runtime.bench.command import bench
+from lp_runtime.calibration.calibration import Calibration, Measured, StepMeasurement
 from lp_runtime.config.commands import BenchConfig, GenerateConfig
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig
@@ -34,20 +35,20 @@ from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.constraints.compiled import compile_constraint
 from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.distributed.context import ReplicaContext
-from lp_runtime.distributed.group import Group
-from lp_runtime.engine import loading
-from lp_runtime.engine.calibration import Calibration, Measured, StepMeasurement
+from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Arrival, Engine
-from lp_runtime.engine.loading import prepare_model, ready_model
-from lp_runtime.engine.output import Report
-from lp_runtime.engine.replica import join_group, load_replica
-from lp_runtime.engine.request import Request
 from lp_runtime.entrypoints.generate import generate_one
 from lp_runtime.errors import ModelError
 from lp_runtime.kernels import dispatch
-from lp_runtime.model import fixed_passes, self_check
-from lp_runtime.model.loader import eos_token_ids, load_model, load_tokenizer
+from lp_runtime.model.checks import self_check
+from lp_runtime.model.forward import fixed_passes
+from lp_runtime.model.loading.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.replica import loading
+from lp_runtime.replica.loading import prepare_model, ready_model
+from lp_runtime.replica.replica import join_group, load_replica
+from lp_runtime.request.output import Report
+from lp_runtime.request.request import Request
 from lp_runtime.server.status import StatusRoutes
 
 pytestmark = [

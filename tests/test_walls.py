@@ -12,6 +12,7 @@ import pytest
 import lp_runtime
 
 ROOT = Path(__file__).parents[1]
+MAX_MODULES = 15  # of a folder, __init__ not counted
 PACKAGE = Path(lp_runtime.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
@@ -19,17 +20,20 @@ NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
 # From the bottom up. A part may import parts of lower rows only, or itself.
 LAYERS = [
     {"errors"},
-    {"utils"},
-    {"config"},
+    {"config", "utils"},
     {"lookahead"},
-    {"distributed", "kernels"},
-    {"sizing", "sampling", "constraints"},
+    {"constraints", "distributed", "kernels"},
+    {"sampling", "sizing"},
     {"model"},
+    {"calibration", "request"},
+    {"decoder"},
+    {"prefill"},
     {"engine"},
-    {"launchers", "hf_generate"},
+    {"dropin", "replica"},
+    {"launchers"},
     {"runtime"},
-    {"scheduler"},
-    {"server", "bench"},
+    {"bench", "scheduler"},
+    {"server"},
     {"entrypoints"},
     {"__main__"},
 ]
@@ -91,8 +95,8 @@ def test_this_test_sees_the_package():
         "runtime.py",
         "entrypoints/cli.py",
     } <= set(NAMES)
-    assert "model/loader.py" in importers_of("transformers")
-    assert "distributed/collectives.py" in importers_of("torch.distributed")
+    assert "model/loading/loader.py" in importers_of("transformers")
+    assert "distributed/transport/collectives.py" in importers_of("torch.distributed")
 
 
 def test_imports_go_downward_only():
@@ -121,30 +125,61 @@ def test_every_folder_is_installed():
     assert set(named) == folders | {"lp_runtime.conf"}
 
 
-def test_no_import_circles():
-    """Not under TYPE_CHECKING nor inside functions either."""
+def folder_of(module: str) -> str:
+    """The folder of a module; a module right below the package is its own."""
+    package, _, name = module.rpartition(".")
+    is_package = (PACKAGE.parent / module.replace(".", "/")).is_dir()
+    return module if is_package or package == "lp_runtime" else package
+
+
+def import_graph() -> dict[str, set[str]]:
+    """The modules of the package that each module imports, also under TYPE_CHECKING and inside functions."""
     modules = {module_of(name): name for name in NAMES}
 
     def target(dotted_name: str) -> str | None:
         """The module of the package that `from a import b` imports: a.b if that is one, else a."""
         return next((each for each in (dotted_name, dotted_name.rpartition(".")[0]) if each in modules), None)
 
-    graph = {
+    return {
         module: {found for dotted_name, _ in IMPORTS[name] if (found := target(dotted_name))} - {module, "lp_runtime"}
         for module, name in modules.items()
         if module != "lp_runtime"
     }
+
+
+def circle_in(graph: dict[str, set[str]]) -> str | None:
+    """A circle of a graph, as text; None if there is none."""
     done: set[str] = set()
 
-    def visit(module: str, path: tuple[str, ...]) -> None:
-        assert module not in path, " imports ".join([*path[path.index(module) :], module])
-        if module not in done:
-            for other in sorted(graph[module]):
-                visit(other, (*path, module))
-            done.add(module)
+    def visit(node: str, path: tuple[str, ...]) -> str | None:
+        if node in path:
+            return " imports ".join([*path[path.index(node) :], node])
+        if node in done:
+            return None
+        for other in sorted(graph[node]):
+            if circle := visit(other, (*path, node)):
+                return circle
+        done.add(node)
+        return None
 
-    for module in graph:
-        visit(module, ())
+    return next((circle for node in graph if (circle := visit(node, ()))), None)
+
+
+def test_no_import_circles_between_modules():
+    assert circle_in(import_graph()) is None
+
+
+def test_no_import_circles_between_folders():
+    folders: dict[str, set[str]] = {}
+    for module, imported in import_graph().items():
+        folders.setdefault(folder_of(module), set()).update(map(folder_of, imported))
+    assert circle_in({folder: others - {folder} for folder, others in folders.items()}) is None
+
+
+def test_folders_are_small():
+    """A reader finds a module by its folder's name."""
+    for folder in {path.parent for path in FILES}:
+        assert len(list(folder.glob("*.py"))) - 1 <= MAX_MODULES, folder
 
 
 def test_lookahead_is_pure():
@@ -156,12 +191,12 @@ def test_lookahead_is_pure():
 
 
 def test_the_partition_is_pure():
-    modules = [module for module, _ in IMPORTS["distributed/partition.py"]]
+    modules = [module for module, _ in IMPORTS["distributed/partition/partition.py"]]
     assert not any(under(module, "torch", "os") for module in modules)
 
 
-def test_transformers_lives_in_model_and_sampling():
-    assert {part_of(name) for name in importers_of("transformers")} == {"model", "sampling"}
+def test_transformers_lives_in_three_folders():
+    assert {part_of(name) for name in importers_of("transformers")} == {"model", "sampling", "dropin"}
 
 
 def test_sizing_is_pure_integers():

@@ -24,8 +24,8 @@ from support.ranks import run_ranks
 from transformers import PreTrainedModel
 
 from lp_runtime.config.lookahead import PLAIN
-from lp_runtime.distributed.group import Group
-from lp_runtime.engine.request import Request
+from lp_runtime.distributed.transport.group import Group
+from lp_runtime.request.request import Request
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

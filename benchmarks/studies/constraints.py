@@ -25,9 +25,9 @@ from support.constrained import Draw, decode, is_valid, random_draw, reference, 
 from support.small_models import FAMILIES
 
 from lp_runtime.distributed.context import ReplicaContext
-from lp_runtime.distributed.group import CPU
 from lp_runtime.distributed.process_group import GroupOptions, process_group
 from lp_runtime.distributed.store import host_store
+from lp_runtime.distributed.transport.group import CPU
 
 TIMEOUT_SECONDS = 1200.0  # of a group's processes
 CHOSEN = ("llama", "mistral", "qwen3", "gemma3", "gpt2", "phi3", "mixtral", "olmo2")

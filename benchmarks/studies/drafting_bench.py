@@ -12,24 +12,24 @@ import numpy as np
 from common import load_prompts_by_kind
 from support.peers import Peer
 
+from lp_runtime.calibration.calibration import Calibration, Measured
+from lp_runtime.calibration.step_meter import StepMeasurement
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
-from lp_runtime.distributed.group import CPU, Group
-from lp_runtime.engine.calibration import Calibration, Measured
-from lp_runtime.engine.decoder import Decoder
+from lp_runtime.decoder.decoder import Decoder
+from lp_runtime.decoder.sampler_factory import SamplerSpec, make_sampler_spec
+from lp_runtime.distributed.transport.group import CPU, Group
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.request import Request
-from lp_runtime.engine.sampler_factory import SamplerSpec, make_sampler_spec
-from lp_runtime.engine.step_meter import StepMeasurement
-from lp_runtime.lookahead.drafters.base import Drafter
+from lp_runtime.lookahead.drafter import Drafter
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
 from lp_runtime.lookahead.drafters.best_first.estimates import Rates
 from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.lookahead.state import DecodingRules, DecodingState
-from lp_runtime.model.loader import eos_token_ids, load_model, load_tokenizer
+from lp_runtime.model.loading.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.tokenizer import check_chat_template, conversation, encode_chat
+from lp_runtime.request.request import Request
 from lp_runtime.sizing.budget import StepBudget
 from lp_runtime.sizing.cost_model import assumed_times, interpolate
 from studies.recorded_model import RecordedModel, Recording

@@ -9,7 +9,7 @@ from support.peers import SamDrafter
 from support.racer import RacerDrafter
 
 from lp_runtime.config.lookahead import LookaheadConfig
-from lp_runtime.lookahead.drafters.base import Drafter
+from lp_runtime.lookahead.drafter import Drafter
 from lp_runtime.lookahead.drafters.token_recycling import TokenRecyclingDrafter
 from studies.drafting_bench import GREEDY, Drafting
 from studies.drafting_table import PROMPT_LOOKUP, Study, add_by_kind, full, paper

@@ -29,7 +29,7 @@ from common import (
 
 from lp_runtime import LookaheadRuntime
 from lp_runtime.config.settings import LauncherConfig, ModelConfig
-from lp_runtime.model.loader import load_model, load_tokenizer
+from lp_runtime.model.loading.loader import load_model, load_tokenizer
 from lp_runtime.utils.prompt_file import Prompt
 
 NEAR_TIE = 1e-3  # of logits; float32 rounding of a forward pass stays an order of magnitude below

@@ -26,10 +26,10 @@ from common import Results, Row
 
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import Exchange, gather_rows
-from lp_runtime.distributed.group import CPU, Group
-from lp_runtime.distributed.partition import Shares
+from lp_runtime.distributed.partition.partition import Shares
 from lp_runtime.distributed.process_group import GroupOptions, process_group
 from lp_runtime.distributed.store import connect, host_store
+from lp_runtime.distributed.transport.group import CPU, Group
 from lp_runtime.lookahead.drafters.best_first.tables import K
 
 WIDTH = 1 + K // 2  # integers of a node's result with its top-k candidates

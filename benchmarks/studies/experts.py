@@ -16,11 +16,11 @@ from models import free_memory, load_named, runner_of
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.distributed.group import Group
+from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.loading import choose_device, prepare_model
-from lp_runtime.engine.request import Request
 from lp_runtime.errors import ModelError, first_line
+from lp_runtime.replica.loading import choose_device, prepare_model
+from lp_runtime.request.request import Request
 from studies.floor import measure
 
 PROMPT = tuple(range(300, 340))

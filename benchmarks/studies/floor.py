@@ -34,15 +34,15 @@ from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.distributed.process_group import new_segment_name
 from lp_runtime.distributed.reducers import CollectiveReducer
 from lp_runtime.distributed.shards import ShardPlace, shard_group
-from lp_runtime.engine.loading import choose_device, prepare_model
 from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model.loader import load_model
-from lp_runtime.model.optimize.packing import PackedLinear
+from lp_runtime.model.forward.step_inputs import StepInputs
+from lp_runtime.model.hf.types import CausalLM
+from lp_runtime.model.loading.loader import load_model
+from lp_runtime.model.modules.packed_linear import PackedLinear
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.step_inputs import StepInputs
 from lp_runtime.model.tensor_parallel.layers import RowwiseLinear
-from lp_runtime.model.types import CausalLM
+from lp_runtime.replica.loading import choose_device, prepare_model
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.sampler import Sampler
 

@@ -21,17 +21,17 @@ import torch
 from common import Results, tokens_and_report
 
 from lp_runtime import ConstraintConfig, LookaheadConfig
+from lp_runtime.calibration.calibration import Calibration
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.constraints.compiled import compile_constraint
 from lp_runtime.constraints.grammar_guide import GrammarGuide, Grammars
-from lp_runtime.distributed.group import CPU, Group
-from lp_runtime.engine.calibration import Calibration
+from lp_runtime.distributed.transport.group import CPU, Group
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.request import Request
 from lp_runtime.lookahead.guide import Examined
-from lp_runtime.model.loader import eos_token_ids, load_model, load_tokenizer
+from lp_runtime.model.loading.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.request.request import Request
 
 VALUES: list[dict[str, Any]] = [
     {"type": "string", "maxLength": 16},

@@ -21,7 +21,7 @@ from common import Results, add_prompt_arguments, add_settings_argument, load_pr
 from lp_runtime import Generation, LookaheadRuntime
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
-from lp_runtime.model.loader import load_model, load_tokenizer
+from lp_runtime.model.loading.loader import load_model, load_tokenizer
 from lp_runtime.utils.prompt_file import Prompt
 
 

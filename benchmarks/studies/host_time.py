@@ -28,19 +28,19 @@ from typing import cast
 import numpy as np
 from common import Results, add_prompt_arguments, add_settings_argument, load_prompts, parse_setting
 
+from lp_runtime.calibration.calibration import Measured
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.settings import DEMO_MODEL, ModelConfig, RuntimeConfig
+from lp_runtime.decoder.sampler_factory import make_sampler_spec
 from lp_runtime.distributed.exchange import Exchange
-from lp_runtime.distributed.group import CPU, Group
-from lp_runtime.engine.calibration import Measured
-from lp_runtime.engine.generation import GenerationStream
-from lp_runtime.engine.loading import ready_model
-from lp_runtime.engine.output import Event
-from lp_runtime.engine.request import Request
-from lp_runtime.engine.sampler_factory import make_sampler_spec
-from lp_runtime.model.loader import load_tokenizer
+from lp_runtime.distributed.transport.group import CPU, Group
+from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.tokenizer import TextStream, encode
+from lp_runtime.replica.loading import ready_model
+from lp_runtime.request.generation import GenerationStream
+from lp_runtime.request.output import Event
+from lp_runtime.request.request import Request
 from studies.replay import (
     AssumedCalibration,
     AssumedClocks,

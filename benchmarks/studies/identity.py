@@ -25,11 +25,11 @@ from support.small_models import FAMILIES, random_model
 
 from lp_runtime import LookaheadConfig, SamplingConfig
 from lp_runtime.config.lookahead import PLAIN
-from lp_runtime.distributed.group import Group
+from lp_runtime.decoder.sampler_factory import SamplerSpec, make_sampler_spec
+from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.request import Request
-from lp_runtime.engine.sampler_factory import SamplerSpec, make_sampler_spec
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.request.request import Request
 from lp_runtime.sampling.gumbel import GumbelNoise
 
 NUM_WRONG = 20  # sampled cases that are decoded with wrong noise

@@ -23,13 +23,13 @@ from models import free_memory
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.engine.loading import choose_device, prepare_model
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model.differences import TOLERANCES
+from lp_runtime.model.forward.step_inputs import StepInputs
+from lp_runtime.model.hf.differences import TOLERANCES
+from lp_runtime.model.hf.types import CausalLM
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.step_inputs import StepInputs
-from lp_runtime.model.types import CausalLM
+from lp_runtime.replica.loading import choose_device, prepare_model
 from studies.floor import drafted_tree, synchronize
 from studies.profile import device_times
 

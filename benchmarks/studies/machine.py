@@ -20,7 +20,7 @@ from importlib import metadata
 import torch
 from common import Results
 
-from lp_runtime.engine.loading import choose_device
+from lp_runtime.replica.loading import choose_device
 
 PACKAGES = ("torch", "triton", "transformers", "numba", "numpy", "hydra-core", "pytest")
 NUM_TIMES = 10

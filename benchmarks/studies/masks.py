@@ -26,11 +26,11 @@ from lp_runtime import ConstraintConfig
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.constraints.compiled import compile_constraint, library
 from lp_runtime.constraints.grammar_guide import Grammars, Vocabulary
-from lp_runtime.lookahead.drafters.base import VerificationResult
+from lp_runtime.lookahead.drafter import VerificationResult
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter, compile_drafter
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model.loader import load_tokenizer
+from lp_runtime.model.loading.loader import load_tokenizer
 
 SCHEMA = {
     "type": "object",

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from common import Results
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from lp_runtime.engine.loading import choose_device
 from lp_runtime.errors import first_line
+from lp_runtime.replica.loading import choose_device
 
 NUM_INTEGERS = 64 * 5  # of a step's row, about
 NUM_REPLAYS = 100

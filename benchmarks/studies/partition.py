@@ -19,7 +19,7 @@ from functools import lru_cache
 
 from common import Results
 
-from lp_runtime.distributed.partition import partition
+from lp_runtime.distributed.partition.partition import partition
 from lp_runtime.lookahead.drafters.paper.window import Window
 from lp_runtime.lookahead.tree import TokenTree
 

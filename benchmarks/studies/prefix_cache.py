@@ -20,11 +20,11 @@ from support.engines import engine_of
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.output import Report
-from lp_runtime.engine.prompt_prefix import make_prefix_cache
-from lp_runtime.engine.request import Request
-from lp_runtime.model.loader import load_model
+from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.prefill.prefix import make_prefix_cache
+from lp_runtime.request.output import Report
+from lp_runtime.request.request import Request
 
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
 NUM_TURNS = 3

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from support.peers import NUM_SHOWN
 
-from lp_runtime.engine.decoder import Decoder
-from lp_runtime.engine.step import Step
+from lp_runtime.decoder.decoder import Decoder
+from lp_runtime.decoder.step import Step
 from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.step_inputs import StepInputs
 from lp_runtime.sampling.sampler import Sampler
 from lp_runtime.sampling.step_logits import StepLogits
 

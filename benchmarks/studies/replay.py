@@ -14,21 +14,21 @@ from typing import cast
 import numpy as np
 import torch
 
+from lp_runtime.calibration.calibration import Calibration, Measured
+from lp_runtime.decoder.decoder import Decoder
+from lp_runtime.decoder.sampler_factory import SamplerSpec
 from lp_runtime.distributed.exchange import DIGEST_BITS, HEADER, Exchange, Outcome
-from lp_runtime.distributed.group import CPU, Group
-from lp_runtime.distributed.partition import Shares
-from lp_runtime.distributed.transport import Transport
-from lp_runtime.engine.calibration import Calibration, Measured
-from lp_runtime.engine.decoder import Decoder
+from lp_runtime.distributed.partition.partition import Shares
+from lp_runtime.distributed.transport.group import CPU, Group
+from lp_runtime.distributed.transport.transport import Transport
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.request import Request
-from lp_runtime.engine.sampler_factory import SamplerSpec
 from lp_runtime.lookahead.state import Stop
-from lp_runtime.model.cuda_graph import FixedPass, GraphOptions, PassSet
-from lp_runtime.model.fixed_passes import SIZES, FixedPasses
-from lp_runtime.model.pass_timer import PassTimer
+from lp_runtime.model.forward.cuda_graph import FixedPass, GraphOptions, PassSet
+from lp_runtime.model.forward.fixed_passes import SIZES, FixedPasses
+from lp_runtime.model.forward.pass_timer import PassTimer
+from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.step_inputs import StepInputs, StepLogits
+from lp_runtime.request.request import Request
 from lp_runtime.sampling.sampler import sample_greedily
 from lp_runtime.sizing.budget import StepBudget
 from lp_runtime.sizing.cost_model import interpolate
@@ -123,7 +123,7 @@ class SettledEngine(Engine):
 
 
 class ReplayDevice:
-    """Times forward passes that do not happen; a model's timer, too (see lp_runtime/model/pass_timer.py).
+    """Times forward passes that do not happen; a model's timer, too (see lp_runtime/model/forward/pass_timer.py).
 
     Args:
         seconds: [M + 1] seconds of a pass of so many tokens.

@@ -23,19 +23,19 @@ from common import Results, Row, tokens_and_report
 from models import runner_of
 
 from lp_runtime.bench.prompts import OWN_PROMPTS
+from lp_runtime.calibration.calibration import Calibration
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
-from lp_runtime.distributed.group import Group
+from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.batch import Arrival
-from lp_runtime.engine.calibration import Calibration
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.loading import choose_device
-from lp_runtime.engine.output import Report
-from lp_runtime.engine.request import Request
 from lp_runtime.errors import LookaheadError
-from lp_runtime.model.loader import load_tokenizer
+from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.model.tokenizer import encode
+from lp_runtime.replica.loading import choose_device
+from lp_runtime.request.output import Report
+from lp_runtime.request.request import Request
 from lp_runtime.utils.prompt_file import read_prompts
 
 NUCLEUS = SamplingConfig(temperature=0.8, top_p=0.95, seed=1)

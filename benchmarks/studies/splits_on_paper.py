@@ -21,8 +21,8 @@ from common import Results, Row
 from transformers import LlamaConfig, PreTrainedConfig
 
 from lp_runtime.config.settings import ModelConfig
-from lp_runtime.model.kv_cache.capacity import NCCL_BYTES
-from lp_runtime.model.sizes import ModelSize, size_of_model
+from lp_runtime.model.capacity import NCCL_BYTES
+from lp_runtime.model.loading.sizes import ModelSize, size_of_model
 
 GB, GIB = 10**9, 1 << 30
 LLAMA_3_70B = {

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from lp_runtime import LookaheadRuntime, SamplingConfig
 from lp_runtime.bench.methods import HuggingFace
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
-from lp_runtime.model.loader import DTYPES, QUIET
+from lp_runtime.model.loading.loader import DTYPES, QUIET
 
 GREEDY = SamplingConfig(temperature=0.0)
 

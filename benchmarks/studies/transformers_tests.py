@@ -44,8 +44,8 @@ from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.utils import logging
 
+from lp_runtime.dropin.lookahead_generate import lookahead_generate
 from lp_runtime.errors import LookaheadError, first_line
-from lp_runtime.hf_generate import lookahead_generate
 
 FAMILIES = ("llama", "qwen3", "mistral", "gemma3", "mixtral", "gpt2")
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)

@@ -28,14 +28,14 @@ from common import Results, Value, add_prompt_arguments, fixed_steps, load_promp
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.bench.critical_path import CriticalPathRunner
+from lp_runtime.calibration.calibration import Calibration
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
-from lp_runtime.distributed.group import Group
-from lp_runtime.engine.calibration import Calibration
-from lp_runtime.engine.loading import choose_device, ready_model
-from lp_runtime.engine.request import Request
+from lp_runtime.distributed.transport.group import Group
 from lp_runtime.errors import ModelError
-from lp_runtime.model.loader import load_tokenizer
+from lp_runtime.model.loading.loader import load_tokenizer
+from lp_runtime.replica.loading import choose_device, ready_model
+from lp_runtime.request.request import Request
 
 GREEDY = SamplingConfig(temperature=0.0)
 QUANTIZATIONS = {

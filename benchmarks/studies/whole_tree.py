@@ -1,7 +1,7 @@
 """Decodes a request on one model as R replicas would: every step's tree is fed whole, in one forward pass.
 
 Trees, shares and so the number of steps are those of R replicas; only the time of a forward pass is not. The steps are
-the engine's own (lp_runtime/engine/decoder.py).
+the engine's own (lp_runtime/decoder/decoder.py).
 Letters: R replicas, T nodes in the tree, n of them from the root on, V vocabulary.
 """
 
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lp_runtime.distributed.group import Group
-from lp_runtime.distributed.partition import Shares
-from lp_runtime.engine.decoder import Decoder
-from lp_runtime.engine.prompt_harvest import PromptHarvest
-from lp_runtime.engine.request import Request
-from lp_runtime.engine.step import Step
-from lp_runtime.engine.step_timer import StepTimer
+from lp_runtime.decoder.decoder import Decoder
+from lp_runtime.decoder.prompt_harvest import PromptHarvest
+from lp_runtime.decoder.step import Step
+from lp_runtime.distributed.partition.partition import Shares
+from lp_runtime.distributed.transport.group import Group
+from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.step_inputs import StepInputs
+from lp_runtime.request.request import Request
+from lp_runtime.request.step_timer import StepTimer
 from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.utils.generators import result_of
 

@@ -45,8 +45,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from lp_runtime.dropin.lookahead_generate import lookahead_generate
 from lp_runtime.errors import LookaheadError, first_line
-from lp_runtime.hf_generate import lookahead_generate
 
 VOCABULARY_SIZE = 97
 SETTING = {"W": 7, "N": 5, "G": 7}

@@ -21,7 +21,7 @@ from lp_runtime.bench.prompts import encode_prompts, read_sources
 from lp_runtime.bench.report import BenchReport
 from lp_runtime.config.commands import METHODS, BenchConfig
 from lp_runtime.errors import ConfigError, ReplicaError, first_line, unforeseen_as
-from lp_runtime.model.loader import load_tokenizer
+from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.model.tokenizer import check_chat_template
 from lp_runtime.runtime import LookaheadRuntime
 

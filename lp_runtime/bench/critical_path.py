@@ -18,18 +18,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lp_runtime.distributed.group import Group
-from lp_runtime.engine.calibration import Calibration
-from lp_runtime.engine.decoder import Decoder
+from lp_runtime.calibration.calibration import Calibration
+from lp_runtime.decoder.decoder import Decoder
+from lp_runtime.decoder.prompt_harvest import PromptHarvest
+from lp_runtime.decoder.sampler_factory import make_sampler_spec
+from lp_runtime.decoder.step import Step
+from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.prompt_harvest import PromptHarvest
-from lp_runtime.engine.request import Request
-from lp_runtime.engine.sampler_factory import make_sampler_spec
 from lp_runtime.engine.sequence import capacity_of
-from lp_runtime.engine.step import Step
+from lp_runtime.model.forward.step_inputs import StepLogits
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.step_inputs import StepLogits
+from lp_runtime.request.request import Request
 from lp_runtime.utils.generators import result_of
 
 

@@ -1,6 +1,6 @@
 """The methods that lp-bench compares: each decodes token ids and reports the new tokens, seconds and steps.
 
-transformers' methods have a model of their own, as it was loaded; the runtime's may be packed (model/optimize/).
+transformers' methods have a model of their own, as it was loaded; the runtime's may be packed (model/modules/).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 
 from lp_runtime.bench.critical_path import CriticalPathRunner
 from lp_runtime.bench.prompts import GREEDY
+from lp_runtime.calibration.calibration import Calibration
 from lp_runtime.config.commands import BenchConfig
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
-from lp_runtime.distributed.group import Group
-from lp_runtime.engine.calibration import Calibration
-from lp_runtime.engine.loading import choose_device, ready_model
-from lp_runtime.engine.request import Request
-from lp_runtime.model.loader import QUIET, load_model
+from lp_runtime.distributed.transport.group import Group
+from lp_runtime.model.hf.types import CausalLM
+from lp_runtime.model.loading.loader import QUIET, load_model
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.types import CausalLM
+from lp_runtime.replica.loading import choose_device, ready_model
+from lp_runtime.request.request import Request
 from lp_runtime.runtime import LookaheadRuntime
 
 NO_TOKEN = -1  # as end of text: matches no token id

@@ -22,8 +22,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from lp_runtime.distributed.group import Group
-from lp_runtime.distributed.partition import Shares
+from lp_runtime.distributed.partition.partition import Shares
+from lp_runtime.distributed.transport.group import Group
 from lp_runtime.errors import ReplicaError, StateMismatchError
 from lp_runtime.utils.jit import bound, compiled, compiles
 

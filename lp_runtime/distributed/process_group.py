@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from lp_runtime.distributed.collectives import CollectiveTransport
 from lp_runtime.distributed.context import ReplicaContext
-from lp_runtime.distributed.group import CPU, Group
-from lp_runtime.distributed.machines import MachinesTransport, this_machine
-from lp_runtime.distributed.shared_memory import SharedMemoryTransport, why_unavailable
 from lp_runtime.distributed.store import cannot_join, connect, wait_for_all
-from lp_runtime.distributed.transport import Transport
+from lp_runtime.distributed.transport.collectives import CollectiveTransport
+from lp_runtime.distributed.transport.group import CPU, Group
+from lp_runtime.distributed.transport.machines import MachinesTransport, this_machine
+from lp_runtime.distributed.transport.shared_memory import SharedMemoryTransport, why_unavailable
+from lp_runtime.distributed.transport.transport import Transport
 from lp_runtime.errors import LaunchError
 
 if TYPE_CHECKING:  # torch.distributed has these classes, but does not mark them as exported

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lp_runtime.distributed.shared_memory import SharedMemoryTransport
+from lp_runtime.distributed.transport.shared_memory import SharedMemoryTransport
 from lp_runtime.errors import ReplicaError, ShardError, first_line
 
 WORD_BYTES = 8

@@ -25,8 +25,8 @@ from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.devices import gpu_number
 from lp_runtime.distributed.process_group import environment, new_segment_name
 from lp_runtime.distributed.reducers import CollectiveReducer, HostReducer, Reducer, SharedMemoryReducer, peers
-from lp_runtime.distributed.shared_memory import FOLDER, SharedMemoryTransport
 from lp_runtime.distributed.store import cannot_join, connect, wait_for_all
+from lp_runtime.distributed.transport.shared_memory import FOLDER, SharedMemoryTransport
 from lp_runtime.errors import LaunchError, first_line
 
 if TYPE_CHECKING:  # torch.distributed has these classes, but does not mark them as exported

@@ -6,11 +6,11 @@ from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass
 
 from lp_runtime.engine.delivery import Delivery
-from lp_runtime.engine.output import Event, StepOutput
-from lp_runtime.engine.request import Request
 from lp_runtime.engine.sequence import Sequence
 from lp_runtime.errors import LookaheadError
 from lp_runtime.lookahead.state import Stop
+from lp_runtime.request.output import Event, StepOutput
+from lp_runtime.request.request import Request
 
 
 def never_cancel() -> bool:

@@ -14,29 +14,29 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from lp_runtime.calibration.calibration import Calibration
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.constraints.grammar_guide import Grammars
-from lp_runtime.distributed.chains import compile_chains
+from lp_runtime.decoder.decoder import Decoder, Samples
+from lp_runtime.decoder.decoder_factory import DecoderFactory
+from lp_runtime.decoder.draft_pool import DraftPool
+from lp_runtime.decoder.sampler_factory import SamplerSpec, make_sampler_spec
+from lp_runtime.decoder.step import Step
 from lp_runtime.distributed.exchange import Exchange, Outcome, compile_exchange
-from lp_runtime.distributed.group import Group
-from lp_runtime.distributed.partition import compile_partition
+from lp_runtime.distributed.partition.chains import compile_chains
+from lp_runtime.distributed.partition.partition import compile_partition
+from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.batch import Arrival, Batch, never_cancel
-from lp_runtime.engine.calibration import Calibration
-from lp_runtime.engine.decoder import Decoder, Samples
-from lp_runtime.engine.decoder_factory import DecoderFactory
 from lp_runtime.engine.delivery import Delivery
-from lp_runtime.engine.draft_pool import DraftPool
-from lp_runtime.engine.output import Event, StepOutput
-from lp_runtime.engine.prompt_prefix import PromptPrefix
-from lp_runtime.engine.request import Request
-from lp_runtime.engine.sampler_factory import SamplerSpec, make_sampler_spec
 from lp_runtime.engine.sequence import MakeExchange, Observer, Sequence, capacity_of
-from lp_runtime.engine.step import Step
 from lp_runtime.errors import LookaheadError
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import compile_drafter, compile_growth, compile_learning
 from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.prefill.prefix import PromptPrefix
+from lp_runtime.request.output import Event, StepOutput
+from lp_runtime.request.request import Request
 from lp_runtime.sampling.packing import compile_sampler
 from lp_runtime.sizing.budget import compile_budget, compile_capacity
 from lp_runtime.utils.generators import result_of

@@ -15,23 +15,23 @@ from dataclasses import dataclass
 
 import torch
 
+from lp_runtime.decoder.decoder import Committed, Decoder, Samples, Verified
+from lp_runtime.decoder.prompt_harvest import PromptHarvest
+from lp_runtime.decoder.shared_error import shared_error
+from lp_runtime.decoder.step import Step
 from lp_runtime.distributed.exchange import Exchange, Outcome
-from lp_runtime.distributed.group import Group
-from lp_runtime.engine.decoder import Committed, Decoder, Samples, Verified
-from lp_runtime.engine.output import MODEL, Report, StepOutput
-from lp_runtime.engine.prompt_harvest import PromptHarvest
-from lp_runtime.engine.prompt_prefix import PromptPrefix
-from lp_runtime.engine.prompt_scorer import SCORED_TOKENS, PromptScorer
-from lp_runtime.engine.request import Request
-from lp_runtime.engine.resume import Resume
-from lp_runtime.engine.shared_error import shared_error
-from lp_runtime.engine.step import Step
-from lp_runtime.engine.step_timer import StepTimer, StepTimes
+from lp_runtime.distributed.transport.group import Group
 from lp_runtime.errors import LookaheadError
 from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
+from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.step_inputs import StepInputs, StepLogits
+from lp_runtime.prefill.logprobs import SCORED_TOKENS, PromptScorer
+from lp_runtime.prefill.prefix import PromptPrefix
+from lp_runtime.prefill.resume import Resume
+from lp_runtime.request.output import MODEL, Report, StepOutput
+from lp_runtime.request.request import Request
+from lp_runtime.request.step_timer import StepTimer, StepTimes
 from lp_runtime.utils.generators import result_of
 
 CANCEL, TIME_IS_UP, FAILED = 1, 2, 4  # bits of the exchange's control word

@@ -18,12 +18,12 @@ from tqdm import tqdm
 
 from lp_runtime.config.commands import GenerateConfig
 from lp_runtime.distributed.context import restarted_by_torchrun
-from lp_runtime.engine.generation import Generation
-from lp_runtime.engine.request import Request
-from lp_runtime.engine.request_builder import RequestOptions
 from lp_runtime.entrypoints.generate import check_num_samples, request_options
 from lp_runtime.entrypoints.items import Item, Key, item_request, rounds_of, turn_request
 from lp_runtime.errors import ConfigError, LookaheadError, RequestError
+from lp_runtime.replica.request_builder import RequestOptions
+from lp_runtime.request.generation import Generation
+from lp_runtime.request.request import Request
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.job import Job
 from lp_runtime.scheduler.scheduler import Scheduler

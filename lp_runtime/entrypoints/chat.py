@@ -12,7 +12,7 @@ from types import FrameType
 
 from lp_runtime.config.commands import ChatConfig
 from lp_runtime.errors import LookaheadError, ReplicaError
-from lp_runtime.model.loader import load_tokenizer
+from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.model.tokenizer import conversation, encode_chat
 from lp_runtime.runtime import LookaheadRuntime
 

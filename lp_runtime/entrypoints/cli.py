@@ -23,7 +23,7 @@ from lp_runtime.config.serving import ServeConfig
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext, keep_caches_in, started_by_torchrun
 from lp_runtime.errors import ConfigError, LaunchError, LookaheadError, ModelError, RequestError
-from lp_runtime.model.location import check_location
+from lp_runtime.model.hf.location import check_location
 from lp_runtime.utils.startup import hide_triton_without_gpu, no_garbage_collection
 
 BAD_INPUT = (ConfigError, RequestError, ModelError, LaunchError)
@@ -119,7 +119,7 @@ def _run(
 
 def _run_command(config: RuntimeConfig, is_leader: bool) -> None:
     """Import what commands need, which takes seconds, and run the command; see `run_command`."""
-    from lp_runtime.engine.compile_ahead import compiling_ahead
+    from lp_runtime.replica.compile_ahead import compiling_ahead
 
     with nullcontext() if started_by_torchrun() else compiling_ahead(config):
         with no_garbage_collection():

@@ -18,7 +18,7 @@ from lp_runtime.entrypoints.chat import chat, check_chat
 from lp_runtime.entrypoints.doctor import examine
 from lp_runtime.entrypoints.generate import generate_one
 from lp_runtime.entrypoints.remote_chat import chat_with_server
-from lp_runtime.model.loader import load_tokenizer
+from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.model.tokenizer import check_chat_template
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.server.ray_serve import serve_on_ray

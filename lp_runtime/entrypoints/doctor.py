@@ -14,12 +14,12 @@ import torch
 
 from lp_runtime.config.commands import DoctorConfig
 from lp_runtime.distributed.devices import why_no_gpu
-from lp_runtime.distributed.shared_memory import FOLDER, why_unavailable
+from lp_runtime.distributed.transport.shared_memory import FOLDER, why_unavailable
 from lp_runtime.errors import LookaheadError
 from lp_runtime.kernels.dispatch import why_no_kernels
 from lp_runtime.launchers.split import choose_split, free_of_this_machine, visible_on
-from lp_runtime.model.kv_cache.capacity import free_bytes
-from lp_runtime.model.sizes import size_of_model
+from lp_runtime.model.capacity import free_bytes
+from lp_runtime.model.loading.sizes import size_of_model
 from lp_runtime.utils.jit import cache_root
 
 PACKAGES = ("lp_runtime", "torch", "transformers", "numba", "hydra-core", "triton", "ray", "xgrammar", "fastapi")

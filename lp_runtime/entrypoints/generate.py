@@ -10,10 +10,10 @@ from typing import Any
 from lp_runtime.config.commands import GenerateConfig
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import WARPERS, SamplingConfig
-from lp_runtime.engine.generation import Generation, GenerationStream
-from lp_runtime.engine.request_builder import RequestOptions
 from lp_runtime.errors import ConfigError
 from lp_runtime.model.tokenizer import conversation
+from lp_runtime.replica.request_builder import RequestOptions
+from lp_runtime.request.generation import Generation, GenerationStream
 from lp_runtime.runtime import LookaheadRuntime
 
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from lp_runtime.config.commands import GenerateConfig
 from lp_runtime.config.sampling import MAX_SEED
-from lp_runtime.engine.request import Request
-from lp_runtime.engine.request_builder import RequestOptions
 from lp_runtime.errors import RequestError
 from lp_runtime.model.tokenizer import conversation
+from lp_runtime.replica.request_builder import RequestOptions
+from lp_runtime.request.request import Request
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.utils.prompt_file import Prompt
 

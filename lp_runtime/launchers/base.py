@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 
-from lp_runtime.engine.output import Event
-from lp_runtime.engine.replica import ReplicaInfo
-from lp_runtime.engine.request import Request
 from lp_runtime.errors import ConfigError, ReplicaError, RequestError, unforeseen_as
-from lp_runtime.launchers.lease import ReplicaLease
+from lp_runtime.launchers.wire.lease import ReplicaLease
+from lp_runtime.replica.replica import ReplicaInfo
+from lp_runtime.request.output import Event
+from lp_runtime.request.request import Request
 
 # Errors that are the request's own fault. All replicas meet them at the same place, see Sequence.advance, or before
 # they exchange anything: so they are in step for the next request.

@@ -11,10 +11,10 @@ from importlib import metadata
 
 import numpy as np
 
+from lp_runtime.calibration.files import CalibrationFiles
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.engine.calibration_files import CalibrationFiles
 from lp_runtime.errors import ConfigError
-from lp_runtime.model.hf_config import config_json
+from lp_runtime.model.hf.config import config_json
 
 FORMAT_VERSION = 1
 KEYS = ("gpus_per_replica", "tokens_per_second")

@@ -7,11 +7,11 @@ from collections.abc import Generator
 
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
-from lp_runtime.engine.output import Event
-from lp_runtime.engine.replica import ReplicaInfo, start_replica
-from lp_runtime.engine.request import Request
 from lp_runtime.errors import LaunchError, unforeseen_as
 from lp_runtime.launchers.base import Launcher
+from lp_runtime.replica.replica import ReplicaInfo, start_replica
+from lp_runtime.request.output import Event
+from lp_runtime.request.request import Request
 
 
 class LocalLauncher(Launcher):

@@ -8,8 +8,8 @@ from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import visible_gpus
 from lp_runtime.distributed.shards import ShardPlace
 from lp_runtime.errors import ConfigError, LaunchError, first_line
-from lp_runtime.launchers.process_host import Placement
 from lp_runtime.launchers.split import free_of_this_machine
+from lp_runtime.launchers.worker.process_host import Placement
 
 # A replica on CPUs shares the cores with its peers, so it books next to nothing: Ray would refuse gpus=4 on 2 cores.
 CPU_SHARE = 0.01

@@ -20,14 +20,14 @@ from lp_runtime.distributed.process_group import GroupOptions, new_segment_name
 from lp_runtime.distributed.shards import ShardPlace
 from lp_runtime.distributed.store import address_of, host_store
 from lp_runtime.errors import LaunchError, first_line
-from lp_runtime.launchers.follower_server import FollowerServer
-from lp_runtime.launchers.messages import Failed
-from lp_runtime.launchers.process_host import Placement, ProcessHost, Rendezvous
 from lp_runtime.launchers.ray_booking import Booking, free_of_one_gpu, gpus_of_cluster
 from lp_runtime.launchers.ray_connection import connect
-from lp_runtime.launchers.replica_server import ReplicaServer
 from lp_runtime.launchers.split import choose_split
 from lp_runtime.launchers.team import TeamLauncher
+from lp_runtime.launchers.wire.messages import Failed
+from lp_runtime.launchers.worker.follower_server import FollowerServer
+from lp_runtime.launchers.worker.process_host import Placement, ProcessHost, Rendezvous
+from lp_runtime.launchers.worker.replica_server import ReplicaServer
 
 BATCH_SECONDS = 0.005  # step outputs that come closer together travel to the driver together
 STORE_SECONDS = 10.0  # that a replica may take to open a store

@@ -1,4 +1,4 @@
-"""Replicas as processes of this machine, one a GPU, each run by launchers/replica_process.py. A replica of several
+"""Replicas as processes of this machine, one per GPU, each run by worker/replica_process.py. A replica of several
 shards is as many processes.
 
 Plain child processes and pipes: unlike multiprocessing's spawn, they do not import the caller's main module, so a
@@ -24,9 +24,9 @@ from lp_runtime.distributed.process_group import GroupOptions, new_segment_name
 from lp_runtime.distributed.shards import ShardPlace, clear_up
 from lp_runtime.distributed.store import address_of, host_store
 from lp_runtime.errors import ConfigError
-from lp_runtime.launchers.messages import Failed
-from lp_runtime.launchers.process_host import Placement, ProcessHost, Rendezvous
 from lp_runtime.launchers.team import TeamLauncher
+from lp_runtime.launchers.wire.messages import Failed
+from lp_runtime.launchers.worker.process_host import Placement, ProcessHost, Rendezvous
 from lp_runtime.utils.child_process import python_command
 
 LOOPBACK = "127.0.0.1"
@@ -75,7 +75,7 @@ class ReplicaPipe:
 
 def start_process(pipe: Connection) -> subprocess.Popen:
     """Start a replica that listens at an end of a pipe."""
-    command = python_command("lp_runtime.launchers.replica_process", str(pipe.fileno()))
+    command = python_command("lp_runtime.launchers.worker.replica_process", str(pipe.fileno()))
     # A session of its own: Ctrl-C reaches the driver alone, which then ends the replicas.
     return subprocess.Popen(command, pass_fds=[pipe.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
 

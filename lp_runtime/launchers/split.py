@@ -17,8 +17,8 @@ from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.distributed.devices import device_type, why_no_gpu
 from lp_runtime.errors import LaunchError, ModelError
 from lp_runtime.launchers.fastest_split import fastest_split
-from lp_runtime.model.kv_cache.capacity import NCCL_BYTES
-from lp_runtime.model.sizes import ModelSize, size_of_model
+from lp_runtime.model.capacity import NCCL_BYTES
+from lp_runtime.model.loading.sizes import ModelSize, size_of_model
 
 GIB = 1 << 30
 # Run in a process of its own, as asking makes a CUDA context on every GPU, which takes hundreds of MiB while it lives.

@@ -15,16 +15,16 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.engine.output import Event
-from lp_runtime.engine.replica import ReplicaInfo
-from lp_runtime.engine.request import Request
 from lp_runtime.errors import LaunchError, ReplicaError, unforeseen_as
 from lp_runtime.launchers.base import Launcher
-from lp_runtime.launchers.group_former import GroupFormer
-from lp_runtime.launchers.lease import ReplicaLease
-from lp_runtime.launchers.process_host import ProcessHost
-from lp_runtime.launchers.replica_pool import ReplicaPool
-from lp_runtime.launchers.request_driver import RequestDriver
+from lp_runtime.launchers.driver.group_former import GroupFormer
+from lp_runtime.launchers.driver.replica_pool import ReplicaPool
+from lp_runtime.launchers.driver.request_driver import RequestDriver
+from lp_runtime.launchers.wire.lease import ReplicaLease
+from lp_runtime.launchers.worker.process_host import ProcessHost
+from lp_runtime.replica.replica import ReplicaInfo
+from lp_runtime.request.output import Event
+from lp_runtime.request.request import Request
 
 
 class TeamLauncher(Launcher):

@@ -13,9 +13,6 @@ from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import broadcast_object
 from lp_runtime.distributed.shards import ShardPlace, meet_in_store, said_by_first
-from lp_runtime.engine.output import Event, Report, StepOutput
-from lp_runtime.engine.replica import ReplicaInfo, load_follower, start_replica
-from lp_runtime.engine.request import Request
 from lp_runtime.errors import (
     ConfigError,
     LaunchError,
@@ -27,6 +24,9 @@ from lp_runtime.errors import (
 )
 from lp_runtime.launchers.base import REQUEST_ERRORS, Launcher
 from lp_runtime.launchers.split import choose_split, visible_on
+from lp_runtime.replica.replica import ReplicaInfo, load_follower, start_replica
+from lp_runtime.request.output import Event, Report, StepOutput
+from lp_runtime.request.request import Request
 
 STORE_SECONDS = 60.0  # that shards wait for one another before they load: torchrun has started them together
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """The decoding state, which every replica holds alike: propose a tree, then advance by what the step decided.
 
 Both are functions of the state and of integers that all replicas share, so equal states stay equal. Which nodes stand
-in a tree is the drafter's choice (drafters/base.py). It never changes what is committed.
+in a tree is the drafter's choice (drafter.py). It never changes what is committed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lp_runtime.lookahead.drafters.base import Drafter, VerificationResult
+from lp_runtime.lookahead.drafter import Drafter, VerificationResult
 from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree
 

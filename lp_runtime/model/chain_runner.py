@@ -17,15 +17,15 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lp_runtime.model.attention.mask import LayerMasks, MaskBuilder
-from lp_runtime.model.families import check_chain_family
+from lp_runtime.model.forward.passes import Passes
+from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
+from lp_runtime.model.hf.rotary_lengths import RotaryLengths
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.kv_cache.states import StateCache
-from lp_runtime.model.passes import Passes
-from lp_runtime.model.rotary_lengths import RotaryLengths
+from lp_runtime.model.modules.scans import FittedScans
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.scans import FittedScans
-from lp_runtime.model.step_inputs import StepInputs, StepLogits
+from lp_runtime.model.support import check_chain_family
 
 
 class ChainPasses(Passes):

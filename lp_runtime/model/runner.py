@@ -14,21 +14,21 @@ from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.attention.choice import choose_attention
 from lp_runtime.model.attention.mask import CHUNKED, MaskBuilder
-from lp_runtime.model.cuda_graph import GraphOptions
-from lp_runtime.model.families import check_family
-from lp_runtime.model.fixed_passes import FixedPasses
-from lp_runtime.model.hf_config import context_length
-from lp_runtime.model.inputs import compile_layout, lay_out
+from lp_runtime.model.forward.cuda_graph import GraphOptions
+from lp_runtime.model.forward.fixed_passes import FixedPasses
+from lp_runtime.model.forward.following import LeadingShard
+from lp_runtime.model.forward.head import make_passes
+from lp_runtime.model.forward.inputs import compile_layout, lay_out
+from lp_runtime.model.forward.pass_inputs import Part
+from lp_runtime.model.forward.pass_timer import PassTimer
+from lp_runtime.model.forward.passes import Passes
+from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
+from lp_runtime.model.hf.config import context_length
+from lp_runtime.model.hf.rotary_lengths import RotaryLengths
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.slots import CacheSlot, SlotPool
-from lp_runtime.model.pass_inputs import Part
-from lp_runtime.model.pass_timer import PassTimer
-from lp_runtime.model.passes import Passes
-from lp_runtime.model.rotary import replace_rotaries
-from lp_runtime.model.rotary_lengths import RotaryLengths
-from lp_runtime.model.step_inputs import StepInputs, StepLogits
-from lp_runtime.model.tensor_parallel.following import LeadingShard
-from lp_runtime.model.tensor_parallel.head import make_passes
+from lp_runtime.model.modules.rotary import replace_rotaries
+from lp_runtime.model.support import check_family
 from lp_runtime.utils.generators import result_of
 
 CAPACITY_UNIT = 1024  # tokens; with passes of fixed sizes a slot's capacity is a multiple, so that slots fit often

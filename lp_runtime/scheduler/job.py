@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from lp_runtime.engine.generation import Delta, Generation
-from lp_runtime.engine.request import Request
 from lp_runtime.errors import LookaheadError
-from lp_runtime.launchers.lease import ReplicaLease
+from lp_runtime.launchers.wire.lease import ReplicaLease
+from lp_runtime.request.generation import Delta, Generation
+from lp_runtime.request.request import Request
 
 CHECK_SECONDS = 0.2  # between checks of replicas that come or go, and of deadlines: neither notifies the scheduler
 

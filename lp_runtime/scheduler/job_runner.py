@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from lp_runtime.engine.generation import Generation
 from lp_runtime.errors import LookaheadError, ReplicaError, first_line, unforeseen_as
+from lp_runtime.request.generation import Generation
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.job import Job, JobLease, Totals
 from lp_runtime.scheduler.lp_degree import DegreeSpeeds, SpeedMeter

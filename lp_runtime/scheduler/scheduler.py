@@ -17,10 +17,10 @@ from typing import Unpack
 
 from lp_runtime.config.checks import require_choice, require_int
 from lp_runtime.config.serving import MAX_BATCH, SCHEDULING_POLICIES
-from lp_runtime.engine.generation import Delta, Generation
-from lp_runtime.engine.request import Request
-from lp_runtime.engine.request_builder import RequestOptions
 from lp_runtime.errors import BusyError, ConfigError, DeadlineError, LookaheadError, ReplicaError
+from lp_runtime.replica.request_builder import RequestOptions
+from lp_runtime.request.generation import Delta, Generation
+from lp_runtime.request.request import Request
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.allocation import Allocator
 from lp_runtime.scheduler.job import CHECK_SECONDS, Job, JobLease, Totals

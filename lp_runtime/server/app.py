@@ -14,26 +14,26 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from lp_runtime.engine.request_builder import RequestOptions
 from lp_runtime.errors import LookaheadError, ReplicaError, RequestError
+from lp_runtime.model.hf.types import Tokenizer
 from lp_runtime.model.tokenizer import TextStream, chat_template, token_bytes
-from lp_runtime.model.types import Tokenizer
+from lp_runtime.replica.request_builder import RequestOptions
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.job import Job
 from lp_runtime.scheduler.scheduler import Scheduler
-from lp_runtime.server.chat_form import ChatForm
-from lp_runtime.server.chat_format import ChatFormat
+from lp_runtime.server.chat.chat_format import ChatFormat
+from lp_runtime.server.chat.tools import ToolUse
 from lp_runtime.server.errors import ApiError, invalid
 from lp_runtime.server.gate import Gate
 from lp_runtime.server.metrics import Metrics
-from lp_runtime.server.protocol import Chat, Common, Completion
-from lp_runtime.server.responses import Choice, CompletionForm, Form, to_json
-from lp_runtime.server.responses_api import Responses
-from lp_runtime.server.responses_form import ResponsesForm
+from lp_runtime.server.openai.chat_form import ChatForm
+from lp_runtime.server.openai.protocol import Chat, Common, Completion
+from lp_runtime.server.openai.responses import Choice, CompletionForm, Form, to_json
+from lp_runtime.server.openai.responses_api import Responses
+from lp_runtime.server.openai.responses_form import ResponsesForm
 from lp_runtime.server.status import StatusRoutes
 from lp_runtime.server.submission import ServerSettings, Submitter
 from lp_runtime.server.token_routes import TokenRoutes
-from lp_runtime.server.tools import ToolUse
 
 log = logging.getLogger(__name__)
 

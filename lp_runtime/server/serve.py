@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.distributed.context import started_by_torchrun
 from lp_runtime.errors import ConfigError, LaunchError, first_line
-from lp_runtime.model.loader import load_tokenizer
+from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.scheduler import Scheduler
 

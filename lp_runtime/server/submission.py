@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lp_runtime.engine.request import Request as DecodingRequest
-from lp_runtime.engine.request_builder import RequestBuilder, RequestOptions
 from lp_runtime.errors import RequestError
+from lp_runtime.model.hf.types import Tokenizer
 from lp_runtime.model.tokenizer import encode, encode_chat
-from lp_runtime.model.types import Tokenizer
+from lp_runtime.replica.request_builder import RequestBuilder, RequestOptions
+from lp_runtime.request.request import Request as DecodingRequest
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.scheduler import Scheduler
+from lp_runtime.server.chat.stop_trimmer import StopTrimmer
 from lp_runtime.server.gate import GateRules
-from lp_runtime.server.protocol import Common
-from lp_runtime.server.responses import Choice
-from lp_runtime.server.stop_trimmer import StopTrimmer
+from lp_runtime.server.openai.protocol import Common
+from lp_runtime.server.openai.responses import Choice
 from lp_runtime.server.tracing import Tracing
 
 log = logging.getLogger(__name__)

@@ -8,10 +8,10 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict
 
 from lp_runtime.errors import RequestError
+from lp_runtime.model.hf.types import Tokenizer
 from lp_runtime.model.tokenizer import encode
-from lp_runtime.model.types import Tokenizer
 from lp_runtime.runtime import LookaheadRuntime
-from lp_runtime.server.messages import Message
+from lp_runtime.server.chat.messages import Message
 from lp_runtime.server.status import StatusRoutes
 from lp_runtime.server.submission import Submitter
 

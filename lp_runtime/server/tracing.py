@@ -11,10 +11,10 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lp_runtime.engine.generation import Generation
 from lp_runtime.errors import LaunchError, LookaheadError
-from lp_runtime.server.protocol import Common
-from lp_runtime.server.responses import Choice
+from lp_runtime.request.generation import Generation
+from lp_runtime.server.openai.protocol import Common
+from lp_runtime.server.openai.responses import Choice
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lp_runtime.distributed.filling import feed_pending, fill
+from lp_runtime.distributed.partition.capacity_fill import feed_pending, fill
 from lp_runtime.sizing.pass_times import FIXED_POINT_ONE
 from lp_runtime.sizing.promises import EXPECTED_BITS, correct
 from lp_runtime.utils.jit import compiled, inlined

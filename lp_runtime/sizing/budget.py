@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lp_runtime.distributed.partition import Shares, partition_by_times, select_within
+from lp_runtime.distributed.partition.partition import Shares, partition_by_times, select_within
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
 from lp_runtime.sizing.best_size import best_capacity, best_size
 from lp_runtime.sizing.cost_model import CostModel

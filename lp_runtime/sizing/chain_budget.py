@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lp_runtime.distributed.chains import heaviest_chains
-from lp_runtime.distributed.partition import Share, Shares
+from lp_runtime.distributed.partition.chains import heaviest_chains
+from lp_runtime.distributed.partition.partition import Share, Shares
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
 from lp_runtime.sizing.best_size import RATE_BITS
 from lp_runtime.sizing.budget import LITTLE_GAIN_PERCENT, StepBudget

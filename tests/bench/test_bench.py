@@ -17,15 +17,15 @@ from lp_runtime.bench.critical_path import CriticalPath, CriticalPathRunner
 from lp_runtime.bench.methods import HuggingFace
 from lp_runtime.bench.report import commit
 from lp_runtime.bench.rows import quartiles
+from lp_runtime.calibration.calibration import Calibration
 from lp_runtime.config.settings import ModelConfig
-from lp_runtime.distributed.group import Group
-from lp_runtime.engine.calibration import Calibration
+from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.output import Report
-from lp_runtime.engine.request import Request
 from lp_runtime.entrypoints.cli import bench_main
-from lp_runtime.model.loader import load_model
+from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.request.output import Report
+from lp_runtime.request.request import Request
 
 CPU = torch.device("cpu")
 FIXED = ["lookahead.W=5", "lookahead.N=4", "lookahead.G=5", "lookahead.prior=none", "cache_dir=null"]

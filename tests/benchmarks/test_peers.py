@@ -10,7 +10,7 @@ from support.goose import Branches, GooseDrafter, Matcher, extended, harmonic
 from support.peers import NUM_CHILDREN, NUM_COPIED, SamDrafter, first_end, longest_match
 from support.racer import Automaton, RacerDrafter, State, Trie, most_frequent
 
-from lp_runtime.lookahead.drafters.base import VerificationResult
+from lp_runtime.lookahead.drafter import VerificationResult
 from lp_runtime.lookahead.drafters.best_first.tables import ENTRY
 from lp_runtime.lookahead.drafters.prompt_lookup import PromptLookupDrafter
 from lp_runtime.lookahead.drafters.token_recycling import CHILDREN, TEMPLATE, TokenRecyclingDrafter

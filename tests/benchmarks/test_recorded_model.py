@@ -12,10 +12,10 @@ from support.racer import RacerDrafter
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
-from lp_runtime.distributed.group import Group
+from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.output import Report
-from lp_runtime.engine.request import Request
+from lp_runtime.request.output import Report
+from lp_runtime.request.request import Request
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 FULL = LookaheadConfig(W=5, N=5, G=0, budget=16, prior="none")

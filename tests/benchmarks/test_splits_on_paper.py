@@ -10,8 +10,8 @@ from support.versions import needs_sliced_vocabulary
 from transformers import LlamaConfig
 
 from lp_runtime.config.settings import ModelConfig
-from lp_runtime.model.kv_cache.capacity import NCCL_BYTES
-from lp_runtime.model.sizes import size_of_model
+from lp_runtime.model.capacity import NCCL_BYTES
+from lp_runtime.model.loading.sizes import size_of_model
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 

@@ -18,8 +18,8 @@ from lp_runtime.constraints import compile_process, compiled
 from lp_runtime.constraints.compile_process import MAX_PENDING, ConstraintCompiler
 from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.constraints.schema_checks import check_schema
-from lp_runtime.engine.request_builder import RequestOptions
 from lp_runtime.errors import BusyError, ConfigError, ConstraintError, ReplicaError
+from lp_runtime.replica.request_builder import RequestOptions
 from lp_runtime.server.submission import ServerSettings, Submitter
 
 OBJECT = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}

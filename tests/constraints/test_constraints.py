@@ -26,18 +26,18 @@ from support.constrained import (
 from support.ranks import run_ranks
 from support.small_models import random_model
 
+from lp_runtime.calibration.calibration import Calibration
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
-from lp_runtime.distributed.group import Group
+from lp_runtime.distributed.transport.group import Group
+from lp_runtime.dropin.lookahead_generate import lookahead_generate
 from lp_runtime.engine.batch import Arrival
-from lp_runtime.engine.calibration import Calibration
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.output import MODEL
-from lp_runtime.engine.request import Request
 from lp_runtime.errors import ConfigError, ConstraintError
-from lp_runtime.hf_generate import lookahead_generate
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.request.output import MODEL
+from lp_runtime.request.request import Request
 
 RECORD = ConstraintConfig(
     json_schema={

@@ -9,9 +9,9 @@ import torch
 
 from lp_runtime.distributed import devices
 from lp_runtime.distributed.devices import check_one_each, device_type, warn_of_few_cores, why_no_gpu
-from lp_runtime.engine.loading import choose_device
 from lp_runtime.errors import ConfigError, LaunchError
 from lp_runtime.launchers.split import free_of_this_machine, visible_on
+from lp_runtime.replica.loading import choose_device
 
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version: 12\n"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (root@host)\n"

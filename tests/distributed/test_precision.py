@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lp_runtime.model import make_runner
+from lp_runtime.model.checks import make_runner
 
 # NVIDIA's images set the variable, which torch reads as it is imported.
 OURS = """

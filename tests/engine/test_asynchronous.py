@@ -18,13 +18,13 @@ from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.exchange import Exchange
-from lp_runtime.distributed.group import Group
+from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Arrival
-from lp_runtime.engine.output import Report
-from lp_runtime.engine.request import Request
 from lp_runtime.errors import ModelError
-from lp_runtime.model.loader import load_model
+from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.request.output import Report
+from lp_runtime.request.request import Request
 from lp_runtime.sizing.budget import StepBudget
 
 PROMPT = tuple(range(300, 312))

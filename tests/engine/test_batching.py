@@ -11,13 +11,13 @@ from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.engine.batch import Arrival
-from lp_runtime.engine.output import Report
-from lp_runtime.engine.request import Request
 from lp_runtime.errors import LookaheadError, RequestError
 from lp_runtime.model.kv_cache.cache import TreeCache
-from lp_runtime.model.loader import load_model, load_tokenizer
+from lp_runtime.model.loading.loader import load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.tokenizer import StopStrings
+from lp_runtime.request.output import Report
+from lp_runtime.request.request import Request
 
 CPU = torch.device("cpu")
 CASES = {

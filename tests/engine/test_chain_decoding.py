@@ -11,10 +11,10 @@ from support.ranks import run_ranks
 from support.thinned import thinned
 
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
-from lp_runtime.distributed.group import Group
-from lp_runtime.engine.request import Request
+from lp_runtime.distributed.transport.group import Group
 from lp_runtime.errors import ConfigError
 from lp_runtime.model.chain_runner import ChainRunner
+from lp_runtime.request.request import Request
 
 NUM_REQUESTS = 6
 

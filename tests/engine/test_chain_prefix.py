@@ -11,10 +11,10 @@ from support.ranks import run_ranks
 from support.thinned import thinned
 
 from lp_runtime.config.lookahead import LookaheadConfig
-from lp_runtime.distributed.group import Group
-from lp_runtime.engine.prompt_prefix import MAX_POINTS, make_prefix_cache
-from lp_runtime.engine.request import Request
+from lp_runtime.distributed.transport.group import Group
 from lp_runtime.model.chain_runner import ChainRunner
+from lp_runtime.prefill.prefix import MAX_POINTS, make_prefix_cache
+from lp_runtime.request.request import Request
 
 PROMPT = tuple(5 + 3 * i % 41 for i in range(60))
 KINDS = ("qwen3_next", "falcon_h1", "mamba2")  # states beside attention, in a layer with attention, and nothing else

@@ -14,13 +14,13 @@ from transformers import ClassifierFreeGuidanceLogitsProcessor, LogitsProcessor
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
-from lp_runtime.distributed.group import Group
+from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.output import Report
-from lp_runtime.engine.request import Request
 from lp_runtime.errors import ConfigError
-from lp_runtime.model.loader import load_model
+from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.request.output import Report
+from lp_runtime.request.request import Request
 
 PROMPT = (1, 2, 3, 1, 2, 4, 1, 2, 3, 1)
 EOS = frozenset({7, 30})

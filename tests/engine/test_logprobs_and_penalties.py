@@ -11,10 +11,10 @@ from support.thinned import thinned
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.config.lookahead import PLAIN
-from lp_runtime.engine.output import Logprob, StepOutput
 from lp_runtime.errors import ConfigError
-from lp_runtime.launchers.messages import Progress
-from lp_runtime.model.loader import load_model, load_tokenizer
+from lp_runtime.launchers.wire.messages import Progress
+from lp_runtime.model.loading.loader import load_model, load_tokenizer
+from lp_runtime.request.output import Logprob, StepOutput
 
 NUM_TOKENS = 40
 SETTINGS = [

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, SynthIDTextWater
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig, lookahead_generate
 from lp_runtime.config.lookahead import PLAIN
-from lp_runtime.distributed.group import Group
-from lp_runtime.engine.output import Report
-from lp_runtime.engine.request import Request
+from lp_runtime.distributed.transport.group import Group
 from lp_runtime.errors import ConfigError
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.request.output import Report
+from lp_runtime.request.request import Request
 
 PROMPT = (3, 5, 7, 11, 3, 5, 7)
 SETTINGS = {

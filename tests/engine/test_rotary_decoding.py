@@ -18,14 +18,14 @@ from support.versions import needs_rotary_by_length
 
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.dropin.lookahead_generate import lookahead_generate
 from lp_runtime.engine.batch import Arrival
-from lp_runtime.engine.prompt_prefix import make_prefix_cache
-from lp_runtime.engine.request import Request
-from lp_runtime.hf_generate import lookahead_generate
 from lp_runtime.model.chain_runner import ChainRunner
-from lp_runtime.model.rotary import library_view
+from lp_runtime.model.hf.view import view_of
+from lp_runtime.model.modules.rotary import library_view
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.view import view_of
+from lp_runtime.prefill.prefix import make_prefix_cache
+from lp_runtime.request.request import Request
 
 pytestmark = needs_rotary_by_length
 KINDS = {"dynamic": ("Llama", DYNAMIC), "longrope": ("Llama", LONG), "re-feeding": ("Phi3", LONG)}

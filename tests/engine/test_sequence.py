@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 from support.engines import engine_of
 from support.ranks import CPU, run_ranks
 
+from lp_runtime.calibration.calibration import Calibration, Measured
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
-from lp_runtime.distributed.group import Group
-from lp_runtime.engine import sampler_factory
-from lp_runtime.engine.calibration import Calibration, Measured
+from lp_runtime.decoder import sampler_factory
+from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.output import Report, StepOutput
-from lp_runtime.engine.request import Request
 from lp_runtime.errors import StateMismatchError
-from lp_runtime.model.loader import load_model
+from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.request.output import Report, StepOutput
+from lp_runtime.request.request import Request
 
 ARCHITECTURES = {
     "llama": ("Llama", {"initializer_range": 0.3}),

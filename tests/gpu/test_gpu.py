@@ -14,17 +14,17 @@ from support.one_slot import OneSlot
 from lp_runtime import LookaheadConfig, LookaheadRuntime, lookahead_generate
 from lp_runtime.config.settings import LauncherConfig, ModelConfig
 from lp_runtime.distributed.exchange import Exchange
-from lp_runtime.distributed.group import Group
-from lp_runtime.distributed.partition import Shares
+from lp_runtime.distributed.partition.partition import Shares
+from lp_runtime.distributed.transport.group import Group
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.attention.parts import attend, attend_masked
-from lp_runtime.model.cuda_graph import why_not_captured
-from lp_runtime.model.fixed_passes import SIZES
-from lp_runtime.model.loader import load_model, load_tokenizer
-from lp_runtime.model.optimize.fusing import fuse_blocks
-from lp_runtime.model.pass_timer import PassTimer
+from lp_runtime.model.checks.self_check import check_model
+from lp_runtime.model.forward.cuda_graph import why_not_captured
+from lp_runtime.model.forward.fixed_passes import SIZES
+from lp_runtime.model.forward.pass_timer import PassTimer
+from lp_runtime.model.loading.loader import load_model, load_tokenizer
+from lp_runtime.model.modules.fusing import fuse_blocks
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.self_check import check_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TEXT = "def fibonacci(n):\n"

@@ -7,8 +7,8 @@ import torch
 from support.fed import DEVICE, HEADS, LAYER, NUM_LAYERS, TOLERANCES, Fed, expected_of, feed
 from support.thinned import thinned
 
-from lp_runtime.model.optimize.fused_blocks import rotate
-from lp_runtime.model.pass_inputs import Part, PassInputs
+from lp_runtime.model.forward.pass_inputs import Part, PassInputs
+from lp_runtime.model.modules.fused_blocks import rotate
 
 kernels = pytest.importorskip("lp_runtime.kernels.triton_gpu", reason="needs Triton")
 triton_attention = pytest.importorskip("lp_runtime.kernels.triton_attention", reason="needs Triton")

@@ -20,15 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
-from lp_runtime.engine.request import Request
 from lp_runtime.kernels import numba_cpu
 from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model import cuda_graph, fixed_passes
-from lp_runtime.model.optimize import fused_blocks, fusing
-from lp_runtime.model.optimize.fusing import fuse_blocks
+from lp_runtime.model.checks.self_check import check_model
+from lp_runtime.model.forward import cuda_graph, fixed_passes
+from lp_runtime.model.modules import fused_blocks, fusing
+from lp_runtime.model.modules.fusing import fuse_blocks
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.self_check import check_model
+from lp_runtime.request.request import Request
 from lp_runtime.sampling import sampler
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.step_logits import StepLogits

@@ -7,8 +7,8 @@ import torch
 from support.small_models import random_model
 
 from lp_runtime.kernels import numba_cpu
-from lp_runtime.model.optimize.fused_blocks import FusedNorm
-from lp_runtime.model.optimize.fusing import fuse_blocks
+from lp_runtime.model.modules.fused_blocks import FusedNorm
+from lp_runtime.model.modules.fusing import fuse_blocks
 
 kernels = pytest.importorskip("lp_runtime.kernels.triton_norm", reason="needs Triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -65,7 +65,7 @@ def test_address_of_an_interface():
 
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_an_interface_that_is_not_there_is_refused_before_a_model_is_loaded(tiny_model_dir, capsys, gpus, monkeypatch):
-    monkeypatch.setattr("lp_runtime.engine.loading.load_model", None)
+    monkeypatch.setattr("lp_runtime.replica.loading.load_model", None)
     with pytest.raises(SystemExit) as ended:
         main([f"model.path={tiny_model_dir}", "prompt=[1]", "ids=true", f"gpus={gpus}", "launcher.interface=eth99"])
     out, err = capsys.readouterr()

@@ -21,8 +21,8 @@ from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
 from lp_runtime.config.settings import FailureConfig, ModelConfig, RuntimeConfig
 from lp_runtime.errors import ConfigError, LaunchError
 from lp_runtime.launchers import ray_launcher
-from lp_runtime.launchers.messages import Failed
 from lp_runtime.launchers.ray_launcher import RayHost, ReplicaActor
+from lp_runtime.launchers.wire.messages import Failed
 
 FIXED = LookaheadConfig(15, 5, 15)  # nothing is measured at start
 

@@ -18,9 +18,9 @@ from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.store import address_of
 from lp_runtime.errors import ConfigError, LaunchError
-from lp_runtime.launchers.process_host import Placement
 from lp_runtime.launchers.ray_booking import Booking, device_index
 from lp_runtime.launchers.ray_launcher import ReplicaActor
+from lp_runtime.launchers.worker.process_host import Placement
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow  # test_ray_launcher.py and test_launch_headers.py are CI's tests of Ray

@@ -29,9 +29,9 @@ from lp_runtime import (
 )
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.settings import FailureConfig, RuntimeConfig
-from lp_runtime.engine.output import Report
-from lp_runtime.launchers.lease import ReplicaLease
-from lp_runtime.launchers.messages import Decode
+from lp_runtime.launchers.wire.lease import ReplicaLease
+from lp_runtime.launchers.wire.messages import Decode
+from lp_runtime.request.output import Report
 
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
 SAMPLINGS = {"greedy": None, "sampled": SamplingConfig(temperature=0.8, seed=3)}

@@ -19,8 +19,8 @@ from lp_runtime.errors import ConfigError, LaunchError, ModelError
 from lp_runtime.launchers import split, torchrun
 from lp_runtime.launchers.ray_booking import gpus_of_cluster
 from lp_runtime.launchers.split import choose_split, free_of_this_machine
-from lp_runtime.model.kv_cache.capacity import NCCL_BYTES, bytes_of_tokens, tokens_in
-from lp_runtime.model.sizes import size_of_model
+from lp_runtime.model.capacity import NCCL_BYTES, bytes_of_tokens, tokens_in
+from lp_runtime.model.loading.sizes import size_of_model
 
 GIB = 1 << 30
 # Llama 3 70B: nobody has its weights here, and nothing of them is needed.

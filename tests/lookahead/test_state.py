@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lp_runtime.lookahead.drafters.base import VerificationResult
+from lp_runtime.lookahead.drafter import VerificationResult
 from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
 from lp_runtime.lookahead.state import DecodingRules, DecodingState, Proposal
 

@@ -10,13 +10,13 @@ from support.small_models import random_model
 
 from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model.chain_check import check_chains
 from lp_runtime.model.chain_runner import ChainRunner
-from lp_runtime.model.differences import TOLERANCES, difference_of
+from lp_runtime.model.checks.chain_check import check_chains
+from lp_runtime.model.checks.make_runner import check_runner, make_runner
+from lp_runtime.model.forward.step_inputs import StepInputs
+from lp_runtime.model.hf.differences import TOLERANCES, difference_of
 from lp_runtime.model.kv_cache.slots import CacheSlot
-from lp_runtime.model.make_runner import check_runner, make_runner
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.step_inputs import StepInputs
 from lp_runtime.utils.generators import result_of
 
 OTHERS = ("bloom", "gpt_neo", "deepseek_v32", "bart")  # no state: ALiBi, places, an indexer, no position_ids

@@ -10,12 +10,12 @@ from support.one_slot import OneSlot
 from support.trees import ARCHITECTURES, assert_close, draw, path_text, plain_logits, random_tree
 from support.versions import needs_rotary_by_length
 
-from lp_runtime.distributed.partition import partition
+from lp_runtime.distributed.partition.partition import partition
 from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.attention.mask import MaskForm
 from lp_runtime.model.attention.tree_attention import NAME as TREE
-from lp_runtime.model.hf_config import attention_settings, of_text_model
+from lp_runtime.model.hf.config import attention_settings, of_text_model
 from lp_runtime.model.runner import ModelRunner
 
 

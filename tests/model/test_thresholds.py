@@ -4,7 +4,7 @@ import pytest
 import transformers
 from transformers import LlamaConfig, PreTrainedConfig
 
-from lp_runtime.model.families import thresholds_of
+from lp_runtime.model.support import thresholds_of
 
 ROPE = {
     "rope_theta": 5e5,

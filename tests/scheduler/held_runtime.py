@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Unpack
 
 from lp_runtime import Delta, Generation, GenerationStream, Job, LookaheadRuntime, RequestOptions, Scheduler
-from lp_runtime.engine.request import Request
-from lp_runtime.launchers.lease import ReplicaLease
+from lp_runtime.launchers.wire.lease import ReplicaLease
+from lp_runtime.request.request import Request
 
 POLL_SECONDS = 0.02  # between checks whether a held job was cancelled
 

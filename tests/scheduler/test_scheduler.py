@@ -29,7 +29,7 @@ from lp_runtime import (
     Scheduler,
 )
 from lp_runtime.config.settings import FailureConfig, LauncherConfig, ModelConfig, RuntimeConfig
-from lp_runtime.engine.request import Request
+from lp_runtime.request.request import Request
 from lp_runtime.scheduler.job import JobState
 
 FIXED = LookaheadConfig(7, 5, 7, prior="none")

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from lp_runtime.server.app import Server
-from lp_runtime.server.messages import Message
-from lp_runtime.server.responses import Choice, CompletionForm
-from lp_runtime.server.stop_trimmer import StopTrimmer
+from lp_runtime.server.chat.messages import Message
+from lp_runtime.server.chat.stop_trimmer import StopTrimmer
+from lp_runtime.server.openai.responses import Choice, CompletionForm
 
 
 def choice_of(prefix=""):

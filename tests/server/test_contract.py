@@ -14,7 +14,7 @@ from support.serving import demo_model_that_chats, served
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.config.settings import ModelConfig
-from lp_runtime.model.loader import load_model, load_tokenizer
+from lp_runtime.model.loading.loader import load_model, load_tokenizer
 
 PROMPT = reference.PROMPTS[1]
 MESSAGES = [{"role": "user", "content": "Write a loop."}]

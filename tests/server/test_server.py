@@ -19,7 +19,7 @@ from support.processes import PATIENCE, marked, one_core, wait_until
 from support.serving import demo_model_that_chats, served
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
-from lp_runtime.model.loader import load_tokenizer
+from lp_runtime.model.loading.loader import load_tokenizer
 
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
 PROMPT = reference.PROMPTS[1]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lp_runtime.distributed.partition import partition_by_times
+from lp_runtime.distributed.partition.partition import partition_by_times
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
 from lp_runtime.sizing.budget import StepBudget
 from lp_runtime.sizing.cost_model import assumed_times, interpolate

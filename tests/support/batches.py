@@ -5,10 +5,10 @@ from __future__ import annotations
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.engine.batch import Arrival
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.output import Report
-from lp_runtime.engine.request import Request
 from lp_runtime.errors import LookaheadError
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.request.output import Report
+from lp_runtime.request.request import Request
 from support.engines import engine_of
 
 FIXED = LookaheadConfig(7, 5, 7, prior="none")

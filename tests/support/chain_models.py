@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
-from lp_runtime.distributed.group import Group
-from lp_runtime.engine.output import Report, StepOutput
-from lp_runtime.engine.request import Request
+from lp_runtime.distributed.transport.group import Group
 from lp_runtime.model.chain_runner import ChainRunner
+from lp_runtime.request.output import Report, StepOutput
+from lp_runtime.request.request import Request
 from support.causal_configs import VOCABULARY, small_config
 from support.causal_types import small_model
 from support.engines import engine_of

@@ -19,16 +19,16 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.generation import logits_process as library
 
+from lp_runtime.calibration.calibration import Calibration
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.constraints.compiled import CompiledConstraint, compile_constraint
 from lp_runtime.constraints.grammar_guide import GrammarGuide, Grammars
-from lp_runtime.distributed.group import Group
-from lp_runtime.engine.calibration import Calibration
+from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.request import Request
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.request.request import Request
 from lp_runtime.sampling.gumbel import GumbelNoise
 from support.small_models import SHAPE, random_model
 

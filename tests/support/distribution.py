@@ -19,11 +19,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, PreTrainedModel
 
 from lp_runtime import LookaheadConfig, ModelConfig, SamplingConfig
-from lp_runtime.distributed.group import CPU
-from lp_runtime.engine.request import Request
-from lp_runtime.engine.sampler_factory import make_sampler_spec
-from lp_runtime.model.loader import load_model, load_tokenizer
+from lp_runtime.decoder.sampler_factory import make_sampler_spec
+from lp_runtime.distributed.transport.group import CPU
+from lp_runtime.model.loading.loader import load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.request.request import Request
 from lp_runtime.sampling.gumbel import GumbelNoise
 from lp_runtime.sampling.hf_settings import build_processors
 from support.engines import engine_of

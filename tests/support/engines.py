@@ -6,8 +6,8 @@ import weakref
 
 from transformers import PreTrainedModel
 
-from lp_runtime.distributed.group import Group
-from lp_runtime.engine.calibration import Calibration, Measured
+from lp_runtime.calibration.calibration import Calibration, Measured
+from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
 from lp_runtime.model.runner import ModelRunner
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lp_runtime.model.attention.mask import ancestor_mask
-from lp_runtime.model.inputs import InputLayout
+from lp_runtime.model.forward.inputs import InputLayout
 from lp_runtime.model.kv_cache.cache import TreeCache
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -66,7 +66,7 @@ class ForkedReplica:
 
 
 def _be_replica(pipe: Connection, cores: set[int]) -> None:
-    from lp_runtime.launchers.replica_process import be_replica
+    from lp_runtime.launchers.worker.replica_process import be_replica
 
     os.setsid()
     os.sched_setaffinity(0, cores)

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.step_inputs import StepInputs
 
 
 class OneSlot:

@@ -51,7 +51,7 @@ class Marked:
 
     def workers(self) -> list[int]:
         """Those of them that are spawned replicas."""
-        return [pid for pid in self.alive() if "lp_runtime.launchers.replica_process" in command_line(pid)]
+        return [pid for pid in self.alive() if "lp_runtime.launchers.worker.replica_process" in command_line(pid)]
 
     def assert_gone(self) -> None:
         """Wait until none is alive."""
@@ -101,7 +101,7 @@ def own_replicas() -> list[int]:
     children = []
     for file in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
         children += [int(pid) for pid in file.read_text().split()]
-    started = [pid for pid in children if "lp_runtime.launchers.replica_process" in command_line(pid)]
+    started = [pid for pid in children if "lp_runtime.launchers.worker.replica_process" in command_line(pid)]
     return sorted(started + living_replicas())
 
 

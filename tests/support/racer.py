@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from lp_runtime.lookahead.drafters.base import VerificationResult
+from lp_runtime.lookahead.drafter import VerificationResult
 from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree
 from support.peers import Peer

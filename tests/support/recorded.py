@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lp_runtime.engine.decoder import Decoder
-from lp_runtime.engine.vocabulary_prior import NO_CANDIDATES
+from lp_runtime.calibration.vocabulary_prior import NO_CANDIDATES
+from lp_runtime.decoder.decoder import Decoder
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
 from lp_runtime.lookahead.drafters.best_first.tables import ENTRY, K

@@ -14,7 +14,7 @@ from typing import Any
 
 from lp_runtime import LookaheadRuntime, Scheduler
 from lp_runtime.config.settings import DEMO_MODEL
-from lp_runtime.model.loader import load_tokenizer
+from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.server.app import Server
 from lp_runtime.server.connections import HttpLimits
 from lp_runtime.server.gate import GateRules

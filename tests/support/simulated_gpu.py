@@ -46,7 +46,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lp_runtime.kernels import dispatch
 from lp_runtime.kernels.triton_cut import Cut, can_cut, cut_scores
-from lp_runtime.model.optimize import fusing
+from lp_runtime.model.modules import fusing
 from lp_runtime.sampling.gumbel import uniforms
 from support import stand_ins
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lp_runtime.distributed.reducers import Reducer
 from lp_runtime.distributed.shards import ShardLink, ShardPlace
-from lp_runtime.engine import loading
-from lp_runtime.model import fixed_passes
+from lp_runtime.model.forward import fixed_passes
+from lp_runtime.replica import loading
 from support.simulated_gpu import Gpu, simulated_gpu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

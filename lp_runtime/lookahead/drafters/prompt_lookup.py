@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lp_runtime.lookahead.drafters.base import CountingDrafter, VerificationResult
+from lp_runtime.lookahead.drafter import CountingDrafter, VerificationResult
 from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree
 

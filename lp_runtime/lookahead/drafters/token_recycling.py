@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lp_runtime.lookahead.drafters.base import CountingDrafter, VerificationResult
+from lp_runtime.lookahead.drafter import CountingDrafter, VerificationResult
 from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree

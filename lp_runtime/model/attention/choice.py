@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from lp_runtime.errors import ModelError
 from lp_runtime.kernels.dispatch import on
 from lp_runtime.model.attention.tree_attention import NAME as TREE
-from lp_runtime.model.differences import TOLERANCES, difference_of
-from lp_runtime.model.hf_config import attention_of, of_text_model, takes_attention
+from lp_runtime.model.hf.config import attention_of, of_text_model, takes_attention
+from lp_runtime.model.hf.differences import TOLERANCES, difference_of
 
 ATTENTIONS = ("sdpa", "eager")
 NUM_TOKENS = 8  # of the text that both attentions are compared by

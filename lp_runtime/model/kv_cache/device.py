@@ -1,7 +1,7 @@
 """The KV caches of the sequences of a pass of a fixed size: which they are, only the device knows.
 
 A captured pass must not contain the address of any cache. So keys and values are written, and attended to, through a
-table of addresses that each step's inputs bring along (model/pass_inputs.py, kernels/triton_attention.py).
+table of addresses that each step's inputs bring along (model/forward/pass_inputs.py, kernels/triton_attention.py).
 
 Letters: B tokens of a pass, padding included; H key/value heads, g query heads for each, D head size.
 """

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from lp_runtime.model.hf.rotary_lengths import UNCHANGING, RotaryLengths
 from lp_runtime.model.kv_cache.cache import LayerStates, SavedStates, TreeCache
-from lp_runtime.model.rotary_lengths import UNCHANGING, RotaryLengths
 
 MIN_TOKENS = 16  # of a prefix that is read, or of a segment: below, copying costs more than feeding
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from lp_runtime.model.hf.rotary_lengths import RotaryLengths
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.prefix_cache import Prefix, PrefixCache
-from lp_runtime.model.rotary_lengths import RotaryLengths
 
 
 @dataclass
@@ -19,7 +19,7 @@ class CacheSlot:
     Attributes:
         tokens: token ids whose keys and values are committed in `cache`.
         num_prefilled: leading tokens of `tokens` that were fed as a prompt, not as a tree.
-        prompt_length: P: tokens of the prompt that the sequence has, or will have; see model/rotary_lengths.py.
+        prompt_length: P: tokens of the prompt that the sequence has, or will have; see model/hf/rotary_lengths.py.
         undecided: token ids that were fed behind `tokens` as a chain of guesses: kept or taken back at the next pass.
     """
 

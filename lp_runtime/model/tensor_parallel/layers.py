@@ -67,7 +67,7 @@ class RowwiseLinear(SliceModule):
 
 @dataclass
 class OutputMode:
-    """What a GatheredLinear returns; its views (model/view.py) have it, too.
+    """What a GatheredLinear returns; its views (model/hf/view.py) have it, too.
 
     Attributes:
         is_whole: whether that is the whole output, and not this shard's part of it alone.

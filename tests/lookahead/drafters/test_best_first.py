@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lp_runtime.lookahead.drafters.base import Drafter, NoiseKey, VerificationResult
+from lp_runtime.lookahead.drafter import Drafter, NoiseKey, VerificationResult
 from lp_runtime.lookahead.drafters.best_first import estimates, features, tables
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from test_best_first import VOCABULARY, best_first, decode
 
-from lp_runtime.lookahead.drafters.base import NoiseKey
+from lp_runtime.lookahead.drafter import NoiseKey
 from lp_runtime.lookahead.drafters.best_first import tables
 from lp_runtime.lookahead.drafters.best_first.candidates import match_text
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables

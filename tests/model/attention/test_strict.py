@@ -10,15 +10,15 @@ from support.thinned import thinned
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
-from lp_runtime.engine.request import Request
 from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.attention import strict
 from lp_runtime.model.attention.strict import BLOCK, KEYS, POSITION, tail_table
-from lp_runtime.model.loader import load_model, load_tokenizer
-from lp_runtime.model.passes import Passes
+from lp_runtime.model.checks.self_check import check_model
+from lp_runtime.model.forward.passes import Passes
+from lp_runtime.model.loading.loader import load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.self_check import check_model
+from lp_runtime.request.request import Request
 
 ALWAYS = ("llama", "gemma3", "qwen3_moe", "gpt_oss")  # the other families are slow, together
 

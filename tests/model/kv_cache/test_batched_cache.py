@@ -7,11 +7,11 @@ import torch
 from support.trees import ARCHITECTURES, assert_close, draw, path_text, plain_logits, random_tree
 
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.engine.loading import ready_model
 from lp_runtime.model.attention.mask import MaskForm
+from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.step_inputs import StepInputs
+from lp_runtime.replica.loading import ready_model
 
 
 @pytest.fixture(params=ARCHITECTURES)

@@ -13,20 +13,20 @@ from support.shards import run_shards
 from support.simulated_gpu import Graph
 from support.simulated_shards import CPU, CUDA, SIZES, gpu_of_a_shard
 
+from lp_runtime.calibration.calibration import Calibration, Measured, StepMeasurement
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
-from lp_runtime.distributed.group import Group
 from lp_runtime.distributed.shards import ShardPlace
-from lp_runtime.engine.calibration import Calibration, Measured, StepMeasurement
+from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.loading import ready_follower, ready_model
-from lp_runtime.engine.request import Request
 from lp_runtime.errors import ShardError
-from lp_runtime.model import self_check
-from lp_runtime.model.cuda_graph import FixedPass, PassSet, PassSize
-from lp_runtime.model.loader import load_model
+from lp_runtime.model.checks import self_check
+from lp_runtime.model.forward.cuda_graph import FixedPass, PassSet, PassSize
+from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.replica.loading import ready_follower, ready_model
+from lp_runtime.request.request import Request
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),

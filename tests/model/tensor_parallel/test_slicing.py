@@ -17,11 +17,11 @@ from lp_runtime.distributed.process_group import new_segment_name
 from lp_runtime.distributed.shards import ShardLink, ShardPlace
 from lp_runtime.errors import ModelError
 from lp_runtime.model.kv_cache.slots import CacheSlot
-from lp_runtime.model.loader import load_model
-from lp_runtime.model.optimize.fusing import fuse_blocks
-from lp_runtime.model.optimize.packing import PackedLinear, pack_linears
+from lp_runtime.model.loading.loader import load_model
+from lp_runtime.model.loading.sizes import size_of_model
+from lp_runtime.model.modules.fusing import fuse_blocks
+from lp_runtime.model.modules.packed_linear import PackedLinear, pack_linears
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.sizes import size_of_model
 from lp_runtime.model.tensor_parallel.slicing import check_shards, slice_model
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lp_runtime.lookahead.drafters.base import Counts, Drafter, NoiseKey, VerificationResult
+from lp_runtime.lookahead.drafter import Counts, Drafter, NoiseKey, VerificationResult
 from lp_runtime.lookahead.drafters.best_first import growth, guided, outcome, tables
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.estimates import Rates

@@ -128,7 +128,7 @@ def accept(
 
 @inlined
 def count(nodes: Nodes, root: Int, size: Int, path: np.ndarray, fed: np.ndarray, accepted: np.ndarray) -> None:
-    """Count a step's nodes below the root by source and depth: see lp_runtime.lookahead.drafters.base.Counts.
+    """Count a step's nodes below the root by source and depth: see lp_runtime.lookahead.drafter.Counts.
 
     Args:
         nodes: the tree.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from lp_runtime.lookahead.drafters.base import CountingDrafter, VerificationResult
+from lp_runtime.lookahead.drafter import CountingDrafter, VerificationResult
 from lp_runtime.lookahead.drafters.paper.pool import NGramPool
 from lp_runtime.lookahead.drafters.paper.window import Slots, Window
 from lp_runtime.lookahead.guide import Guide

@@ -1,0 +1,246 @@
+"""Measures how long a replica's steps take, by their number of tokens."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.capacity import free_bytes
+from lp_runtime.model.forward.step_inputs import StepInputs
+from lp_runtime.model.kv_cache.slots import CacheSlot
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.sampling.processors import TreeProcessors
+from lp_runtime.sampling.sampler import Sampler
+from lp_runtime.sizing.cost_model import PREFIX_UNIT
+
+GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens of measured steps
+CONTEXT_TOKENS = 256  # cached while steps are measured
+MEASURE_SECONDS = 2.0  # that measuring may take, about
+MIN_MEASURED_TOKENS = 16  # steps of so many tokens are measured whatever it takes
+MIN_ROUNDS, MAX_ROUNDS = 1, 5  # after the first, in which steps of all sizes are compiled
+NUM_WARM = 4  # steps of one token that are not timed, in each round: those behind a long pass are slow on a CPU
+MAX_COST_MULTIPLE = 12  # no step is measured that costs this multiple of one token's: none so large ever pays
+BRANCH_TOKENS = 8  # of a measured tree's branches, as drafted trees have about
+MAX_POINTS = 64  # measured steps of a replica
+HEADER = 4  # integers of a row before them
+LONG_TOKENS = 4096  # cached while it is measured what more committed tokens cost
+LONG_SIZES = (1, 16)  # tokens of the steps that tell it
+LONG_ROUNDS = 3
+NOISE_SHARE = 20  # two steps that differ by less than one part in so many may be alike
+MAX_LONG_NS = 100_000_000  # of a step of one token; where it takes longer, that is not measured
+MAX_LONG_SHARE = 8  # of the free memory, one part in so many for that
+HARVESTED_TOKENS = 32  # of the prompts whose prefill is timed with and without their top-k candidates
+HARVEST_ROUNDS = 3
+
+
+class StepMeasurement(NamedTuple):
+    """Measured steps of one replica.
+
+    Attributes:
+        tokens: [points] tokens of each measured step, ascending.
+        nanoseconds: [points] the shortest duration of each.
+        num_padded: [] up to so many tokens a pass is padded to the next of `tokens`; 0 for none.
+        harvest_ns: [] how much longer a prefill takes for each token whose top-k candidates are found.
+        prefix_ns: [2] what PREFIX_UNIT more committed tokens add to a step of one token, and to each further token.
+    """
+
+    tokens: np.ndarray
+    nanoseconds: np.ndarray
+    num_padded: np.ndarray
+    harvest_ns: np.ndarray
+    prefix_ns: np.ndarray
+
+
+def row_of(steps: StepMeasurement) -> np.ndarray:
+    """Return measured steps as [HEADER + 2 MAX_POINTS] int64, for a gather."""
+    row = np.zeros(HEADER + 2 * MAX_POINTS, dtype=np.int64)
+    row[0], row[1], row[2:HEADER] = steps.num_padded, steps.harvest_ns, steps.prefix_ns
+    points = row[HEADER:].reshape(2, MAX_POINTS)
+    points[:, : len(steps.tokens)] = steps.tokens, steps.nanoseconds
+    return row
+
+
+def measurement_of(row: np.ndarray) -> StepMeasurement:
+    """Return measured steps from what `row_of` returned."""
+    tokens, nanoseconds = row[HEADER:].reshape(2, MAX_POINTS)
+    num_points = int((tokens > 0).sum())
+    return StepMeasurement(tokens[:num_points], nanoseconds[:num_points], row[0], row[1], row[2:HEADER])
+
+
+def make_greedy_sampler(model: ModelRunner) -> Sampler:
+    """Return a sampler of a model's likeliest tokens, with K top-k candidates."""
+    return Sampler(TreeProcessors([], model.device), None, num_top_k=K)
+
+
+def num_context_tokens(model: ModelRunner) -> int:
+    """Return how many tokens are committed while a model's steps are measured."""
+    return max(1, min(CONTEXT_TOKENS, (model.context_length or CONTEXT_TOKENS) // 4))
+
+
+def _clearly_more(duration: int, other: int) -> int:
+    """Return by how much a step takes longer than another one; 0 where that may be noise."""
+    return duration - other if duration > other + other // NOISE_SHARE else 0
+
+
+def measure_steps(model: ModelRunner) -> StepMeasurement:
+    """Measure how long this replica takes to feed a tree, sample the successors and read them back."""
+    with model.slots.borrowed() as slot:
+        return _StepMeter(model, slot).measure()
+
+
+class _StepMeter:
+    """Times steps of various sizes behind a short context.
+
+    Args:
+        model: this replica's.
+        slot: is fed; its content is lost.
+    """
+
+    def __init__(self, model: ModelRunner, slot: CacheSlot):
+        self._model, self._slot, self._sampler = model, slot, make_greedy_sampler(model)
+        num_context = num_context_tokens(model)
+        self._context = [i % model.vocabulary_size for i in range(num_context)]
+        # A step commits a token, and there are three of each size: positions stay within a short context, too.
+        length = model.context_length
+        max_tokens = GRID[-1] if length is None else length - num_context - 3 * len(GRID) - 8
+        # A pass of a fixed size costs what it is padded to: those sizes are measured, and no others among them.
+        limit = max(1, min(GRID[-1], max_tokens))
+        padded = [size for size in model.pass_sizes if size <= limit]
+        self._num_padded = padded[-1] if padded else 0
+        self._sizes = [*padded, *(size for size in GRID if self._num_padded < size <= limit)]
+
+    def measure(self) -> StepMeasurement:
+        """Return the durations of steps, as many as there is time for: of each size the shortest that was seen.
+
+        What disturbs a step makes it longer, and one that seems dear is never taken, so nothing later would tell.
+        """
+        durations, deadline = self._first_round()
+        sizes = self._sizes[: len(durations)]
+        for number in range(MAX_ROUNDS):
+            if number >= MIN_ROUNDS and time.perf_counter() > deadline:
+                break
+            self._begin()
+            for _ in range(NUM_WARM):
+                self._step(1)
+            for place, size in enumerate(sizes):
+                if size > MIN_MEASURED_TOKENS and time.perf_counter() > deadline:
+                    break
+                durations[place] = min(durations[place], self._step(size))
+        harvest_ns, prefix_ns = self._harvest_ns(), self._prefix_ns(dict(zip(sizes, durations, strict=True)))
+        return StepMeasurement(
+            np.array(sizes), np.array(durations), np.array(self._num_padded), np.array(harvest_ns), np.array(prefix_ns)
+        )
+
+    def _first_round(self) -> tuple[list[int], float]:
+        """Run steps of every size that may pay and fits into the memory and, beyond some, into the time.
+
+        Returns:
+            ([points] nanoseconds of the sizes, the time of `time.perf_counter` at which measuring should end).
+        """
+        deadline = time.perf_counter() + MEASURE_SECONDS
+        self._begin()
+        durations: list[int] = []
+        for size in self._sizes:
+            try:
+                warming_up = time.perf_counter()
+                self._step(size)  # the first of each size compiles and captures, whatever that takes
+                deadline += time.perf_counter() - warming_up
+                durations.append(self._step(size))
+                if time.perf_counter() < deadline:
+                    durations[-1] = min(durations[-1], self._step(size))
+            except torch.OutOfMemoryError:
+                break
+            is_late = time.perf_counter() > deadline and size >= MIN_MEASURED_TOKENS
+            if is_late or durations[-1] > MAX_COST_MULTIPLE * durations[0]:
+                break
+        return durations, deadline
+
+    def _harvest_ns(self) -> int:
+        """Return how many nanoseconds longer a prefill takes for each token whose top-k candidates are found."""
+        prompt = self._context[:HARVESTED_TOKENS]
+        durations: dict[bool, list[int]] = {False: [], True: []}
+        for _ in range(HARVEST_ROUNDS):
+            for harvests, times in durations.items():
+                self._model.begin(self._slot, len(prompt))
+                start = time.perf_counter_ns()
+                logits = self._model.feed_prompt(self._slot, prompt, range(len(prompt)) if harvests else None)
+                self._sampler.pack_candidates(logits).cpu()
+                times.append(time.perf_counter_ns() - start)
+        return max(0, min(durations[True]) - min(durations[False])) // len(prompt)
+
+    def _prefix_ns(self, durations: Mapping[int, int]) -> tuple[int, int]:
+        """Return what PREFIX_UNIT more committed tokens add to a step of one token, and to each further token.
+
+        Args:
+            durations: nanoseconds of steps behind the short context, by their number of tokens.
+        """
+        num_long, num_short = self._num_long(), len(self._context)
+        one, several = LONG_SIZES
+        if num_long < 2 * num_short or not durations.keys() >= set(LONG_SIZES) or durations[one] > MAX_LONG_NS:
+            return 0, 0
+        longer = dict.fromkeys(LONG_SIZES, sys.maxsize)
+        slot, self._slot = (
+            self._slot,
+            CacheSlot(),
+        )  # of its own: its keys and values are nobody's, and its memory is freed
+        try:
+            self._begin(num_long)
+            for _ in range(NUM_WARM):
+                self._step(one)
+            for _ in range(LONG_ROUNDS):
+                for size in LONG_SIZES:
+                    longer[size] = min(longer[size], self._step(size))
+        except torch.OutOfMemoryError:
+            return 0, 0
+        finally:
+            self._slot = slot
+        of_one, of_several = (_clearly_more(longer[size], durations[size]) for size in LONG_SIZES)
+        each = max(0, of_several - of_one) // (several - one)
+        return of_one * PREFIX_UNIT // (num_long - num_short), each * PREFIX_UNIT // (num_long - num_short)
+
+    def _num_long(self) -> int:
+        """Return how many committed tokens to pretend when measuring what many of them cost; 0 for none."""
+        model = self._model
+        if not self._can_pretend:
+            return 0
+        longest = min(model.context_length or sys.maxsize, model.rotary_lengths.threshold)
+        free = free_bytes(model.device) or 0
+        affordable = free // MAX_LONG_SHARE // max(1, self._slot.cache.bytes_per_token)
+        return min(LONG_TOKENS, affordable, longest - LONG_ROUNDS * sum(LONG_SIZES) - NUM_WARM - 8)
+
+    def _begin(self, num_pretended: int = 0) -> None:
+        """Empty the slot except for the context, or for `num_pretended` tokens with the first one's keys and values."""
+        num_tokens = max(len(self._context), num_pretended)
+        self._model.begin(self._slot, num_tokens + 3 * len(self._sizes) + NUM_WARM + self._sizes[-1])
+        if not self._can_pretend:
+            self._model.prefill(self._slot, self._context)
+            return
+        self._model.prefill(self._slot, self._context[:1])
+        self._model.feed("pretend", [self._slot.cache], num_tokens)
+        self._slot.tokens = [0] * num_tokens
+
+    @property
+    def _can_pretend(self) -> bool:
+        """Whether a slot can be filled without a prefill. What is free on a replica's other GPUs is not known."""
+        return not self._model.feeds_chains and self._model.leading is None
+
+    def _step(self, size: int) -> int:
+        """Run a step of so many tokens; return its nanoseconds."""
+        model = self._model
+        nodes = np.arange(size)
+        branch_tokens = size if model.feeds_chains else BRANCH_TOKENS
+        parents = np.where(nodes % branch_tokens == 1, 0, nodes - 1) if branch_tokens > 1 else nodes - 1
+        depths = np.where(nodes > 0, (nodes - 1) % branch_tokens + 1, 0)
+        tree = TokenTree.from_arrays(nodes % model.vocabulary_size, parents, depths, nodes, 0, max_depth=branch_tokens)
+        inputs = StepInputs(self._slot, tree, nodes.tolist(), nodes.tolist())
+        start = time.perf_counter_ns()
+        found = model.forward(inputs)
+        self._sampler.sample(found, tree, inputs.nodes, self._context)[0].cpu()
+        return time.perf_counter_ns() - start

@@ -1,0 +1,1 @@
+"""The per-request decoder and the factories that build its parts."""

@@ -1,0 +1,94 @@
+"""The decoder of a request: its state, drafter, step budget and sampler, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from lp_runtime.calibration.calibration import Calibration
+from lp_runtime.constraints.grammar_guide import Grammars
+from lp_runtime.decoder.decoder import Decoder
+from lp_runtime.decoder.draft_pool import DraftPool
+from lp_runtime.decoder.drafter_factory import check_chain_settings, make_drafter
+from lp_runtime.decoder.prompt_harvest import num_to_harvest
+from lp_runtime.decoder.sampler_factory import SamplerSpec
+from lp_runtime.decoder.step_limit import step_limit
+from lp_runtime.distributed.transport.group import Group
+from lp_runtime.lookahead.state import DecodingRules, DecodingState, Stop
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.request.request import Request
+from lp_runtime.sizing.budget import StepBudget
+from lp_runtime.sizing.chain_budget import MAX_REFED, ChainBudget
+from lp_runtime.sizing.cost_model import assumed_times
+from lp_runtime.sizing.learned_costs import LearnedCosts
+
+MAX_EXPECTED_TOKENS = 1024  # of an answer: steps are taken to be fed behind the prompt and half of them
+
+
+class DecoderFactory:
+    """Makes the decoders of an engine's requests.
+
+    Args:
+        model: this replica's.
+        group: the replicas that share the steps of a request.
+        calibration: what was measured of the model.
+        draft_pool: has the draft tables.
+        grammars: makes the state of requests' constraints; None where no request has one.
+    """
+
+    def __init__(
+        self,
+        model: ModelRunner,
+        group: Group,
+        calibration: Calibration,
+        draft_pool: DraftPool,
+        grammars: Grammars | None,
+    ):
+        self._model, self._group, self._calibration = model, group, calibration
+        self._draft_pool, self._grammars = draft_pool, grammars
+        self._learned: dict[Hashable, LearnedCosts] = {}  # by (steps are sized, decoding is greedy, replicas)
+
+    def make(self, request: Request, spec: SamplerSpec, stop: Stop | None, tag: int) -> Decoder:
+        """Return the pure core of a request, before its prefill. Its draft tables are to be released.
+
+        Args:
+            request: what to decode.
+            spec: how successors are sampled.
+            stop: a condition beyond the request's own, see DecodingState; None for none.
+            tag: names the draft tables that the request goes on with; 0 for empty ones.
+        """
+        settings, num_replicas = request.lookahead, 1 if spec.processors.are_ordered else self._group.size
+        if chains := self._model.feeds_chains:
+            check_chain_settings(settings, num_replicas < self._group.size)
+        limit = step_limit(settings, self._calibration)
+        vocabulary, pool, tables = self._calibration.vocabulary, self._draft_pool, None
+        if settings.drafter == "full":
+            # Of several replicas each may know other samples of a prompt, and their trees would differ.
+            prompt = (request.prompt_ids, repr(request.sampling), repr(settings)) if self._group.is_alone else None
+            is_shared = settings.draft_tables != "request"
+            tables = pool.acquire(is_shared, settings.draft_tables_bytes, prompt, request.sample, tag)
+        try:
+            max_nodes = num_replicas * limit + MAX_REFED * chains
+            drafter = make_drafter(settings, spec.noise_key, max_nodes, tables, vocabulary)
+            num_nodes = drafter.max_nodes + drafter.max_committed
+            is_auto, calibration = settings.is_auto, self._calibration
+            times = assumed_times(num_replicas, num_nodes)
+            if is_auto:
+                num_committed = len(request.prompt_ids) + min(request.max_new_tokens, MAX_EXPECTED_TOKENS) // 2
+                times = calibration.times(num_nodes, num_committed)[:num_replicas]
+            drafting, refed_at = repr(settings), self._model.rotary_lengths.refed_at
+            rules = DecodingRules(
+                request.max_new_tokens, request.eos_token_ids, drafting, request.sampling_key, refed_at
+            )
+            kind = (settings.is_auto, spec.noise is None, num_replicas)
+            learned = self._learned.setdefault(kind, LearnedCosts.initial(num_replicas))
+            budget = (ChainBudget if chains else StepBudget)(times, is_auto, limit, learned)
+            guide = self._grammars.guide(request.constraint) if self._grammars and request.constraint else None
+            is_alone = self._group.is_alone
+            state = DecodingState(request.prompt_ids, rules, drafter, stop, request.committed, is_alone, guide)
+            num_followers = self._group.size - num_replicas
+            harvested = num_to_harvest(request, drafter, self._model, calibration, self._group.size)
+            return Decoder(state, budget, spec.build(drafter.num_top_k), tables, num_followers, harvested)
+        except BaseException:
+            if tables is not None:
+                pool.release(tables)
+            raise

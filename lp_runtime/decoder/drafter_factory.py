@@ -1,0 +1,80 @@
+"""Drafters by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from lp_runtime.config.lookahead import MAX_DEPTH, NUM_COPIED, RECYCLING_DEPTH, LookaheadConfig
+from lp_runtime.errors import ConfigError
+from lp_runtime.lookahead.drafter import Drafter, NoiseKey
+from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
+from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter, compile_drafter
+from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
+from lp_runtime.lookahead.drafters.prompt_lookup import PromptLookupDrafter
+from lp_runtime.lookahead.drafters.token_recycling import TokenRecyclingDrafter
+
+
+def make_drafter(
+    settings: LookaheadConfig,
+    noise_key: NoiseKey | None,
+    max_nodes: int,
+    draft_tables: DraftTables | None,
+    vocabulary: Callable[[], np.ndarray],
+) -> Drafter:
+    """Return the drafter that a request asks for.
+
+    Args:
+        settings: the request's.
+        noise_key: where successors are sampled; None for greedy decoding.
+        max_nodes: nodes of a tree that all replicas together can feed.
+        draft_tables: of the drafter `full`; None for other drafters.
+        vocabulary: returns the vocabulary prior, [V, ENTRY]; called for the drafter `full` alone.
+    """
+    W, N, G = settings.window
+    if settings.drafter == "full":
+        assert draft_tables is not None
+        compile_drafter()
+        limit = max_nodes if settings.is_auto else min(max_nodes, max(1, (W + G) * (N - 1)))
+        prior = vocabulary() if settings.prior == "vocabulary" else None
+        return BestFirstDrafter(limit, draft_tables, prior, noise_key, MAX_DEPTH)
+    if settings.drafter == "prompt_lookup":
+        return PromptLookupDrafter(NUM_COPIED, settings.budget)
+    if settings.drafter == "recycling":
+        drafter = TokenRecyclingDrafter(settings.budget)
+        assert drafter.max_committed == RECYCLING_DEPTH + 1
+        return drafter
+    return PaperDrafter(
+        W,
+        N,
+        G,
+        settings.pool_from_prompt,
+        settings.window_seed,
+        only_guesses=settings.acceptance == "guesses",
+        samples=noise_key is not None,
+        budget=min(settings.budget or max_nodes, max_nodes),
+    )
+
+
+def check_chain_settings(settings: LookaheadConfig, has_followers: bool) -> None:
+    """Refuse what a model that is fed chains of guesses cannot do.
+
+    Args:
+        settings: of the request.
+        has_followers: whether other replicas feed the pending tokens alone.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    W, _, G = settings.window
+    if settings.drafter == "paper" and (W or G):
+        raise ConfigError(
+            "lookahead.drafter=paper: must be full, prompt_lookup or recycling with this model: it is fed one path of"
+            " the tree at a time, and the window is no path"
+        )
+    if has_followers:
+        raise ConfigError(
+            "logits processors that must be called in order take one replica with this model, which is fed one path of"
+            " the tree at a time; set gpus=1"
+        )

@@ -1,0 +1,1 @@
+"""Dividing a token tree between replicas."""

@@ -1,0 +1,1 @@
+"""How replicas exchange rows: shared memory, collectives, several machines."""

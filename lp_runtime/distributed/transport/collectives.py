@@ -1,0 +1,124 @@
+"""The exchange over torch.distributed: NCCL between GPUs, gloo between CPUs, on one machine or several."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from lp_runtime.distributed.transport.group import CPU
+from lp_runtime.distributed.transport.transport import Transport
+from lp_runtime.errors import ReplicaError, first_line
+
+if TYPE_CHECKING:  # torch.distributed has this class, but does not mark it as exported
+    from torch._C._distributed_c10d import Store
+
+TURN_POLL_SECONDS = 10.0  # that one wait for rank 0 lasts; another follows
+YIELD_SECONDS = 1e-3  # in which the processor is offered to others between two looks at an event
+SLEEP_SECONDS = 5e-5  # between two looks later
+
+
+class CollectiveTransport(Transport):
+    """The default process group of torch.distributed, which has been formed.
+
+    Args:
+        backend: "gloo" or "nccl", that tensors are gathered with.
+        rank: this replica's place.
+        device: of this replica's model.
+        step_timeout: seconds after which a peer that does not answer is an error; the process group's own timeout is
+            the limit for gloo.
+        store: in which rank 0 announces what followers wait for patiently; None if they never do.
+        is_ours: whether `close` ends the process group.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        rank: int,
+        device: torch.device,
+        step_timeout: float,
+        store: Store | None = None,
+        is_ours: bool = True,
+    ):
+        super().__init__(backend, device if backend == "nccl" else CPU)
+        self._rank, self._step_timeout, self._store, self._is_ours = rank, step_timeout, store, is_ours
+        self._num_turns = 0
+        self._is_aborted = False
+
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        # all_gather_into_tensor until torch 2.12; all_gather_single is its name from 2.13 on
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        with self._peers():
+            gather(received, sent)
+
+    def broadcast(self, data: bytes | None, is_patient: bool) -> bytes:
+        with self._peers():
+            if is_patient and self._store is not None:
+                self._wait_for_turn(self._store)
+            size = torch.tensor([0 if data is None else len(data)], dtype=torch.int64, device=self.device)
+            dist.broadcast(size, src=0)
+            found = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+            if data:
+                found.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            dist.broadcast(found, src=0)
+            return found.cpu().numpy().tobytes()
+
+    def _wait_for_turn(self, store: Store) -> None:
+        """Wait until rank 0 comes to the same call; a collective would end the wait at the step's timeout."""
+        key, self._num_turns = f"turn/{self._num_turns}", self._num_turns + 1
+        if self._rank == 0:
+            store.set(key, "")
+            return
+        while not self._is_aborted:
+            with contextlib.suppress(dist.DistStoreError):  # not yet; a store that is gone raises another error
+                store.wait([key], timedelta(seconds=TURN_POLL_SECONDS))
+                return
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        if self.device.type != "cuda":
+            event.synchronize()
+            return
+        # A kernel of NCCL that waits for a lost peer never ends: a wait for the event would not, either.
+        start = time.monotonic()
+        while not event.query():
+            waited = time.monotonic() - start
+            if self._is_aborted or waited > self._step_timeout:
+                self.abort()
+                raise ReplicaError(
+                    f"rank {self._rank} lost a peer in the exchange: no answer within {self._step_timeout:g} s"
+                )
+            if waited < YIELD_SECONDS:
+                os.sched_yield()
+            else:
+                time.sleep(SLEEP_SECONDS)
+
+    @contextmanager
+    def _peers(self) -> Iterator[None]:
+        """Raise what goes wrong with a peer as a ReplicaError; errors of this replica's own device pass through."""
+        try:
+            yield
+        except (torch.AcceleratorError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            raise ReplicaError(f"rank {self._rank} lost a peer in the exchange: {first_line(error)}") from error
+
+    def abort(self) -> None:
+        self._is_aborted = True
+        with contextlib.suppress(RuntimeError, ValueError, AttributeError):  # it may be gone, or torch too old for it
+            assert dist.group.WORLD is not None
+            dist.group.WORLD.abort()
+
+    def close(self) -> None:
+        if not self._is_ours:
+            return
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # a broken group may not even end well
+            if self.device.type == "cuda":
+                self.abort()  # destroying a communicator of NCCL waits for all its members, aborting it for none
+            dist.destroy_process_group()

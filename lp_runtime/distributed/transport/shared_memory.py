@@ -1,0 +1,293 @@
+"""The exchange between processes of one machine: rows in memory that all of them map.
+
+Every replica has a line and two buffers of its own, which it alone writes. It copies its integers into a buffer, then
+publishes the number of the round in its line; the others read the buffer when they see the number. Rounds alternate
+between the two buffers: a replica publishes a round only after it has read the one before, so nobody overwrites what
+another still reads.
+
+Nobody has to do anything for another to leave, to notice a loss, or to give up. A segment serves one group; it has a
+name only while the group forms, so nothing is left behind, however its processes end.
+
+Letters: R replicas, n integers that each sends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+from lp_runtime.distributed.transport.group import CPU
+from lp_runtime.distributed.transport.transport import Transport
+from lp_runtime.errors import LaunchError, ReplicaError
+from lp_runtime.utils.atomic import load_acquire, store_release
+from lp_runtime.utils.jit import bound, compiled, compiles
+
+FOLDER = Path("/dev/shm")  # a file system in memory, on Linux
+LINE_WORDS = 16  # 128 bytes: no two lines share a cache line, nor a pair of them that is fetched together
+BUFFER_WORDS = 2048  # 16 KiB; more integers travel in several rounds
+ROUND, PROCESS, HAS_LEFT = range(3)  # words of a line: number of the latest round, process id, whether it has left
+JOINED = 1  # number of the round in which a replica joins
+SPINS = 200  # looks at the lines before the processor is offered to others, about 1 us
+YIELD_SECONDS = 5e-4  # in which the processor is offered to others between two looks; afterwards the replica sleeps
+MAX_SLEEP_SECONDS = 1e-3
+SLEEP_FRACTION = 1 / 8  # of the time waited so far, that a sleep lasts
+CHECK_SECONDS = 0.02  # between looks whether a peer that is waited for lives
+ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+
+def why_unavailable(num_replicas: int) -> str | None:
+    """Return why replicas of this machine cannot share memory, in a few words; None if they can.
+
+    Args:
+        num_replicas: R.
+    """
+    try:
+        path = FOLDER / f"lp_runtime-{os.getpid()}-probe"
+        with contextlib.ExitStack() as stack:
+            stack.callback(path.unlink, missing_ok=True)
+            _map(path, num_replicas).close()
+    except OSError as error:
+        return f"{FOLDER}: {error.strerror or error}"
+    return None
+
+
+def _map(path: Path, num_replicas: int, buffer_words: int = BUFFER_WORDS) -> mmap.mmap:
+    """Open a segment, or make it if it is not there, and map it: a line and two buffers for each replica.
+
+    Raises:
+        OSError: if the folder is not there or has no room; without room a later write would end the process.
+    """
+    size = 8 * num_replicas * (LINE_WORDS + 2 * (1 + buffer_words))
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+class SharedMemoryTransport(Transport):
+    """A group whose replicas are processes of one machine. Returns when all of them have joined.
+
+    Args:
+        name: of the segment, which no other group has.
+        rank: this replica's place.
+        num_replicas: R.
+        timeout: seconds within which all replicas must join.
+        step_timeout: seconds after which a peer that does not answer is an error.
+        is_abandoned: asked while peers are waited for that join; true ends the wait.
+        buffer_words: integers that each replica can send in one round, of 64 bits.
+
+    Raises:
+        LaunchError: if memory cannot be shared here, or replicas are missing when the wait ends.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        num_replicas: int,
+        timeout: float,
+        step_timeout: float,
+        is_abandoned: Callable[[], bool],
+        buffer_words: int = BUFFER_WORDS,
+    ):
+        super().__init__("shared", CPU)
+        compile_shared_memory()
+        self._rank, self._step_timeout, self._buffer_words = rank, step_timeout, buffer_words
+        self._is_aborted = False
+        path = FOLDER / name
+        try:
+            # Not closed: views of it may be in use when the group is left. It is unmapped with the last of them.
+            words = np.frombuffer(_map(path, num_replicas, buffer_words), dtype=np.int64)
+            lines, buffers = np.split(words, [num_replicas * LINE_WORDS])
+            self._lines = lines.reshape(num_replicas, LINE_WORDS)
+            self._buffers = buffers.reshape(2, num_replicas, 1 + buffer_words)
+            self._processes: dict[int, psutil.Process] = {}  # of the peers that can be seen from here
+            self._round = JOINED
+            self._join(timeout, is_abandoned)
+        except OSError as error:
+            raise LaunchError(f"launcher.backend=shared: {FOLDER}: {error.strerror or error}") from error
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _join(self, timeout: float, is_abandoned: Callable[[], bool]) -> None:
+        """Wait until every replica has joined."""
+        self._lines[self._rank, PROCESS] = os.getpid()
+        _kernels()[0](self._lines, self._rank, JOINED)
+        deadline = time.monotonic() + timeout
+        start = time.monotonic()
+        while _kernels()[1](self._lines, JOINED, SPINS) >= 0:
+            if is_abandoned() or time.monotonic() > deadline:
+                num_missing = int((self._lines[:, ROUND] < JOINED).sum())
+                self.close()
+                why = "" if is_abandoned() else f" within {timeout:g} s"
+                raise LaunchError(
+                    f"rank {self._rank} of {len(self._lines)} could not join the others in shared memory:"
+                    f" {num_missing} of them did not come{why}"
+                )
+            _pause(time.monotonic() - start)
+        for rank, process_id in enumerate(self._lines[:, PROCESS].tolist()):
+            with contextlib.suppress(psutil.Error):  # one that is in another container's view of processes
+                self._processes[rank] = psutil.Process(process_id)
+
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        rows = received.numpy().reshape(len(self._lines), -1)
+        for first, theirs in self.rounds(sent.numpy()):
+            rows[:, first : first + theirs.shape[1]] = theirs
+
+    def rounds(self, row: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Gather a row of any length, in as many rounds as it takes.
+
+        Args:
+            row: [n] int64, of the same n on every replica.
+
+        Yields:
+            (first, rows): where a round's integers stand in the row, and everybody's, [R, m]: a view of the shared
+            memory, valid until the next round.
+
+        Raises:
+            ReplicaError: if a peer is gone, does not answer in time, or the group was aborted.
+        """
+        for first in range(0, len(row), self._buffer_words):
+            part = row[first : first + self._buffer_words]
+            theirs = self._exchange(part)
+            num_sent = theirs[:, 0]
+            if (num_sent != len(part)).any():
+                counts = num_sent.tolist()
+                raise ReplicaError(f"rank {self._rank}: replicas sent different numbers of integers, {counts}")
+            yield first, theirs[:, 1 : 1 + len(part)]
+
+    def broadcast(self, data: bytes | None, is_patient: bool) -> bytes:
+        nothing = np.empty(0, np.int64)
+        mine = nothing if data is None else np.array([len(data)], np.int64)
+        num_bytes = int(self._exchange(mine, is_patient)[0, 1])
+        padded = b"" if data is None else data + bytes(-len(data) % 8)
+        words, found = np.frombuffer(padded, np.int64), np.empty(-(-num_bytes // 8), np.int64)
+        for first in range(0, len(found), self._buffer_words):
+            end = min(first + self._buffer_words, len(found))
+            found[first:end] = self._exchange(words[first:end])[0, 1 : 1 + end - first]
+        return found.tobytes()[:num_bytes]
+
+    def _exchange(self, row: np.ndarray, is_patient: bool = False) -> np.ndarray:
+        """Publish a row and wait for those of all others.
+
+        Args:
+            row: [n] int64, n <= the words of a buffer.
+            is_patient: whether there is no limit to the wait, as long as the peers live.
+
+        Returns:
+            [R, 1 + words of a buffer] view of all rows, each behind its number of integers; valid until the next call.
+        """
+        if self._is_aborted:
+            raise self._lost("the group was aborted")
+        self._round += 1
+        buffer = self._buffers[self._round % 2]
+        mine = buffer[self._rank]
+        mine[0], mine[1 : 1 + len(row)] = len(row), row
+        publish, first_behind = _kernels()
+        publish(self._lines, self._rank, self._round)
+        if first_behind(self._lines, self._round, SPINS) >= 0:
+            self._wait(None if is_patient else self._step_timeout)
+        return buffer
+
+    def _wait(self, timeout: float | None) -> None:
+        """Wait until every replica has published the present round.
+
+        Args:
+            timeout: seconds; None for no limit.
+        """
+        first_behind = _kernels()[1]
+        start = time.monotonic()
+        next_check = start + CHECK_SECONDS
+        while (rank := first_behind(self._lines, self._round, 1)) >= 0:
+            waited = time.monotonic() - start
+            if self._is_aborted:
+                raise self._lost("the group was aborted")
+            is_gone = bool(self._lines[rank, HAS_LEFT])
+            if start + waited >= next_check:
+                next_check = start + waited + CHECK_SECONDS
+                is_gone = is_gone or self._has_ended(rank)
+            # What it has published before it left or ended counts: so it is looked at once more.
+            if is_gone and first_behind(self._lines, self._round, 1) == rank:
+                raise self._lost(f"rank {rank} is gone")
+            if timeout is not None and waited > timeout:
+                raise self._lost(f"rank {rank} did not answer within {timeout:g} s")
+            _pause(waited)
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether a replica's process has ended, as far as that can be seen from here."""
+        process = self._processes.get(rank)
+        try:
+            return process is not None and (not process.is_running() or process.status() in ENDED)
+        except psutil.NoSuchProcess:
+            return True
+        except psutil.Error:  # the process cannot be looked at; the timeout tells
+            return False
+
+    def _lost(self, reason: str) -> ReplicaError:
+        return ReplicaError(f"rank {self._rank} lost a peer in the exchange: {reason}")
+
+    def abort(self) -> None:
+        self._is_aborted = True
+
+    def close(self) -> None:
+        self._is_aborted = True
+        self._lines[self._rank, HAS_LEFT] = 1
+
+
+def _pause(waited: float) -> None:
+    """Offer the processor to others, and sleep if the wait is long already, in seconds."""
+    if waited < YIELD_SECONDS:
+        os.sched_yield()
+    else:
+        time.sleep(min(MAX_SLEEP_SECONDS, SLEEP_FRACTION * waited))
+
+
+@compiles
+def compile_shared_memory() -> None:
+    """Compile this module's kernels, or load them from disk."""
+    _kernels()
+
+
+@functools.cache
+def _kernels() -> tuple[Callable[[np.ndarray, int, int], None], Callable[[np.ndarray, int, int], int]]:
+    """Return the compiled code of `_publish` and `_first_behind`."""
+    lines = np.zeros((1, LINE_WORDS), np.int64)
+    return bound(_publish, lines, 0, 0), bound(_first_behind, lines, 0, 0)
+
+
+@compiled(makes_arrays=True)
+def _publish(lines, rank, number):
+    """Write the number of a replica's round into its line, after what it has written before."""
+    store_release(lines.ravel(), rank * lines.shape[1], number)
+
+
+@compiled(makes_arrays=True)
+def _first_behind(lines, number, num_looks):
+    """Return the first rank that has not published a round, after so many looks; -1 if all have.
+
+    Args:
+        lines: [R, LINE_WORDS].
+        number: of the round.
+        num_looks: looks at a line that is behind, at least 1.
+    """
+    words = lines.ravel()
+    rank = 0
+    while rank < lines.shape[0]:
+        if load_acquire(words, rank * lines.shape[1]) >= number:
+            rank += 1
+        elif num_looks > 1:
+            num_looks -= 1
+        else:
+            return rank
+    return -1

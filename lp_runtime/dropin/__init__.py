@@ -1,0 +1,1 @@
+"""`lookahead_generate`: lookahead decoding inside transformers' `generate`."""

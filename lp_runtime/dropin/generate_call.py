@@ -1,0 +1,345 @@
+"""A call of transformers' `generate` that was handed to us (`custom_generate=`): what it asks for, row by row.
+
+`generate` has prepared its processors, criteria and settings by then. It does not pass on every argument
+(generate_frame.py), and it lets pass what a callable may not be able to do: what cannot be done is refused here.
+
+Letters: B rows of the batch, L tokens of the longest prompt, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import torch
+from transformers import (
+    GenerationConfig,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    PreTrainedModel,
+    QuantizedCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import EosTokenCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from lp_runtime.dropin.generate_frame import arguments_of_generate
+from lp_runtime.errors import ConfigError, RequestError
+from lp_runtime.model.kv_cache.cache import CacheCopy, fill_cache
+from lp_runtime.model.kv_cache.cache_names import CACHE_NAMES, cache_to_fill, given_cache, holds_tokens
+from lp_runtime.sampling.processors import of_row
+from lp_runtime.sampling.types import LogitsProcessor
+
+# Model inputs that generate adds by itself, and that change nothing here: we have our own cache, masks and positions.
+KNOWN_INPUTS = ("attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep")
+# Of what `generate` returns: it is named as the model's argument is.
+CACHE_FIELD = next(each.name for each in fields(GenerateDecoderOnlyOutput) if each.name in CACHE_NAMES)
+OLD_INPUTS = ("cache_position",)  # the same, of earlier versions of transformers
+INPUT_WORDS = {"mm_encoder_outputs": "images, videos or audio"}  # names of transformers' own for what a caller gave
+MIN_TIME_SECONDS = 1e-9  # a time limit that has passed already: a request's must be above 0
+
+
+class GenerateCall:
+    """What one call of `generate` asks for.
+
+    Args:
+        model: the caller's.
+        input_ids: [B, L].
+        logits_processor: as prepared by `generate`.
+        stopping_criteria: as prepared by `generate`.
+        generation_config: as prepared by `generate`.
+        model_kwargs: what `generate` would pass to the model.
+
+    Attributes:
+        rows: the prompts, without padding.
+        samples: for each row, how many earlier rows have an equal prompt: equal rows are independent samples.
+        max_new_tokens: where every row stops at the latest.
+        eos_token_ids: token ids behind which a row stops.
+        do_sample: whether successors are sampled.
+        streamer: gets new tokens, if the caller gave one.
+        criteria: stopping criteria beyond length, time and end-of-sequence.
+        wants_scores: whether the output has processed logits.
+        wants_logits: whether the output has raw logits.
+        cache: gets keys, values and states of all tokens but the last; None if nobody would see it, or if layers of
+            the model hold more than these.
+
+    Raises:
+        ConfigError: if a setting asks for what cannot be done.
+        RequestError: if a prompt is empty or leaves no token to generate.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: Sequence[LogitsProcessor],
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+    ):
+        self._input_ids = input_ids
+        self._processors = logits_processor
+        self._config = generation_config
+        self.streamer, assistant, own_cache = arguments_of_generate()
+        _check_mode(model, generation_config, assistant)
+        mask = _check_inputs(input_ids, model_kwargs)
+        self._mask = mask
+        is_seen = generation_config.return_dict_in_generate or own_cache is not None
+        self.cache = cache_to_fill(model.config, model_kwargs, own_cache is not None) if is_seen else None
+        self.rows = [tuple(row[keep].tolist()) for row, keep in zip(input_ids, mask, strict=True)]
+        if not all(self.rows):
+            raise RequestError("a row of the batch is empty: every prompt must have at least one token")
+        if self.streamer is not None and len(self.rows) > 1:
+            raise ConfigError("streamer: must be left out with a batch of prompts")
+        self.samples = _repetitions(self.rows)
+        self.do_sample = bool(generation_config.do_sample)
+        limits = _limits_of(stopping_criteria, generation_config)
+        self.max_new_tokens = limits.max_length - input_ids.shape[1]
+        self.eos_token_ids = limits.eos_token_ids
+        self.criteria = limits.others
+        self._limits = limits
+        if self.max_new_tokens < 1:
+            raise RequestError(
+                f"max_length={input_ids.shape[1] + self.max_new_tokens}: must be more than the {input_ids.shape[1]}"
+                " tokens of the prompt"
+            )
+        self.wants_scores = bool(generation_config.return_dict_in_generate and generation_config.output_scores)
+        self.wants_logits = bool(generation_config.return_dict_in_generate and generation_config.output_logits)
+
+    def time_left(self) -> float | None:
+        """Return the seconds until the earliest time limit, > 0; None without one."""
+        if not self._limits.times:
+            return None
+        now = time.time()
+        return max(MIN_TIME_SECONDS, min(c.initial_timestamp + c.max_time - now for c in self._limits.times))
+
+    def check_length(self, row: int, context_length: int | None) -> None:
+        """Raise RequestError if a row, by its index, may become longer than a model's context of so many tokens."""
+        length = len(self.rows[row])
+        if context_length is not None and length + self.max_new_tokens > context_length:
+            raise RequestError(
+                f"the prompt is too long: {length} tokens + {self.max_new_tokens} new ones are more than the model's"
+                f" context of {context_length}"
+            )
+
+    @property
+    def pads_rows(self) -> bool:
+        """Whether a row that ends before others is padded; else it goes on until all rows have ended."""
+        return self._limits.pads_rows
+
+    def processors(self, row: int) -> Sequence[LogitsProcessor]:
+        """Return the logits processors of a row, by its index, as if the row were decoded alone and without padding."""
+        padding = self._input_ids.shape[1] - len(self.rows[row])
+        if len(self.rows) == 1 and not padding:
+            return self._processors
+        # generate makes of min_new_tokens a min_length, too, which counts the padding
+        return of_row(self._processors, row, padding, self._config.min_new_tokens is not None)
+
+    def is_done(self, tokens: Sequence[int], scores: tuple[torch.Tensor, ...] | None) -> bool:
+        """Whether any of `criteria` holds.
+
+        Args:
+            tokens: of a row, those of the prompt included.
+            scores: [1, V] processed logits of each new token; None if the output has none.
+        """
+        ids = torch.tensor([list(tokens)], device=self._input_ids.device)
+        return any(bool(torch.as_tensor(criterion(ids, scores)).any()) for criterion in self.criteria)
+
+    def fill_cache(self, rows: Sequence[CacheCopy]) -> None:
+        """Write into `cache` what a call of `generate` would have left there.
+
+        Keys and values of padding, and those behind the end of a row, are zero. A state is that of the row alone.
+
+        Args:
+            rows: of each row, what is held of its tokens.
+        """
+        assert self.cache is not None
+        length = self._input_ids.shape[1]
+        places = []
+        for row, mask in zip(rows, self._mask, strict=True):
+            prompt = mask.nonzero()[:, 0]
+            new = torch.arange(length, length + row.num_tokens - len(prompt), device=prompt.device)
+            places.append(torch.cat([prompt, new]))
+        fill_cache(self.cache, rows, places)
+
+    def output(
+        self,
+        new_tokens: Sequence[Sequence[int]],
+        scores: Sequence[torch.Tensor] | None,
+        logits: Sequence[torch.Tensor] | None,
+    ) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """Return what `generate` returns.
+
+        Args:
+            new_tokens: of each row.
+            scores: processed logits of each row, [new tokens, V]; None if not wanted.
+            logits: raw logits of each row, [new tokens, V]; None if not wanted.
+
+        Returns:
+            [B, L + new tokens of the longest row] token ids, rows padded behind their end; with
+            `return_dict_in_generate` an output object, whose scores and logits are zero behind a row's end.
+        """
+        ids = self._input_ids
+        longest = max(map(len, new_tokens))
+        pad = self._config.pad_token_id
+        pad = self._config.eos_token_id if pad is None else pad  # as generate chooses
+        pad = pad[0] if isinstance(pad, list) else pad
+        sequences = ids.new_full((len(ids), ids.shape[1] + longest), 0 if pad is None else pad)
+        sequences[:, : ids.shape[1]] = ids
+        for row, tokens in enumerate(new_tokens):
+            sequences[row, ids.shape[1] : ids.shape[1] + len(tokens)] = torch.tensor(tokens, device=ids.device)
+        if not self._config.return_dict_in_generate:
+            return sequences
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences,  # type: ignore[arg-type]  # a Tensor of int64, as transformers' own
+            scores=_by_step(scores, longest),  # type: ignore[arg-type]  # declared as a tuple of one tensor
+            logits=_by_step(logits, longest),  # type: ignore[arg-type]  # declared as a tuple of one tensor
+            **{CACHE_FIELD: self.cache},  # type: ignore[arg-type]  # mypy takes it for any of the fields
+        )
+
+
+def _by_step(rows: Sequence[torch.Tensor] | None, num_steps: int) -> tuple[torch.Tensor, ...] | None:
+    """Return tensors of rows, [new tokens, V] each, as tensors of steps, [B, V] each; None for None."""
+    if rows is None:
+        return None
+    padded = [torch.cat([row, row.new_zeros((num_steps - len(row), row.shape[1]))]) for row in rows]
+    return tuple(torch.stack(padded, dim=1))
+
+
+class _Limits(NamedTuple):
+    """Where rows stop, by the kinds of stopping criteria.
+
+    Attributes:
+        max_length: tokens of a row at most, prompt and padding included.
+        eos_token_ids: token ids behind which a row stops.
+        times: limits of the time that the whole call may take.
+        others: any other criteria.
+        pads_rows: whether any criterion has end-of-sequence tokens: `generate` pads rows that have ended then.
+    """
+
+    max_length: int
+    eos_token_ids: frozenset[int]
+    times: list[MaxTimeCriteria]
+    others: list[StoppingCriteria]
+    pads_rows: bool
+
+
+def _limits_of(criteria: StoppingCriteriaList, config: GenerationConfig) -> _Limits:
+    """Sort stopping criteria by what they depend on."""
+    eos = config.eos_token_id
+    eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
+    max_length: int = config.max_length
+    times, others = [], []
+    for criterion in criteria:
+        if isinstance(criterion, MaxTimeCriteria):
+            times.append(criterion)
+        elif isinstance(criterion, MaxLengthCriteria):
+            max_length = min(max_length, criterion.max_length)
+        elif isinstance(criterion, EosTokenCriteria):
+            eos_token_ids |= set(criterion.eos_token_id.tolist())
+        else:
+            others.append(criterion)
+    pads_rows = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+    return _Limits(max_length, eos_token_ids, times, others, pads_rows)
+
+
+def _repetitions(rows: Sequence[tuple[int, ...]]) -> list[int]:
+    """Return for each row how many earlier rows are equal."""
+    return [rows[:place].count(row) for place, row in enumerate(rows)]
+
+
+def _check_mode(model: PreTrainedModel, config: GenerationConfig, assistant: PreTrainedModel | None) -> None:
+    """Refuse ways to generate, other than greedy search and sampling, and outputs that a tree does not have.
+
+    Args:
+        model: the caller's.
+        config: as prepared by `generate`.
+        assistant: draft model that `generate` was called with.
+
+    Raises:
+        ConfigError: naming the settings that ask for them.
+    """
+    if model.config.is_encoder_decoder:
+        raise ConfigError(f"{type(model).__name__}: must be a decoder-only model")
+    mode = config.get_generation_mode(assistant)
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        settings = {
+            "num_beams": config.num_beams if config.num_beams != 1 else None,
+            "assistant_model": assistant and type(assistant).__name__,
+            "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens,
+            "penalty_alpha": config.penalty_alpha,
+            "constraints": config.constraints,
+            "force_words_ids": config.force_words_ids,
+            "dola_layers": config.dola_layers,
+            "assistant_early_exit": config.assistant_early_exit,
+        }
+        given = ", ".join(f"{name}={value}" for name, value in settings.items() if value is not None)
+        raise ConfigError(
+            f"{given or 'generate'} asks for {mode.value}: lookahead_generate does greedy_search (do_sample=False) and"
+            " sample (do_sample=True)"
+        )
+    if config.cache_implementation == "quantized":
+        raise ConfigError("cache_implementation=quantized: must be left out; the cache of a tree is not quantized")
+    if "prepare_inputs_for_generation" in vars(model):
+        raise ConfigError(
+            "prepare_inputs_for_generation: was replaced on the model, as PEFT does for learned prompts;"
+            " lookahead_generate feeds the model token ids alone"
+        )
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name, None):
+            raise ConfigError(f"{name}=True: must be left out; a tree's are not those of the text")
+
+
+def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:
+    """Refuse model inputs that cannot be honoured; return which tokens are prompt and not padding, [B, L] bool.
+
+    Args:
+        input_ids: [B, L].
+        model_kwargs: what `generate` would pass to the model.
+
+    Raises:
+        ConfigError: naming the input.
+    """
+    given = {name: value for name, value in model_kwargs.items() if value is not None and value != {}}
+    if unknown := sorted(given.keys() - {*KNOWN_INPUTS, *OLD_INPUTS}):
+        what = INPUT_WORDS.get(unknown[0], f"{unknown[0]}=...")
+        raise ConfigError(f"{what}: must be left out; lookahead_generate feeds the model token ids alone")
+    name, cache = given_cache(given)
+    if isinstance(cache, QuantizedCache):
+        raise ConfigError(f"{name}: a QuantizedCache: must be a DynamicCache, or left out")
+    if holds_tokens(cache):
+        raise ConfigError(f"{name}: must be empty; lookahead_generate keeps a cache of its own")
+    mask = given.get("attention_mask")
+    lengths = {each.shape[-1] for each in (mask, given.get("position_ids")) if each is not None}
+    if other := lengths - {
+        length := input_ids.shape[-1]
+    }:  # `generate` drops masks of ones, and makes positions of them
+        raise ConfigError(f"attention_mask, position_ids: for {other.pop()} tokens; input_ids are {length}")
+    mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
+    _check_positions(given.get("position_ids"), mask)
+    return mask
+
+
+def _check_positions(positions: torch.Tensor | None, mask: torch.Tensor) -> None:
+    """Refuse positions that do not count each row's tokens from 0.
+
+    Args:
+        positions: [L], [1 or B, L], or several of these, [n, 1 or B, L]; None if the caller gave none.
+        mask: [B, L] bool, False for padding.
+
+    Raises:
+        ConfigError: if they do not, or are not as many as the tokens.
+    """
+    if positions is None:
+        return
+    expected = mask.long().cumsum(-1) - 1
+    try:
+        differs = (positions.expand(*positions.shape[:-2], *mask.shape) != expected)[..., mask]
+    except RuntimeError:  # of another shape
+        differs = torch.ones(1, dtype=torch.bool)
+    if differs.any():
+        raise ConfigError("position_ids: must be left out, or count each row's tokens from 0")

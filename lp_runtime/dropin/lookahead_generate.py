@@ -1,0 +1,348 @@
+"""The drop-in for transformers: a callable for `model.generate(..., custom_generate=lookahead_generate)`."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lp_runtime.calibration.calibration import Calibration, Measured
+from lp_runtime.config.constraint import ConstraintConfig
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.config.settings import LauncherConfig, RuntimeConfig
+from lp_runtime.constraints.compiled import CompiledConstraint, compile_constraint
+from lp_runtime.constraints.grammar_guide import Grammars
+from lp_runtime.decoder.sampler_factory import SamplerSpec
+from lp_runtime.distributed.context import started_by_torchrun
+from lp_runtime.distributed.exchange import broadcast_object, gather_rows
+from lp_runtime.distributed.process_group import existing_or_new_group
+from lp_runtime.distributed.transport.group import Group
+from lp_runtime.dropin.generate_call import GenerateCall
+from lp_runtime.dropin.recorder import Recorder
+from lp_runtime.dropin.runner_cache import RunnerKeeper, runner_of
+from lp_runtime.engine.engine import Engine
+from lp_runtime.errors import ConfigError, RequestError, first_line
+from lp_runtime.lookahead.state import Stop
+from lp_runtime.model.checks.make_runner import check_runner
+from lp_runtime.model.hf.config import attention_settings
+from lp_runtime.model.hf.types import CausalLM, GenerationConfig, StoppingCriteriaList, Tokenizer
+from lp_runtime.model.kv_cache.cache import CacheCopy
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.tensor_parallel.tp_plan import lockstep_settings, tp_size_of
+from lp_runtime.request.output import Report
+from lp_runtime.request.request import Request
+from lp_runtime.sampling.grammar_mask import with_grammar_mask
+from lp_runtime.sampling.gumbel import GumbelNoise
+from lp_runtime.sampling.processors import TreeProcessors
+from lp_runtime.sampling.truncation import temperature_of
+from lp_runtime.sampling.types import LogitsProcessor
+
+ASKING_SECONDS = 0.25  # of each call, until the model was asked about its whole vocabulary
+
+# What is known of a model since an earlier call: that it has passed the self-check, and what was measured of it. Only
+# time depends on it.
+_known: weakref.WeakKeyDictionary[CausalLM, dict[tuple, Measured]] = weakref.WeakKeyDictionary()
+_runners = RunnerKeeper()
+
+
+def lookahead_generate(
+    model: CausalLM,
+    input_ids: torch.Tensor,
+    logits_processor: Sequence[LogitsProcessor],
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    W: int | None = None,
+    N: int | None = None,
+    G: int | None = None,
+    lookahead: LookaheadConfig | None = None,
+    seed: int | None = None,
+    share_ranks: bool = True,
+    exactness: str = "fast",
+    strict_tokens: int = RuntimeConfig.strict_tokens,
+    constraint: ConstraintConfig | None = None,
+    constraint_tokenizer: Tokenizer | None = None,
+    **model_kwargs: object,
+) -> torch.Tensor | object:
+    """Decode as `generate` would, in fewer steps.
+
+        model.generate(**inputs, custom_generate=lookahead_generate, max_new_tokens=128)
+
+    Greedy search and sampling, with everything that `generate` prepares for them: generation configs, logits
+    processors, stopping criteria, streamers, padded batches (each row is decoded as if alone, one after the other),
+    `return_dict_in_generate` with `output_scores`, `output_logits` and the cache. The output has no cache for a model
+    whose layers hold more than keys, values and recurrent states. Greedy output is `generate`'s own.
+    Samples are drawn from the same distribution with other noise: one seed gives one output at any W, N, G and number
+    of ranks.
+    Under torchrun all ranks make the same call and share its work. Ranks that hold one model together (transformers'
+    `tp_plan`) are one replica: steps have a fixed size then, 32 nodes if none of W, N and G is given.
+
+    Args:
+        model: loaded by the caller; it is only read, so that several threads may call at once.
+        input_ids: [B, L] int64.
+        logits_processor: as prepared by `generate`.
+        stopping_criteria: as prepared by `generate`.
+        generation_config: as prepared by `generate`.
+        W: window size in columns; if none of W, N and G is given, every step's size is chosen by what pays.
+        N: n-gram size.
+        G: largest number of guesses verified in a step.
+        lookahead: a whole LookaheadConfig instead of W, N and G; its draft_tables must be "request".
+        seed: of the samples, 0 to 2**64 - 1. A row is sampled as if alone with this seed, and rows with equal prompts
+            are independent samples. Default: drawn from torch's generator, so `torch.manual_seed` counts; all rows are
+            then independent.
+        share_ranks: False where torchrun's ranks decode different prompts, each its own.
+        exactness: "fast" or "strict", see RuntimeConfig.
+        strict_tokens: see RuntimeConfig.
+        constraint: what the new text must be; compiled here, for as long as it takes.
+        constraint_tokenizer: the model's tokenizer; only with a constraint.
+        model_kwargs: what `generate` would give to the model.
+
+    Returns:
+        what `generate` returns: [B, L + new tokens] token ids, or an output object.
+
+    Raises:
+        ConfigError: if a setting is out of range, or asks for what cannot be done.
+        RequestError: if a prompt is empty or too long for the model.
+        ModelError: if the model fails the self-check, which is made at its first call.
+    """
+    if lookahead is None:
+        lookahead = LookaheadConfig(W=W, N=N, G=G)
+    elif (
+        not isinstance(lookahead, LookaheadConfig)
+        or (W, N, G) != (None, None, None)
+        or lookahead.draft_tables != "request"
+    ):
+        raise ConfigError(
+            f"lookahead={lookahead}: must be a LookaheadConfig with draft_tables=request, without W, N, G beside it"
+        )
+    RuntimeConfig(lookahead=lookahead, exactness=exactness, strict_tokens=strict_tokens)  # checks them
+    sampling = SamplingConfig(seed=seed)
+    is_split = tp_size_of(model) > 1
+    call = GenerateCall(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    if is_split:
+        lookahead = lockstep_settings(lookahead, call.time_left())
+    tokens = strict_tokens if exactness == "strict" else None
+    make = functools.partial(runner_of, model, tokens)
+    with _ranks(model.device, share_ranks and not is_split) as group, _runners.runner(model, (tokens,), make) as runner:
+        measured = _checked(model, runner, group)
+        calibration = Calibration(runner, group, RuntimeConfig.cache_dir, measured, is_gradual=True)
+        if lookahead.has_vocabulary_prior:
+            calibration.prepare_vocabulary(ASKING_SECONDS)
+        if call.do_sample and seed is None:
+            with _ranks(model.device, share_ranks or is_split) as ranks:
+                sampling.seed = broadcast_object(int(torch.randint(2**63 - 1, ())), ranks)
+            call.samples = list(range(len(call.rows)))
+        constrained = _compiled(constraint, constraint_tokenizer, runner.vocabulary_size, call.eos_token_ids)
+        return _Rows(call, runner, group, lookahead, sampling, calibration, *constrained).decode()
+
+
+def _compiled(
+    constraint: ConstraintConfig | None,
+    tokenizer: Tokenizer | None,
+    vocabulary_size: int,
+    eos_token_ids: frozenset[int],
+) -> tuple[CompiledConstraint | None, Grammars | None]:
+    """Return a call's constraint, compiled, and what makes its state for each row.
+
+    Raises:
+        ConfigError: there is no tokenizer, or no end-of-sequence token.
+        ConstraintError: the constraint is invalid, or no text can satisfy it.
+    """
+    if constraint is None or constraint.kind is None:
+        return None, None
+    if tokenizer is None or not eos_token_ids:
+        missing = "constraint_tokenizer=" if tokenizer is None else "an end-of-sequence token, which ends the text"
+        raise ConfigError(f"constraint: needs {missing}")
+    grammars = Grammars(lambda: tokenizer, vocabulary_size, eos_token_ids)
+    info = grammars.vocabulary(with_special_tokens=constraint.kind == "structural_tag").info
+    return compile_constraint(constraint, info), grammars
+
+
+def _checked(model: CausalLM, runner: ModelRunner, group: Group) -> Measured:
+    """Check a model at its first call.
+
+    Args:
+        model: the caller's.
+        runner: of a view of the model.
+        group: the ranks that share the call.
+
+    Returns:
+        What earlier calls have measured of the model, equal on all ranks or empty.
+    """
+    kind = (runner.strict_tokens, runner.dtype, str(attention_settings(runner.model)), group.size)
+    known = _known.setdefault(model, {})
+    if kind not in known:
+        check_runner(runner)
+        known[kind] = Measured()
+    measured = known[kind]
+    was_measured = np.array([measured.steps is not None, measured.vocabulary is not None], dtype=np.int64)
+    if (gather_rows(was_measured, group) != was_measured).any():
+        known[kind] = Measured()  # some rank is new, or has another past: all measure again
+    return known[kind]
+
+
+@contextmanager
+def _ranks(device: torch.device, share_ranks: bool) -> Iterator[Group]:
+    """Yield the group of torchrun's ranks, or of this process alone."""
+    if share_ranks and started_by_torchrun():
+        with existing_or_new_group(device, LauncherConfig.timeout) as group:
+            yield group
+    else:
+        yield Group.alone(device)
+
+
+class _NewTokens(NamedTuple):
+    """New tokens of one row.
+
+    Attributes:
+        tokens: token ids.
+        scores: [V] of each token, the processed logits that it was chosen from; empty if nobody wants them.
+        logits: [V] of each token, the model's; empty if nobody wants them.
+        held: keys, values and states of the row's tokens, all but the last; None if the call fills no cache.
+    """
+
+    tokens: list[int]
+    scores: list[torch.Tensor]
+    logits: list[torch.Tensor]
+    held: CacheCopy | None = None
+
+
+class _Rows:
+    """The rows of a call, decoded one after the other."""
+
+    def __init__(
+        self,
+        call: GenerateCall,
+        model: ModelRunner,
+        group: Group,
+        lookahead: LookaheadConfig,
+        sampling: SamplingConfig,
+        calibration: Calibration,
+        constraint: CompiledConstraint | None = None,
+        grammars: Grammars | None = None,
+    ):
+        self._constraint = constraint
+        self._call, self._model, self._group = call, model, group
+        self._lookahead, self._sampling = lookahead, sampling
+        self._engine = Engine(model, group, calibration, grammars=grammars)
+
+    def decode(self) -> torch.Tensor | object:
+        """Return what `generate` returns."""
+        call = self._call
+        rows = self._decode_rows()
+        if call.streamer is not None:
+            call.streamer.end()
+        if call.cache is not None:
+            call.fill_cache([each.held for each in rows if each.held is not None])
+        scores = [torch.stack(each.scores) for each in rows] if call.wants_scores else None
+        logits = [torch.stack(each.logits) for each in rows] if call.wants_logits else None
+        return call.output([each.tokens for each in rows], scores, logits)
+
+    def _decode_rows(self) -> list[_NewTokens]:
+        """Return the new tokens of all rows."""
+        rows = [self._with_cache(row, self._decode_row(row)) for row in range(len(self._call.rows))]
+        length = max(len(each.tokens) for each in rows)
+        for row, each in enumerate(rows):
+            if len(each.tokens) < length and not self._call.pads_rows:
+                behind = self._decode_row(row, tuple(each.tokens), length)
+                scores, logits = each.scores + behind.scores, each.logits + behind.logits
+                rows[row] = self._with_cache(row, _NewTokens(each.tokens + behind.tokens, scores, logits))
+        return rows
+
+    def _with_cache(self, row: int, new: _NewTokens) -> _NewTokens:
+        """Return a row's new tokens with what the KV cache holds of the row, if the call fills a cache."""
+        if self._call.cache is None:
+            return new
+        model, prompt = self._model, self._call.rows[row]
+        tokens = [*prompt, *new.tokens]
+        slot = model.slots.acquire(len(tokens), tokens)
+        for _ in model.resume(slot, prompt, new.tokens, len(tokens)):
+            pass
+        held = CacheCopy.of(slot.cache)
+        model.slots.release(slot)
+        return new._replace(held=held)
+
+    def _decode_row(self, row: int, committed: tuple[int, ...] = (), length: int | None = None) -> _NewTokens:
+        """Return the new tokens of one row behind those committed.
+
+        Args:
+            row: its index.
+            committed: new tokens of an earlier call.
+            length: how many new tokens the row is to have; None where the stopping criteria say.
+        """
+        call, model = self._call, self._model
+        recorder = Recorder(model.vocabulary_size, self._group)
+        prompt = call.rows[row]
+        call.check_length(row, model.context_length)
+        request = Request(
+            prompt_ids=prompt,
+            lookahead=self._lookahead,
+            max_new_tokens=length or call.max_new_tokens,
+            eos_token_ids=call.eos_token_ids,
+            sampling=self._sampling,
+            sample=call.samples[row],
+            max_time=call.time_left(),
+            committed=committed,
+            constraint=self._constraint,
+        )
+        noise = None
+        if call.do_sample:
+            assert self._sampling.seed is not None  # lookahead_generate has drawn one
+            noise = GumbelNoise(self._sampling.seed, request.sample, model.vocabulary_size, model.device)
+        processors = call.processors(row)
+        if self._constraint is not None:
+            processors = with_grammar_mask(processors)
+        spec = SamplerSpec(TreeProcessors(processors, model.device), noise, temperature_of(processors))
+        observe = recorder if call.wants_scores or call.wants_logits else None
+        new_tokens: list[int] = []
+        stop = self._stop(prompt, recorder) if length is None else None
+        for event in self._engine.run(request, spec, stop, observe=observe):
+            if not isinstance(event, Report):
+                new_tokens += event.token_ids
+                if call.streamer is not None:
+                    for token in event.token_ids:
+                        call.streamer.put(torch.tensor([token]))
+        recorder.merge()
+        count = len(new_tokens)
+        return _NewTokens(new_tokens, recorder.scores[:count], recorder.logits[:count])
+
+    def _stop(self, prompt: Sequence[int], recorder: Recorder) -> Stop | None:
+        """Return the caller's own criteria as a stop condition, asked after every token; None without any.
+
+        Where ranks share the work, rank 0 asks the criteria and tells the others in a collective of its own: the tokens
+        of this step must not be streamed before.
+        """
+        if not self._call.criteria:
+            return None
+        text = list(prompt)
+        group = self._group
+
+        def ask(committed: Sequence[int]) -> int | None:
+            for i, token in enumerate(committed, start=1):
+                text.append(token)
+                scores = recorder.scores[: len(text) - len(prompt)]
+                if self._call.is_done(text, tuple(each[None] for each in scores) if self._call.wants_scores else None):
+                    return i
+            return None
+
+        def stop(committed: Sequence[int]) -> int | None:
+            answer: int | Exception | None = None
+            recorder.merge()
+            if group.rank == 0:
+                try:
+                    answer = ask(committed)
+                except Exception as error:
+                    if group.is_alone:
+                        raise
+                    answer = RequestError(f"a stopping criterion failed: {type(error).__name__}: {first_line(error)}")
+            answer = broadcast_object(answer, group)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return stop

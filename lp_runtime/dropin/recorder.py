@@ -1,0 +1,45 @@
+"""Keeps what a caller of the drop-in asks to see of every accepted token: its logits and its scores."""
+
+from __future__ import annotations
+
+import torch
+
+from lp_runtime.decoder.decoder import Samples
+from lp_runtime.decoder.step import Step
+from lp_runtime.distributed.exchange import merge_rows
+from lp_runtime.distributed.transport.group import Group
+
+
+class Recorder:
+    """Keeps the rows of logits and scores behind accepted tokens.
+
+    Args:
+        vocabulary_size: V.
+        group: the ranks that share the work.
+
+    Attributes:
+        scores: [V] for each accepted token, the processed logits that the token was chosen from.
+        logits: [V] for each accepted token, the model's.
+    """
+
+    def __init__(self, vocabulary_size: int, group: Group):
+        self._size, self._group = vocabulary_size, group
+        self._num_merged = 0
+        self.scores: list[torch.Tensor] = []
+        self.logits: list[torch.Tensor] = []
+
+    def __call__(self, nodes: list[int], step: Step, rank: int, samples: Samples) -> None:
+        """Record a step: an engine's Observer. Rows that another rank has are -inf until `merge`."""
+        row_of = {node: row for row, node in enumerate(step.shares[rank].owned.tolist())}
+        for node in nodes:
+            for recorded, values in ((self.scores, samples.scores), (self.logits, samples.logits)):
+                row = row_of.get(node)
+                missing = values.new_full((self._size,), float("-inf"))
+                recorded.append(missing if row is None else values[row].clone())
+
+    def merge(self) -> None:
+        """Complete the rows recorded since the last call, in a collective of all ranks."""
+        first, self._num_merged = self._num_merged, len(self.scores)
+        if not self._group.is_alone and first < self._num_merged:
+            for recorded in (self.scores, self.logits):
+                recorded[first:] = merge_rows(torch.stack(recorded[first:]), self._group).unbind()

@@ -1,0 +1,124 @@
+"""Makes runners of callers' models, and keeps those with captured passes between calls of the drop-in.
+
+A captured pass reads weights where they were, and runs the modules that there were. So a runner is used again only
+while the model looks exactly as it did; one call at a time uses it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from lp_runtime.config.settings import ModelConfig
+from lp_runtime.errors import ConfigError, ModelError
+from lp_runtime.kernels.dispatch import kernels_for
+from lp_runtime.model.attention.choice import ATTENTIONS
+from lp_runtime.model.checks.make_runner import make_runner
+from lp_runtime.model.forward.cuda_graph import why_not_captured
+from lp_runtime.model.hf.config import attention_of
+from lp_runtime.model.hf.view import view_of
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.tensor_parallel.tp_plan import tp_size_of
+
+PLAIN = (bool, int, float, str, type(None))
+UNREAD = ("training",)  # of the model; a view is always in eval mode
+
+
+def state_of(model: PreTrainedModel) -> tuple:
+    """Return what a view of a model depends on, to compare: modules, attributes, hooks, and where weights lie.
+
+    Values of weights are not looked at: a view shares them.
+    """
+    configs: dict[int, str] = {}
+    return tuple(
+        (id(module), *((name, _state(value, configs)) for name, value in vars(module).items() if name not in UNREAD))
+        for module in model.modules()
+    )
+
+
+def _state(value: Any, configs: dict[int, str]) -> Any:
+    """Return what stands for an attribute of a module.
+
+    Args:
+        value: the attribute.
+        configs: configurations as text, by id, as far as they were met.
+    """
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr(), value.dtype, value.device, tuple(value.shape)
+    if isinstance(value, dict):
+        return tuple((str(key), _state(each, configs)) for key, each in value.items())
+    if isinstance(value, list | tuple | set):
+        return tuple(_state(each, configs) for each in value)
+    if isinstance(value, PreTrainedConfig):
+        if id(value) not in configs:
+            configs[id(value)] = repr(value.to_dict())
+        return configs[id(value)]
+    return id(value), type(value) if isinstance(value, nn.Module) else None
+
+
+def runner_of(model: PreTrainedModel, strict_tokens: int | None) -> ModelRunner:
+    """Return a runner of a view of a model; on a GPU its passes are captured where that is possible.
+
+    Raises:
+        ModelError: if the model can be fed neither trees nor chains.
+    """
+    attention = attention_of(model.config.get_text_config())
+    view = view_of(model, None if attention in ATTENTIONS else "sdpa")
+    is_split = tp_size_of(model) > 1
+    on_gpu = kernels_for(model.device) is not None and not is_split
+    runner = make_runner(view, ModelConfig.prefill_chunk, strict_tokens, own_attention=on_gpu)
+    if is_split and runner.feeds_chains:
+        raise ModelError(
+            f"{model.config.model_type}: is fed chains of guesses, which a model split over ranks cannot be"
+        )
+    if on_gpu and not runner.feeds_chains and why_not_captured(runner.tree_model) is None:
+        runner.enable_graphs(capture=True, refuses_waits=False)  # other threads may wait for the GPU
+    runner.supports_batching = False  # rows are decoded one after the other
+    return runner
+
+
+class RunnerKeeper:
+    """Keeps the last runner of each model whose passes are captured, for as long as the model lives."""
+
+    def __init__(self) -> None:
+        self._kept: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple, ModelRunner]] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def runner(self, model: PreTrainedModel, kind: tuple, make: Callable[[], ModelRunner]) -> Iterator[ModelRunner]:
+        """Yield a runner for the duration of a `with` block: the kept one, if the model has not changed since.
+
+        It is kept again, without its KV caches, unless the block fails.
+
+        Args:
+            model: the caller's.
+            kind: what else the runner depends on.
+            make: makes a new runner.
+
+        Raises:
+            ConfigError: inside autocast, where a pass has other dtypes than the model.
+        """
+        if torch.is_autocast_enabled(model.device.type):
+            raise ConfigError("torch.autocast: must be left; load the model in the dtype that it is to compute in")
+        if model.device.type != "cuda":  # nothing is captured
+            yield make()
+            return
+        state = kind, state_of(model)
+        with self._lock:
+            before, runner = self._kept.pop(model, (None, None))
+        if runner is None or before != state:
+            runner = make()
+        yield runner
+        runner.slots.clear()
+        if runner.graphs is not None:
+            with self._lock:
+                self._kept[model] = state, runner

@@ -1,0 +1,1 @@
+"""The driver's side of replicas in other processes: who serves which request."""

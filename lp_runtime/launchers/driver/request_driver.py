@@ -1,0 +1,319 @@
+"""The driver's side of one request: decoded by one group of replicas, or by several in turn, where replicas are lost or
+moved.
+
+What one group has not finished, the next resumes behind the last token that any replica has committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+from lp_runtime.errors import ReplicaError
+from lp_runtime.launchers.driver.answers import Quiet, read_answers
+from lp_runtime.launchers.driver.group_former import GroupFormer
+from lp_runtime.launchers.driver.replica_pool import ReplicaPool
+from lp_runtime.launchers.wire.inbox import Inbox, Members, ReplicaLost
+from lp_runtime.launchers.wire.lease import ReplicaLease
+from lp_runtime.launchers.wire.messages import (
+    Cancel,
+    Decode,
+    Finished,
+    GroupBroken,
+    Prefill,
+    Prefilled,
+    Progress,
+    Refused,
+    Streamed,
+)
+from lp_runtime.request.output import Event, Report
+from lp_runtime.request.request import Request
+
+log = logging.getLogger(__name__)
+
+MAX_FRUITLESS_ATTEMPTS = 2  # in a row: groups that a request may lose as a whole without a token in between
+MAX_BROKEN_ATTEMPTS = 3  # in a row: groups that may break without a token and without a loss: what breaks them stays
+MIN_SECONDS_LEFT = 1e-3  # of a request's time, when a group resumes it: the group ends it after a step
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How far a group has come with a request.
+
+    Attributes:
+        progress: what each replica that is left has committed, by its index.
+        report: what the request took, if the group has not been broken.
+        is_paused: whether the group was told to stop, because other replicas were wanted.
+        why_broken: why the group has broken, as one of its members says; None if it has not, or none is left.
+    """
+
+    progress: dict[int, Progress]
+    report: Report | None
+    is_paused: bool
+    why_broken: str | None
+
+
+@dataclass
+class LastWords:
+    """How an order to decode ended, for each member of its group.
+
+    Attributes:
+        done: members that have finished the request, by index.
+        broken: members that have left the group because it broke, by index.
+        refusal: of a member, if the request cannot be decoded.
+        is_paused: whether the group was told to stop, because other replicas were wanted.
+    """
+
+    done: dict[int, Finished] = field(default_factory=dict)
+    broken: dict[int, GroupBroken] = field(default_factory=dict)
+    refusal: Refused | None = None
+    is_paused: bool = False
+
+    def add(self, index: int, message: object) -> None:
+        """Note what a member has said; a replica that is lost has no last word."""
+        if isinstance(message, Finished):
+            self.done[index] = message
+        elif isinstance(message, GroupBroken):
+            self.broken[index] = message
+        elif isinstance(message, Refused):
+            self.refusal = message
+
+
+class RequestDriver:
+    """Has one request decoded.
+
+    Args:
+        pool: the replicas.
+        groups: forms groups of them.
+        request: what they are to decode.
+        lease: which of them may be used.
+    """
+
+    def __init__(self, pool: ReplicaPool, groups: GroupFormer, request: Request, lease: ReplicaLease):
+        self._pool = pool
+        self._groups = groups
+        self._request = request
+        self._lease = lease
+        self._delivered: list[int] = []  # new tokens that were yielded
+        self._num_lost = self._num_fruitless = self._num_broken = 0
+        self._started = time.monotonic()
+
+    def run(self) -> Generator[Event, None, None]:
+        """Yield the step outputs as they come, then the report. Closing the iterator early cancels the request.
+
+        Raises:
+            ReplicaError: if all its replicas are lost, and it gets no others; if its groups break again and again
+                though no replica is lost.
+        """
+        num_steps = 0
+        is_whole = True
+        while True:
+            group = self._form_group()
+            num_before = len(self._delivered)
+            attempt = yield from self._attempt(self._rest(), group)
+            self._note_losses(set(group) - set(attempt.progress))
+            report = attempt.report
+            if report is not None and not (attempt.is_paused and report.finish_reason == "cancelled"):
+                report = replace(report, num_steps=report.num_steps + num_steps, losses=self._num_lost)
+                yield report if is_whole else replace(report, seconds=time.monotonic() - self._started)
+                return
+            is_whole = False
+            self._check(attempt, len(group), len(self._delivered) > num_before)
+            num_steps += max((progress.num_steps for progress in attempt.progress.values()), default=0)
+
+    def _check(self, attempt: Attempt, group_size: int, has_tokens: bool) -> None:
+        """Count attempts in a row that have come to nothing.
+
+        Args:
+            attempt: the latest.
+            group_size: replicas of its group.
+            has_tokens: whether it has brought a new token.
+
+        Raises:
+            ReplicaError: if there are so many that the next one would come to nothing, too.
+        """
+        # A request that ends every replica it meets is not to end them all.
+        self._num_fruitless = 0 if attempt.progress or has_tokens else self._num_fruitless + 1
+        if self._num_fruitless == MAX_FRUITLESS_ATTEMPTS:
+            raise self._all_lost()
+        is_broken = attempt.why_broken is not None and len(attempt.progress) == group_size
+        self._num_broken = self._num_broken + 1 if is_broken and not has_tokens else 0
+        if self._num_broken == MAX_BROKEN_ATTEMPTS:
+            raise ReplicaError(
+                f"{self._num_broken} groups in a row broke while decoding, after {len(self._delivered)} tokens"
+                f" ({attempt.why_broken})"
+            )
+
+    def _form_group(self) -> Members:
+        """Form a group of the replicas of the lease; waits for others where all of them are lost."""
+        while True:
+            members = self._lease.settle() or self._lease.refill()
+            group = self._groups.form(members) or ()
+            self._note_losses(members - set(group))
+            if group:
+                return group
+            if not members:
+                raise self._all_lost()
+
+    def _note_losses(self, lost: Iterable[int]) -> None:
+        lost = set(lost)
+        if lost:
+            name, num_tokens = self._request.request_id or "without a name", len(self._delivered)
+            log.warning("request %s: replicas %s were lost after %d tokens", name, sorted(lost), num_tokens)
+        self._lease.lose(lost)
+        self._num_lost += len(lost)
+
+    def _all_lost(self) -> ReplicaError:
+        return ReplicaError(
+            f"all replicas were lost while decoding, after {len(self._delivered)} tokens ({self._pool.why_lost()})"
+        )
+
+    def _rest(self) -> Request:
+        """Return the request as it is now: with what is committed, and the time that is left."""
+        left = self._request.max_time
+        if left is not None:
+            left = max(MIN_SECONDS_LEFT, left - (time.monotonic() - self._started))
+        return replace(self._request, committed=tuple(self._delivered), max_time=left)
+
+    def _attempt(self, request: Request, group: Members) -> Generator[Event, None, Attempt]:
+        """Have a group decode: to its end, to the loss of a replica, or until other replicas are wanted."""
+        pool, last_words = self._pool, LastWords()
+        with pool.open_inbox(group) as inbox, _JoiningReplicas(pool) as joining:
+            waiting = set(group)
+            sealed = pool.sealed(request)
+            for index in group:
+                pool.send_order(inbox, index, Decode(inbox.order, sealed))
+            try:
+                with self._lease.cancelling(lambda: self._send_cancel(inbox, group)):
+                    yield from self._stream(inbox, waiting, joining, last_words)
+            except (GeneratorExit, KeyboardInterrupt):  # the caller stopped early
+                self._cancel(inbox, waiting)
+                raise
+        refusal, broken = last_words.refusal, last_words.broken
+        if broken or (refusal and len(group) > 1):
+            pool.disband(group)
+        if refusal is not None:
+            raise refusal.kind(refusal.message)
+        why_broken = next((message.reason for message in broken.values()), None)
+        self._drop_suspects(inbox, broken)
+        progress = {index: message.progress for index, message in (last_words.done | broken).items()}
+        progress |= dict.fromkeys(waiting, Progress())  # a member that was left has told nothing
+        if progress:
+            yield from self._deliver_rest(request, max(progress.values(), key=lambda each: len(each.token_ids)))
+        report = next((last_words.done[index].report for index in group if index in last_words.done), None)
+        return Attempt(progress, report, last_words.is_paused, why_broken)
+
+    def _stream(
+        self, inbox: Inbox, waiting: set[int], joining: _JoiningReplicas, last_words: LastWords
+    ) -> Generator[Event, None, None]:
+        """Yield what a group's rank 0 streams, until every member had its last word. Where other replicas are wanted,
+        have the new ones prefill, then end the group's work. A replica that has told nothing yet is not waited for,
+        where the request is to move to others: it may be deep in a step of another request, which nobody can end.
+
+        Args:
+            inbox: of the order to decode.
+            waiting: members that have not had their last word; they are removed from it as they have.
+            joining: the replicas that are to join.
+            last_words: filled in.
+        """
+        group = inbox.members
+        for index, message in read_answers(self._pool, inbox, waiting):
+            if isinstance(message, Quiet):
+                if self._may_leave(group):
+                    last_words.is_paused = True
+                    self._send_cancel(inbox, group)
+                    return
+                continue
+            if not isinstance(message, Streamed):
+                last_words.add(index, message)
+                continue
+            self._delivered += message.output.token_ids
+            yield message.output
+            wanted = self._lease.wanted
+            if last_words.is_paused or wanted == set(group):
+                continue
+            if joining.are_prefilled(wanted - set(group), self._rest):
+                last_words.is_paused = True
+                self._send_cancel(inbox, group[:1])
+
+    def _may_leave(self, group: Members) -> bool:
+        """Whether the request is to move from one replica to others, and nothing of it was delivered: it begins anew
+        there at once, and what the one still does for it is dropped."""
+        wanted = self._lease.wanted
+        return bool(wanted) and len(group) == 1 and wanted.isdisjoint(group) and not self._delivered
+
+    def _send_cancel(self, inbox: Inbox, members: Iterable[int]) -> None:
+        for index in members:
+            self._pool.send(index, Cancel(inbox.order))
+
+    def _cancel(self, inbox: Inbox, waiting: set[int]) -> None:
+        """End what members are decoding, and wait until they have."""
+        pool = self._pool
+        if pool.is_closed:
+            return
+        self._send_cancel(inbox, waiting)
+        for _, message in read_answers(pool, inbox, waiting):
+            if not isinstance(message, Streamed | Finished | Quiet) and len(inbox.members) > 1:
+                pool.disband(inbox.members)
+
+    def _drop_suspects(self, inbox: Inbox, broken: dict[int, GroupBroken]) -> None:
+        """Lose the replicas whose digests are not those of most replicas, or, where there is no telling, not that of
+        the first of them; remove them from `broken`."""
+        digests = next((message.digests for message in broken.values() if message.digests), None)
+        if digests is None:
+            return
+        right = max(digests, key=lambda digest: (digests.count(digest), -digests.index(digest)))
+        for index, digest in zip(inbox.members, digests, strict=True):
+            if digest != right and index in broken:
+                del broken[index]
+                self._pool.lose(index, "its state has parted from the others'", inbox.incarnations[index])
+
+    def _deliver_rest(self, request: Request, best: Progress) -> Generator[Event, None, None]:
+        """Yield what a replica has committed that was not delivered: rank 0 was lost before it said so."""
+        rest = best.output_behind(len(self._delivered) - len(request.committed), request)
+        if rest is not None:
+            self._delivered += rest.token_ids
+            yield rest
+
+
+class _JoiningReplicas:
+    """Replicas that are to join a running request: they run its prefill while the others go on.
+
+    Args:
+        pool: of the replicas.
+    """
+
+    def __init__(self, pool: ReplicaPool):
+        self._pool = pool
+        self._inboxes: dict[int, Inbox] = {}  # of each replica's order to prefill
+        self._ended: set[int] = set()
+        self._open = ExitStack()  # holds the inboxes open
+
+    def __enter__(self) -> _JoiningReplicas:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for index in self._inboxes.keys() - self._ended:
+            self._pool.send(index, Cancel(self._inboxes[index].order))
+        self._open.close()
+
+    def are_prefilled(self, indices: Iterable[int], rest: Callable[[], Request]) -> bool:
+        """Whether replicas have run the prefill, or are lost; orders it from those that have no order yet.
+
+        Args:
+            indices: the replicas.
+            rest: returns the request as it is now.
+        """
+        joiners = set(indices)
+        for index in joiners - self._inboxes.keys():
+            inbox = self._inboxes[index] = self._open.enter_context(self._pool.open_inbox((index,)))
+            self._pool.send_order(inbox, index, Prefill(inbox.order, self._pool.sealed(rest())))
+        for index in joiners - self._ended:
+            messages = self._inboxes[index].messages
+            while not messages.empty():
+                if isinstance(messages.get()[1], Prefilled | ReplicaLost):
+                    self._ended.add(index)
+        return joiners <= self._ended

@@ -1,0 +1,1 @@
+"""Messages between the driver and its replicas."""

@@ -1,0 +1,1 @@
+"""What runs inside a replica's process."""

@@ -1,0 +1,58 @@
+"""The process of a spawned replica: run as a module with the file descriptor of its pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from lp_runtime.utils.startup import hide_triton_without_gpu, no_garbage_collection
+
+if TYPE_CHECKING:
+    from lp_runtime.launchers.worker.follower_server import FollowerServer
+    from lp_runtime.launchers.worker.replica_server import ReplicaServer
+
+
+def be_replica(pipe: Connection) -> None:
+    """Be the replica of the driver at the other end of a pipe; the process ends with the driver.
+
+    Args:
+        pipe: over which the replica's settings and place arrive first, then orders.
+    """
+    with no_garbage_collection():
+        hide_triton_without_gpu()
+        from lp_runtime.launchers.wire.messages import Failed
+        from lp_runtime.launchers.worker.follower_server import FollowerServer
+        from lp_runtime.launchers.worker.replica_server import ReplicaServer
+
+    lock = threading.Lock()
+
+    def send(message: object) -> None:
+        with lock, contextlib.suppress(OSError):  # the driver is gone: see `listen`
+            pipe.send(message)
+
+    def listen(server: ReplicaServer | FollowerServer) -> None:
+        while True:
+            try:
+                server.post(pipe.recv())
+            except (EOFError, OSError):
+                os._exit(0)  # the driver closed the pipe or died: there is nothing left to do, wherever we are
+            except Exception as error:  # of a message that is none of ours
+                send(Failed.from_error(error))
+                os._exit(1)
+
+    try:
+        config, place = pipe.recv()
+    except (EOFError, OSError):
+        return  # the driver was gone before it could say what to do
+    server = ReplicaServer(config, place, send) if place.shard.is_leader else FollowerServer(config, place, send)
+    threading.Thread(target=listen, args=(server,), daemon=True).start()
+    server.run()
+    os._exit(1)  # not through atexit, where a broken group may block
+
+
+if __name__ == "__main__":
+    be_replica(Connection(int(sys.argv[1])))

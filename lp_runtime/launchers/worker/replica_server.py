@@ -1,0 +1,298 @@
+"""A replica's side of the conversation with its driver: load, then carry out orders until the driver is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
+
+from lp_runtime.config.lookahead import MAX_STEP_TOKENS
+from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.distributed.store import StoreConnection
+from lp_runtime.distributed.transport.group import Group
+from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, RequestError, StateMismatchError
+from lp_runtime.launchers.wire.messages import (
+    PING,
+    PONG,
+    Abort,
+    Cancel,
+    Decode,
+    Failed,
+    Finished,
+    GroupBroken,
+    Join,
+    Joined,
+    ModelLoaded,
+    Order,
+    Prefill,
+    Prefilled,
+    Progress,
+    Refused,
+    Streamed,
+)
+from lp_runtime.launchers.worker.process_host import Placement
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.prefill.prefix import read_for_resume
+from lp_runtime.replica.replica import LoadedModel, Replica, join_group, load_replica
+from lp_runtime.request.output import Event, Report
+from lp_runtime.request.request import Request
+
+
+class ReplicaServer:
+    """Carries out a driver's orders, one after another; orders to decode as one batch, where it is alone in its group.
+
+    Args:
+        config: the runtime's settings.
+        place: where this replica is.
+        send: sends a message to the driver; called from several threads.
+    """
+
+    def __init__(self, config: RuntimeConfig, place: Placement, send: Callable[[object], None]):
+        self._config = config
+        self._place = place
+        self._send = send
+        self._orders = _OrderQueue()
+        self._membership = contextlib.ExitStack()  # of the present group; leaves it when closed
+        self._replica: Replica | None = None  # None while it is in no group
+        self._store = StoreConnection()
+        self._grouping = threading.Lock()  # held while a group is noted or aborted, or its order ends
+        self._group: Group | None = None  # the one that is being joined, or was
+
+    def post(self, message: object) -> None:
+        """Take a message of the driver's; never waits. Called from another thread than `run`."""
+        if message == PING:
+            self._send(PONG)
+        elif isinstance(message, Cancel):
+            self._orders.cancel(message.order)
+        elif isinstance(message, Abort):
+            self._abort(message.order)
+        else:
+            assert isinstance(message, Order)
+            self._orders.put(message)
+
+    def run(self) -> None:
+        """Load the model, then carry out orders. Returns when this replica cannot go on; the driver knows then."""
+        try:
+            place = self._place
+            loaded = load_replica(
+                self._config, place.device_index, place.num_local, True, place.owns_device, place.shard
+            )
+            self._send(ModelLoaded(loaded.info))
+            while True:
+                order = self._orders.get()
+                if isinstance(order, Join):
+                    self._join(loaded, order)
+                elif isinstance(order, Prefill):
+                    self._prefill(loaded, order)
+                elif self._replica is not None and self._replica.supports_batching:
+                    self._decode_batch(self._replica, order)
+                else:
+                    self._decode(order)
+        except Exception as error:  # whatever it is; said before the group is left, which may wait for peers
+            self._send(Failed.from_error(error))
+
+    def _abort(self, order: int) -> None:
+        """Make an order that is open end as if a peer were lost."""
+        with self._grouping:
+            if self._orders.abort(order) and self._group is not None and self._group.transport is not None:
+                self._group.transport.abort()
+
+    def _end(self, order: int) -> None:
+        """Note that an order has been carried out: nobody aborts its group any more."""
+        with self._grouping:
+            self._orders.end(order)
+
+    def _enter(self, group: Group, order: int) -> None:
+        """Note the group that a Join has formed, so that it can be aborted from now on."""
+        with self._grouping:
+            self._group = group
+            if self._orders.is_aborted(order) and group.transport is not None:
+                group.transport.abort()
+
+    def _leave(self) -> None:
+        with self._grouping:
+            self._replica = self._group = None
+        with contextlib.suppress(Exception):  # a broken group may not even end well
+            self._membership.close()
+
+    def _join(self, loaded: LoadedModel, order: Join) -> None:
+        self._leave()
+        self._membership = contextlib.ExitStack()
+        number = order.order
+
+        def is_abandoned() -> bool:
+            return self._orders.has_next() or self._orders.is_aborted(number)
+
+        def on_formed(group: Group) -> None:
+            self._enter(group, number)
+
+        try:
+            store = self._store.connect(order.context, self._config.launcher.timeout)
+            group = join_group(self._config, loaded, order.context, store, is_abandoned, on_formed)
+            self._replica = self._membership.enter_context(group)
+        except (ReplicaError, LaunchError) as error:  # peers that did not come, or went
+            self._send(GroupBroken(order.order, Progress(), str(error)))
+            self._leave()
+        except LookaheadError as error:
+            self._send(Refused(order.order, str(error), type(error)))
+            self._leave()
+        else:
+            self._send(Joined(order.order, self._replica.info))
+        self._end(order.order)
+
+    def _prefill(self, loaded: LoadedModel, order: Prefill) -> None:
+        """Leave a slot behind that holds the request's prompt and committed tokens: the engine acquires it again."""
+        with contextlib.suppress(RequestError):  # the order to decode is refused then
+            self._feed(loaded.model, order.request.opened(), order.order)
+        self._send(Prefilled(order.order))
+        self._end(order.order)
+
+    def _feed(self, model: ModelRunner, request: Request, order: int) -> None:
+        """Have a slot hold a request's prompt and committed tokens, unless the order is cancelled meanwhile."""
+        capacity = len(request.prompt_ids) + request.max_new_tokens + MAX_STEP_TOKENS
+        in_use = contextlib.nullcontext() if self._replica is None else self._replica.in_use()
+        with in_use, model.slots.borrowed(capacity, (*request.prompt_ids, *request.committed)) as slot:
+            read_for_resume(model, slot, request, capacity)
+            for _ in model.resume(slot, request.prompt_ids, request.committed, capacity):
+                if self._orders.is_cancelled(order):
+                    break
+
+    def _decode(self, order: Decode) -> None:
+        """Decode a request together with the other replicas of the group."""
+        if self._replica is None:  # it left on its own, after what the driver had not heard of yet
+            self._send(GroupBroken(order.order, Progress(), "this replica is in no group"))
+            self._end(order.order)
+            return
+        answer = _Answer(order.order, self._send, is_leader=self._replica.group.rank == 0)
+        try:
+            request = order.request.opened()
+            for event in self._replica.decode(request, lambda: self._orders.is_cancelled(order.order)):
+                answer.send(event)
+        except ReplicaError as error:
+            digests = error.digests if isinstance(error, StateMismatchError) else None
+            self._send(GroupBroken(order.order, answer.progress, str(error), digests))
+            self._leave()
+        except LookaheadError as error:
+            answer.send(error)
+            self._leave()
+        self._end(order.order)
+
+    def _decode_batch(self, replica: Replica, first: Decode) -> None:
+        """Decode a request as one batch with those that are ordered meanwhile, until none is left."""
+        answers: dict[Hashable, _Answer] = {}  # by the number of their order
+        coming: list[Decode] = [first]
+
+        def arrivals() -> Iterator[tuple[int, Request, Callable[[], bool]]]:
+            while (order := coming.pop() if coming else self._orders.get_decode()) is not None:
+                number = order.order
+                answer = _Answer(number, self._send, is_leader=True)
+                try:
+                    request = order.request.opened()
+                except RequestError as error:
+                    answer.send(error)
+                    self._end(number)
+                    continue
+                answers[number] = answer
+                yield number, request, partial(self._orders.is_cancelled, number)
+
+        for number, event in replica.decode_batch(arrivals):
+            answers[number].send(event)
+            if isinstance(event, Report | LookaheadError):
+                self._end(answers.pop(number).order)
+
+
+class _Answer:
+    """What a replica answers to an order to decode.
+
+    Args:
+        order: number of the order.
+        send: sends a message to the driver.
+        is_leader: whether this replica is rank 0, which streams.
+
+    Attributes:
+        order: number of the order.
+        progress: what the replica has committed since the order.
+    """
+
+    def __init__(self, order: int, send: Callable[[object], None], is_leader: bool):
+        self.order = order
+        self.progress = Progress()
+        self._send = send
+        self._is_leader = is_leader
+
+    def send(self, event: Event | LookaheadError) -> None:
+        """Send what the engine has yielded, and add a step output to the progress."""
+        if isinstance(event, LookaheadError):
+            self._send(Refused(self.order, str(event), type(event)))
+        elif isinstance(event, Report):
+            self._send(Finished(self.order, self.progress, event))
+        else:
+            self.progress = self.progress.after(event)
+            if self._is_leader:
+                self._send(Streamed(self.order, event))
+
+
+class _OrderQueue:
+    """The driver's orders, in the order in which they came; which were cancelled or aborted. For two threads."""
+
+    def __init__(self) -> None:
+        self._orders: queue.Queue[Order] = queue.Queue()
+        self._next: Order | None = None  # taken from the queue, and not carried out yet
+        self._open: set[int] = set()
+        self._cancelled: set[int] = set()
+        self._aborted: set[int] = set()
+        self._lock = threading.Lock()
+
+    def put(self, order: Order) -> None:
+        """Append an order."""
+        with self._lock:
+            self._open.add(order.order)
+        self._orders.put(order)
+
+    def has_next(self) -> bool:
+        """Whether any order waits to be carried out."""
+        return self._next is not None or not self._orders.empty()
+
+    def get(self) -> Order:
+        """Remove the next order and return it; waits for it."""
+        order, self._next = self._next, None
+        return self._orders.get() if order is None else order
+
+    def get_decode(self) -> Decode | None:
+        """Remove the next order and return it, if it has come and is a Decode; any other stays the next."""
+        if self._next is None:
+            with contextlib.suppress(queue.Empty):
+                self._next = self._orders.get_nowait()
+        if not isinstance(self._next, Decode):
+            return None
+        order, self._next = self._next, None
+        return order
+
+    def cancel(self, order: int) -> None:
+        """Mark an order, by its number, as cancelled; no effect if it has ended."""
+        with self._lock:
+            if order in self._open:
+                self._cancelled.add(order)
+
+    def is_cancelled(self, order: int) -> bool:
+        """Whether an order, by its number, was cancelled."""
+        return order in self._cancelled
+
+    def abort(self, order: int) -> bool:
+        """Mark an order, by its number, as aborted; return False, without effect, if it has ended."""
+        with self._lock:
+            if order in self._open:
+                self._aborted.add(order)
+            return order in self._open
+
+    def is_aborted(self, order: int) -> bool:
+        """Whether an order, by its number, was aborted."""
+        return order in self._aborted
+
+    def end(self, order: int) -> None:
+        """Note that an order, by its number, has been carried out."""
+        with self._lock:
+            for numbers in (self._open, self._cancelled, self._aborted):
+                numbers.discard(order)

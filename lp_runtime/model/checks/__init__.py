@@ -1,0 +1,1 @@
+"""Checks that a model computes a token tree as it computes plain text."""

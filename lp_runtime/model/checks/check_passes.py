@@ -1,0 +1,88 @@
+"""The part of the start-up self-check that makes, captures and runs every pass of a fixed size.
+
+What a size would do wrong is found at start, and not by a request; and no request ever waits for a capture.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from lp_runtime.errors import ModelError
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.forward.step_inputs import StepInputs
+from lp_runtime.model.hf.differences import difference_of
+from lp_runtime.model.kv_cache.slots import CacheSlot
+from lp_runtime.model.runner import ModelRunner
+
+MAX_PROMPT = 40  # tokens of the longest prompt
+MAX_DEPTH = 8  # of the trees
+MAX_BATCH = 3  # sequences
+MAX_TRIES = 20  # for each token of a tree
+
+
+def check_fixed_passes(model: ModelRunner, tolerance: float) -> float:
+    """Make every pass of a fixed size, and compare what it finds with passes of any size.
+
+    Args:
+        model: has passed the self-check with passes of any size, or with some of the fixed sizes.
+        tolerance: largest relative difference of a pass's logits.
+
+    Returns:
+        the largest relative difference.
+
+    Raises:
+        ModelError: if a pass differs by more, cannot be captured, or finds no memory.
+    """
+    try:
+        return _worst_of_passes(model, tolerance)
+    except torch.OutOfMemoryError as error:
+        raise ModelError("memory does not suffice to capture passes") from error
+
+
+def _worst_of_passes(model: ModelRunner, tolerance: float) -> float:
+    """Do what `check_fixed_passes` says, which names arguments, result and errors."""
+    passes = model.fixed_passes
+    assert passes is not None
+    rng = random.Random(3)
+    context = model.context_length or MAX_PROMPT + 2 * MAX_DEPTH
+    longest = max(1, min(MAX_PROMPT, context - MAX_DEPTH - 2))
+    slots = []
+    for number in range(MAX_BATCH):
+        slot = CacheSlot()
+        model.begin(slot, longest + passes.max_tokens + 1)
+        model.prefill(slot, _some_tokens(rng, model, max(1, longest >> number)))
+        slots.append(slot)
+    worst = 0.0
+    for num_tokens, num_sequences in passes.make_all(model.supports_batching):
+        num_sequences = min(num_sequences, MAX_BATCH)
+        shares = [num_tokens // num_sequences] * num_sequences
+        shares[0] += num_tokens - sum(shares)
+        batch = [
+            StepInputs.whole(slot, _tree(rng, model, size, context - len(slot.tokens)))
+            for slot, size in zip(slots, shares, strict=False)
+        ]
+        expected = [model.forward(inputs, commit=False, any_size=True).logits for inputs in batch]
+        found = model.forward_batch(batch, commit=False)
+        worst = max(worst, *(difference_of(one.logits, other) for one, other in zip(found, expected, strict=True)))
+        if not worst <= tolerance:
+            raise ModelError(
+                f"{type(model.model).__name__}: a pass of {num_tokens} tokens of {num_sequences} sequences differs from"
+                f" one of any size by {worst:.2g} (allowed: {tolerance:g})"
+            )
+    return worst
+
+
+def _some_tokens(rng: random.Random, model: ModelRunner, count: int) -> list[int]:
+    return [rng.randrange(model.vocabulary_size) for _ in range(count)]
+
+
+def _tree(rng: random.Random, model: ModelRunner, size: int, num_left: int) -> TokenTree:
+    """Return a random tree of so many tokens, whose positions stay within what is left of the context."""
+    depth = max(1, min(MAX_DEPTH, num_left - 2))
+    tree = TokenTree(_some_tokens(rng, model, 1), max_depth=depth)
+    for _ in range(MAX_TRIES * size):  # a token that is there already adds nothing
+        if len(tree) < size:
+            tree.add(rng.randrange(len(tree)), rng.randrange(model.vocabulary_size))
+    return tree

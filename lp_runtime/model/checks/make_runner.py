@@ -1,0 +1,66 @@
+"""The runner that a model needs, and its self-check: of token trees where they can be fed, else of chains."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from lp_runtime.distributed.precision import warn_of_tf32
+from lp_runtime.errors import ModelError
+from lp_runtime.model.chain_runner import ChainRunner
+from lp_runtime.model.checks.chain_check import check_chains
+from lp_runtime.model.checks.self_check import check_model_or_disable_graphs
+from lp_runtime.model.forward.following import LeadingShard
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.support import why_chains
+
+
+def make_runner(
+    model: PreTrainedModel,
+    prefill_chunk: int,
+    strict_tokens: int | None = None,
+    own_attention: bool = False,
+    leading: LeadingShard | None = None,
+) -> ModelRunner:
+    """Return the runner of a model: one that is fed token trees, or one that is fed chains.
+
+    Args:
+        model: see ModelRunner.
+        prefill_chunk: see ModelRunner.
+        strict_tokens: see ModelRunner.
+        own_attention: see ModelRunner.
+        leading: see ModelRunner.
+
+    Raises:
+        ModelError: if the model can be fed neither, or chains alone with exactness=strict or in several shards.
+    """
+    if model.device.type == "cuda" and model.dtype == torch.float32:
+        warn_of_tf32()
+    reason = why_chains(model)
+    if reason is None:
+        return ModelRunner(model, prefill_chunk, strict_tokens, own_attention, leading)
+    if strict_tokens is not None:
+        raise ModelError(f"{reason}; it is fed chains of guesses, which exactness=strict cannot be computed with")
+    if leading is not None:
+        raise ModelError(f"{reason}; it is fed chains of guesses, which takes gpus_per_replica=1")
+    try:
+        return ChainRunner(model, prefill_chunk)
+    except ModelError as error:
+        raise ModelError(f"{reason}; nor chains of guesses: {error}") from error
+
+
+def check_runner(runner: ModelRunner) -> float:
+    """Check a model before its first request; captured passes that fail are done without.
+
+    Returns:
+        the largest relative difference of a node's logits.
+
+    Raises:
+        ModelError: if the model fails.
+    """
+    if not isinstance(runner, ChainRunner):
+        return check_model_or_disable_graphs(runner)
+    try:
+        return check_chains(runner)
+    except ModelError as error:
+        raise ModelError(f"{why_chains(runner.model)}; nor chains of guesses: {error}") from error

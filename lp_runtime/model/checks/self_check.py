@@ -1,0 +1,289 @@
+"""The start-up self-check: does this model compute a token tree as it computes plain text?
+
+Some architectures silently do not (position biases by index, recurrent layers): they are refused. Some do so only
+beyond a length: the check goes to every length that the configuration names (families.py), and a little further.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from lp_runtime.errors import ModelError, first_line
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.checks.check_passes import check_fixed_passes
+from lp_runtime.model.forward.step_inputs import StepInputs
+from lp_runtime.model.hf.differences import TOLERANCES, difference_of
+from lp_runtime.model.kv_cache.slots import CacheSlot
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.support import likely_reason, thresholds_of
+
+log = logging.getLogger(__name__)
+
+SHORT_PROMPT = 24
+BEFORE_THRESHOLD = 6  # tokens that the first tree at a threshold stands before it
+CROSSED_BY = 8  # tokens that the check goes on behind a threshold
+ACCEPTED = 3  # tokens that each step at a threshold commits
+NUM_DECOYS = 12  # branches before the accepted one: places reach a threshold long before positions do
+STRICT_LENGTHS = (20, 123, 190)  # before, across and behind borders of the blocks of strict.py
+LONG_STRICT_LENGTHS = (1500, 3000)
+LONGEST_PATH = 8
+LONGEST_TAIL = 10  # tokens that the check stands behind the prompt
+
+
+def check_model(model: ModelRunner) -> float:
+    """Compare two tree steps, with a commit between them, against plain forward passes of the text on each path.
+
+    Then decode across every length within the model's context beyond which the configuration says that the model may
+    attend otherwise. Where several sequences in one pass differ from plain text, `model.supports_batching` is turned
+    off.
+
+    Returns:
+        the largest relative difference of a node's logits.
+
+    Raises:
+        ModelError: if the difference is above the dtype's tolerance, or the model cannot be fed a tree at all.
+    """
+    name = type(model.model).__name__
+    worst, where = 0.0, ""
+    try:
+        with model.slots.borrowed() as slot:
+            worst = _worst_difference(model, slot)
+            for field, threshold in lengths_to_cross(model).items():
+                starts = [threshold - BEFORE_THRESHOLD]
+                if threshold == model.rotary_lengths.threshold:  # a longer prompt has other factors
+                    starts.append(threshold + 1)
+                for start in starts:
+                    if worst <= TOLERANCES.get(model.dtype, 0.0):
+                        worst = max(worst, _difference_at(model, slot, threshold, start))
+                        where = f" around {field}={threshold}"
+    except ModelError:
+        raise
+    except Exception as error:  # any failure of a foreign model here means the same thing: it cannot be served
+        how = "" if model.strict_tokens is None else " with exactness=strict"
+        reason = likely_reason(model.model) or first_line(error)
+        raise ModelError(f"{name} cannot be fed a token tree{how}: {reason}") from error
+    tolerance = TOLERANCES.get(model.dtype)
+    if tolerance is None:
+        raise ModelError(f"{name} computes in {model.dtype}: must be one of {', '.join(map(str, TOLERANCES))}")
+    if not worst <= tolerance:
+        raise ModelError(f"{name} failed the start-up self-check: {_what_differs(model, worst, tolerance, where)}")
+    return max(worst, _check_other_passes(model, tolerance))
+
+
+def _what_differs(model: ModelRunner, worst: float, tolerance: float, where: str) -> str:
+    """Return what is wrong with a model whose tree steps differ from plain text, for a message."""
+    if math.isnan(worst):
+        return f"its logits are NaN{where}; check its weights and dtype"
+    reason = likely_reason(model.model)
+    return (
+        f"a tree step differs from plain text{where} by {worst:.2g} (allowed: {tolerance:g}); lookahead decoding would"
+        f" be wrong, so this model is refused{reason and ': '}{reason}"
+    )
+
+
+def _check_other_passes(model: ModelRunner, tolerance: float) -> float:
+    """Check what else a model is fed in: strict passes, batches, passes of every fixed size.
+
+    Returns:
+        the largest relative difference of a captured pass; 0 without any.
+
+    Raises:
+        ModelError: if the model failed.
+    """
+    if model.strict_tokens is not None:
+        _check_bits(model)
+    if model.supports_batching:
+        _check_batching(model, tolerance)
+    is_captured = model.graphs is not None and model.graphs.capture
+    return check_fixed_passes(model, tolerance) if is_captured else 0.0
+
+
+def check_model_or_disable_graphs(model: ModelRunner) -> float:
+    """Check a model as `check_model` does; where it fails with passes of fixed sizes, again with passes of any size.
+
+    Returns:
+        the largest relative difference of a node's logits.
+
+    Raises:
+        ModelError: if the model fails with passes of any size, too.
+    """
+    if model.graphs is not None:
+        try:
+            return check_model(model)
+        except ModelError as error:
+            log.warning("%s; going on with compile=off", error)
+            model.disable_graphs(str(error))
+    return check_model(model)
+
+
+def _worst_difference(model: ModelRunner, slot: CacheSlot) -> float:
+    """Return the largest relative difference between tree steps and plain text."""
+    rng = random.Random(0)
+    longest = sys.maxsize if model.context_length is None else model.context_length
+    # Without a cache, a text in which rotary factors change is not what it is one token at a time.
+    length = min(SHORT_PROMPT, min(longest, model.rotary_lengths.threshold) - LONGEST_TAIL)
+    if length < 2:
+        raise ModelError(f"a context of {model.context_length} tokens is too short to work in")
+
+    def some_tokens(count: int) -> list[int]:
+        return [rng.randrange(model.vocabulary_size) for _ in range(count)]
+
+    prompt, left, right, below = some_tokens(length), some_tokens(3), some_tokens(3), some_tokens(2)
+    model.begin(slot, length + 32)
+    differences = [difference_of(model.prefill(slot, prompt), _plain_logits(model, prompt, 1))]
+    # Step 1: two branches under one pending token. Step 2: the left one was accepted and is re-fed as pending.
+    root = some_tokens(1)
+    tree = TokenTree(root, max_depth=8)
+    branches = [tree.add_branch(left), tree.add_branch([left[0], *below]), tree.add_branch(right)]
+    differences += _compare(model, slot, tree, branches, prompt)
+    tree = TokenTree(left, max_depth=8)
+    branches = [tree.add_branch(below), tree.add_branch(right)]
+    differences += _compare(model, slot, tree, branches, prompt + root)
+    return max(differences)
+
+
+def lengths_to_cross(model: ModelRunner) -> dict[str, int]:
+    """Return the lengths to decode across, each once, by a field of the configuration that names it."""
+    longest = sys.maxsize if model.context_length is None else model.context_length
+    thresholds = {"max_position_embeddings": model.rotary_lengths.threshold}
+    thresholds |= thresholds_of(model.model.config.get_text_config())
+    fields = {
+        threshold: field
+        for field, threshold in thresholds.items()
+        if threshold > BEFORE_THRESHOLD + 1 and threshold + CROSSED_BY + ACCEPTED <= longest
+    }
+    return {fields[threshold]: threshold for threshold in sorted(fields)}
+
+
+@torch.inference_mode()
+def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int, start: int) -> float:
+    """Decode around a length, in trees and one token at a time; return the largest relative difference of a node.
+
+    Where the model itself fails at such lengths, a warning says so, and the difference is 0.
+
+    Args:
+        model: checked at shorter lengths.
+        slot: is fed; its content is lost.
+        threshold: in tokens.
+        start: tokens of the prompt.
+    """
+    name = type(model.model).__name__
+    log.info("%s is checked around %d tokens", name, threshold)
+    rng = random.Random(threshold)
+    text = [rng.randrange(model.vocabulary_size) for _ in range(threshold + CROSSED_BY + ACCEPTED)]
+    try:
+        expected = _expected_logits(model, text, start)
+    except Exception as error:  # of a foreign model, at lengths that its configuration does not say it cannot have
+        log.warning(
+            "%s decodes no %d tokens by itself, and is not checked there: %s", name, len(text), first_line(error)
+        )
+        return 0.0
+    model.begin(slot, len(text) + NUM_DECOYS * ACCEPTED)
+    differences = [difference_of(model.prefill(slot, text[:start]), expected[:1])]
+    pending, root = start, start  # indices into the text
+    while root + ACCEPTED < len(text):
+        depth = model.rotary_lengths.num_together(root, ACCEPTED + 1) - 1
+        tree = TokenTree(text[pending : root + 1], max_depth=depth)
+        for _ in range(NUM_DECOYS):
+            tree.add_branch([rng.randrange(model.vocabulary_size) for _ in range(depth)])
+        nodes = [tree.root, *tree.add_branch(text[root + 1 : root + 1 + depth])]
+        logits = model.forward(StepInputs.whole(slot, tree)).logits
+        differences += [
+            difference_of(logits[node - tree.root][None], expected[root + 1 - start + depth][None])
+            for depth, node in enumerate(nodes)
+        ]
+        pending, root = root + 1, root + max(1, depth)
+    return max(differences)
+
+
+def _expected_logits(model: ModelRunner, text: Sequence[int], start: int) -> torch.Tensor:
+    """Return what `generate` computes of a text behind a prompt of `start` tokens, as Passes.text_one_by_one says."""
+    lengths, end = model.rotary_lengths, model.rotary_lengths.threshold
+    if not lengths.refeeds or not start <= end < len(text):
+        return model.feed("text_one_by_one", [], text, start)
+    before = model.feed("text", [], text[:end], end - start + 1)
+    return torch.cat([before, model.feed("text", [], text, len(text) - end)]).float()
+
+
+def _compare(
+    model: ModelRunner, slot: CacheSlot, tree: TokenTree, branches: Sequence[list[int]], before: list[int]
+) -> list[float]:
+    """Return the relative difference of each node's logits on each branch of a tree, fed behind `before`."""
+    logits = model.forward(StepInputs.whole(slot, tree)).logits
+    text = before + tree.tokens[: tree.root + 1]
+    differences = []
+    for branch in branches:
+        path = [tree.root, *branch]
+        plain = _plain_logits(model, text + [tree.tokens[node] for node in branch], len(path))
+        tree_logits = logits[[node - tree.root for node in path]]
+        differences += [difference_of(a, b) for a, b in zip(tree_logits.split(1), plain.split(1), strict=True)]
+    return differences
+
+
+def _plain_logits(model: ModelRunner, tokens: list[int], num_last: int) -> torch.Tensor:
+    """Return [num_last, V] float32 logits of a text's last tokens, fed without a cache."""
+    return model.feed("text", [], tokens, num_last).float()
+
+
+def _check_batching(model: ModelRunner, tolerance: float) -> None:
+    """Compare two sequences fed in one pass with plain text; turn `supports_batching` off if they differ."""
+    rng = random.Random(2)
+    batch, texts = [], []
+    try:
+        for length in (5, 2):
+            tokens = [rng.randrange(model.vocabulary_size) for _ in range(length + 1)]
+            slot = CacheSlot()
+            model.begin(slot, length + 32)
+            model.prefill(slot, tokens[:-1])
+            batch.append(StepInputs.whole(slot, TokenTree(tokens[-1:], max_depth=1)))
+            texts.append(tokens)
+        found = [each.logits for each in model.forward_batch(batch)]
+        worst = max(difference_of(a, _plain_logits(model, b, 1)) for a, b in zip(found, texts, strict=True))
+        reason = None if worst <= tolerance else f"they differ by {worst:.2g}"
+    except Exception as error:  # of a foreign model
+        reason = first_line(error)
+    if reason:
+        log.warning("%s is fed one sequence at a time: %s", type(model.model).__name__, reason)
+        model.supports_batching = False
+
+
+def _check_bits(model: ModelRunner) -> None:
+    """Compare, bit for bit, a text's logits fed one token at a time and as a path through larger trees.
+
+    Raises:
+        ModelError: if any bit differs.
+    """
+    rng = random.Random(1)
+
+    def some_tokens(count: int) -> list[int]:
+        return [rng.randrange(model.vocabulary_size) for _ in range(count)]
+
+    longest = sys.maxsize if model.context_length is None else model.context_length
+    # Where kernels are chosen by size, as on GPUs, by a longer text, too.
+    for length in (*STRICT_LENGTHS, *(LONG_STRICT_LENGTHS if model.device.type == "cuda" else ())):
+        if length + LONGEST_PATH > longest:
+            continue
+        prompt, text = some_tokens(length), some_tokens(LONGEST_PATH)
+        with model.slots.borrowed() as slot:
+            model.begin(slot, length + 200)
+            model.prefill(slot, prompt)
+            plain = [model.forward(StepInputs.whole(slot, TokenTree([token], 0))).logits[0] for token in text]
+            for num_pending, others in ((1, (5, 5, 5)), (3, (2, 7, 4, 7, 1, 6, 3, 5, 7, 7)), (LONGEST_PATH, ())):
+                tree = TokenTree(text[:num_pending], LONGEST_PATH)
+                for size in others:
+                    tree.add_branch(some_tokens(size))
+                nodes = [tree.root, *tree.add_branch(text[num_pending:])]
+                model.begin(slot, length + 200)
+                model.prefill(slot, prompt)
+                logits = model.forward(StepInputs(slot, tree, list(range(len(tree))), nodes)).logits
+                if not all(map(torch.equal, logits, plain[num_pending - 1 :])):
+                    raise ModelError(
+                        f"{type(model.model).__name__} failed the check of exactness=strict: its logits depend on what"
+                        " else is fed; use exactness=fast, or float32"
+                    )

@@ -1,0 +1,1 @@
+"""Forward passes: inputs, masks, captured graphs, slices of the vocabulary."""

@@ -1,0 +1,204 @@
+"""Forward passes of a few fixed sizes, whose inputs keep their addresses, so that CUDA graphs can replay them.
+
+Launching a step's kernels one by one from Python takes longer than most of them run. A graph launches them all at once,
+but with the sizes and addresses that it was captured with. So trees are padded to the next of a few sizes, inputs are
+copied to where the graph reads them (pass_inputs.py), and all that changes from step to step is read on the device: the
+addresses of the KV caches, too. A captured pass serves any slot, however long its sequence is, and is captured once.
+fixed_passes.py says which sizes there are, and which of them a share of a tree is fed in.
+
+Letters: B tokens of a pass, padding included, n wanted rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from lp_runtime.kernels.dispatch import kernels_for, on, why_no_kernels
+from lp_runtime.model.attention.mask import MaskBuilder
+from lp_runtime.model.attention.strict import BLOCK, compile_paths
+from lp_runtime.model.attention.strict import NAME as STRICT
+from lp_runtime.model.attention.tree_attention import NAME as TREE
+from lp_runtime.model.forward.graph_capture import GraphCapture
+from lp_runtime.model.forward.pass_inputs import Part, PassInputs, compile_pass_inputs
+from lp_runtime.model.hf.config import attention_of, takes_attention
+from lp_runtime.model.kv_cache.device import DeviceCache
+
+MAX_COMPILED = 128  # torch.compile's recompile limit: there are fewer sizes, with one sequence and with several
+
+
+class GraphOptions(NamedTuple):
+    """How trees are fed in passes of fixed sizes.
+
+    Attributes:
+        capture: whether a CUDA graph of each size is captured and replayed.
+        compiled: whether torch.compile compiles the model, once a size.
+        refuses_waits: see GraphCapture.
+    """
+
+    capture: bool
+    compiled: bool = False
+    refuses_waits: bool = True
+
+
+class PassSize(NamedTuple):
+    """What a pass of a fixed size takes.
+
+    Attributes:
+        num_tokens: B.
+        num_sequences: most sequences.
+    """
+
+    num_tokens: int
+    num_sequences: int
+
+
+def why_not_captured(model: PreTrainedModel) -> str | None:
+    """Return why a model's passes cannot be captured; None if they can.
+
+    The model must be on one GPU, attend as attention/tree_attention.py or attention/strict.py does, and have keys and
+    values of one head size, as the Triton kernels need.
+    """
+    config = model.config.get_text_config()
+    if attention_of(config) not in (TREE, STRICT) or not takes_attention(model):
+        return "the model has attention of its own"
+    if getattr(config, "v_head_dim", None) is not None:
+        return "keys and values have different head sizes"
+    if len({each.device for each in model.parameters()}) > 1:
+        return "the model lies on several devices"
+    return why_no_kernels(model.device)
+
+
+class FixedPass:
+    """A pass of one size, of one sequence or of several.
+
+    Attributes:
+        inputs: what the pass reads.
+        cache: stands for the sequences' caches.
+        replay: launches the captured graph; None before the capture.
+        logits: [B, V] of the wanted rows, in the model's dtype; None before the first run.
+        presampled: [B, width] what greedy sampling picks from `logits`, packed as sampling/sampler.py says; None before
+            the first run.
+    """
+
+    def __init__(self, inputs: PassInputs, cache: DeviceCache):
+        self.inputs, self.cache = inputs, cache
+        self.replay: Callable[[], None] | None = None
+        self.logits: torch.Tensor | None = None
+        self.presampled: torch.Tensor | None = None
+
+
+class PassSet:
+    """Makes a model's passes of fixed sizes, and runs them.
+
+    Args:
+        model: a Hugging Face causal LM that attends as attention/tree_attention.py does; where `is_strict` as
+            attention/strict.py does.
+        masks: knows the model's kinds of layers.
+        options: whether passes are captured, and whether the model is compiled.
+        keeps_logits: whether the model takes `logits_to_keep`.
+        cache_name: the keyword by which the model takes a cache.
+        sample: returns what greedy sampling picks from logits, [B, V] to [B, width] packed, by a device's kernels; it
+            waits for nothing.
+        is_strict: whether passes are those of exactness=strict.
+
+    Attributes:
+        options: as given.
+        presampled: [n, width] what greedy sampling picks from the logits of the last run, valid until the next one.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        masks: MaskBuilder,
+        options: GraphOptions,
+        keeps_logits: bool,
+        cache_name: str,
+        sample: Callable[[torch.Tensor, ModuleType], torch.Tensor],
+        is_strict: bool = False,
+    ):
+        compile_pass_inputs()
+        if is_strict:
+            compile_paths()
+        self._model = torch.compile(model, dynamic=False) if options.compiled else model
+        self.options, self._masks, self._keeps_logits, self._sample = options, masks, keeps_logits, sample
+        self._cache_name = cache_name
+        self.presampled: torch.Tensor | None = None
+        self._num_layers: int = model.config.get_text_config().num_hidden_layers
+        self._device: torch.device = model.device
+        self._kernels: Any = kernels_for(self._device)
+        on_gpu = self._device.type == "cuda"
+        self._num_processors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 1
+        self._capture: GraphCapture | None = None  # made by the first capture
+        self._passes: dict[PassSize, FixedPass] = {}
+        self._is_strict = is_strict
+
+    @property
+    def num_captures(self) -> int:
+        """Graphs captured so far."""
+        return 0 if self._capture is None else self._capture.count
+
+    def __contains__(self, size: PassSize) -> bool:
+        """Whether the pass of a size has been made."""
+        return size in self._passes
+
+    def make(self, size: PassSize) -> None:
+        """Make and capture the pass of a size.
+
+        Raises:
+            ModelError: if the model's passes cannot be captured.
+            torch.OutOfMemoryError: if memory does not suffice.
+        """
+        masks = self._masks
+        columns = 1 + BLOCK if self._is_strict else 0
+        inputs = PassInputs(*size, self._num_layers, masks.limits_by_kind, masks.by_kind, self._device, columns)
+        cache = DeviceCache(
+            self._num_layers, inputs.device_inputs, self._kernels, self._num_processors, self._is_strict
+        )
+        one = FixedPass(inputs, cache)
+        if self.options.capture:
+            self._capture = self._capture or GraphCapture(self._device, self.options.refuses_waits)
+            inputs.fill(())  # padding alone: no cache is touched
+            one.replay = self._capture.capture(lambda: self.run_pass(one))
+        self._passes[size] = one
+
+    def run(self, size: PassSize, parts: Sequence[Part]) -> torch.Tensor:
+        """Feed parts in the pass of a size, which has been made; sets `presampled`.
+
+        Returns:
+            [n, V] logits of the wanted rows, part by part, valid until the next run.
+        """
+        one = self._passes[size]
+        with on(self._device):
+            one.inputs.fill(parts)
+            if one.replay is not None:
+                one.replay()
+            else:
+                self.run_pass(one)
+        assert one.logits is not None and one.presampled is not None  # the pass has run
+        num_rows = sum(len(part.layout.rows) for part in parts)
+        self.presampled = one.presampled[:num_rows]
+        return one.logits[:num_rows]
+
+    def run_pass(self, one: FixedPass) -> None:
+        """Run a pass; sets its `logits` and `presampled`."""
+        inputs = one.inputs
+        # Every size is compiled by itself; beyond its limit torch runs eagerly, without saying so.
+        limit = torch._dynamo.config.patch(recompile_limit=MAX_COMPILED) if self.options.compiled else nullcontext()
+        options = {self._cache_name: one.cache} | ({"logits_to_keep": inputs.wanted} if self._keeps_logits else {})
+        with limit:
+            output = self._model(
+                input_ids=inputs.ids[None],
+                position_ids=inputs.positions[None],
+                attention_mask=inputs.masks,
+                use_cache=True,
+                device_cache=one.cache,
+                **options,
+            )
+        one.logits = output.logits[0] if self._keeps_logits else output.logits[0].index_select(0, inputs.wanted)
+        one.presampled = self._sample(one.logits, self._kernels)

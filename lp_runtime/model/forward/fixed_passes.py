@@ -1,0 +1,180 @@
+"""Which passes of fixed sizes shares of trees are fed in; cuda_graph.py makes and runs them.
+
+With exactness=strict there is one size and one graph: every pass feeds as many tokens and is launched alike, whatever
+its tokens are of (attention/strict.py says why). A tree of more tokens takes several passes, and passes are shared.
+
+Where a replica spans several GPUs, its shards make and run the same passes in the same order, and all sizes have to
+find memory: no shard is left waiting inside a pass that another one could not make.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from lp_runtime.model.forward.cuda_graph import GraphOptions, PassSet, PassSize
+from lp_runtime.model.forward.following import LeadingShard
+from lp_runtime.model.forward.pass_inputs import Part
+from lp_runtime.model.forward.passes import Passes
+from lp_runtime.model.forward.step_inputs import StepLogits
+from lp_runtime.model.forward.strict_parts import cut_into_passes
+
+log = logging.getLogger(__name__)
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+COMPILED_SIZES = (1, 16, 64, 256)  # torch.compile takes tens of seconds for each
+MIN_LARGEST = 256  # tokens: passes of so many are captured, or none are
+MAX_SEQUENCES = 16  # of a pass; a larger batch takes several
+
+
+class FixedPasses:
+    """Feeds trees to a model in passes of fixed sizes.
+
+    Args:
+        passes: runs them; `begin_fixed` has been run.
+        feed: ModelRunner.feed.
+        leading: has the replica's other shards make every pass, too; None where there are none.
+
+    Attributes:
+        max_tokens: of a pass. A share of more tokens is fed in a pass of any size; with exactness=strict in several.
+    """
+
+    def __init__(self, passes: Passes, feed: Callable[..., torch.Tensor], leading: LeadingShard | None = None):
+        assert passes.made is not None
+        self._passes, self._feed, self._leading = passes, feed, leading
+        self._made: PassSet = passes.made
+        self._strict_tokens = passes.strict_tokens
+        self._all_sizes: tuple[int, ...] = COMPILED_SIZES if self.options.compiled else SIZES
+        if self._strict_tokens is not None:
+            self._all_sizes = (self._strict_tokens,)
+        self.max_tokens = self._strict_tokens or (self._all_sizes[-1] if leading is None else MIN_LARGEST)
+
+    @property
+    def options(self) -> GraphOptions:
+        """Whether passes are captured, and whether the model is compiled."""
+        return self._made.options
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens that passes are padded to, ascending."""
+        return tuple(size for size in self._all_sizes if size <= self.max_tokens)
+
+    def _size(self, num_tokens: int, num_sequences: int) -> PassSize:
+        """Return the size of the pass that feeds so many tokens of so many sequences."""
+        if self._strict_tokens is not None:
+            return PassSize(self._strict_tokens, MAX_SEQUENCES)
+        size = self._all_sizes[bisect.bisect_left(self._all_sizes, num_tokens)]
+        return PassSize(size, 1 if num_sequences == 1 else MAX_SEQUENCES)
+
+    def make(self, num_tokens: int, num_sequences: int) -> bool:
+        """Make and capture now the pass that feeds so many tokens of so many sequences.
+
+        Args:
+            num_tokens: 1 to `max_tokens`.
+            num_sequences: 1 to MAX_SEQUENCES.
+
+        Returns:
+            whether the pass had to be made.
+
+        Raises:
+            ModelError: if the model's passes cannot be captured, on any of the replica's GPUs.
+            torch.OutOfMemoryError: if memory does not suffice.
+        """
+        size = self._size(num_tokens, num_sequences)
+        if size in self._made:
+            return False
+        if self._leading is None:
+            self._passes.make_fixed([], size)
+        else:
+            self._leading.attempt(self._passes, "make_fixed", [], (size,))
+        return True
+
+    def make_all(self, with_batches: bool) -> Iterator[tuple[int, int]]:
+        """Make all passes, the largest first, so that the others find memory that it has used.
+
+        Sizes above MIN_LARGEST for which memory does not suffice are left out: `max_tokens` is lowered.
+
+        Args:
+            with_batches: whether several sequences are ever fed in one pass.
+
+        Yields:
+            (tokens, sequences) of each pass that was made: the most that it takes.
+        """
+        for size in reversed(self.sizes):
+            for num_sequences in (1, MAX_SEQUENCES) if with_batches and size > 1 else (1,):
+                try:
+                    self.make(size, num_sequences)
+                except torch.OutOfMemoryError:
+                    if self._strict_tokens is not None or size <= MIN_LARGEST:
+                        raise
+                    self.max_tokens = self._all_sizes[self._all_sizes.index(size) - 1]
+                    torch.cuda.empty_cache()
+                    log.warning("memory does not suffice for passes of %d tokens; larger trees are slower", size)
+                    break
+                yield size, min(size, num_sequences)
+
+    def prepare(self, parts: Sequence[Part]) -> bool:
+        """Make the passes that feed some parts; return whether any had to be made."""
+        return any([self.make(_num_tokens(chunk), len(chunk)) for chunk in self._chunks(parts)])
+
+    def takes(self, parts: Sequence[Part]) -> bool:
+        """Whether parts can be fed in passes of fixed sizes."""
+        if self._strict_tokens is not None:
+            return True
+        return max(len(part.layout.tokens) for part in parts) <= self.max_tokens
+
+    def forward(self, parts: Sequence[Part]) -> list[StepLogits]:
+        """Feed a share of a tree of each of some sequences, behind their committed tokens.
+
+        Args:
+            parts: at least one; `takes` is True of them.
+
+        Returns:
+            logits and what greedy sampling picks from them, valid until the next pass, for each part.
+        """
+        chunks = self._chunks(parts)
+        if len(chunks) == 1:
+            return self._forward(chunks[0])
+        fed = [part for chunk in chunks for part in chunk]
+        found = [each.copy() for chunk in chunks for each in self._forward(chunk)]
+        if self._strict_tokens is None:
+            return found
+        pieces = list(zip(fed, found, strict=True))
+        return [_joined([each for piece, each in pieces if piece.cache is part.cache]) for part in parts]
+
+    def _forward(self, parts: Sequence[Part]) -> list[StepLogits]:
+        """Feed parts that fit into one pass."""
+        num_tokens = _num_tokens(parts)
+        self.make(num_tokens, len(parts))
+        size = self._size(num_tokens, len(parts))
+        logits = self._feed("fixed", [part.cache for part in parts], size, [part[1:] for part in parts])
+        found = self._passes.found(logits, self._feed, self._made.presampled)
+        return [found] if len(parts) == 1 else found.split([len(part.layout.rows) for part in parts])
+
+    def _chunks(self, parts: Sequence[Part]) -> list[list[Part]]:
+        """Return parts in groups that fit into a pass each; with exactness=strict they may be cut for that."""
+        if self._strict_tokens is not None:
+            return cut_into_passes(parts, self._strict_tokens, MAX_SEQUENCES)
+        chunks: list[list[Part]] = []
+        for part in parts:
+            if not chunks or len(chunks[-1]) == MAX_SEQUENCES or _num_tokens([*chunks[-1], part]) > self.max_tokens:
+                chunks.append([])
+            chunks[-1].append(part)
+        return chunks
+
+
+def _num_tokens(parts: Sequence[Part]) -> int:
+    """Return the number of tokens that are fed of all parts together."""
+    return sum(len(part.layout.tokens) for part in parts)
+
+
+def _joined(pieces: Sequence[StepLogits]) -> StepLogits:
+    """Return what several passes have found of one sequence as if one pass had."""
+    if len(pieces) == 1:
+        return pieces[0]
+    presampled = [each.presampled for each in pieces if each.presampled is not None]
+    assert len(presampled) == len(pieces)
+    return StepLogits(torch.cat([each.rows for each in pieces]), torch.cat(presampled))

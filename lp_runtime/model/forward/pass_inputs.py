@@ -1,0 +1,240 @@
+"""The inputs of a forward pass of a fixed size: one block of integers, so that one copy moves everything.
+
+The block, int64: token ids [B], positions [B], wanted rows [B], owners [B], the lowest position that each token may see
+[kinds, B], the table of the sequences [P, 4 + 2 layers], and mask words [B, ceil(B / 64)]. kernels/triton_attention.py
+says what owners, table and words are. With exactness=strict the paths of the tokens stand in place of the mask words;
+kernels/triton_strict.py says what those are.
+
+Letters: B tokens of a pass, padding included; P rows of the table, one more than sequences; T tokens fed of a sequence,
+L its committed tokens, n its wanted rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lp_runtime.model.attention.mask import LayerMasks
+from lp_runtime.model.forward.inputs import InputLayout
+from lp_runtime.model.kv_cache.cache import TreeCache
+from lp_runtime.model.kv_cache.device import DeviceInputs
+from lp_runtime.utils.jit import bound, compiled, compiles
+
+HEADER = 4  # integers of a row of the table before the addresses
+WORD_BITS = 64  # of a mask word
+IDS, POSITIONS, WANTED, OWNERS, LOWEST = range(5)  # rows of what is known of every token; those of kinds follow
+
+NO_PATHS = np.zeros((0, 1), np.int64)
+
+
+class Part(NamedTuple):
+    """What is fed of one sequence.
+
+    Attributes:
+        cache: the sequence's.
+        layout: T tokens; rows and parents are among these.
+        place: index in the cache at which the first of them is written.
+        paths: [T, columns] their paths, with exactness=strict; else without rows.
+    """
+
+    cache: TreeCache
+    layout: InputLayout
+    place: int
+    paths: np.ndarray = NO_PATHS
+
+    @classmethod
+    def whole(cls, cache: TreeCache, layout: InputLayout) -> Part:
+        """A share of a tree, behind what its cache holds."""
+        return cls(cache, layout, cache.place)
+
+
+class _HostBlock:
+    """A block in host memory, and when the device has copied it.
+
+    Args:
+        num_columns: rows of what is known of every token.
+        size: B.
+        shape: of the table.
+        num_words: of a token.
+        device: that the block is copied to.
+
+    Attributes:
+        block: [all] int64, pinned for a GPU.
+        columns: [4 + kinds, B] view of the block, as an array.
+        table: [P, 4 + 2 layers] view.
+        words: [B, words] view.
+    """
+
+    def __init__(self, num_columns: int, size: int, shape: tuple[int, int], num_words: int, device: torch.device):
+        on_gpu = device.type == "cuda"
+        start, end = num_columns * size, num_columns * size + shape[0] * shape[1]
+        self._device = device
+        self._copied = torch.cuda.Event() if on_gpu else None
+        self.block = torch.zeros(end + size * num_words, dtype=torch.int64, pin_memory=on_gpu)
+        array = self.block.numpy()
+        self.columns = array[:start].reshape(num_columns, size)
+        self.table, self.words = array[start:end].reshape(shape), array[end:].reshape(size, num_words)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the last copy has read the block."""
+        return self._copied is None or self._copied.query()
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        """Copy the block to the device, behind what is queued there; nothing waits."""
+        target.copy_(self.block, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self._device))
+
+
+class PassInputs:
+    """The inputs of passes of one size.
+
+    Args:
+        size: B.
+        num_sequences: P - 1, the largest number of sequences.
+        num_layers: decoder layers of the model.
+        limits: (sliding window, chunk) of each kind of layer, in tokens, 0 for none; by name.
+        by_kind: whether the model takes a mask for each kind of layer, by name, and not one for all.
+        device: the model's.
+        num_path_columns: columns of a path, with exactness=strict; 0 for mask words.
+
+    Attributes:
+        block: the block on the device.
+        ids: [B] view of the block.
+        positions: [B] view.
+        wanted: [B] view, rows whose logits are wanted, sequence by sequence; what lies behind them is 0.
+        masks: what the model is given as its mask, or masks by kind of layer: [1, 1, 1, B] views.
+        device_inputs: further views.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        num_sequences: int,
+        num_layers: int,
+        limits: Mapping[str, tuple[int, int]],
+        by_kind: bool,
+        device: torch.device,
+        num_path_columns: int = 0,
+    ):
+        num_columns, shape = OWNERS + 1 + len(limits), (num_sequences + 1, HEADER + 2 * num_layers)
+        num_words = num_path_columns or -(-size // WORD_BITS)
+        self._limits = np.array(list(limits.values()), np.int64)
+        self._make_host = functools.partial(_HostBlock, num_columns, size, shape, num_words, device)
+        self._hosts = [self._make_host()]
+        self.block = torch.zeros(len(self._hosts[0].block), dtype=torch.int64, device=device)
+        start, end = num_columns * size, num_columns * size + shape[0] * shape[1]
+        columns = self.block[:start].view(num_columns, size)
+        table, words = self.block[start:end].view(shape), self.block[end:].view(size, -1)
+        self.ids, self.positions, self.wanted, owners = columns[: OWNERS + 1]
+        by_name = {name: columns[LOWEST + i].view(1, 1, 1, size) for i, name in enumerate(limits)}
+        self.masks: LayerMasks = by_name if by_kind else next(iter(by_name.values()))
+        self.device_inputs = DeviceInputs(self.positions, owners, table, words)
+
+    def fill(self, parts: Sequence[Part]) -> None:
+        """Write what is fed of some sequences, each behind what its cache holds, and copy it to the device.
+
+        Without parts the pass consists of padding, and touches no cache.
+        """
+        host = next((each for each in self._hosts if each.is_free), None)
+        if host is None:
+            host = self._make_host()
+            self._hosts.append(host)
+        clear, fill = _kernels()
+        clear(sum(len(part.layout.tokens) for part in parts), host.columns, host.table)
+        first = first_row = 0
+        for row, (cache, layout, place, paths) in enumerate(parts):
+            capacity = cache.capacity
+            assert place + len(layout.tokens) <= capacity
+            fill(
+                *layout, paths, cache.addresses, self._limits, row, first, first_row, place, capacity,
+                host.columns, host.table, host.words,
+            )  # fmt: skip
+            first, first_row = first + len(layout.tokens), first_row + len(layout.rows)
+        host.copy_to(self.block)
+
+
+@functools.cache
+def _kernels() -> tuple[Callable, Callable]:
+    """Return `_clear` and `_fill`, compiled for the types of their arguments."""
+    integers, rows = np.zeros(1, np.int64), np.zeros((1, 1), np.int64)
+    return bound(_clear, 0, rows, rows), bound(_fill, *[integers] * 4, *[rows] * 3, *[0] * 5, *[rows] * 3)
+
+
+@compiles
+def compile_pass_inputs() -> None:
+    """Compile this module's kernels, or load them from disk."""
+    _kernels()
+
+
+@compiled
+def _clear(num_tokens, columns, table):
+    """Write the padding behind all sequences, and empty rows of the table.
+
+    Args:
+        num_tokens: of all sequences together.
+        columns: [4 + kinds, B], written to.
+        table: [P, 4 + 2 layers], written to.
+    """
+    size, last = columns.shape[1], table.shape[0] - 1
+    for token in range(size):
+        columns[WANTED, token] = 0
+    for token in range(num_tokens, size):
+        for row in range(columns.shape[0]):
+            columns[row, token] = 0
+        columns[OWNERS, token] = last
+    for row in range(table.shape[0]):
+        for column in range(HEADER):
+            table[row, column] = 0
+    table[last, 0], table[last, 1] = num_tokens, size - num_tokens
+
+
+@compiled
+def _fill(
+    tokens, positions, parents, wanted, paths, addresses, limits, row, first, first_row, place, capacity,
+    columns, table, words,
+):  # fmt: skip
+    """Write what is fed of one sequence.
+
+    Args:
+        tokens: [T] int64.
+        positions: [T] int64.
+        parents: [T] int64; parents stand before children, -1 for none.
+        wanted: [n] int64 rows.
+        paths: [T, words] what the words are to be; without rows they say which tokens are ancestors.
+        addresses: [layers, 2] of the sequence's cache.
+        limits: [kinds, 2] sliding window and chunk; 0 for none.
+        row: of the table.
+        first: token of the pass that is the sequence's first one.
+        first_row: place of the first wanted row among those of all sequences.
+        place: index in the cache of the first token: L.
+        capacity: of the cache.
+        columns: [4 + kinds, B], written to.
+        table: [P, 4 + 2 layers], written to.
+        words: [B, words], written to.
+    """
+    for i in range(len(tokens)):
+        token, position, parent = first + i, positions[i], parents[i]
+        columns[IDS, token], columns[POSITIONS, token], columns[OWNERS, token] = tokens[i], position, row
+        for kind in range(limits.shape[0]):
+            lowest = max(0, position - limits[kind, 0] + 1) if limits[kind, 0] > 0 else 0
+            if limits[kind, 1] > 0:
+                lowest = max(lowest, position // limits[kind, 1] * limits[kind, 1])
+            columns[LOWEST + kind, token] = lowest
+        if len(paths) > 0:
+            for word in range(words.shape[1]):
+                words[token, word] = paths[i, word]
+        else:
+            for word in range(words.shape[1]):
+                words[token, word] = words[first + parent, word] if parent >= 0 else 0
+            words[token, i // WORD_BITS] |= np.int64(1) << (i % WORD_BITS)
+    for i in range(len(wanted)):
+        columns[WANTED, first_row + i] = first + wanted[i]
+    table[row, 0], table[row, 1], table[row, 2], table[row, 3] = first, len(tokens), place, capacity
+    for layer in range(addresses.shape[0]):
+        table[row, HEADER + 2 * layer], table[row, HEADER + 2 * layer + 1] = addresses[layer, 0], addresses[layer, 1]

@@ -1,0 +1,42 @@
+"""Cuts the shares of several sequences into passes of a fixed number of tokens, for exactness=strict.
+
+A token's result does not depend on which pass it is fed in, as long as its ancestors were fed in that pass or before.
+So passes are filled one after the other, whichever sequence the tokens are of.
+
+Letters: T tokens of a share, B tokens of a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lp_runtime.model.attention.strict import path_table
+from lp_runtime.model.forward.inputs import InputLayout
+from lp_runtime.model.forward.pass_inputs import Part
+
+
+def cut_into_passes(parts: Sequence[Part], size: int, max_sequences: int) -> list[list[Part]]:
+    """Return what each pass feeds: pieces of the parts, in their order.
+
+    Args:
+        parts: shares of different sequences, at least one.
+        size: B.
+        max_sequences: pieces of a pass.
+    """
+    passes: list[list[Part]] = [[]]
+    num_free = size
+    for part in parts:
+        tokens, positions, parents, rows = part.layout
+        paths = path_table(part.place, parents, positions)
+        start = 0
+        while start < len(tokens):
+            if num_free == 0 or len(passes[-1]) == max_sequences:
+                passes.append([])
+                num_free = size
+            end = min(len(tokens), start + num_free)
+            own, first_row, end_row = slice(start, end), *rows.searchsorted([start, end])
+            layout = InputLayout(tokens[own], positions[own], parents[own], rows[first_row:end_row] - start)
+            passes[-1].append(Part(part.cache, layout, part.place + start, paths[own]))
+            num_free -= end - start
+            start = end
+    return passes

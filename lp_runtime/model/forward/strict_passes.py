@@ -1,0 +1,48 @@
+"""A tree in passes that all have the same number of tokens: what exactness=strict feeds (strict.py says why).
+
+Letters: T tokens fed, B tokens of a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from lp_runtime.model.attention.mask import LayerMasks, MaskBuilder
+from lp_runtime.model.attention.strict import BLOCK, KEYS, POSITION, WINDOW, tail_table
+from lp_runtime.model.forward.inputs import InputLayout
+from lp_runtime.utils.tensors import tensor_on
+
+
+def strict_passes(
+    layout: InputLayout, size: int, num_cached: int, masks: MaskBuilder, device: torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, LayerMasks]]:
+    """Yield the inputs of passes of B tokens each; the last pass is padded.
+
+    Args:
+        layout: T tokens.
+        size: B.
+        num_cached: committed tokens.
+        masks: knows the model's kinds of layers.
+        device: the model's.
+
+    Yields:
+        (ids, positions, masks): [B], [B], and tables of `tail_table` for strict_attention, by kind of layer if the
+        model has several.
+    """
+    # Padding stands at position 0 and sees the first committed token, so that it stays finite.
+    num_padding = -len(layout.tokens) % size
+    tables: dict[int, torch.Tensor] = {}  # by window
+    for window in set(masks.windows_by_kind.values()):
+        table = tail_table(num_cached, layout.parents, window)
+        padding = np.full((num_padding, table.shape[1]), -1, dtype=np.int64)
+        padding[:, [POSITION, WINDOW, KEYS + BLOCK]] = 0
+        tables[window] = tensor_on(device, np.concatenate([table, padding]))
+    inputs = np.pad(np.stack([layout.tokens, layout.positions]), ((0, 0), (0, num_padding)))
+    ids, positions = tensor_on(device, inputs)
+    for start in range(0, len(ids), size):
+        rows = slice(start, start + size)
+        by_kind = {kind: tables[window][rows][None, None] for kind, window in masks.windows_by_kind.items()}
+        yield ids[rows], positions[rows], by_kind if masks.by_kind else next(iter(by_kind.values()))

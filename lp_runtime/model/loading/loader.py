@@ -1,0 +1,175 @@
+"""Loads a model or a tokenizer from a directory or a hub id, and reports every failure in one line."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from huggingface_hub.utils import logging as hub_logging
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from lp_runtime.config.settings import ModelConfig
+from lp_runtime.distributed.shards import ShardPlace, loading_group
+from lp_runtime.errors import LookaheadError, ModelError, first_line
+from lp_runtime.model.hf.location import check_location
+from lp_runtime.model.tensor_parallel.slicing import check_shards, own_plan
+from lp_runtime.utils.warnings import WITHOUT_WARNINGS, SharedContext
+
+WHOLE = ShardPlace()  # a process that holds a whole model
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    libraries = (transformers_logging, hub_logging)
+    verbosities = [library.get_verbosity() for library in libraries]
+    bars = transformers_logging.is_progress_bar_enabled()
+    for library in libraries:
+        library.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        with WITHOUT_WARNINGS:  # packages that are imported on the way print notices, too
+            yield
+    finally:
+        for library, verbosity in zip(libraries, verbosities, strict=True):
+            library.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+# Silences progress bars, notices and warnings of transformers and the hub, for the duration of a `with` block.
+QUIET = SharedContext(_quiet)
+
+
+def load_model(
+    config: ModelConfig, device: torch.device, dtype: str, place: ShardPlace = WHOLE, timeout: float = 600.0
+) -> PreTrainedModel:
+    """Load a causal LM in eval mode, or this shard's slices of it, as transformers leaves them.
+
+    Args:
+        config: where the model is, and how it is loaded.
+        device: the replica's device, which the model is put on unless `config.device_map` says otherwise.
+        dtype: "auto" is the checkpoint's on CUDA and float32 on a CPU; else a name in DTYPES.
+        place: which shard of its replica this process is; `slice_model` makes a model of what is returned to a shard.
+        timeout: seconds within which all shards of the replica must have loaded.
+
+    Raises:
+        ModelError: if anything is missing, broken or does not match the architecture.
+        LaunchError: if the shards of the replica do not meet.
+    """
+    check_location(config)
+    options = _load_options(config, device, dtype)
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(QUIET)
+            if not place.is_whole:
+                options |= _slice_options(config, place)
+                stack.enter_context(loading_group(place, device, timeout))
+            loaded = AutoModelForCausalLM.from_pretrained(config.location, **options)
+            model, loading = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)  # a pair, with output_loading_info
+            if config.device_map is None and model.device != device:
+                model = model.to(device)  # type: ignore[arg-type]  # its decorator hides that it is a method
+            model = model.eval()
+    except LookaheadError:
+        raise
+    except Exception as error:  # from_pretrained raises what its many back ends raise
+        what = (
+            "cannot be loaded" if Path(config.location).is_dir() else "no such directory, and no such model on the hub"
+        )
+        raise ModelError(f"model.path={config.location}: {what}: {first_line(error)}") from error
+    _check_weights(config, loading)
+    return model
+
+
+def without_memory(config: ModelConfig, dtype: str) -> PreTrainedModel:
+    """Return a model as it would be loaded, on torch's meta device: names, shapes and no weights.
+
+    Args:
+        config: where the model is.
+        dtype: "auto" is the checkpoint's; else a name in DTYPES.
+    """
+    remote = {"trust_remote_code": config.trust_remote_code}
+    with QUIET:
+        hf_config = AutoConfig.from_pretrained(config.location, revision=config.revision or "main", **remote)
+        given = DTYPES.get(dtype) or getattr(hf_config, "dtype", None) or torch.float32
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(hf_config, dtype=given, **remote)
+
+
+def _load_options(config: ModelConfig, device: torch.device, dtype: str) -> dict[str, Any]:
+    """Return the keyword arguments of `from_pretrained`."""
+    optional = {"device_map": config.device_map, "quantization_config": config.quantization_config}
+    return {
+        "dtype": DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto"),
+        "revision": config.revision or "main",
+        "trust_remote_code": config.trust_remote_code,
+        "attn_implementation": None if config.attn_implementation == "auto" else config.attn_implementation,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # _check_weights reports them, in one line
+        **{name: value for name, value in optional.items() if value is not None},
+    }
+
+
+def _slice_options(config: ModelConfig, place: ShardPlace) -> dict[str, Any]:
+    """Return the keyword arguments that have `from_pretrained` load slices, which it puts on the shard's device.
+
+    Raises:
+        ModelError: if the model cannot be sliced, as far as its configuration tells.
+    """
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    hf_config = AutoConfig.from_pretrained(
+        config.location, revision=config.revision or "main", trust_remote_code=config.trust_remote_code
+    )
+    check_shards(hf_config, place.num_shards)
+    return {"distributed_config": DistributedConfig(tp_size=place.num_shards, tp_plan=own_plan(hf_config))}
+
+
+def _check_weights(config: ModelConfig, loading: dict[str, Any]) -> None:
+    """Refuse a checkpoint that lacks weights: transformers has filled them with random ones.
+
+    Args:
+        config: names the model in the message.
+        loading: what `from_pretrained` reports with `output_loading_info`.
+
+    Raises:
+        ModelError: if weights are missing, or have another shape than the architecture's.
+    """
+    for kind in ("missing_keys", "mismatched_keys"):
+        if names := sorted(key if isinstance(key, str) else key[0] for key in loading.get(kind, ())):
+            what = "lack" if kind == "missing_keys" else "have the wrong shape for"
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ModelError(f"model.path={config.location}: the weights {what} {names[0]}{more}")
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer.
+
+    Args:
+        config: where the model is.
+
+    Raises:
+        ModelError: if the tokenizer is missing or broken.
+    """
+    check_location(config)
+    try:
+        with QUIET:
+            return AutoTokenizer.from_pretrained(
+                config.location, revision=config.revision or "main", trust_remote_code=config.trust_remote_code
+            )
+    except Exception as error:
+        raise ModelError(f"model.path={config.location}: no usable tokenizer: {first_line(error)}") from error
+
+
+def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """Return a model's end-of-sequence ids: its generation config's, else its configuration's; empty without any."""
+    for config in (model.generation_config, model.config.get_text_config()):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()

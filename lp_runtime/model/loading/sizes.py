@@ -1,0 +1,177 @@
+"""How many bytes a model takes on each GPU of a replica, before any weight is read.
+
+The model is built without memory for its weights (torch's meta device), so names and shapes are those that loading will
+have; the tensor-parallel plan says which of them are split. Quantized checkpoints are taken at the size of their files.
+
+Letters: P shards.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from lp_runtime.config.settings import DEFAULT_CONTEXT_TOKENS, ModelConfig
+from lp_runtime.errors import ModelError, first_line
+from lp_runtime.model.capacity import STEP_TOKENS, bytes_of_tokens
+from lp_runtime.model.hf.config import max_positions
+from lp_runtime.model.hf.location import check_location
+from lp_runtime.model.loading.loader import without_memory
+from lp_runtime.model.loading.pipeline import Part, parts_of, stages_of
+from lp_runtime.model.tensor_parallel.slicing import check_shards, is_split, own_plan, splits_keys
+
+log = logging.getLogger(__name__)
+
+LOGITS_BYTES = 4  # of a logit in float32, which samplers compute with
+HEADER_LENGTH = struct.Struct("<Q")  # bytes of the JSON header that a safetensors file begins with
+
+
+class ModelSize(NamedTuple):
+    """What a model takes.
+
+    Attributes:
+        config: the model's.
+        parts: the model's, for pipeline; none if its layers are in no list.
+        split: bytes of each parameter's rows or columns that shards divide, and how many there are.
+        whole: bytes of what every shard has whole.
+        token_bytes: of a token's keys and values in all layers, on one GPU.
+        pass_bytes: of the logits of the largest step, which captured passes keep.
+        context_tokens: of prompt and output together, which a replica must hold.
+    """
+
+    config: PreTrainedConfig
+    parts: tuple[Part, ...]
+    split: tuple[tuple[int, int], ...]
+    whole: int
+    token_bytes: int
+    pass_bytes: int
+    context_tokens: int
+
+    def weight_bytes(self, num_shards: int) -> int:
+        """Return the bytes of weights on each of P GPUs; of the fullest, where they are not divided evenly."""
+        return self.whole + sum(row * -(-number // num_shards) for row, number in self.split)
+
+    def cache_bytes_per_token(self, num_shards: int) -> int:
+        """Return the bytes of a token's keys and values on each of P GPUs."""
+        return self.token_bytes // num_shards if splits_keys(self.config) else self.token_bytes
+
+    def needed_bytes(self, num_shards: int, num_bytes: int = 0) -> int:
+        """Return the bytes that must be free on each of P GPUs before slices are loaded.
+
+        Args:
+            num_shards: P.
+            num_bytes: further ones, of exchanges.
+        """
+        cache = bytes_of_tokens(self.context_tokens, self.cache_bytes_per_token(num_shards))
+        return self.weight_bytes(num_shards) + self.pass_bytes + cache + num_bytes
+
+    def needed_for_layers(self, num_gpus: int, num_bytes: int = 0) -> int:
+        """Return the bytes that must be free on each of P GPUs before whole layers are loaded; arguments as those of
+        `needed_bytes`."""
+        stages = stages_of(self.parts, num_gpus)
+        weights, layers = [0] * num_gpus, [0] * num_gpus
+        for part, stage in zip(self.parts, stages, strict=True):
+            weights[stage] += part.num_bytes
+            layers[stage] += part.num_layers
+        each_layer = -(-self.token_bytes // max(1, sum(layers)))
+        caches = [bytes_of_tokens(self.context_tokens, number * each_layer) for number in layers]
+        return max(map(sum, zip(weights, caches, strict=True))) + self.pass_bytes + num_bytes
+
+    def check_shards(self, num_shards: int) -> None:
+        """Refuse a P that the model cannot be sliced into.
+
+        Raises:
+            ModelError: naming what cannot be divided.
+        """
+        if num_shards > 1:
+            check_shards(self.config, num_shards)
+
+
+def size_of_model(config: ModelConfig, dtype: str, context_tokens: int | None = None) -> ModelSize | None:
+    """Return what a model takes on GPUs; reads its configuration, and headers of safetensors files if it is quantized.
+
+    Args:
+        config: where the model is.
+        dtype: "auto" is the checkpoint's; else a name in loader.DTYPES.
+        context_tokens: of prompt and output together, which a replica must hold; None for the model's context length,
+            at most DEFAULT_CONTEXT_TOKENS.
+
+    Returns:
+        its size; None if that cannot be told, as of a model whose configuration is broken: loading says why.
+    """
+    try:
+        check_location(config)
+        model = without_memory(config, dtype)
+        parts = _parts(model)
+        text = model.config.get_text_config()
+        length = max_positions(text) or DEFAULT_CONTEXT_TOKENS
+        others = {
+            "config": model.config,
+            "token_bytes": model.dtype.itemsize * _cached_numbers(text),
+            "pass_bytes": STEP_TOKENS * text.vocab_size * (model.dtype.itemsize + LOGITS_BYTES),
+            "context_tokens": context_tokens or min(length, DEFAULT_CONTEXT_TOKENS),
+        }
+        if _is_quantized(model.config) and (num_bytes := safetensors_bytes(config.location)):
+            scale = num_bytes / sum(each.num_bytes for each in parts) if parts else 0
+            parts = tuple(each._replace(num_bytes=int(each.num_bytes * scale)) for each in parts)
+            return ModelSize(parts=parts, split=(), whole=num_bytes, **others)
+        split, whole = _divided_bytes(model)
+        return ModelSize(parts=parts, split=split, whole=whole, **others)
+    except Exception as error:  # what configurations and the library's many models raise
+        log.debug("the size of %s cannot be told: %s", config.location, first_line(error))
+        return None
+
+
+def _parts(model: PreTrainedModel) -> tuple[Part, ...]:
+    try:
+        return tuple(parts_of(model))
+    except ModelError:
+        return ()
+
+
+def _divided_bytes(model: PreTrainedModel) -> tuple[tuple[tuple[int, int], ...], int]:
+    """Return (bytes of a row, rows) of each parameter that shards divide, and the bytes of all that they do not."""
+    plan = dict(model.tp_plan or {}) | (own_plan(model.config) or {})
+    split, whole = [], sum(each.nbytes for each in model.buffers())
+    for name, tensor in model.named_parameters():
+        dimension = is_split(plan, name, tensor.ndim)
+        if dimension is None:
+            whole += tensor.nbytes
+        else:
+            split.append((tensor.nbytes // tensor.shape[dimension], tensor.shape[dimension]))
+    return tuple(split), whole
+
+
+def _is_quantized(config: PreTrainedConfig) -> bool:
+    parts = (config, config.get_text_config())
+    return any(getattr(each, "quantization_config", None) is not None for each in parts)
+
+
+def _cached_numbers(config: PreTrainedConfig) -> int:
+    """Return how many numbers the keys and values of a token are, in all layers, by a (text) configuration.
+
+    Latent attention is cached as the keys and values that it stands for. Layers with a state count as if they had keys.
+    """
+    heads, size = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
+    if not heads:
+        return 0
+    sizes = 2 * (size or config.hidden_size // heads)
+    if getattr(config, "kv_lora_rank", None):
+        sizes = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    else:
+        heads = getattr(config, "num_key_value_heads", None) or heads
+    return config.num_hidden_layers * heads * sizes
+
+
+def safetensors_bytes(folder: str) -> int:
+    """Return the bytes of all tensors of a directory's safetensors files; 0 where there are none, as of a hub id."""
+    total = 0
+    for path in Path(folder).glob("*.safetensors"):
+        with path.open("rb") as file:
+            (header,) = HEADER_LENGTH.unpack(file.read(HEADER_LENGTH.size))
+        total += path.stat().st_size - HEADER_LENGTH.size - header
+    return total

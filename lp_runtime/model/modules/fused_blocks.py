@@ -1,0 +1,284 @@
+"""Blocks of a decoder layer that compute what transformers' do, in fewer, larger operations; fusing.py puts them in.
+
+Letters: T tokens, L committed tokens, E hidden size, H key/value heads, g query heads for each, D head size, F the
+MLP's inner size.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
+
+from lp_runtime.kernels import numba_cpu
+from lp_runtime.kernels.dispatch import kernels_for
+from lp_runtime.model.hf.config import attention_of
+from lp_runtime.model.kv_cache.cache import TreeCache
+from lp_runtime.model.kv_cache.device import DeviceCache
+
+
+class FusedNorm(nn.Module):
+    """Root-mean-square normalization over the last dimension, computed in float32.
+
+    Args:
+        norm: runs LlamaRMSNorm's code; the weight is shared.
+    """
+
+    def __init__(self, norm: LlamaRMSNorm):
+        super().__init__()
+        self.weight = norm.weight
+        self.variance_epsilon: float = norm.variance_epsilon
+        self._shape = tuple(norm.weight.shape)
+        # x w / sqrt(|x|^2 / E + epsilon) = x (w sqrt(E)) / hypot(|x|, sqrt(E epsilon)): four operations.
+        scale = torch.tensor(float(norm.weight.numel())).sqrt()
+        self._scaled = norm.weight.detach().float() * scale
+        self._on_host = norm.weight.detach().float().numpy() if norm.weight.is_cpu else None
+        self._least = (scale * self.variance_epsilon**0.5).to(norm.weight.device)
+        self._kernels = kernels_for(norm.weight.device)
+        self._ahead: tuple[torch.Tensor, torch.Tensor] | None = None  # a sum, and the sum normalized
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return [..., E] normalized, in the dtype of the input."""
+        if self._ahead is not None:
+            (total, normed), self._ahead = self._ahead, None
+            if total is hidden_states:
+                return normed
+        if hidden_states.is_cuda:  # where this is one kernel
+            return nn.functional.rms_norm(hidden_states, self._shape, self.weight, self.variance_epsilon)
+        if self._on_host is not None and numba_cpu.takes(hidden_states):
+            return numba_cpu.norm(hidden_states, self._on_host, self.variance_epsilon)
+        length = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True, dtype=torch.float32)
+        normed = (hidden_states * self._scaled).div_(torch.hypot(length, self._least))
+        return normed.to(hidden_states.dtype)
+
+    def after_adding(self, states: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (states + added, the normalized sum), [..., E] each."""
+        if self._kernels is not None and self._kernels.can_add_and_norm(states, added, self.weight):
+            return self._kernels.add_and_norm(states, added, self.weight, self.variance_epsilon)
+        if self._on_host is not None and numba_cpu.takes(states) and numba_cpu.takes(added):
+            return numba_cpu.add_and_norm(states, added, self._on_host, self.variance_epsilon)
+        total = states + added
+        return total, self(total)
+
+    def add_ahead(self, states: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        """Return states + added, [..., E], and keep the normalized sum for the next call, if that is with this sum.
+
+        So the layer before a norm adds and normalizes at once, though the model passes nothing but the sum on.
+        """
+        if torch.compiler.is_compiling():  # which fuses the two itself
+            return states + added
+        self._ahead = self.after_adding(states, added)
+        return self._ahead[0]
+
+
+class FusedMLP(nn.Module):
+    """A gated MLP, [..., E] to [..., E]: one product gives gate and up, [..., 2 F].
+
+    Args:
+        mlp: runs LlamaMLP's code; the down projection is shared.
+    """
+
+    def __init__(self, mlp: LlamaMLP):
+        super().__init__()
+        self.gate_up_proj = _merge(mlp.gate_proj, mlp.up_proj)
+        self.down_proj = mlp.down_proj
+        self.act_fn = mlp.act_fn
+        is_silu = isinstance(mlp.act_fn, nn.SiLU | type(ACT2FN["silu"]))
+        self._kernels = kernels_for(self.gate_up_proj.weight.device) if is_silu else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return down(act(gate(x)) * up(x)), [..., E]."""
+        gate_up = self.gate_up_proj(x)
+        if self._kernels is not None:
+            return self.down_proj(self._kernels.gate(gate_up))
+        gate, up = gate_up.chunk(2, -1)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+class FusedAttention(nn.Module):
+    """Attention of a decoder layer, [1, T, E] to [1, T, E].
+
+    One product gives queries, keys and values, [..., (g + 2) H D]. Queries and keys are rotated in one operation; where
+    a kernel does that, the kernel also writes keys and values into the cache.
+
+    Args:
+        attention: has LlamaAttention's attributes, as Mistral's and Qwen's do; the output projection is shared.
+    """
+
+    def __init__(self, attention: LlamaAttention):
+        super().__init__()
+        self.config, self.layer_idx = attention.config, attention.layer_idx
+        self.head_dim, self.scaling = attention.head_dim, attention.scaling
+        self.num_key_value_groups, self.is_causal = attention.num_key_value_groups, attention.is_causal
+        self.qkv_proj = _merge(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.o_proj = attention.o_proj
+        self.q_norm: nn.Module | None = getattr(attention, "q_norm", None)
+        self.k_norm: nn.Module | None = getattr(attention, "k_norm", None)
+        num_heads = attention.k_proj.out_features // self.head_dim
+        self._sizes = (attention.q_proj.out_features // self.head_dim, num_heads, num_heads)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend as the block that is replaced does.
+
+        Args:
+            hidden_states: [1, T, E].
+            position_embeddings: cosines and sines, [1, T, D] each.
+            attention_mask: as the model's attention function takes it.
+            cache: keys and values are written into it; None for none.
+            past_key_values: name of `cache` before transformers 5.24.
+            **kwargs: of the attention function.
+
+        Returns:
+            (output, attention weights): [1, T, E], and what the attention function gives.
+        """
+        cache = past_key_values if cache is None else cache
+        shape = hidden_states.shape[:-1]
+        states = self.qkv_proj(hidden_states).view(*shape, -1, self.head_dim)
+        if isinstance(cache, DeviceCache):
+            query, key, value = self._norm(*states.split(self._sizes, 2))
+            query = cache.rotate_and_write(query, key, value, *position_embeddings, self.layer_idx)
+            query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        elif isinstance(cache, TreeCache) and numba_cpu.takes(states):
+            query, key, value = self._rotated_on_host(states, *position_embeddings, cache)
+        else:
+            query, key, value = (each.transpose(1, 2) for each in self._rotated(states, *position_embeddings))
+            if cache is not None:
+                key, value = cache.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS[attention_of(self.config)]
+        options = {"dropout": 0.0, "scaling": self.scaling, **kwargs}
+        output, weights = attend(self, query, key, value, attention_mask, **options)
+        return self.o_proj(output.reshape(*shape, -1)), weights
+
+    def _rotated_on_host(
+        self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: TreeCache
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotate queries and keys, and write keys and values into the cache, by the CPU kernels.
+
+        Args:
+            states: [1, T, (g + 2) H, D] queries, keys and values.
+            cos: [1, T, D].
+            sin: [1, T, D].
+            cache: written to.
+
+        Returns:
+            (queries, keys, values): [1, g H, T, D], and all that the cache then holds, [1, H, L + T, D] each.
+        """
+        num_queries, num_keys, _ = self._sizes
+        query = key = value = states.numpy()
+        first = (0, num_queries, num_queries + num_keys)
+        if self.q_norm is not None:
+            normed = self._norm(*(each.contiguous() for each in states.split(self._sizes, 2)))
+            query, key, _ = (each.numpy() for each in normed)
+            first = (0, 0, first[2])
+        cos_array, sin_array = numba_cpu.array_of(cos), numba_cpu.array_of(sin)
+        start, arrays = cache.place, cache.arrays(self.layer_idx, num_keys, self.head_dim)
+        sizes = (num_queries, num_keys)
+        rotated = numba_cpu.rotate_and_write(query, key, value, first, sizes, cos_array, sin_array, start, *arrays)
+        keys, values = (each.narrow(2, 0, start + states.shape[1]) for each in cache.tensors(self.layer_idx))
+        return rotated, keys, values
+
+    def _norm(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values, [1, T, heads, D] each, normalized if the model does that (as Qwen3)."""
+        if self.q_norm is None or self.k_norm is None:
+            return query, key, value
+        return self.q_norm(query), self.k_norm(key), value
+
+    def _rotated(
+        self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values, [1, T, heads, D] each, of [1, T, (g + 2) H, D]; the first two rotated."""
+        num_queries, num_keys, _ = self._sizes
+        if self.q_norm is not None:
+            query, key, value = self._norm(*states.split(self._sizes, 2))
+            return rotate(query, cos, sin), rotate(key, cos, sin), value
+        rotated = rotate(states[:, :, : num_queries + num_keys], cos, sin)
+        query, key = rotated.split((num_queries, num_keys), 2)
+        return query, key, states[:, :, num_queries + num_keys :]
+
+
+class FusedLayer(nn.Module):
+    """A decoder layer, [1, T, E] to [1, T, E], made of FusedNorm, FusedAttention and FusedMLP.
+
+    Where `precede` has named the norm that follows the layer, that norm is computed with the layer's last addition.
+
+    Args:
+        layer: runs LlamaDecoderLayer's code; its blocks, which have been replaced before, are shared.
+    """
+
+    def __init__(self, layer: LlamaDecoderLayer):
+        super().__init__()
+        self.input_layernorm = cast(FusedNorm, layer.input_layernorm)
+        self.self_attn = cast(FusedAttention, layer.self_attn)
+        self.post_attention_layernorm = cast(FusedNorm, layer.post_attention_layernorm)
+        self.mlp = cast(FusedMLP, layer.mlp)
+        if hasattr(layer, "attention_type"):  # some models read it from their layers
+            self.attention_type = layer.attention_type
+        self._next_norm: tuple[FusedNorm, ...] = ()  # in a tuple: the norm is another module's, not this one's
+
+    def precede(self, norm: FusedNorm) -> None:
+        """Have the layer's last addition compute `norm`, too, whose input the layer's output is."""
+        self._next_norm = (norm,)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return the layer's output, [1, T, E]; arguments as those of `FusedAttention.forward`."""
+        assert position_embeddings is not None
+        # Forward methods are called directly: what torch does around a module takes as long as some of the blocks.
+        normed = self.input_layernorm.forward(hidden_states)
+        cache = past_key_values if cache is None else cache
+        output, _ = self.self_attn.forward(normed, position_embeddings, attention_mask, cache, **kwargs)
+        hidden_states, normed = self.post_attention_layernorm.after_adding(hidden_states, output)
+        output = self.mlp.forward(normed)
+        return self._next_norm[0].add_ahead(hidden_states, output) if self._next_norm else hidden_states + output
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return the rotary embedding x cos + (-x2, x1) sin, x1 and x2 the halves of x.
+
+    Args:
+        states: x, [1, T, heads, D].
+        cos: [1, T, D].
+        sin: [1, T, D].
+    """
+    half = states.shape[-1] // 2
+    return torch.addcmul(states * cos.unsqueeze(2), states.roll(half, -1), _signed(sin))
+
+
+@functools.lru_cache(maxsize=4)  # by identity: all layers of a pass are given the same sines
+def _signed(sin: torch.Tensor) -> torch.Tensor:
+    """Return sines, [1, T, D], with the first half of them negated, [1, T, 1, D]."""
+    first, second = sin.chunk(2, -1)
+    return torch.cat((-first, second), -1).unsqueeze(2)
+
+
+def _merge(*linears: nn.Linear) -> nn.Linear:
+    """Return one linear layer whose outputs are those of several layers, one behind the other."""
+    first, num_outputs = linears[0], sum(each.out_features for each in linears)
+    merged = nn.Linear(first.in_features, num_outputs, first.bias is not None, device="meta", dtype=first.weight.dtype)
+    merged.weight = nn.Parameter(torch.cat([each.weight.detach() for each in linears]), requires_grad=False)
+    if first.bias is not None:
+        merged.bias = nn.Parameter(torch.cat([each.bias.detach() for each in linears]), requires_grad=False)
+    return merged

@@ -1,0 +1,200 @@
+"""Replaces transformers' blocks by blocks that give equal results in fewer, larger operations (fused_blocks.py).
+
+For the few tokens of a step an operation costs more to launch than to compute: a layer of transformers' Llama launches
+some forty, most of them for norms and rotary embeddings. A block is replaced, instance by instance, where its class
+runs the very code of one of the library's blocks that are known here, and where both give equal output for random
+input. All other blocks stay; no class is changed.
+
+Letters: E hidden size, D head size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+from lp_runtime.errors import first_line
+from lp_runtime.kernels.dispatch import kernels_for, on
+from lp_runtime.model.hf.config import attention_of
+from lp_runtime.model.modules.fused_blocks import FusedAttention, FusedLayer, FusedMLP, FusedNorm
+from lp_runtime.model.modules.packed_linear import is_hooked, is_plain, places_of
+
+log = logging.getLogger(__name__)
+
+Block = Any  # an nn.Module whose submodules and weights are read: torch declares them as Tensor | Module
+
+ATTENTIONS = (llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, qwen3.Qwen3Attention)
+PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+NUM_TOKENS = 3  # of the input that blocks are compared by
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of outputs, relative to their norm
+FUSED_BLOCKS = {  # of a layer, all of whose blocks have been replaced
+    "self_attn": FusedAttention,
+    "mlp": FusedMLP,
+    "input_layernorm": FusedNorm,
+    "post_attention_layernorm": FusedNorm,
+}
+
+
+def fuse_blocks(model: nn.Module) -> int:
+    """Replace the blocks of a model that are known here, one by one; each one's old weights are freed before the next.
+
+    Args:
+        model: changed in place.
+
+    Returns:
+        The number of blocks that were replaced.
+    """
+    kinds = (
+        (_is_attention, FusedAttention, _attention_input),
+        (_is_mlp, FusedMLP, _mlp_input),
+        (_is_norm, FusedNorm, _norm_input),
+        (_is_layer, FusedLayer, _layer_input),
+    )
+    count = 0
+    for is_kind, fused, make_input in kinds:
+        for parent, name in places_of(model, is_kind):
+            block = getattr(parent, name)
+            try:
+                replacement = fused(block)
+                if not _agree(block, replacement, make_input(block)):
+                    continue
+            except Exception as error:  # the block only looks like a known one, or memory does not suffice for both
+                log.info("%s stays as it is: %s", type(block).__name__, first_line(error))
+                continue
+            setattr(parent, name, replacement)
+            count += 1
+    _chain_layers(model)
+    return count
+
+
+def _chain_layers(model: nn.Module) -> None:
+    """Tell layers which norm follows them: the next layer's first one, or the last one, behind all layers.
+
+    What a model passes to that norm may be another tensor than the layer's output; the norm is computed anew then.
+    """
+    for parent in model.modules():
+        layers = getattr(parent, "layers", None)
+        if not isinstance(layers, nn.ModuleList) or not all(type(layer) is FusedLayer for layer in layers):
+            continue
+        fused: list[FusedLayer] = list(layers)  # type: ignore[arg-type]  # as was just checked
+        norms = [*(layer.input_layernorm for layer in fused[1:]), getattr(parent, "norm", None)]
+        for layer, norm in zip(fused, norms, strict=True):
+            if type(norm) is FusedNorm:
+                layer.precede(norm)
+
+
+def _is_attention(module: Block) -> bool:
+    """Whether a module is attention that FusedAttention can replace."""
+    names = {name for name, _ in module.named_children()}
+    return (
+        names in (PROJECTIONS, PROJECTIONS | {"q_norm", "k_norm"})
+        and any(_runs_code_of(module, known) for known in ATTENTIONS)
+        and _same_code(_global(module, "apply_rotary_pos_emb"), llama.apply_rotary_pos_emb)
+        and _same_code(_global(module, "rotate_half"), llama.rotate_half)
+        and attention_of(module.config) in ALL_ATTENTION_FUNCTIONS
+        and _can_merge(module.q_proj, module.k_proj, module.v_proj)
+    )
+
+
+def _is_mlp(module: Block) -> bool:
+    """Whether a module is an MLP that FusedMLP can replace."""
+    return _runs_code_of(module, llama.LlamaMLP) and _can_merge(module.gate_proj, module.up_proj)
+
+
+def _is_layer(module: Block) -> bool:
+    """Whether a module is a decoder layer, of replaced blocks, that FusedLayer can replace.
+
+    On a GPU only where the kernels run: its passes are captured, and FusedLayer alone would gain nothing.
+    """
+    blocks = {name: type(child) for name, child in module.named_children()}
+    return (
+        _runs_code_of(module, llama.LlamaDecoderLayer)
+        and blocks == FUSED_BLOCKS
+        and not any(map(is_hooked, module.children()))
+        and (module.input_layernorm.weight.is_cpu or kernels_for(module.input_layernorm.weight.device) is not None)
+    )
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm that FusedNorm can replace."""
+    return _runs_code_of(module, llama.LlamaRMSNorm) and type(module.weight) is nn.Parameter
+
+
+def _can_merge(*linears: Block) -> bool:
+    """Whether modules are plain linear layers of one dtype, on one device, all with biases or all without."""
+    return (
+        all(map(is_plain, linears)) and len({(x.weight.dtype, x.weight.device, x.bias is None) for x in linears}) == 1
+    )
+
+
+def _runs_code_of(module: nn.Module, known: type[nn.Module]) -> bool:
+    """Whether a module's forward is, instruction by instruction, that of a known class."""
+    return not is_hooked(module) and _same_code(type(module).forward, known.forward)
+
+
+def _same_code(left: Callable | None, right: Callable) -> bool:
+    """Whether two functions differ in annotations, docstrings and names at most; False if the first is None."""
+    if left is None:
+        return False
+    one, other = inspect.unwrap(left).__code__, inspect.unwrap(right).__code__
+    names = ("co_code", "co_names", "co_varnames", "co_freevars")
+    # The first constant is the docstring, if there is one.
+    return one.co_consts[1:] == other.co_consts[1:] and all(getattr(one, x) == getattr(other, x) for x in names)
+
+
+def _global(module: nn.Module, name: str) -> Callable | None:
+    """Return what a global name stands for in a module's forward; None if it stands for nothing."""
+    return inspect.unwrap(type(module).forward).__globals__.get(name)
+
+
+def _attention_input(attention: Block) -> dict[str, object]:
+    """Return random arguments for an attention block."""
+    weight = next(attention.parameters())
+    cos, sin = (_random(weight, attention.head_dim) for _ in range(2))
+    return {
+        "hidden_states": _random(weight, attention.o_proj.out_features),
+        "position_embeddings": (cos, sin),
+        "attention_mask": None,
+    }
+
+
+def _mlp_input(mlp: Block) -> dict[str, object]:
+    """Return random arguments for an MLP."""
+    return {"x": _random(mlp.gate_proj.weight, mlp.gate_proj.in_features)}
+
+
+def _norm_input(norm: Block) -> dict[str, object]:
+    """Return random arguments for a norm."""
+    return {"hidden_states": _random(norm.weight, len(norm.weight))}
+
+
+def _layer_input(layer: Block) -> dict[str, object]:
+    """Return random arguments for a decoder layer."""
+    return _attention_input(layer.self_attn)
+
+
+def _random(like: torch.Tensor, size: int) -> torch.Tensor:
+    """Return normal random numbers, [1, NUM_TOKENS, size], in the dtype and on the device of `like`."""
+    generator = torch.Generator().manual_seed(size)
+    return torch.randn(1, NUM_TOKENS, size, generator=generator).to(like)
+
+
+@torch.inference_mode()
+def _agree(block: nn.Module, replacement: nn.Module, arguments: dict[str, object]) -> bool:
+    """Whether the outputs of a block and of its replacement differ by rounding only."""
+    with on(next(block.parameters()).device):
+        outputs = [each(**arguments) for each in (block, replacement)]
+    expected, actual = (each[0] if isinstance(each, tuple) else each for each in outputs)
+    tolerance = TOLERANCES.get(expected.dtype, 0.0)
+    difference = (actual.float() - expected.float()).norm()
+    return actual.dtype == expected.dtype and bool(difference <= tolerance * expected.float().norm())

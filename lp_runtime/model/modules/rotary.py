@@ -1,0 +1,199 @@
+"""Rotary embeddings whose factors change with the length of the text, for each token of a pass by its own length.
+
+transformers' module ("dynamic" and "longrope") takes the factors of all tokens of a pass by the largest position in it.
+A tree's pass holds positions beyond the committed text, a long prompt comes in chunks, and a batch has several texts:
+so a module of ours stands in its place. It looks the factors of each token up by L(p) (rotary_lengths.py), in a table
+that the library's own functions have filled, and leaves the rest to the library's code. There are operations on tensors
+alone, so that a pass can be captured. No class is patched: instances are replaced, in a model of our own or in a view.
+
+Letters: T tokens fed, D numbers of a rotated head, n rows of a table.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from lp_runtime.model.hf.rotary_lengths import UNCHANGING, RotaryLengths
+from lp_runtime.model.hf.view import view_of
+from lp_runtime.model.modules.packed_linear import is_hooked, places_of
+
+log = logging.getLogger(__name__)
+
+Rotary = Any  # an nn.Module whose attributes are read: torch declares them as Tensor | Module
+
+DYNAMIC, LONG = "dynamic", "longrope"
+REFEEDING_TYPES = ("phi3",)  # their prepare_inputs_for_generation drops the cache at a length, to feed all tokens anew
+REFEEDS_SINCE = (5, 20)  # version of transformers; before, it dropped the cache and fed the last token alone
+
+
+class RotaryByLength(nn.Module):
+    """Stands in place of a rotary embedding whose factors change with the length.
+
+    Args:
+        library: transformers' module, which is not changed. Its forward must take the factors from `inv_freq` alone.
+
+    Attributes:
+        library: a copy of the module, which computes with the factors that it is given before every pass.
+        threshold: a text of up to so many tokens has the factors of row 0.
+        factors: [n, D / 2] float32: row i is of a text of threshold + i tokens, the last one of longer ones, too.
+        prompt_length: P of the tokens that are fed; 0 where none of a prompt is.
+    """
+
+    factors: torch.Tensor
+
+    def __init__(self, library: Rotary):
+        super().__init__()
+        self.library, self.prompt_length = _fresh(library), 0
+        self.threshold, table = _table(library)
+        self.register_buffer("factors", table, persistent=False)
+        self._compute: Callable[..., Any] = inspect.unwrap(type(library).forward)
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        """Return what the library's module returns, each token with the factors of its own length.
+
+        Args:
+            x: gives dtype and device.
+            position_ids: [..., T] int64.
+        """
+        lengths = (position_ids + 1).clamp_min(self.prompt_length)
+        rows = (lengths - self.threshold).clamp(0, len(self.factors) - 1)
+        self.library.inv_freq = self.factors[rows]
+        return self._compute(self.library, x, position_ids)
+
+
+def _changes(rope_type: object) -> bool:
+    """Whether factors of a kind change with the length; transformers takes any "dynamic" in the name for one."""
+    return isinstance(rope_type, str) and (DYNAMIC in rope_type or rope_type == LONG)
+
+
+def _has_changing_factors(module: nn.Module) -> bool:
+    """Whether a module is a rotary embedding whose factors change with the length, of any kind of layers."""
+    rope_type = getattr(module, "rope_type", None)
+    return any(map(_changes, rope_type.values() if isinstance(rope_type, dict) else [rope_type]))
+
+
+def _fresh(library: Rotary) -> Rotary:
+    """Return a copy of a rotary embedding as it was before it was used."""
+    module: Rotary = view_of(library)
+    module.inv_freq = library.original_inv_freq.to(library.inv_freq.device, copy=True)
+    if DYNAMIC in library.rope_type:
+        module.max_seq_len_cached = module.original_max_seq_len
+    return module
+
+
+def _table(library: Rotary) -> tuple[int, torch.Tensor]:
+    """Return a threshold, and the factors of texts of so many tokens, and of more, as [n, D / 2] float32.
+
+    A "dynamic" table ends at as many tokens as vLLM lets such a model have.
+    """
+    config, original, device = library.config, library.original_inv_freq, library.inv_freq.device
+    function = ROPE_INIT_FUNCTIONS[library.rope_type]
+    if library.rope_type == LONG:
+        threshold = config.rope_parameters["original_max_position_embeddings"]
+        long, _ = function(config, device, seq_len=threshold + 1)
+        return threshold, torch.stack([original, long.to(library.inv_freq.dtype)]).float()
+    threshold = config.max_position_embeddings
+    longest = int(threshold * max(1.0, config.rope_parameters["factor"]))
+    # One length at a time, as the library: several numbers are raised to a power by another function than one, and the
+    # last bits differ.
+    lengths = torch.arange(threshold + 1, longest + 1, device=device)
+    return threshold, torch.stack([original.float(), *(function(config, device, seq_len=each)[0] for each in lengths)])
+
+
+def replace_rotaries(model: PreTrainedModel, may_refeed: bool = True) -> RotaryLengths:
+    """Put a RotaryByLength in place of each rotary embedding of a model whose factors change with the length.
+
+    Args:
+        model: changed in place: all of its rotary embeddings are replaced, or none.
+        may_refeed: whether all tokens of a text may be fed anew at a length, where `generate` does.
+
+    Returns:
+        The lengths at which factors change; UNCHANGING if nothing was replaced. The model must be used where they do
+        not change, then.
+    """
+    _put_back(model)
+    places = places_of(model, _has_changing_factors)
+    if not places:
+        return UNCHANGING
+    libraries = [getattr(*place) for place in places]
+    refeeds = _refeeds(model, libraries)
+    can_refeed = may_refeed and tuple(map(int, transformers.__version__.split(".")[:2])) >= REFEEDS_SINCE
+    made = {id(each): _replacement(each) for each in libraries if can_refeed or not refeeds}
+    tables = {(each.threshold, len(each.factors)) for each in made.values() if each is not None}
+    if len(tables) != 1 or None in made.values():
+        log.warning("%s: its context ends where its rotary factors change", type(model).__name__)
+        return UNCHANGING
+    for parent, name in places:
+        setattr(parent, name, made[id(getattr(parent, name))])
+    return RotaryLengths(*tables.pop(), refeeds)
+
+
+def _refeeds(model: PreTrainedModel, libraries: Sequence[Rotary]) -> bool:
+    """Whether `generate` drops a model's keys at the length at which factors of its rotary embeddings change."""
+    is_long = any(each.rope_type == LONG for each in libraries)
+    return is_long and model.config.get_text_config().model_type in REFEEDING_TYPES
+
+
+def _replacement(library: Rotary) -> RotaryByLength | None:
+    """Return what can stand in place of a rotary embedding; None if its code does not allow that, or has more to do."""
+    try:
+        replacement = None if is_hooked(library) else RotaryByLength(library)
+        return replacement if replacement is not None and _agrees(replacement) else None
+    except (AttributeError, KeyError, RuntimeError, TypeError):  # of a foreign module, or one with factors by layer
+        return None
+
+
+@torch.no_grad()
+def _agrees(replacement: RotaryByLength) -> bool:
+    """Whether a module gives, bit for bit, what the library's gives for one token at a time, and for a prompt."""
+    threshold, library = replacement.threshold, replacement.library
+    x = torch.zeros(1, device=library.inv_freq.device)
+    for length in sorted({threshold - 1, threshold, threshold + 1, threshold + len(replacement.factors) - 1}):
+        places = torch.tensor([[0, length // 2, length - 1]], device=x.device)
+        expected = _parts(_fresh(library)(x, places))
+        behind_prompt = copy.copy(replacement)
+        behind_prompt.prompt_length = length
+        # The last token beside one that is far ahead, and one that is far behind.
+        among = torch.tensor([[0, length - 1, 2 * threshold]], device=x.device)
+        found = [*_parts(behind_prompt(x, places)), *(each[:, 1] for each in _parts(replacement(x, among)))]
+        if not all(map(torch.equal, found, [*expected, *(each[:, 2] for each in expected)])):
+            return False
+    return True
+
+
+def _parts(output: Any) -> tuple[torch.Tensor, ...]:
+    """Return what a rotary embedding returns, [1, T, D] each: cosines and sines, or complex numbers."""
+    return output if isinstance(output, tuple) else (output,)
+
+
+def view_behind(model: PreTrainedModel, prompt_length: int) -> PreTrainedModel:
+    """Return a view of a model for tokens of a prompt of so many tokens."""
+    view = view_of(model)
+    for module in view.modules():
+        if isinstance(module, RotaryByLength):
+            module.prompt_length = prompt_length
+    return view
+
+
+def library_view(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a view of a model that has transformers' own rotary embeddings, as fresh ones are."""
+    view = view_of(model)
+    _put_back(view)
+    return view
+
+
+def _put_back(model: PreTrainedModel) -> None:
+    """Put transformers' own rotary embeddings in place of those of `replace_rotaries`."""
+    for parent, name in places_of(model, lambda module: isinstance(module, RotaryByLength)):
+        setattr(parent, name, _fresh(getattr(parent, name).library))

@@ -1,1 +1,0 @@
-"""Replacements of a model's blocks that compute equal results in fewer operations."""

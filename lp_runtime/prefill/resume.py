@@ -1,0 +1,87 @@
+"""The prefill of a request that goes on behind an earlier attempt: its prompt and its committed tokens are fed.
+
+Replicas may lack different parts of a text. Between two chunks every replica tells whether it is done, so that none
+waits for another longer than a chunk takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+
+import numpy as np
+
+from lp_runtime.distributed.exchange import gather_rows
+from lp_runtime.distributed.transport.group import Group
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.forward.step_inputs import StepInputs
+from lp_runtime.model.kv_cache.slots import CacheSlot
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.prefill.prefix import read_for_resume
+from lp_runtime.request.request import Request
+from lp_runtime.sampling.sampler import Sampler
+
+REPLAYED_TOKENS = 64  # fed at once where the logits of all are wanted
+
+
+class Resume:
+    """Has a slot hold the prompt of a request and what an earlier attempt has committed.
+
+    Args:
+        model: this replica's.
+        request: has committed tokens.
+        slot: may hold anything.
+        sampler: the request's.
+        group: the replicas that share the request's steps.
+    """
+
+    def __init__(self, model: ModelRunner, request: Request, slot: CacheSlot, sampler: Sampler, group: Group):
+        self._model, self._request, self._slot, self._sampler, self._group = model, request, slot, sampler, group
+
+    def in_step(self, capacity: int, should_cancel: Callable[[], bool]) -> Generator[None, None, bool]:
+        """Feed what the slot lacks.
+
+        Args:
+            capacity: tokens that must fit into the slot.
+            should_cancel: asked between chunks; when any replica's says yes, all stop.
+
+        Yields:
+            None between chunks; other slots may be fed meanwhile.
+
+        Returns:
+            whether all replicas are done; False if they have stopped.
+
+        Raises:
+            ReplicaError: if a peer is gone.
+        """
+        request, model = self._request, self._model
+        read_for_resume(model, self._slot, request, capacity)
+        chunks: Iterator[None] = model.resume(self._slot, request.prompt_ids, request.committed, capacity)
+        if self._sampler.is_ordered and self._group.rank == 0:
+            chunks = self._replay(capacity)
+        while True:
+            is_done = next(chunks, True) is True
+            if not is_done:
+                yield
+            row = np.array([is_done, should_cancel()], np.int64)
+            are_done, are_cancelled = gather_rows(row, self._group).T.astype(np.bool_)
+            if are_done.all():
+                return True
+            if are_cancelled.any():
+                return False
+
+    def _replay(self, capacity: int) -> Generator[None, None, None]:
+        """Feed prompt and committed tokens, and call ordered processors as the earlier attempt has called them."""
+        request, model, sampler, slot = self._request, self._model, self._sampler, self._slot
+        model.begin(slot, capacity, prompt_length=len(request.prompt_ids))
+        logits = yield from model.prefill_in_chunks(slot, request.prompt_ids)
+        prefix = list(request.prompt_ids)
+        sampler.replay(logits, prefix)
+        rest = request.committed[:-1]
+        while rest:
+            yield
+            num_fed = model.rotary_lengths.num_together(len(slot.tokens), min(len(rest), REPLAYED_TOKENS))
+            chain, rest = TokenTree(rest[:num_fed], max_depth=0), rest[num_fed:]
+            nodes = range(len(chain))
+            for row in model.forward(StepInputs(slot, chain, nodes, nodes)).logits.split(1):
+                prefix.append(request.committed[len(prefix) - len(request.prompt_ids)])
+                sampler.replay(row, prefix)

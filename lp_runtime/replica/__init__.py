@@ -1,0 +1,1 @@
+"""A replica: model loading, joining the group, requests from options."""

@@ -1,0 +1,58 @@
+"""Compiling what steps need, which takes seconds: in a second process, too, while a command imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.distributed.partition.partition import compile_partition
+from lp_runtime.lookahead.drafters.best_first import growth
+from lp_runtime.lookahead.drafters.best_first.drafter import compile_drafter, compile_growth, compile_learning
+from lp_runtime.sampling.packing import compile_sampler
+from lp_runtime.sizing.budget import compile_budget, compile_capacity
+from lp_runtime.utils.child_process import python_command
+from lp_runtime.utils.jit import compile_in_turns, is_cached
+
+SHARED = "shared"  # argument of the second process: several replicas share each step
+
+
+@contextlib.contextmanager
+def compiling_ahead(config: RuntimeConfig) -> Iterator[None]:
+    """Compile in a second process what replicas on this machine will need, until this is left; unless it is on disk."""
+    if config.lookahead.drafter != "full" or config.launcher.name == "ray" or is_cached(growth.grow):
+        yield
+        return
+    command = [*python_command("lp_runtime.replica.compile_ahead"), *([SHARED] if config.num_gpus > 1 else [])]
+    nowhere = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True)
+    with process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def compile_steps(is_shared: bool) -> None:
+    """Compile what steps with drafter=full need, except for what imports torch; or load it from disk.
+
+    Args:
+        is_shared: whether several replicas share each step.
+    """
+    for_several = [compile_capacity, compile_partition] if is_shared else []
+    compile_in_turns([compile_growth, compile_learning, *for_several, compile_budget, compile_sampler, compile_drafter])
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent ends, however that happens."""
+    sys.stdin.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    compile_steps(is_shared=SHARED in sys.argv)

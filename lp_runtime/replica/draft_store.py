@@ -1,0 +1,90 @@
+"""The draft store: the file in which draft tables outlive a runtime. Read at start, written after every request."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.distributed.exchange import broadcast_object
+from lp_runtime.distributed.transport.group import Group
+from lp_runtime.errors import ConfigError
+from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
+from lp_runtime.utils.files import write_whole
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DraftStore:
+    """The file of a replica's draft tables. Only rank 0 reads and writes the file.
+
+    Attributes:
+        path: the file.
+        num_bytes: size of the draft tables.
+        vocabulary_size: of the model.
+    """
+
+    path: Path
+    num_bytes: int
+    vocabulary_size: int
+
+    @classmethod
+    def of(cls, settings: LookaheadConfig, vocabulary_size: int) -> DraftStore | None:
+        """Return the store that the settings name; None if they name none.
+
+        Raises:
+            ConfigError: if it begins with the home folder of a user that there is not.
+        """
+        if settings.draft_tables in ("request", "runtime"):
+            return None
+        try:
+            path = Path(settings.draft_tables).expanduser()
+        except RuntimeError as error:
+            raise ConfigError(f"lookahead.draft_tables={settings.draft_tables}: {error}") from error
+        return cls(path, settings.draft_tables_bytes, vocabulary_size)
+
+    def load(self, group: Group) -> DraftTables:
+        """Return the stored draft tables, equal on all replicas of a group; empty ones if there is no file yet.
+
+        Raises:
+            ConfigError: if the file holds no draft tables, or tables of another size or version, or cannot be written.
+        """
+        data: bytes | ConfigError | None = None
+        if group.rank == 0:
+            try:
+                data = self._read()
+            except ConfigError as error:
+                data = error
+        data = broadcast_object(data, group)
+        if isinstance(data, ConfigError):
+            raise data
+        if data is None:
+            return DraftTables(self.num_bytes)
+        return DraftTables.load(data, self.num_bytes, self.vocabulary_size)
+
+    def _read(self) -> bytes | None:
+        try:
+            if self.path.exists():
+                data = self.path.read_bytes()
+                DraftTables.load(data, self.num_bytes, self.vocabulary_size)
+                return data
+            # Written now, so that a path that cannot be written is refused at start.
+            write_whole(self.path, DraftTables(self.num_bytes).dump(self.vocabulary_size))
+            return None
+        except OSError as error:
+            raise ConfigError(
+                f"lookahead.draft_tables={self.path}: cannot be kept there ({error.strerror or error})"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(
+                f"lookahead.draft_tables={self.path}: {error}; give another path, or delete it"
+            ) from error
+
+    def save(self, draft_tables: DraftTables) -> None:
+        """Write the draft tables. A failure is logged, not raised: the request is done."""
+        try:
+            write_whole(self.path, draft_tables.dump(self.vocabulary_size))
+        except OSError as error:
+            log.warning("lookahead.draft_tables=%s: %s", self.path, error.strerror or error)

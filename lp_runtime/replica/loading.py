@@ -1,0 +1,199 @@
+"""From a checkpoint to a model that is on its device, made faster, and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.distributed.devices import device_type
+from lp_runtime.distributed.shards import ShardLink, ShardPlace
+from lp_runtime.errors import ConfigError, ModelError
+from lp_runtime.model.capacity import free_bytes
+from lp_runtime.model.checks.make_runner import check_runner, make_runner
+from lp_runtime.model.forward.cuda_graph import why_not_captured
+from lp_runtime.model.forward.fastest_sum import fastest_reducer
+from lp_runtime.model.forward.following import Follower, LeadingShard
+from lp_runtime.model.hf.types import CausalLM
+from lp_runtime.model.loading.loader import WHOLE, load_model
+from lp_runtime.model.loading.pipeline import load_in_stages
+from lp_runtime.model.loading.sizes import size_of_model
+from lp_runtime.model.modules.fusing import fuse_blocks
+from lp_runtime.model.modules.packed_linear import pack_if_faster, pack_linears
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.support import why_chains
+from lp_runtime.model.tensor_parallel.slicing import slice_model
+from lp_runtime.utils.progress import Progress
+
+GIB = 1 << 30
+
+
+def ready_model(
+    config: RuntimeConfig, device: torch.device, progress: Progress | None = None, place: ShardPlace = WHOLE
+) -> tuple[ModelRunner, float]:
+    """Load a model, or shard 0 of it, and check it.
+
+    Returns:
+        (model, difference): the largest relative difference that the self-check saw.
+
+    Raises:
+        ModelError: if it cannot be loaded, or failed; if memory did not suffice, it says how much was free.
+    """
+    progress = progress or Progress(is_shown=False)
+    progress.begin(f"loading {config.model.location} on {device}")
+    free = free_bytes(device)
+    try:
+        loaded, link = _load(config, device, place)
+        leading = None if link is None else LeadingShard(link)
+        return prepare_model(loaded, config, device, progress, leading)
+    except (ModelError, torch.OutOfMemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        had = "" if free is None else f": {_needed(config, place)}{free / GIB:.1f} GiB were free before"
+        raise ModelError(f"model.path={config.model.location}: memory of {device} does not suffice{had}") from error
+
+
+def _needed(config: RuntimeConfig, place: ShardPlace) -> str:
+    """Return, for a message, how much a model's weights take on a GPU; nothing if that is unknown."""
+    if config.model.quantization_config is not None or config.model.device_map is not None or config.num_stages > 1:
+        return ""
+    size = size_of_model(config.model, config.dtype)
+    return "" if size is None else f"the weights take {size.weight_bytes(place.num_shards) / GIB:.1f} GiB, and "
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error is, or was raised because of, a device's want of memory."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__
+    return error is not None
+
+
+def ready_follower(config: RuntimeConfig, device: torch.device, place: ShardPlace) -> Follower:
+    """Load a shard other than 0; return what follows shard 0, which checks the model.
+
+    Raises:
+        ModelError: if it cannot be loaded.
+    """
+    loaded, link = _load(config, device, place)
+    assert link is not None, "a whole model has no followers"
+    _optimize(loaded, config, device, is_slice=True)
+    model = ModelRunner(loaded, config.model.prefill_chunk, _strict_tokens(config), own_attention=True)
+    return Follower(model.passes, loaded.config.get_text_config().num_hidden_layers, link)
+
+
+def _load(config: RuntimeConfig, device: torch.device, place: ShardPlace) -> tuple[CausalLM, ShardLink | None]:
+    """Return a loaded model, or a slice of it that computes what the whole does, with the link to the other shards."""
+    timeout = config.launcher.start_timeout
+    if config.num_stages > 1:
+        return load_in_stages(config.model, device, config.num_stages, config.dtype), None
+    loaded = load_model(config.model, device, config.dtype, place, timeout)
+    if place.is_whole:
+        return loaded, None
+    link = ShardLink(place, device, timeout)
+    if config.compile != "off" and config.exactness == "fast":  # strictly, all replicas must sum alike
+        width = loaded.config.get_text_config().hidden_size
+        link.reducer = fastest_reducer(link, width, loaded.dtype, device, timeout)
+    slice_model(loaded, link)
+    return loaded, link
+
+
+def _strict_tokens(config: RuntimeConfig) -> int | None:
+    return config.strict_tokens if config.exactness == "strict" else None
+
+
+def prepare_model(
+    loaded: CausalLM,
+    config: RuntimeConfig,
+    device: torch.device,
+    progress: Progress | None = None,
+    leading: LeadingShard | None = None,
+) -> tuple[ModelRunner, float]:
+    """Fuse, pack and check a Hugging Face causal LM that is on its device already, or shard 0's slice of it.
+
+    Returns:
+        (model, difference): the largest relative difference that the self-check saw.
+
+    Raises:
+        ModelError: if the model failed the self-check.
+    """
+    strict_tokens = _strict_tokens(config)
+    progress = progress or Progress(is_shown=False)
+    progress.begin("fusing and packing layers")
+    changes = _optimize(loaded, config, device, is_slice=leading is not None)
+    progress.begin("checking trees against plain forward passes")
+    model = make_runner(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True, leading=leading)
+    model.why_not_captured = _why_not_captured(model, config)
+    if model.why_not_captured is None:
+        # torch.compile does not know the sums of shards, which would cut what it compiles into pieces.
+        model.enable_graphs(capture=True, compiled=config.compile == "full" and leading is None)
+    try:
+        return model, check_runner(model)
+    except ModelError as error:
+        hint = f" (with layers of our own: try {' '.join(changes)})" if changes else ""
+        raise ModelError(f"{error}{hint}") from error
+
+
+def _why_not_captured(model: ModelRunner, config: RuntimeConfig) -> str | None:
+    """Return why a model's passes are not to be captured; None if they are."""
+    if config.compile == "off":
+        return "compile=off"
+    if model.feeds_chains:
+        return "the model is fed chains of guesses"
+    if model.leading is not None and not model.leading.can_capture:
+        return "the sums of the replica's shards cannot be captured"
+    return why_not_captured(model.tree_model)
+
+
+def not_captured(model: ModelRunner, on_gpu: Sequence[bool], captured: Sequence[bool]) -> str | None:
+    """Return why replicas launch the kernels of a pass one by one; None if they do not, or on CPUs.
+
+    Args:
+        model: this replica's.
+        on_gpu: by rank, whether the replica is on a GPU.
+        captured: by rank, whether its passes are captured.
+    """
+    ranks = [
+        rank for rank, (is_gpu, is_captured) in enumerate(zip(on_gpu, captured, strict=True)) if is_gpu > is_captured
+    ]
+    if not ranks or (model.timer is not None and model.graphs is None):
+        return model.why_not_captured if ranks else None
+    return f"only on replica {ranks[0]}, which has logged the reason"
+
+
+def _optimize(loaded: CausalLM, config: RuntimeConfig, device: torch.device, is_slice: bool) -> list[str]:
+    """Fuse and pack a model's layers, as the settings say; return the settings that would undo what was done."""
+    undo = []
+    may_fuse = (
+        config.model.fusing == "auto"
+        and config.model.device_map is None
+        and config.num_stages == 1
+        and why_chains(loaded) is None
+    )
+    if may_fuse and fuse_blocks(loaded):
+        undo.append("model.fusing=off")
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what was freed, for others that share the GPU
+    if config.model.packing == "auto":
+        # With exactness=strict all replicas must compute alike, and always all shards of one, whatever each measures.
+        pack = pack_linears if config.exactness == "strict" or is_slice else pack_if_faster
+        if pack(loaded):
+            undo.append("model.packing=off")
+    return undo
+
+
+def choose_device(device: str, index: int) -> torch.device:
+    """Return the device of a replica.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        index: which of the GPUs that this process sees is the replica's.
+
+    Raises:
+        ConfigError: if CUDA is wanted and this process does not see that many GPUs, or if torch cannot use them.
+    """
+    if device_type(device) == "cpu":
+        return torch.device("cpu")
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"device=cuda: replica needs GPU {index}, but this process sees {torch.cuda.device_count()}")
+    return torch.device("cuda", index)

@@ -1,0 +1,95 @@
+"""The profiler: a trace of torch's profiler over a request's first steps, and a table of where time goes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from lp_runtime.errors import ConfigError
+from lp_runtime.request.output import Event, Report
+
+NUM_STEPS = 16  # traced steps, from the first after the prefill on
+NUM_ROWS = 12  # of the table
+
+
+def check_folder(folder: str) -> None:
+    """Create the folder that gets the traces.
+
+    Raises:
+        ConfigError: if the folder cannot be created.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"profile_dir={folder}: {error.strerror or error}") from error
+
+
+def profiled(events: Iterator[Event], folder: str, rank: int, device: torch.device) -> Iterator[Event]:
+    """Yield a request's events as they come, and trace its first steps.
+
+    Args:
+        events: what Engine.run yields.
+        folder: gets rank<RANK>.json, for ui.perfetto.dev; only the latest request with a step after its prefill stays.
+        rank: of this replica; rank 0 prints a table to stderr.
+        device: of the model.
+    """
+    trace = _Trace(Path(folder) / f"rank{rank}.json", rank == 0, device)
+    try:
+        for number, event in enumerate(events):
+            is_report = isinstance(event, Report)
+            if is_report or number == NUM_STEPS:
+                trace.stop(has_steps=number > 1)
+            if isinstance(event, Report) and rank == 0 and event.num_steps > 1:
+                print(_parts(event), file=sys.stderr)
+            if number == 0 and not is_report:
+                trace.start()
+            yield event
+    finally:
+        trace.stop(has_steps=False)
+
+
+class _Trace:
+    """A trace of torch's profiler.
+
+    Args:
+        path: file that gets the trace.
+        prints: whether a table is printed to stderr.
+        device: of the model.
+    """
+
+    def __init__(self, path: Path, prints: bool, device: torch.device):
+        self._path, self._prints, self._is_cuda = path, prints, device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._is_cuda else [])]
+        self._profile = profile(activities=activities)
+        self._is_running = False
+
+    def start(self) -> None:
+        """Begin to trace."""
+        self._is_running = True
+        self._profile.start()
+
+    def stop(self, has_steps: bool) -> None:
+        """End the trace if it runs; write and print it if it has a step after the prefill's."""
+        if not self._is_running:
+            return
+        self._is_running = False
+        self._profile.stop()
+        if not has_steps:
+            return
+        self._profile.export_chrome_trace(str(self._path))
+        if self._prints:
+            key = "self_cuda_time_total" if self._is_cuda else "self_cpu_time_total"
+            print(self._profile.key_averages().table(sort_by=key, row_limit=NUM_ROWS), file=sys.stderr)
+
+
+def _parts(report: Report) -> str:
+    """Return a line with the milliseconds of each part of a step, mean over the steps after the prefill."""
+    num_steps = report.num_steps - 1
+    parts = {name: 1000 * getattr(report.times, name) / num_steps for name in ("forward", "exchange", "other")}
+    whole = sum(parts.values()) or 1.0
+    shown = ", ".join(f"{name} {ms:.2f} ms ({100 * ms / whole:.0f}%)" for name, ms in parts.items())
+    return f"a step after the prefill, mean of {num_steps}: {shown}"

@@ -1,0 +1,353 @@
+"""A replica: one process's model, its place in the group, and the engine over both."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lp_runtime.calibration.background_prior import BackgroundPrior
+from lp_runtime.calibration.calibration import Calibration, Measured
+from lp_runtime.calibration.step_meter import measure_steps
+from lp_runtime.config.lookahead import PLAIN
+from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.constraints.grammar_guide import Grammars
+from lp_runtime.decoder.sampler_factory import make_sampler_spec
+from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.devices import check_one_each, gpu_number, warn_of_few_cores
+from lp_runtime.distributed.exchange import gather_rows
+from lp_runtime.distributed.precision import turn_off_tf32
+from lp_runtime.distributed.process_group import GroupOptions, process_group
+from lp_runtime.distributed.shards import ShardPlace
+from lp_runtime.distributed.store import address_of
+from lp_runtime.distributed.transport.group import Group
+from lp_runtime.engine.batch import Arrival, never_cancel
+from lp_runtime.engine.engine import Engine
+from lp_runtime.errors import LookaheadError
+from lp_runtime.model.capacity import capacity_in_tokens, exchange_bytes, num_sharing
+from lp_runtime.model.forward.following import Follower
+from lp_runtime.model.loading.loader import WHOLE, eos_token_ids, load_tokenizer
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.tokenizer import StopStrings
+from lp_runtime.prefill.prefix import make_prefix_cache
+from lp_runtime.replica.compile_ahead import compile_steps
+from lp_runtime.replica.draft_store import DraftStore
+from lp_runtime.replica.loading import choose_device, not_captured, ready_follower, ready_model
+from lp_runtime.replica.profiler import check_folder, profiled
+from lp_runtime.request.output import Event, Report
+from lp_runtime.request.request import Request
+from lp_runtime.sampling.hf_settings import defaults_of
+from lp_runtime.utils.progress import Progress
+
+log = logging.getLogger(__name__)
+
+MAY_SHARE_GPUS = ("gloo", "shared")  # backends with which replicas may share a GPU
+UNLIMITED_TOKENS = 1 << 40  # stands for an unknown capacity in the exchange
+
+
+@dataclass(frozen=True)
+class ReplicaInfo:
+    """What a driver must know of the model that its replicas hold.
+
+    Attributes:
+        vocabulary_size: token ids are below it.
+        context_length: tokens of prompt and output together at most; None if the model sets no limit.
+        eos_token_ids: the model's end-of-sequence ids.
+        defaults: what the model's generation_config.json sets of sampling.hf_settings.APPLIED_DEFAULTS.
+        device: device of the model, as torch names it.
+        dtype: dtype of the model, as torch names it, without "torch.".
+        self_check: largest relative difference that the start-up self-check saw.
+        capacity: tokens of prompts and outputs together that fit into every replica's memory at start; None if unknown.
+        supports_batching: whether several requests can be decoded in one forward pass.
+        not_captured: why passes are not captured, on this or another replica's GPU; None if they are, and on CPUs.
+    """
+
+    vocabulary_size: int
+    context_length: int | None
+    eos_token_ids: frozenset[int]
+    defaults: dict[str, Any]
+    device: str
+    dtype: str
+    self_check: float
+    capacity: int | None
+    supports_batching: bool = False
+    not_captured: str | None = None
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is loaded and checked, and what this process has measured of it.
+
+    Attributes:
+        model: runs it.
+        info: what a driver must know of it.
+        known: what was measured; filled in when it is.
+        progress: of this replica's start.
+    """
+
+    model: ModelRunner
+    info: ReplicaInfo
+    known: Measured
+    progress: Progress = field(default_factory=lambda: Progress(is_shown=False))
+
+
+class Replica:
+    """A loaded, checked and connected model. Made by `join_group`.
+
+    Args:
+        config: the runtime's.
+        loaded: this replica's model.
+        group: the replicas that share the steps of a request.
+        times_are_late: see Sequence.
+
+    Attributes:
+        group: as given.
+        info: what a driver must know of the model.
+        leading: has the replica's other shards run what this one does; None where there are none.
+    """
+
+    def __init__(self, config: RuntimeConfig, loaded: LoadedModel, group: Group, times_are_late: bool):
+        model = loaded.model
+        self.group, self.info, self.leading = group, loaded.info, model.leading
+        self._config = config.model
+        self._device = model.device
+        self._profile_dir = config.profile_dir if config.profile else None
+        self._draft_store = DraftStore.of(config.lookahead, model.vocabulary_size)
+        self._draft_tables = self._draft_store.load(group) if self._draft_store else None
+        calibration = Calibration(model, group, config.cache_dir, loaded.known, is_gradual=True)
+        grammars = Grammars(lambda: self._tokenizer, model.vocabulary_size, self.info.eos_token_ids)
+        self._engine = Engine(model, group, calibration, self._draft_tables, times_are_late, grammars=grammars)
+        is_restarted = loaded.known.is_started
+        loaded.progress.begin("measuring steps, and asking the model about its vocabulary")
+        self._engine.prepare(config.lookahead)
+        self._background = BackgroundPrior(calibration, group, config.lookahead, after_use=is_restarted)
+
+    def close(self) -> None:
+        """End what the replica does between requests."""
+        self._background.close()
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Return a context in which the caller alone uses the model; one thread at a time may."""
+        return self._background.paused()
+
+    def decode(self, request: Request, should_cancel: Callable[[], bool] = never_cancel) -> Iterator[Event]:
+        """Decode one request, in concert with the other replicas of the group; see Engine.run."""
+        events = self._engine.run(request, stop=self._stop(request), should_cancel=should_cancel)
+        if self._profile_dir is not None:
+            events = profiled(events, self._profile_dir, self.group.rank, self._device)
+        with self.in_use():
+            for event in events:
+                self._note(event, request)
+                yield event
+
+    @property
+    def supports_batching(self) -> bool:
+        """Whether requests can be decoded in one forward pass, by `decode_batch`."""
+        return self.group.is_alone and self._profile_dir is None
+
+    def decode_batch(
+        self, arrivals: Callable[[], Iterable[tuple[Hashable, Request, Callable[[], bool]]]]
+    ) -> Iterator[tuple[Hashable, Event | LookaheadError]]:
+        """Decode requests as they arrive, several in one forward pass; see Engine.run_batch.
+
+        Args:
+            arrivals: asked between two steps for (key, request, should_cancel) of the requests that have arrived.
+
+        Yields:
+            (key, event) for every request.
+        """
+        requests: dict[Hashable, Request] = {}
+
+        def arrived() -> Iterator[Arrival]:
+            for key, request, should_cancel in arrivals():
+                requests[key] = request  # until it has ended
+                yield Arrival(key, request, self._stop(request), should_cancel)
+
+        with self.in_use():
+            for key, event in self._engine.run_batch(arrived):
+                is_end = isinstance(event, Report | LookaheadError)
+                self._note(event, requests.pop(key) if is_end else requests[key])
+                yield key, event
+
+    def _stop(self, request: Request) -> StopStrings | None:
+        return StopStrings(self._tokenizer, request.stop) if request.stop else None
+
+    def _note(self, event: Event | LookaheadError, request: Request) -> None:
+        """Store the draft tables after a request that has used the stored ones."""
+        if not isinstance(event, Report) or self._draft_store is None or self.group.rank != 0:
+            return
+        assert self._draft_tables is not None  # loaded from the store
+        if request.lookahead.draft_tables != "request" and request.lookahead.drafter == "full":
+            self._draft_store.save(self._draft_tables)
+
+    @cached_property
+    def _tokenizer(self):
+        return load_tokenizer(self._config)
+
+
+def load_replica(
+    config: RuntimeConfig,
+    device_index: int,
+    num_local: int,
+    owns_process: bool,
+    owns_device: bool = False,
+    place: ShardPlace = WHOLE,
+) -> LoadedModel:
+    """Load and check the model of a replica; of one with several shards, shard 0, which leads the others.
+
+    Args:
+        config: the runtime's.
+        device_index: which of the GPUs that this process sees is the replica's, or the shard's.
+        num_local: processes on this machine: replicas, and of those with several shards all shards.
+        owns_process: whether the process is there for this replica alone, which then sets its thread count.
+        owns_device: whether a GPU is booked for this replica alone, which then has all of its memory.
+        place: which shard of its replica this process is.
+
+    Raises:
+        ConfigError: if a setting cannot be met on this machine.
+        ModelError: if the model cannot be loaded, or fails the self-check.
+    """
+    device = _prepare_process(config, device_index, num_local, owns_process)
+    if device.type == "cuda" and device_index == 0 and not owns_device:  # with a GPU each they may have cores each, too
+        warn_of_few_cores(num_local)
+    progress = Progress(config.show_progress and device_index == 0)  # each of a machine's replicas does the same
+    progress.begin("compiling what is not on disk")  # before passes are timed, which a busy machine would slow down
+    if config.lookahead.drafter == "full":
+        compile_steps(is_shared=config.num_replicas > 1)
+    model, self_check = ready_model(config, device, progress, place)
+    end = eos_token_ids(model.model)
+    any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0), eos_token_ids=end)
+    make_sampler_spec(model, any_request)  # refuses model defaults that cannot be kept
+    num_bytes = _exchange_bytes(config, num_local) if device.type == "cuda" else 0
+    capacity = capacity_in_tokens(model, num_sharing(device, num_local, owns_device), num_bytes)
+    model.slots.prefixes = make_prefix_cache(model, config.prefix_cache_bytes, capacity)
+    info = ReplicaInfo(
+        vocabulary_size=model.vocabulary_size,
+        context_length=model.context_length,
+        eos_token_ids=end,
+        defaults=defaults_of(model.model),
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        self_check=self_check,
+        capacity=capacity,
+        supports_batching=model.supports_batching and not config.profile,
+    )
+    # Compiling takes minutes, on one replica longer than on another. It must end before the replicas meet: afterwards
+    # nobody waits longer than failure.timeout for a peer.
+    is_compiled = model.graphs is not None and model.graphs.compiled
+    return LoadedModel(model, info, Measured(steps=measure_steps(model) if is_compiled else None), progress)
+
+
+def load_follower(config: RuntimeConfig, device_index: int, num_local: int, place: ShardPlace) -> Follower:
+    """Load a shard other than 0 of a replica; arguments and errors as those of `load_replica`."""
+    device = _prepare_process(config, device_index, num_local, owns_process=True)
+    return ready_follower(config, device, place)
+
+
+def _prepare_process(config: RuntimeConfig, device_index: int, num_local: int, owns_process: bool) -> torch.device:
+    """Return this process's device, and have torch use it; arguments and errors as those of `load_replica`."""
+    if config.launcher.interface is not None:
+        address_of(config.launcher.interface)  # refused before a model is loaded
+    is_shared = config.launcher.backend in MAY_SHARE_GPUS and torch.cuda.is_available()
+    index = device_index % torch.cuda.device_count() if is_shared else device_index
+    device = choose_device(config.device, index)
+    if config.profile:
+        check_folder(config.profile_dir)
+    if owns_process:
+        turn_off_tf32()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif owns_process:  # replicas that share a machine share its cores
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local))
+    return device
+
+
+def _exchange_bytes(config: RuntimeConfig, num_local: int) -> int:
+    """Return the bytes of a replica's GPU that exchanging with the others will take."""
+    # Replicas of one machine share memory, and those of several talk over gloo if any machine has several.
+    may_use_nccl = config.launcher.backend == "nccl" or (config.launcher.backend == "auto" and num_local == 1)
+    return exchange_bytes(max(num_local, config.num_replicas), may_use_nccl)
+
+
+@contextmanager
+def join_group(
+    config: RuntimeConfig,
+    loaded: LoadedModel,
+    context: ReplicaContext,
+    store: dist.Store | None = None,  # type: ignore[name-defined]  # which torch does not re-export for type checkers
+    is_abandoned: Callable[[], bool] = never_cancel,
+    on_formed: Callable[[Group], None] | None = None,
+    timeout: float | None = None,
+) -> Iterator[Replica]:
+    """Join the group of all replicas, and leave it at the end of the `with` block.
+
+    Args:
+        config: the runtime's.
+        loaded: this replica's model.
+        context: who this replica is.
+        store: where the replicas meet, if it is open in this process.
+        is_abandoned: see process_group.
+        on_formed: called with the group before anything is exchanged in it.
+        timeout: seconds within which all replicas must have come; None for launcher.timeout.
+
+    Yields:
+        the replica.
+
+    Raises:
+        ConfigError: if a setting cannot be met.
+        LaunchError: if the group does not form.
+    """
+    launcher, info = config.launcher, loaded.info
+    options = GroupOptions(timeout or launcher.timeout, config.failure.timeout, launcher.backend, launcher.interface)
+    with process_group(context, loaded.model.device, options, store, is_abandoned) as group:
+        if on_formed is not None:
+            on_formed(group)
+        capacity = UNLIMITED_TOKENS if info.capacity is None else min(info.capacity, UNLIMITED_TOKENS)
+        model = loaded.model
+        gpu = gpu_number(model.device) if context.owns_device and model.device.type == "cuda" else 0
+        known = np.array([capacity, model.timer is not None, model.graphs is not None, gpu])
+        capacities, are_late, are_captured, gpus = gather_rows(known, group).T
+        check_one_each(gpus.tolist())
+        if config.exactness == "strict" and model.graphs is not None and not are_captured.all():
+            reason = "another replica cannot capture its passes"
+            log.warning("exactness=strict: going on with compile=off, as %s", reason)
+            model.disable_graphs(reason)  # other kernels compute other bits
+        smallest = int(capacities.min())
+        supports_batching = info.supports_batching and model.supports_batching
+        info = replace(
+            info,
+            capacity=None if smallest == UNLIMITED_TOKENS else smallest,
+            supports_batching=supports_batching,
+            not_captured=not_captured(model, are_late, are_captured),
+        )
+        with closing(Replica(config, replace(loaded, info=info), group, bool(are_late.any()))) as replica:
+            yield replica
+
+
+@contextmanager
+def start_replica(config: RuntimeConfig, context: ReplicaContext, place: ShardPlace = WHOLE) -> Iterator[Replica]:
+    """Load the model, check it and join the group: `load_replica` and `join_group` in one.
+
+    Its peers load, compile and check at the same time, and may take launcher.start_timeout for it.
+    """
+    if context.owns_device:
+        # With these backends replicas may share a GPU. Every process has index 0, and one of them shows progress.
+        context = replace(context, owns_device=config.launcher.backend not in MAY_SHARE_GPUS)
+        config = replace(config, show_progress=config.show_progress and context.rank == 0)
+    loaded = load_replica(
+        config, context.device_index, context.num_local, context.owns_process, context.owns_device, place
+    )
+    timeout = max(config.launcher.timeout, config.launcher.start_timeout)
+    with ExitStack() as stack:
+        if loaded.model.leading is not None:
+            stack.callback(loaded.model.leading.close)
+        yield stack.enter_context(join_group(config, loaded, context, timeout=timeout))

@@ -1,0 +1,306 @@
+"""From what a caller asks for to a checked request: the model's defaults filled in, a seed chosen if need be."""
+
+from __future__ import annotations
+
+import pickle
+import secrets
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypedDict, TypeVar
+
+from lp_runtime.config.checks import require_int
+from lp_runtime.config.constraint import ConstraintConfig
+from lp_runtime.config.lookahead import LookaheadConfig, check_exactness
+from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.config.settings import DEFAULT_MAX_NEW_TOKENS, RuntimeConfig, check_limits
+from lp_runtime.constraints.compile_process import ConstraintCompiler
+from lp_runtime.constraints.compiled import CompiledConstraint
+from lp_runtime.errors import ConfigError, ConstraintError, LengthError, RequestError, first_line
+from lp_runtime.model.hf.types import Tokenizer
+from lp_runtime.model.tokenizer import encode, encode_chat
+from lp_runtime.replica.replica import ReplicaInfo
+from lp_runtime.request.request import Request
+from lp_runtime.sampling.gumbel import MAX_SAMPLE
+from lp_runtime.sampling.processors import check_processors
+from lp_runtime.sampling.types import LogitsProcessor
+
+Config = TypeVar("Config")
+MAX_TOP_LOGPROBS = 20  # as in the OpenAI API
+SEED_BITS = 32  # of a seed that is chosen here: short enough to type
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a request may say beside its prompt and max_new_tokens.
+
+    messages: a conversation instead of a prompt, by the model's chat template: dicts with "role" and "content".
+    eos: whether to stop at the model's end-of-sequence token, which is kept. Default True.
+    lookahead: drafting settings of this request; the output does not depend on them. Default: the runtime's.
+    sampling: how successors are sampled. Default: the runtime's.
+    sample: which of several independent samples of one seed, >= 0. Default 0.
+    stop: strings; decoding ends after the first that the new text contains. Default: the model's stop_strings.
+    max_time: seconds after which to stop, at the end of a step. Default: the model's.
+    logprobs: whether to report the log-probability of each new token. Default False.
+    top_logprobs: how many of the likeliest tokens to report with each log-probability, 0 to 20: in the `top` of each of
+        a generation's `logprobs`. Default 0.
+    prompt_logprobs: whether to report log-probabilities of the prompt's tokens, too: in the `prompt` of the first of a
+        generation's `logprobs`. Default False.
+    trace: whether to report which replica has verified each new token. Default False.
+    request_id: names the request in logs. Default "".
+    cache_salt: prefixes of prompts are shared among requests of equal salts alone. Default "".
+    constraint: what the new text must be. Default: any text.
+    processors: transformers LogitsProcessors, which must pickle, and whose classes replicas must be able to import;
+        each request has a copy. One that does not set prefix_only = True is called once a new token, in order, on one
+        replica. Default: none.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    eos: bool
+    lookahead: LookaheadConfig | None
+    sampling: SamplingConfig | None
+    sample: int
+    stop: Sequence[str] | None
+    max_time: float | None
+    logprobs: bool
+    top_logprobs: int
+    prompt_logprobs: bool
+    trace: bool
+    request_id: str
+    cache_salt: str
+    processors: Sequence[LogitsProcessor]
+    constraint: ConstraintConfig | None
+
+
+class RequestBuilder:
+    """Builds checked requests for the replicas of a runtime.
+
+    Args:
+        config: the runtime's.
+        info: of the replicas' model.
+        tokenizer: returns the model's tokenizer; called where text is met.
+        compiler: compiles constraints.
+    """
+
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        info: ReplicaInfo,
+        tokenizer: Callable[[], Tokenizer],
+        compiler: ConstraintCompiler,
+    ):
+        self._config = config
+        self._info = info
+        self._tokenizer = tokenizer
+        self._compiler = compiler
+
+    def build(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        max_new_tokens: int | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        eos: bool = True,
+        lookahead: LookaheadConfig | None = None,
+        sampling: SamplingConfig | None = None,
+        sample: int = 0,
+        stop: Sequence[str] | None = None,
+        max_time: float | None = None,
+        logprobs: bool = False,
+        top_logprobs: int = 0,
+        prompt_logprobs: bool = False,
+        trace: bool = False,
+        request_id: str = "",
+        cache_salt: str = "",
+        processors: Sequence[LogitsProcessor] = (),
+        constraint: ConstraintConfig | None = None,
+    ) -> Request:
+        """Return a checked request: the model's defaults filled in, a seed chosen if need be.
+
+        Args:
+            prompt: text or token ids; None where `messages` is given.
+            max_new_tokens: tokens to generate at most, >= 1; None for the model's own, else 128, or fewer where there
+                is room for fewer.
+            messages: a conversation instead of a prompt.
+            eos: whether to stop at the model's end-of-sequence token.
+            lookahead: drafting settings; None for the runtime's.
+            sampling: how successors are sampled; None for the runtime's.
+            sample: which of several independent samples of one seed.
+            stop: strings to stop after; None for the model's.
+            max_time: seconds after which to stop; None for the model's.
+            logprobs: whether to report log-probabilities.
+            top_logprobs: how many of the likeliest tokens to report with each log-probability.
+            prompt_logprobs: whether to report log-probabilities of the prompt's tokens, too.
+            trace: whether to report which replica has verified each token.
+            request_id: names the request in logs.
+            cache_salt: prefixes of prompts are shared among requests of equal salts alone.
+            processors: logits processors of the caller's own.
+            constraint: what the new text must be.
+
+        Raises:
+            ConfigError: if a setting is out of range.
+            RequestError: if the prompt is empty, has ids out of the vocabulary, or is too long for the model.
+            ConstraintError: if the constraint is invalid, or cannot be compiled in time.
+        """
+        defaults = self._info.defaults
+        stop = defaults.get("stop_strings", ()) if stop is None else stop
+        stop = (stop,) if isinstance(stop, str) else stop
+        max_time = defaults.get("max_time") if max_time is None else max_time
+        check_limits(max_new_tokens, stop, max_time)
+        self._check_processors(processors)
+        _check_texts(request_id=request_id, cache_salt=cache_salt)
+        if isinstance(sample, bool) or not isinstance(sample, int) or not 0 <= sample <= MAX_SAMPLE:
+            raise ConfigError(f"sample={sample}: must be 0 to 2**32 - 1")
+        _check_logprobs(logprobs, top_logprobs, prompt_logprobs)
+        if prompt_logprobs and self._config.exactness == "strict":  # the prompt is fed as trees are, not as prompts are
+            raise ConfigError("prompt_logprobs: not with exactness=strict")
+        sampling = self._with_seed(_typed("sampling", sampling, SamplingConfig) or self._config.sampling)
+        lookahead = self._lookahead(lookahead)
+        ids = self._encode(prompt, messages)
+        if max_new_tokens is None:
+            max_new_tokens = self._default_max_new_tokens(len(ids))
+        self._check_vocabulary(ids, sampling)
+        self._check_lengths(len(ids), max_new_tokens, sampling)
+        return Request(
+            prompt_ids=ids,
+            lookahead=lookahead,
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=self._info.eos_token_ids if eos else frozenset(),
+            sampling=sampling,
+            sample=sample,
+            stop=tuple(stop),
+            max_time=max_time,
+            logprobs=logprobs,
+            top_logprobs=min(top_logprobs, self._info.vocabulary_size),
+            prompt_logprobs=prompt_logprobs,
+            trace=trace,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            processors=tuple(processors),
+            constraint=self._compiled(constraint, eos),
+        )
+
+    def _compiled(self, given: ConstraintConfig | None, eos: bool) -> CompiledConstraint | None:
+        """Return a request's constraint, compiled; None without one."""
+        constraint = _typed("constraint", given, ConstraintConfig)
+        if constraint is None or constraint.kind is None:
+            return None
+        if not eos:
+            raise ConstraintError("constraint: not with eos=false, since the end-of-sequence token ends the text")
+        return self._compiler.compile(constraint)
+
+    def _lookahead(self, given: LookaheadConfig | None) -> LookaheadConfig:
+        """Return a request's drafting settings, checked against the runtime's."""
+        config = self._config
+        lookahead = _typed("lookahead", given, LookaheadConfig) or config.lookahead
+        check_exactness(config.exactness, lookahead)
+        if lookahead.draft_tables not in ("request", "runtime", config.lookahead.draft_tables):
+            raise ConfigError(
+                f"lookahead.draft_tables={lookahead.draft_tables}: of a request it must be request, runtime or the"
+                " runtime's own"
+            )
+        return lookahead
+
+    def _encode(
+        self, prompt: str | Sequence[int] | None, messages: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[int, ...]:
+        """Return the token ids of a prompt or a conversation, at least one."""
+        if messages is not None and prompt is None:
+            ids = tuple(encode_chat(self._tokenizer(), messages))
+        elif prompt is not None and messages is None:
+            ids = tuple(encode(self._tokenizer(), prompt) if isinstance(prompt, str) else prompt)
+        else:
+            raise RequestError("prompt and messages: give one of them")
+        if not ids:
+            raise RequestError("the prompt is empty: it must have at least one token")
+        return ids
+
+    def _check_lengths(self, num_prompt: int, max_new_tokens: int, sampling: SamplingConfig) -> None:
+        info = self._info
+        if sampling.min_new_tokens is not None and sampling.min_new_tokens > max_new_tokens:
+            raise ConfigError(
+                f"sampling.min_new_tokens={sampling.min_new_tokens}: must not be above max_new_tokens={max_new_tokens}"
+            )
+        if info.context_length is not None and num_prompt + max_new_tokens > info.context_length:
+            raise LengthError(
+                f"the prompt is too long: {num_prompt} tokens + max_new_tokens={max_new_tokens} are more than"
+                f" the model's context of {info.context_length}"
+            )
+        if info.capacity is not None and num_prompt + max_new_tokens > info.capacity:
+            raise LengthError(
+                f"no room in memory: {num_prompt} tokens + max_new_tokens={max_new_tokens} are more than the"
+                f" {info.capacity} that a replica's cache can hold"
+            )
+
+    def _default_max_new_tokens(self, prompt_length: int) -> int:
+        """Return what the model's own defaults say, else DEFAULT_MAX_NEW_TOKENS; no more than there is room for."""
+        limits = [limit for limit in (self._info.context_length, self._info.capacity) if limit is not None]
+        room = max(1, min(limits, default=sys.maxsize) - prompt_length)
+        return min(self._wanted_max_new_tokens(prompt_length), room)
+
+    def _wanted_max_new_tokens(self, prompt_length: int) -> int:
+        """Return what the model's own defaults say, else DEFAULT_MAX_NEW_TOKENS."""
+        defaults = self._info.defaults
+        if "max_new_tokens" in defaults or "max_length" not in defaults:
+            return defaults.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
+        if defaults["max_length"] <= prompt_length:
+            raise RequestError(
+                f"the prompt has {prompt_length} tokens, and the model's default max_length={defaults['max_length']}"
+                " counts them: give max_new_tokens"
+            )
+        return defaults["max_length"] - prompt_length
+
+    @staticmethod
+    def _check_processors(processors: Sequence[LogitsProcessor]) -> None:
+        if isinstance(processors, str) or not isinstance(processors, Sequence):
+            raise ConfigError(f"processors={processors!r}: must be a list of LogitsProcessors")
+        check_processors(processors)
+        try:
+            pickle.dumps(tuple(processors))
+        except Exception as error:  # whatever a foreign class raises
+            raise ConfigError(f"processors: must pickle, to be sent to replicas: {first_line(error)}") from error
+
+    def _with_seed(self, sampling: SamplingConfig) -> SamplingConfig:
+        """Return the settings with a seed if they sample, and without one if they do not."""
+        sampling.check(self._info.defaults)
+        if not sampling.draws(self._info.defaults):
+            return replace(sampling, seed=None)
+        return sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbits(SEED_BITS))
+
+    def _check_vocabulary(self, ids: Sequence[int], sampling: SamplingConfig) -> None:
+        size = self._info.vocabulary_size
+        for where, tokens in (
+            ("of the prompt", ids),
+            *(("in sampling.bad_words_ids", words) for words in sampling.bad_words_ids or ()),
+            ("in sampling.logit_bias", sampling.logit_bias or ()),
+        ):
+            for token in tokens:
+                if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
+                    raise RequestError(f"token id {token!r} {where}: must be an integer 0 to {size - 1}")
+
+
+def _check_logprobs(logprobs: bool, top_logprobs: int, prompt_logprobs: bool) -> None:
+    """Refuse more log-probabilities than are there, and details of log-probabilities that are not asked for.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    require_int("top_logprobs", top_logprobs, 0)
+    if top_logprobs > MAX_TOP_LOGPROBS:
+        raise ConfigError(f"top_logprobs={top_logprobs}: must be at most {MAX_TOP_LOGPROBS}")
+    if (top_logprobs or prompt_logprobs) and not logprobs:
+        name = "top_logprobs" if top_logprobs else "prompt_logprobs"
+        raise ConfigError(f"{name}: only with logprobs")
+
+
+def _check_texts(**values: str) -> None:
+    """Refuse settings, by name, that are not strings."""
+    for name, value in values.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{name}={value!r}: must be a string")
+
+
+def _typed(name: str, value: Config | None, kind: type[Config]) -> Config | None:
+    """Return a value that is of a class, or None; raise a ConfigError for any other."""
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(f"{name}={value!r}: must be a {kind.__name__}")
+    return value

@@ -1,0 +1,1 @@
+"""The nouns of a request: request, step output, generation."""

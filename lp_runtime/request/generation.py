@@ -1,0 +1,161 @@
+"""What a request produces for its caller: deltas while it runs, a Generation at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+from lp_runtime.lookahead.drafter import Counts
+from lp_runtime.lookahead.drafters.paper.pool import PoolStatistics
+from lp_runtime.model.tokenizer import StopStrings, TextStream
+from lp_runtime.request.output import Event, Report
+from lp_runtime.request.step_timer import StepTimes
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one request produced.
+
+    Attributes:
+        text: the new text.
+        token_ids: the new tokens.
+        steps: number of steps, the prefill's included; further forward passes of exactness="strict" count as steps.
+        step_tokens: tokens fed a step, mean over replicas and steps, the prefill's excluded.
+        seconds: from the request's start to its last token; loading excluded.
+        finish_reason: "eos", "stop" (a stop string), "length", "time" or "cancelled".
+        seed: of the sample; None if decoding was greedy.
+        logprobs: the model's log-probability of each new token, before processors; None if not asked for.
+        prefill_seconds, times, exchange_bytes, counts, pool, cached_tokens, losses: see engine.output.Report.
+    """
+
+    text: str
+    token_ids: list[int]
+    steps: int
+    step_tokens: float
+    seconds: float
+    finish_reason: str
+    seed: int | None
+    logprobs: list[float] | None
+    prefill_seconds: float
+    times: StepTimes
+    exchange_bytes: float
+    counts: Counts
+    pool: PoolStatistics | None
+    cached_tokens: int = 0
+    losses: int = 0
+
+    @classmethod
+    def of(cls, deltas: Sequence[Delta], report: Report) -> Generation:
+        """Return what deltas and a report add up to."""
+        logprobs = [value for delta in deltas for value in delta.logprobs or ()]
+        return cls(
+            text="".join(delta.text for delta in deltas),
+            token_ids=[token for delta in deltas for token in delta.token_ids],
+            steps=report.num_steps,
+            step_tokens=report.step_tokens,
+            seconds=report.seconds,
+            finish_reason=report.finish_reason,
+            seed=report.seed,
+            logprobs=logprobs or None,
+            prefill_seconds=report.prefill_seconds,
+            times=report.times,
+            exchange_bytes=report.exchange_bytes,
+            counts=report.counts,
+            pool=report.pool,
+            cached_tokens=report.cached_tokens,
+            losses=report.losses,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def compression_ratio(self) -> float:
+        """S: new tokens / steps; 0.0 if the request was cancelled before its first step."""
+        return self.num_tokens / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step adds to a stream.
+
+    Attributes:
+        text: text that the step's tokens complete; may be empty.
+        token_ids: the step's tokens; empty in a last delta that only completes the text.
+        logprobs: the model's log-probability of each token; None if the request does not ask for them.
+        found_by, sources: of each token, see StepOutput; None if the request does not ask for a trace.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float] | None = None
+    found_by: list[int] | None = None
+    sources: list[str] | None = None
+
+
+class GenerationStream:
+    """Iterates over the deltas of one request. Closing the stream early cancels the request.
+
+    Args:
+        events: what the launcher yields for the request.
+        text_stream: decodes token ids; None where the model has no tokenizer.
+        stop_strings: finds the request's stop strings; None without any.
+
+    Attributes:
+        generation: the whole, once the iteration has ended; None before.
+        has_text: False where the model has no tokenizer: deltas are token ids alone then.
+    """
+
+    def __init__(
+        self,
+        events: Generator[Event, None, None],
+        text_stream: TextStream | None,
+        stop_strings: StopStrings | None,
+    ):
+        self.generation: Generation | None = None
+        self.has_text = text_stream is not None
+        self._events = events
+        self._deltas = self._decode(text_stream, stop_strings)
+
+    def __iter__(self) -> GenerationStream:
+        return self
+
+    def __next__(self) -> Delta:
+        return next(self._deltas)
+
+    def close(self) -> None:
+        """Cancel the rest of the request."""
+        self._deltas.close()
+        self._events.close()
+
+    def _decode(self, text_stream: TextStream | None, stop_strings: StopStrings | None) -> Generator[Delta, None, None]:
+        deltas: list[Delta] = []
+        for event in self._events:
+            if not isinstance(event, Report):
+                text = _text(event.token_ids, text_stream, stop_strings) if text_stream else ""
+                deltas.append(Delta(text, event.token_ids, event.logprobs, event.found_by, event.sources))
+                yield deltas[-1]
+                continue
+            if text_stream and event.finish_reason != "stop" and (rest := text_stream.finish()):
+                deltas.append(Delta(rest, []))
+                yield deltas[-1]
+            self.generation = Generation.of(deltas, event)
+
+
+def _text(token_ids: Sequence[int], text_stream: TextStream, stop_strings: StopStrings | None) -> str:
+    """Return the text of a step's tokens, without what follows a stop string inside the last token."""
+    if stop_strings is None:
+        return text_stream.add(token_ids)
+    text = ""
+    for token in token_ids:
+        added = text_stream.add([token])
+        num_behind = stop_strings.add(token)
+        if num_behind is not None:
+            added += text_stream.finish()
+        text += added[: max(0, len(added) - (num_behind or 0))]
+    return text

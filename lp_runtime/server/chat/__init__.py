@@ -1,0 +1,1 @@
+"""Chat templates, tool calls and reasoning parts."""

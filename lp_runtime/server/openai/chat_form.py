@@ -1,0 +1,107 @@
+"""The form of answers to POST /v1/chat/completions: messages with reasoning, text and calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lp_runtime.request.output import Logprob
+from lp_runtime.server.chat.chat_parser import Piece
+from lp_runtime.server.openai.responses import Choice, ChoicesForm
+
+
+class ChatForm(ChoicesForm):
+    """The form of answers to POST /v1/chat/completions.
+
+    Args:
+        model, token_text, num_top: see ChoicesForm.
+        token_bytes: returns a token's bytes, which may be a part of a character, for log-probabilities.
+        max_calls: calls that an answer shows at most; None for no limit.
+    """
+
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self,
+        model: str,
+        token_text: Callable[[int], str],
+        token_bytes: Callable[[int], bytes],
+        num_top: int | None,
+        max_calls: int | None = None,
+    ):
+        super().__init__(model, token_text, num_top)
+        self._token_bytes, self._max_calls = token_bytes, max_calls
+
+    def opening(self, choices: list[Choice]) -> Iterator[str]:
+        for choice in choices:
+            yield self.chunk(
+                {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            )
+
+    def choice(self, choice: Choice) -> dict[str, object]:
+        parts = self._parts(choice, choice.text)
+        calls = [_without_index(call) for call in merged(parts.pop("tool_calls", []))]
+        content = None if calls else ""
+        message = {"role": "assistant", "content": content, **parts, **({"tool_calls": calls} if calls else {})}
+        logprobs = self._logprobs(choice, slice(None))
+        reason = self._reason(choice)
+        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def delta(self, choice: Choice, text: str, new: slice) -> dict[str, object]:
+        parts = self._parts(choice, text)
+        if "tool_calls" in parts:
+            parts["tool_calls"] = merged(parts["tool_calls"])
+        logprobs = self._logprobs(choice, new)
+        return {"index": choice.index, "delta": parts, "logprobs": logprobs, "finish_reason": self._reason(choice)}
+
+    def _parts(self, choice: Choice, text: str) -> dict[str, Any]:
+        """Return the parts of a message, or of a delta, that a text has: content, reasoning_content and tool_calls."""
+        parts: dict[str, Any] = {}
+        for piece in choice.pieces(text):
+            if piece.kind != "arguments":
+                name = "content" if piece.kind == "content" else "reasoning_content"
+                parts[name] = parts.get(name, "") + piece.text
+            elif self._max_calls is None or piece.call < self._max_calls:
+                parts.setdefault("tool_calls", []).append(_call(piece))
+        return parts
+
+    @staticmethod
+    def _reason(choice: Choice) -> str | None:
+        """Return the finish_reason of a choice, once its text was taken apart."""
+        has_calls = choice.parser is not None and choice.parser.num_calls
+        return "tool_calls" if has_calls and choice.reason == "stop" else choice.reason
+
+    def _logprobs(self, choice: Choice, new: slice) -> dict[str, object] | None:
+        if self.num_top is None:
+            return None
+        content = []
+        for token, value in zip(choice.tokens[new], choice.logprobs[new], strict=True):
+            top = value.top if isinstance(value, Logprob) else ()
+            entries = [self._entry(other, each) for other, each in top]
+            content.append({**self._entry(token, float(value)), "top_logprobs": entries})
+        return {"content": content}
+
+    def _entry(self, token: int, value: float) -> dict[str, object]:
+        return {"token": self.token_text(token), "logprob": value, "bytes": list(self._token_bytes(token))}
+
+
+def _call(piece: Piece) -> dict[str, Any]:
+    """Return a part of a call as a delta has it."""
+    if piece.name is None:
+        return {"index": piece.call, "function": {"arguments": piece.text}}
+    function = {"name": piece.name, "arguments": piece.text}
+    return {"index": piece.call, "id": piece.call_id, "type": "function", "function": function}
+
+
+def merged(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return parts of calls with the arguments of each call as one text."""
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        known = calls.setdefault(part["index"], part)
+        if known is not part:
+            known["function"]["arguments"] += part["function"]["arguments"]
+    return list(calls.values())
+
+
+def _without_index(call: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in call.items() if name != "index"}

@@ -1,0 +1,131 @@
+"""Items of the input of /v1/responses, and the messages of a chat that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Tag
+
+from lp_runtime.errors import RequestError
+from lp_runtime.server.chat.messages import ContentPart, Message, joined
+
+
+class _Item(BaseModel):
+    """An item; clients send back what they were answered, so fields that are not known have no effect."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class FunctionCall(_Item):
+    """A call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionCallOutput(_Item):
+    """What a call has returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[ContentPart]
+
+
+class ReasoningText(_Item):
+    """A part of a reasoning item."""
+
+    text: str
+
+
+class Reasoning(_Item):
+    """The reasoning part of an earlier answer."""
+
+    type: Literal["reasoning"]
+    content: list[ReasoningText] | None = None
+
+
+class OtherItem(_Item):
+    """An item of a type that is not supported."""
+
+    type: str
+
+
+def _tag(item: Any) -> str:
+    """Return the tag of an item that a client has sent; brackets keep tags out of the names of fields in messages."""
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
+    known = ("message", "function_call", "function_call_output", "reasoning")
+    return f"[{kind}]" if kind in known else "[other]"
+
+
+InputItem = Annotated[
+    Annotated[Message, Tag("[message]")]
+    | Annotated[FunctionCall, Tag("[function_call]")]
+    | Annotated[FunctionCallOutput, Tag("[function_call_output]")]
+    | Annotated[Reasoning, Tag("[reasoning]")]
+    | Annotated[OtherItem, Tag("[other]")],
+    Discriminator(_tag),
+]
+
+
+def messages_of(items: Sequence[Message | FunctionCall | FunctionCallOutput | Reasoning | OtherItem]) -> list[Message]:
+    """Return the messages of a conversation.
+
+    Text and calls of one answer become one message of the assistant; its reasoning is that message's
+    `reasoning_content`, which templates show or leave out.
+
+    Raises:
+        RequestError: an item is of a type that is not supported, an output belongs to no call, or there is no message.
+    """
+    answers: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    for item in items:
+        if isinstance(item, OtherItem):
+            raise RequestError(f"input: items of type {item.type!r} are not supported")
+        if isinstance(item, FunctionCallOutput):
+            if item.call_id not in names:
+                raise RequestError(f"input: function_call_output of call_id={item.call_id!r}: there is no such call")
+            content, name = joined(item.output), names[item.call_id]
+            answers.append({"role": "tool", "tool_call_id": item.call_id, "name": name, "content": content})
+        elif isinstance(item, Message):
+            _add_message(answers, item)
+        else:
+            last = _assistant(answers)
+            if isinstance(item, Reasoning):
+                _add_reasoning(last, item)
+            else:
+                names[item.call_id] = item.name
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                last.setdefault("tool_calls", []).append(call)
+    messages = [Message(**each) for each in answers if each.keys() > {"role"}]
+    if not messages:
+        raise RequestError("input: is empty")
+    return messages
+
+
+def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the last message, which becomes one of the assistant if it is none."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _add_reasoning(message: dict[str, Any], item: Reasoning) -> None:
+    """Append an item's text to a message's reasoning; items that are summaries or encrypted have none."""
+    if text := "".join(part.text for part in item.content or ()):
+        message["reasoning_content"] = message.get("reasoning_content", "") + text
+
+
+def _add_message(messages: list[dict[str, Any]], item: Message) -> None:
+    """Append a message; text behind a reasoning item belongs to the same answer."""
+    given = item.model_dump()
+    for name in ("type", "id", "status", "phase"):
+        given.pop(name, None)
+    is_begun = messages and messages[-1].keys() <= {"role", "reasoning_content"} and given["role"] == "assistant"
+    if is_begun:
+        messages[-1].update(given)
+    else:
+        messages.append(given)

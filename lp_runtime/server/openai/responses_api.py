@@ -1,0 +1,101 @@
+"""The body of POST /v1/responses: OpenAI's newer form of a chat, without anything that is kept between requests."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from lp_runtime.config.constraint import ConstraintConfig
+from lp_runtime.errors import RequestError
+from lp_runtime.server.chat.messages import Message
+from lp_runtime.server.chat.tools import MAX_TOOLS, FunctionTool, NamedFunctionTool, ToolUse, choose_tools
+from lp_runtime.server.openai.input_items import InputItem, messages_of
+from lp_runtime.server.openai.protocol import Common
+from lp_runtime.server.openai.structure import ResponseFormat, constraint_of
+
+VERBOSITIES = (None, "medium")
+
+
+class TextSettings(BaseModel):
+    """Settings of the answer's text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: ResponseFormat | None = None
+    verbosity: str | None = None
+
+
+class Responses(Common):
+    """The body of POST /v1/responses."""
+
+    input: str | list[InputItem]
+    tools: list[FunctionTool] = Field(default=[], max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool = "auto"
+    parallel_tool_calls: bool = True
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=0)
+    previous_response_id: str | None = None
+    background: bool = False
+    text: TextSettings | None = None
+    include: list[str] | None = None
+    truncation: str | None = None
+
+    def check(self) -> None:
+        """Refuse fields that ask for what is not supported.
+
+        Raises:
+            RequestError: names the field.
+        """
+        refused = {
+            "previous_response_id: is not supported, nothing is stored; send the whole conversation": (
+                self.previous_response_id is not None
+            ),
+            "background=true: is not supported": self.background,
+            f"include={self.include}: is not supported; leave it out": bool(self.include),
+            f"truncation={self.truncation!r}: must be disabled": self.truncation not in (None, "disabled"),
+            "text.verbosity: must be medium": self.text is not None and self.text.verbosity not in VERBOSITIES,
+            f"n={self.n}: must be 1": self.n != 1,
+            "max_tokens: is not a field of responses; give max_output_tokens": self.max_tokens is not None,
+            "input: is empty": not self.input,
+        }
+        for message, is_refused in refused.items():
+            if is_refused:
+                raise RequestError(message)
+
+    def constraint(self) -> ConstraintConfig | None:
+        """Return what the text must be; None for any text.
+
+        Raises:
+            ConstraintError: it is invalid.
+        """
+        if self.text is None or self.text.format is None:
+            return super().constraint()
+        return constraint_of(self.text.format, self.structured_outputs)
+
+    def conversation(self) -> list[dict[str, object]]:
+        """Return the conversation as chat templates take it.
+
+        Raises:
+            RequestError: a field asks for what is not supported.
+        """
+        self.check()
+        given = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
+        if isinstance(self.input, str):
+            given.append(Message(role="user", content=self.input))
+        else:
+            given += messages_of(self.input)
+        return [message.plain() for message in given]
+
+    def tool_use(self) -> ToolUse:
+        """Return which tools the answer may or must call.
+
+        Raises:
+            RequestError: a call is asked for and there is no such tool.
+        """
+        return choose_tools([tool.tool() for tool in self.tools], self.tool_choice, self.parallel_tool_calls)
+
+    def length(self) -> int | None:
+        """Return how many tokens to generate at most; None for the default."""
+        return self.max_output_tokens

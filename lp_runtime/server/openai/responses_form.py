@@ -1,0 +1,218 @@
+"""The form of answers to POST /v1/responses: items of reasoning, text and calls, whole or as events."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lp_runtime.server.chat.chat_parser import Piece
+from lp_runtime.server.openai.responses import Choice, Form, acceptance_of, event, usage_of
+from lp_runtime.server.openai.responses_api import Responses
+
+# What an item is called, by the kind of its pieces: its type, and what its id begins with.
+ITEMS = {"reasoning": ("reasoning", "rs_"), "content": ("message", "msg_"), "arguments": ("function_call", "fc_")}
+# What a part of an item's content is called, by the kind of its pieces.
+PARTS = {"reasoning": "reasoning_text", "content": "output_text"}
+
+
+@dataclass
+class OutputItem:
+    """An item of an answer, as it grows.
+
+    Attributes:
+        piece: the first piece, which says what the item is.
+        text: text of all pieces so far; of a call, its arguments.
+        item_id: identifies the item.
+    """
+
+    piece: Piece
+    text: str = ""
+    item_id: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.item_id = f"{ITEMS[self.piece.kind][1]}{uuid.uuid4().hex}"
+
+    @property
+    def events(self) -> str:
+        """What the names of the events begin with that bring the item's text."""
+        return "function_call_arguments" if self.piece.kind == "arguments" else PARTS[self.piece.kind]
+
+    def part(self) -> dict[str, object]:
+        """Return the one part of the item's content, of a message or of reasoning."""
+        kind = PARTS[self.piece.kind]
+        more: dict[str, object] = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+        return {"type": kind, "text": self.text, **more}
+
+    def body(self, status: str, has_content: bool = True) -> dict[str, object]:
+        """Return the item as JSON.
+
+        Args:
+            status: in_progress, completed or incomplete.
+            has_content: whether its content has begun.
+        """
+        piece = self.piece
+        head = {"id": self.item_id, "type": ITEMS[piece.kind][0], "status": status}
+        if piece.kind == "arguments":
+            return {**head, "call_id": piece.call_id, "name": piece.name, "arguments": self.text}
+        content = [self.part()] if has_content else []
+        return {**head, **({"role": "assistant"} if piece.kind == "content" else {"summary": []}), "content": content}
+
+
+class ResponsesForm(Form):
+    """The form of answers to POST /v1/responses.
+
+    Args:
+        model: the model's name for clients.
+        token_text: returns a token's text.
+        body: what the client sent.
+        max_calls: calls that an answer shows at most; None for no limit.
+    """
+
+    def __init__(self, model: str, token_text: Callable[[int], str], body: Responses, max_calls: int | None = None):
+        super().__init__(model, token_text)
+        self._body, self._max_calls = body, max_calls
+        self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
+        self._num_events = 0
+        self._items: list[OutputItem] = []
+
+    def whole(self, choices: list[Choice]) -> dict[str, object]:
+        (choice,) = choices
+        for _ in self.grown(choice, choice.text, slice(None)):
+            pass
+        for _ in self._end(choice):
+            pass
+        return self._ended(choice)
+
+    def opening(self, choices: list[Choice]) -> Iterator[str]:
+        for name in ("created", "in_progress"):
+            yield self._event(f"response.{name}", response=self._response("in_progress"))
+
+    def grown(self, choice: Choice, text: str, new: slice) -> Iterator[str]:
+        for piece in choice.pieces(text):
+            if self._max_calls is not None and piece.call >= self._max_calls:
+                continue
+            if not self._items or piece.kind != self._items[-1].piece.kind or piece.name is not None:
+                yield from self._end_item("completed")
+                yield from self._begin_item(piece)
+            if piece.text:
+                item = self._items[-1]
+                item.text += piece.text
+                more: dict[str, object] = {"logprobs": []} if piece.kind == "content" else {}
+                yield self._event(f"response.{item.events}.delta", **self._place(), delta=piece.text, **more)
+
+    def closing(self, choices: list[Choice], with_usage: bool) -> Iterator[str]:
+        (choice,) = choices
+        yield from self._end(choice)
+        response = self._ended(choice)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def failure(self, error: Mapping[str, object]) -> Iterator[str]:
+        """Yield the event that says that an answer has failed after it began."""
+        details = error["error"]
+        assert isinstance(details, Mapping)  # ApiError makes it
+        told = {"code": "server_error", "message": details["message"]}
+        yield self._event("response.failed", response=self._response("failed") | {"error": told})
+
+    def _begin_item(self, piece: Piece) -> Iterator[str]:
+        """Begin the item of a piece."""
+        item = OutputItem(piece)
+        self._items.append(item)
+        yield self._event(
+            "response.output_item.added", output_index=len(self._items) - 1, item=item.body("in_progress", False)
+        )
+        if piece.kind != "arguments":
+            yield self._event("response.content_part.added", **self._place(), part=item.part())
+
+    def _end_item(self, status: str) -> Iterator[str]:
+        """End the item that grows, if there is one."""
+        if not self._items:
+            return
+        item, place = self._items[-1], self._place()
+        if item.piece.kind == "arguments":
+            name = item.piece.name
+            yield self._event(f"response.{item.events}.done", **place, name=name, arguments=item.text)
+        else:
+            more: dict[str, object] = {"logprobs": []} if item.piece.kind == "content" else {}
+            yield self._event(f"response.{item.events}.done", **place, text=item.text, **more)
+            yield self._event("response.content_part.done", **place, part=item.part())
+        output_index = len(self._items) - 1
+        yield self._event("response.output_item.done", output_index=output_index, item=item.body(status))
+
+    def _end(self, choice: Choice) -> Iterator[str]:
+        """End the last item; an answer without any has an empty message."""
+        if not self._items:
+            yield from self._begin_item(Piece("content", ""))
+        yield from self._end_item(_status(choice))
+
+    def _place(self) -> dict[str, object]:
+        """Return where the text of the item that grows belongs."""
+        item, place = self._items[-1], {"output_index": len(self._items) - 1}
+        return {"item_id": item.item_id, **place, **({} if item.piece.kind == "arguments" else {"content_index": 0})}
+
+    def _event(self, kind: str, /, **fields: object) -> str:
+        number, self._num_events = self._num_events, self._num_events + 1
+        return event({"type": kind, "sequence_number": number, **fields}, kind)
+
+    def _ended(self, choice: Choice) -> dict[str, object]:
+        """Return the response of a choice that has ended."""
+        status, usage = _status(choice), usage_of([choice])
+        last = len(self._items) - 1
+        bodies = [item.body(status if place == last else "completed") for place, item in enumerate(self._items)]
+        return {
+            **self._response(status),
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": bodies,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": self._num_reasoning(choice)},
+                "total_tokens": usage["total_tokens"],
+            },
+            "metrics": acceptance_of([choice]),
+        }
+
+    def _num_reasoning(self, choice: Choice) -> int:
+        """Return how many of a choice's tokens come before the end of its reasoning text."""
+        num_chars = sum(len(item.text) for item in self._items if item.piece.kind == "reasoning")
+        num = 0
+        while num_chars > 0 and num < len(choice.tokens):
+            num_chars -= len(self.token_text(choice.tokens[num]))
+            num += 1
+        return num
+
+    def _response(self, status: str) -> dict[str, object]:
+        body = self._body
+        given = None if body.text is None else body.text.format
+        form = {"type": "text"} if given is None else given.model_dump(exclude_none=True, by_alias=True)
+        choice: Any = body.tool_choice
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.length(),
+            "model": self.model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": None,
+            "temperature": body.temperature,
+            "text": {"format": form},
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [tool.model_dump() for tool in body.tools],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "metadata": body.metadata or {},
+        }
+
+
+def _status(choice: Choice) -> str:
+    """Return the status of a choice that has ended."""
+    return "incomplete" if choice.reason == "length" else "completed"

@@ -1,0 +1,157 @@
+"""What is measured of a model, and how it is kept."""
+
+import numpy as np
+import pytest
+import torch
+from support.ranks import CPU, run_ranks
+
+from lp_runtime.calibration.calibration import Calibration, Measured
+from lp_runtime.calibration.step_meter import CONTEXT_TOKENS, MAX_LONG_NS, _StepMeter, measure_steps
+from lp_runtime.calibration.vocabulary_prior import Answers
+from lp_runtime.config.settings import ModelConfig
+from lp_runtime.distributed.transport.group import Group
+from lp_runtime.lookahead.drafters.best_first.tables import ENTRY, K
+from lp_runtime.model.loading.loader import load_model
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.sampling.packing import HALF_BITS, MARGIN_BITS
+
+
+def tree_model(folder) -> ModelRunner:
+    return ModelRunner(load_model(ModelConfig(path=str(folder)), CPU, "float32"), 2048)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_dir) -> ModelRunner:
+    return tree_model(tiny_model_dir)
+
+
+def test_steps_are_measured_in_nanoseconds(model):
+    times = Calibration(model, Group.alone(), None).times(100)
+    assert times.shape == (1, 101)
+    assert (np.diff(times) >= 0).all()
+    assert 10_000 < times[0, 1] < 1_000_000_000
+
+
+def test_longer_texts_cost_what_was_measured_behind_a_long_one(model, monkeypatch):
+    """A step of n tokens behind L tokens: 3 ns for each of the L, and 2 more for each token but the first."""
+
+    def step(meter: _StepMeter, size: int) -> int:
+        return 100 + 100 * size + meter._slot.cache.length * (3 + 2 * (size - 1))
+
+    monkeypatch.setattr(_StepMeter, "_step", step)
+    calibration = Calibration(model, Group.alone(), None)
+    context = min(CONTEXT_TOKENS, model.context_length // 4)
+    short, long = calibration.times(8, 0)[0], calibration.times(8, context + 1024)[0]
+    assert short[1:].tolist() == [step_of(size, context) for size in range(1, 9)]
+    assert (long - short)[1:].tolist() == [step_of(size, 1024) - step_of(size, 0) for size in range(1, 9)]
+
+
+def step_of(size: int, length: int) -> int:
+    return 100 + 100 * size + length * (3 + 2 * (size - 1))
+
+
+def test_what_longer_texts_cost_is_not_measured_where_steps_are_slow(model, monkeypatch):
+    monkeypatch.setattr(_StepMeter, "_step", lambda meter, size: MAX_LONG_NS + size)
+    assert measure_steps(model).prefix_ns.tolist() == [0, 0]
+
+
+def test_the_vocabularys_entries_are_what_the_model_says_of_each_token_behind_a_common_one(model):
+    vocabulary = Calibration(model, Group.alone(), None).vocabulary()
+    assert vocabulary.shape == (model.vocabulary_size, ENTRY)
+    with torch.inference_mode():
+        size = model.vocabulary_size
+        spaced = torch.arange(64) * size // 64
+        first = torch.full((64,), size // 2)
+        likeliest = model.model(torch.stack([first, spaced], 1)).logits[:, 1].argmax(-1)
+        common = likeliest.bincount().argmax().expand(size)
+        logits = model.model(torch.stack([common, torch.arange(size)], 1)).logits[:, 1]
+    top = logits.topk(K)
+    chosen = logits.gather(1, torch.from_numpy(vocabulary[:, :K]).long())
+    assert torch.allclose(chosen, top.values, atol=1e-5)  # the same tokens, up to ties
+
+
+def test_what_was_measured_is_kept_and_a_damaged_file_is_made_again(model, tmp_path, monkeypatch):
+    first = Calibration(model, Group.alone(), str(tmp_path))
+    times, vocabulary = first.times(50), first.vocabulary()
+    files = sorted(tmp_path.iterdir())
+    assert [file.name.split("-")[0] for file in files] == ["steps", "vocabulary"]
+    again = Calibration(model, Group.alone(), str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr("lp_runtime.calibration.calibration.measure_steps", None)
+        patch.setattr("lp_runtime.calibration.vocabulary_prior.VocabularyPrior.ask", None)
+        assert (again.times(50) == times).all()
+        assert (again.vocabulary() == vocabulary).all()
+    for file in files:
+        file.write_bytes(file.read_bytes()[:50])
+    assert (Calibration(model, Group.alone(), str(tmp_path)).vocabulary() == vocabulary).all()
+    assert files[1].stat().st_size > 50
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(model):
+    assert len(Calibration(model, Group.alone(), "/proc/nowhere").vocabulary()) == model.vocabulary_size
+
+
+def test_another_model_has_another_name(model, demo_model_dir):
+    assert (
+        Calibration(model, Group.alone(), None)._fingerprint()
+        != Calibration(tree_model(demo_model_dir), Group.alone(), None)._fingerprint()
+    )
+
+
+def test_what_there_is_no_time_for_is_left_out(model, monkeypatch):
+    monkeypatch.setattr("lp_runtime.calibration.calibration.SWEEP_SECONDS", 0.0)
+    monkeypatch.setattr("lp_runtime.calibration.vocabulary_prior.FIRST_SLICE_TOKENS", 8)
+    vocabulary = Calibration(model, Group.alone(), None).vocabulary()
+    assert (vocabulary[:8, 0] >= 0).all()
+    assert (vocabulary[8:, :K] == -1).all()
+
+
+def tune_on_ranks(group: Group, folder: str):
+    model = tree_model(folder)
+    calibration = Calibration(model, group, None)
+    return (
+        calibration.times(20),
+        calibration.vocabulary(),
+        *(vocabulary_of(model, group, each)[:, :K] for each in KNOWN.values()),
+    )
+
+
+def made_up(value: int) -> Answers:
+    """All candidates of all tokens are one token."""
+    pair = value << MARGIN_BITS | value << MARGIN_BITS + HALF_BITS
+    packed = np.full((64, Answers.width_of(K)), pair, dtype=np.int64)
+    return Answers(packed, np.ones(64, np.bool_))
+
+
+def part_of(answers: Answers, first: int, last: int) -> Answers:
+    """Of some tokens alone."""
+    places = np.arange(64)
+    return Answers(answers.packed, (places >= first) & (places < last))
+
+
+# What each of two replicas knows as they meet, by what comes of it.
+KNOWN = {
+    "the same": (made_up(3), made_up(3)),
+    "rank 0's": (made_up(3), made_up(4)),
+    "rank 0's, too": (made_up(3), None),
+    "rank 1's": (None, made_up(4)),
+    "both's": (part_of(made_up(3), 0, 40), part_of(made_up(4), 30, 64)),
+    "found out": (None, None),
+}
+
+
+def vocabulary_of(model, group: Group, known) -> np.ndarray:
+    return Calibration(model, group, None, Measured(vocabulary=known[group.rank])).vocabulary()
+
+
+def test_replicas_share_the_work_and_know_each_others_curves(model, tiny_model_dir):
+    results = run_ranks(tune_on_ranks, 2, str(tiny_model_dir))
+    alone = Calibration(model, Group.alone(), None).vocabulary()
+    assert (results[0][0] == results[1][0]).all() and results[0][0].shape == (2, 21)
+    for _, found, same, first, first_too, second, both, last in results:
+        assert (found[:, :K] == alone[:, :K]).mean() > 0.99
+        for vocabulary in (same, first, first_too):
+            assert (vocabulary == 3).all()
+        assert (second == 4).all()
+        assert (both[:40] == 3).all() and (both[40:] == 4).all()
+        assert (last == found[:, :K]).all()

@@ -1,0 +1,119 @@
+"""The top-k candidates behind a prompt's tokens: the same on every replica, and paid for only where they return it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support.ranks import CPU, run_ranks
+
+from lp_runtime.calibration.calibration import Calibration, Measured
+from lp_runtime.calibration.step_meter import StepMeasurement, make_greedy_sampler
+from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
+from lp_runtime.config.settings import ModelConfig
+from lp_runtime.decoder.prompt_harvest import PromptHarvest, num_to_harvest
+from lp_runtime.distributed.transport.group import Group
+from lp_runtime.engine.engine import Engine
+from lp_runtime.lookahead.drafter import Drafter
+from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
+from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.model.loading.loader import load_model
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.request.output import Report
+from lp_runtime.request.request import Request
+from lp_runtime.sizing.prompt_rows import num_paying
+from lp_runtime.utils.generators import result_of
+
+PROMPT = tuple(range(40, 77))
+FIXED = LookaheadConfig(5, 4, 5, prior="none", prompt_top_k=True)
+
+
+def make_model() -> ModelRunner:
+    return ModelRunner(load_model(ModelConfig(), CPU, "float32"), 16, own_attention=True)
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelRunner:
+    return make_model()
+
+
+def harvest(model: ModelRunner, group: Group, num_harvested: int) -> tuple[np.ndarray, torch.Tensor]:
+    """Return (entries, logits of the prompt's last token)."""
+    with model.slots.borrowed() as slot:
+        model.begin(slot, len(PROMPT))
+        harvest = PromptHarvest(model, slot, PROMPT, num_harvested, make_greedy_sampler(model), group)
+        logits = result_of(harvest.prefill_in_chunks())
+        assert slot.tokens == list(PROMPT)
+        return harvest.share(), logits
+
+
+def harvest_on(group: Group, num_harvested: int) -> np.ndarray:
+    return harvest(make_model(), group, num_harvested)[0]
+
+
+def decode(group: Group, settings: LookaheadConfig) -> tuple[list[int], list[np.ndarray]]:
+    """Return the tokens, and what drafters were told of prompts."""
+    model, told = make_model(), []
+    learn = BestFirstDrafter.learn_prompt
+
+    class Recorder(BestFirstDrafter):
+        def learn_prompt(self, tokens, entries):
+            told.append((len(tokens), entries.copy()))
+            learn(self, tokens, entries)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lp_runtime.decoder.drafter_factory.BestFirstDrafter", Recorder)
+        events = list(Engine(model, group).run(Request(PROMPT, settings, 24)))
+    return [token for event in events if not isinstance(event, Report) for token in event.token_ids], told
+
+
+@torch.inference_mode()
+def test_candidates_are_those_of_a_plain_pass(model):
+    logits = model.model(torch.tensor([PROMPT])).logits[0]
+    entries, last = harvest(model, Group.alone(), len(PROMPT))
+    assert (entries[:, 0] == logits.argmax(-1).numpy()).all()
+    assert (np.sort(entries[:, :K]) == np.sort(logits.topk(K).indices.numpy())).all()
+    assert torch.allclose(last[0], logits[-1], atol=1e-4)
+    assert (harvest(model, Group.alone(), 5)[0] == entries[-5:]).all()
+    assert len(harvest(model, Group.alone(), 0)[0]) == 0
+
+
+@pytest.mark.parametrize("num_harvested", [len(PROMPT), 4])
+def test_replicas_share_the_work_and_know_the_same(model, num_harvested):
+    expected = harvest(model, Group.alone(), num_harvested)[0]
+    for entries in run_ranks(harvest_on, 3, num_harvested):
+        assert (entries[:, :K] == expected[:, :K]).all()
+
+
+def test_a_request_tells_its_drafter_and_no_output_changes():
+    (plain, nothing), (alone, told) = decode(Group.alone(), PLAIN), decode(Group.alone(), FIXED)
+    assert not nothing and [size for size, _ in told] == [len(PROMPT)] and len(told[0][1]) == len(PROMPT)
+    assert alone == plain
+    for tokens, told_there in run_ranks(decode, 2, FIXED):
+        assert tokens == plain
+        assert (told_there[0][1][:, :K] == told[0][1][:, :K]).all()
+
+
+class LearningDrafter:
+    learns_prompt = True
+
+
+@pytest.mark.parametrize(
+    ("harvest_ns", "expected"), [(0, len(PROMPT)), (1_000, len(PROMPT)), (100_000, 6), (1 << 40, 0)]
+)
+def test_what_does_not_pay_is_left_out(model, harvest_ns, expected):
+    steps = StepMeasurement(
+        np.array([1, 2]), np.array([1_000_000, 1_000_000]), np.array(0), np.array(harvest_ns), np.zeros(2, np.int64)
+    )
+    calibration = Calibration(model, Group.alone(), None, Measured(steps))
+    drafter: Drafter = LearningDrafter()  # type: ignore[assignment]
+    assert (
+        num_to_harvest(Request(PROMPT, LookaheadConfig(prompt_top_k=True), 128), drafter, model, calibration, 1)
+        == expected
+    )
+    assert num_to_harvest(Request(PROMPT, FIXED, 128), drafter, model, calibration, 1) == len(PROMPT)
+
+
+def test_replicas_pay_in_parts():
+    assert num_paying(1000, 128, 1_000_000, 64_000, 4) == 4 * num_paying(1000, 128, 1_000_000, 64_000, 1) > 0
+    assert num_paying(1000, 8, 1_000_000, 100_000, 1) < num_paying(1000, 128, 1_000_000, 100_000, 1)

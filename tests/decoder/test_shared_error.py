@@ -1,0 +1,78 @@
+"""An error that one replica meets ends the request on all of them, alike, and the group goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.engines import engine_of
+from support.ranks import run_ranks
+from transformers import AutoModelForCausalLM, LogitsProcessor
+
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.decoder.shared_error import shared_error
+from lp_runtime.distributed.transport.group import Group
+from lp_runtime.errors import ConfigError, LookaheadError, RequestError
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.request.output import StepOutput
+from lp_runtime.request.request import Request
+
+REQUEST = Request((3, 5, 7, 11, 3, 5, 7), LookaheadConfig(W=7, N=5, G=7), 12)
+BACKENDS = ["shared", "gloo", "two machines"]
+
+
+class OwnError(RequestError):
+    """Of a caller's processor."""
+
+
+class Fails(LogitsProcessor):
+    """Raises when the text has so many tokens. Called on one replica, since it may keep a state."""
+
+    def __init__(self, num_tokens: int):
+        self.num_tokens = num_tokens
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] >= self.num_tokens:
+            raise OwnError(f"no more than {self.num_tokens} tokens")
+        return scores
+
+
+def told(group: Group) -> list[tuple[type[LookaheadError], str]]:
+    """What a rank learns of errors that some of the ranks have."""
+    found = []
+    for errors in ({2: RequestError("a" * 5000)}, {1: ConfigError("one"), 2: ConfigError("two")}, {0: OwnError("é")}):
+        error = shared_error(errors.get(group.rank), group)
+        found.append((type(error), str(error)))
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_replicas_have_the_first_ones_error(backend):
+    expected = [(RequestError, "a" * 5000), (ConfigError, "one"), (RequestError, "é")]
+    assert run_ranks(told, 3, backend=backend) == [expected] * 3
+
+
+def decoded(group: Group, folder: str) -> list[object]:
+    """What a rank's request comes to: tokens, or the error; and of one without processors behind each."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    engine = engine_of(ModelRunner(model, 2048), group)
+    found: list[object] = []
+    for num_tokens in (len(REQUEST.prompt_ids), len(REQUEST.prompt_ids) + 5):
+        try:
+            list(engine.run(replace(REQUEST, processors=(Fails(num_tokens),))))
+        except LookaheadError as error:
+            found.append((type(error), str(error)))
+        outputs = engine.run(REQUEST)
+        found.append([token for each in outputs if isinstance(each, StepOutput) for token in each.token_ids])
+    return found
+
+
+def test_a_processor_that_fails_in_the_prefill_or_later_ends_its_request_alone(demo_model_dir):
+    alone, *others = [decoded(Group.alone(), str(demo_model_dir)), *run_ranks(decoded, 2, str(demo_model_dir))]
+    assert (alone[0][1], alone[2][1]) == ("no more than 7 tokens", "no more than 12 tokens")
+    assert alone[1] == alone[3] and len(alone[1]) == REQUEST.max_new_tokens
+    kinds = [[each[0] for each in (found[0], found[2])] for found in (alone, *others)]
+    assert kinds == [[OwnError] * 2, [RequestError] * 2, [RequestError] * 2]
+    for found in others:
+        assert [found[0][1], found[1], found[2][1], found[3]] == [alone[0][1], alone[1], alone[2][1], alone[3]]

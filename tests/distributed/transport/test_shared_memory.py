@@ -1,0 +1,262 @@
+"""The exchange over shared memory: what is its own beside what test_exchange.py holds of every transport."""
+
+import errno
+import os
+import signal
+import threading
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from support.forked import next_result
+from support.ranks import CPU, TIMEOUT, run_ranks, running_ranks
+
+from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.exchange import Exchange, broadcast_object, gather_rows
+from lp_runtime.distributed.partition.partition import partition
+from lp_runtime.distributed.process_group import GroupOptions, new_segment_name, process_group
+from lp_runtime.distributed.transport.group import Group
+from lp_runtime.distributed.transport.shared_memory import BUFFER_WORDS, FOLDER, why_unavailable
+from lp_runtime.distributed.transport.transport import Transport, shared_memory
+from lp_runtime.errors import LaunchError, ReplicaError
+from lp_runtime.lookahead.tree import TokenTree
+
+OWN = f"-of-{os.getpid()}-"
+STEP_TIMEOUT = 0.2  # seconds; where it is what a test is about
+
+
+def own_segment_name() -> str:
+    """A name for a segment that tells that it is this process's: other tests run at the same time."""
+    return new_segment_name() + OWN
+
+
+def segments() -> list[str]:
+    """Names of this process's segments that lie in memory."""
+    return [path.name for path in FOLDER.glob(f"lp_runtime-*{OWN}*")]
+
+
+def joined(rank: int, num_replicas: int, segment: str, is_abandoned=lambda: False, step_timeout: float | None = None):
+    options = GroupOptions(TIMEOUT, step_timeout)
+    return process_group(ReplicaContext(rank, num_replicas, segment=segment), CPU, options, None, is_abandoned)
+
+
+def of_threads(task, num_replicas: int = 2, step_timeout: float | None = None) -> list:
+    """What `task(group)` returns or raises in a thread for each rank."""
+    segment, found = own_segment_name(), [None] * num_replicas
+
+    def work(rank: int) -> None:
+        try:
+            with joined(rank, num_replicas, segment, step_timeout=step_timeout) as group:
+                found[rank] = task(group)
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_replicas)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, BUFFER_WORDS - 1, BUFFER_WORDS, BUFFER_WORDS + 1, 3 * BUFFER_WORDS])
+def test_rows_of_any_size(size):
+    """Of several rounds, where one buffer does not hold them."""
+
+    def task(group: Group):
+        return [gather_rows(np.arange(size) * 10 + group.rank + step, group) for step in range(3)]
+
+    for found in of_threads(task, 3):
+        for step, rows in enumerate(found):
+            assert (rows == np.arange(size) * 10 + np.arange(3)[:, None] + step).all()
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 8 * BUFFER_WORDS - 1, 8 * BUFFER_WORDS + 1])
+def test_broadcasts_of_any_size(size):
+    value = bytes(i % 251 for i in range(size))
+    assert of_threads(lambda group: broadcast_object(value if group.rank == 0 else None, group)) == [value, value]
+
+
+def many_rounds(group: Group, num_rounds: int) -> bool:
+    """Whether every row of many rounds was its replica's, whoever was slow."""
+    transport, rng = group.connected, np.random.default_rng(group.rank)
+    sent, received = torch.empty(40, dtype=torch.int64), torch.empty(group.size * 40, dtype=torch.int64)
+    for number in range(num_rounds):
+        sent[:] = 1000 * number + group.rank
+        if rng.random() < 0.01:
+            os.sched_yield()
+        transport.all_gather(received, sent)
+        if not (received.reshape(group.size, 40) == (1000 * number + torch.arange(group.size))[:, None]).all():
+            return False
+    return True
+
+
+def test_no_row_is_torn_or_late():
+    assert run_ranks(many_rounds, 3, 3000, backend="shared") == [True, True, True]
+
+
+def test_a_segment_has_a_name_only_while_its_group_forms():
+    before = segments()
+    assert of_threads(lambda group: segments()) == [before, before]
+
+
+def test_a_thousand_groups_leave_nothing_behind():
+    process = psutil.Process()
+
+    def sizes() -> tuple[int, int, list[str]]:
+        return process.num_fds(), sum("lp_runtime-" in each.path for each in process.memory_maps()), segments()
+
+    of_threads(lambda group: None)
+    before = sizes()
+    for _ in range(1000):
+        segment = own_segment_name()
+        with joined(0, 1, segment):
+            pass
+        assert of_threads(lambda group: gather_rows(np.array([group.rank]), group).tolist()) == [[[0], [1]]] * 2
+    (fds, *rest), (fds_before, *rest_before) = sizes(), before
+    # What earlier tests of this process have left may be collected meanwhile; a thousand groups would leave more.
+    assert fds <= fds_before and rest == rest_before
+
+
+def test_one_that_leaves_is_noticed_at_once():
+    left = threading.Event()
+
+    def task(group: Group):
+        if group.rank == 0:
+            return left.set()
+        left.wait(TIMEOUT)
+        return gather_rows(np.array([1]), group)
+
+    _, error = of_threads(task)
+    assert isinstance(error, ReplicaError) and str(error) == "rank 1 lost a peer in the exchange: rank 0 is gone"
+
+
+def test_what_one_has_sent_before_it_left_counts():
+    gathered = of_threads(lambda group: gather_rows(np.array([group.rank]), group).tolist(), 3)
+    assert gathered == [[[0], [1], [2]]] * 3
+
+
+def test_one_that_does_not_answer_is_an_error_after_the_steps_timeout():
+    over = threading.Event()
+
+    def task(group: Group):
+        if group.rank == 0:
+            over.wait(TIMEOUT)
+            return None
+        try:
+            return gather_rows(np.array([1]), group)
+        finally:
+            over.set()
+
+    _, error = of_threads(task, step_timeout=STEP_TIMEOUT)
+    assert str(error) == "rank 1 lost a peer in the exchange: rank 0 did not answer within 0.2 s"
+
+
+def test_a_patient_wait_outlasts_the_steps_timeout():
+    """As long as the peers live: followers wait for the next request."""
+    waiting = threading.Event()
+
+    def task(group: Group):
+        if group.rank == 0:
+            waiting.wait(TIMEOUT)
+            return broadcast_object("a request", group, is_patient=True)
+        threading.Timer(3 * STEP_TIMEOUT, waiting.set).start()
+        return broadcast_object(None, group, is_patient=True)
+
+    assert of_threads(task, step_timeout=STEP_TIMEOUT) == ["a request", "a request"]
+
+
+def test_an_abort_by_another_thread_ends_a_wait():
+    over = threading.Event()
+
+    def task(group: Group):
+        if group.rank == 0:
+            over.wait(TIMEOUT)
+            return None
+        threading.Timer(0.01, group.connected.abort).start()
+        try:
+            return broadcast_object(None, group, is_patient=True)
+        finally:
+            over.set()
+
+    _, error = of_threads(task)
+    assert str(error) == "rank 1 lost a peer in the exchange: the group was aborted"
+
+
+def be_killed(group: Group, sign: int):
+    """Rank 1 ends without leaving while rank 0 waits patiently for it."""
+    gather_rows(np.array([group.rank]), group)
+    if group.rank == 1:
+        os.kill(os.getpid(), sign)
+    try:
+        group.connected.broadcast(b"", is_patient=True)
+        gather_rows(np.array([group.rank]), group)
+    except ReplicaError as error:
+        return str(error)
+
+
+def test_a_process_that_ended_is_noticed_without_a_timeout():
+    """A zombie, too: nobody has waited for the process yet."""
+    with running_ranks(be_killed, 2, signal.SIGKILL, backend="shared") as (processes, results):
+        assert next_result(results, processes) == (0, "rank 0 lost a peer in the exchange: rank 1 is gone")
+
+
+def test_rows_of_different_lengths_are_noticed():
+    found = of_threads(lambda group: gather_rows(np.arange(3 + group.rank), group))
+    assert {str(error).partition(": ")[2] for error in found} == {"replicas sent different numbers of integers, [3, 4]"}
+
+
+def test_replicas_that_do_not_come_are_an_error_in_one_line():
+    before = segments()
+    alone = joined(0, 3, own_segment_name(), is_abandoned=lambda: True)
+    with pytest.raises(LaunchError, match="rank 0 of 3 .*: 2 of them did not come$") as caught, alone:
+        pass
+    assert len(str(caught.value).splitlines()) == 1 and segments() == before
+
+
+def test_memory_that_is_full_or_absent_is_named(monkeypatch, tmp_path):
+    assert why_unavailable(2) is None
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path / "absent")
+    assert why_unavailable(2) == f"{tmp_path / 'absent'}: No such file or directory"
+    with pytest.raises(LaunchError, match="absent: No such file or directory"), joined(0, 2, "lp_runtime-test"):
+        pass
+
+    def is_full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", is_full)
+    assert why_unavailable(2) == f"{tmp_path}: No space left on device"
+    assert not list(tmp_path.iterdir())
+
+
+class Permuted(Transport):
+    """Gives the rows of two replicas in the wrong order, as an all-gather of NCCL was reported to do."""
+
+    def __init__(self):
+        super().__init__("permuted", CPU)
+
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        other = sent.clone()
+        other[0] += 1 << 56  # rank 1's
+        received.copy_(torch.cat([other, sent]))
+
+    def broadcast(self, data: bytes | None, is_patient: bool) -> bytes:
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_rows_in_another_order_are_noticed():
+    tree = TokenTree([1], max_depth=9)
+    tree.add_branch([3, 4])
+    shares = partition(tree, [1.0, 1.0])
+    exchange = Exchange(Group.over(Permuted(), 0, 2), capacity=12)
+    values = torch.zeros(shares.num_owned[0], 1, dtype=torch.int64)
+    with pytest.raises(ReplicaError, match=r"rank 0 was given the replicas' rows in the order \[1, 0\]"):
+        exchange.all_gather(shares, values, 5, 0)

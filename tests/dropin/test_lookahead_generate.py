@@ -1,0 +1,449 @@
+"""`model.generate(..., custom_generate=lookahead_generate)` returns what `generate` returns, and leaves no trace."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from support.processes import PATIENCE, marked
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LogitsProcessor,
+    StoppingCriteria,
+    StopStringCriteria,
+    TextIteratorStreamer,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from lp_runtime import LookaheadConfig, LookaheadRuntime, ModelError, SamplingConfig, lookahead_generate
+from lp_runtime.dropin.generate_frame import arguments_of_generate
+
+PROMPT = "def fib(n):\n    "
+
+
+@pytest.fixture(scope="module")
+def model(demo_model_dir):
+    return AutoModelForCausalLM.from_pretrained(demo_model_dir, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_model_dir):
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_dir)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def inputs(tokenizer):
+    return tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+
+
+def ours(model, *args, W=5, N=4, G=5, **kwargs):
+    return model.generate(*args, custom_generate=lookahead_generate, W=W, N=N, G=G, **kwargs)
+
+
+class NoLineTwice(LogitsProcessor):
+    """A user's own: for one prompt at a time."""
+
+    def __call__(self, input_ids, scores):
+        (text,) = input_ids.tolist()
+        scores[:, text[-5:]] -= 3.0
+        return scores
+
+
+class AfterToken(StoppingCriteria):
+    """Stops when the text has so many tokens of an id."""
+
+    def __init__(self, token: int, count: int):
+        self.token, self.count = token, count
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return (input_ids == self.token).sum(-1) >= self.count
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 60},
+        {"max_length": 50},
+        {},
+        {"max_new_tokens": 40, "repetition_penalty": 1.3, "no_repeat_ngram_size": 4},
+        {"max_new_tokens": 30, "bad_words_ids": [[266]], "min_new_tokens": 20},
+        {"max_new_tokens": 30, "logits_processor": [NoLineTwice()]},
+        {"max_new_tokens": 30, "prefix_allowed_tokens_fn": lambda row, ids: range(row, 4096, 2)},
+        {"max_new_tokens": 30, "encoder_repetition_penalty": 1.5},
+        {"generation_config": GenerationConfig(max_new_tokens=25, repetition_penalty=1.2)},
+        {"max_new_tokens": 60, "stopping_criteria": [AfterToken(221, 6)]},
+        {"max_new_tokens": 60, "eos_token_id": [221, 266], "min_new_tokens": 5},
+        {"max_new_tokens": 30, "forced_eos_token_id": 3},
+    ],
+    ids=lambda options: "+".join(options),
+)
+def test_greedy_is_generates_own(model, inputs, options):
+    expected = model.generate(**inputs, do_sample=False, **options)
+    assert torch.equal(ours(model, **inputs, do_sample=False, **options), expected)
+
+
+def test_stop_strings_as_a_criterion(model, tokenizer, inputs):
+    criteria = [StopStringCriteria(tokenizer=tokenizer, stop_strings=["\n\n", "return"])]
+    expected = model.generate(**inputs, do_sample=False, max_new_tokens=60, stopping_criteria=criteria)
+    assert expected.shape[1] < inputs.input_ids.shape[1] + 60
+    found = ours(model, **inputs, do_sample=False, max_new_tokens=60, stopping_criteria=criteria)
+    assert torch.equal(found, expected)
+
+
+def test_output_object_with_scores_and_logits(model, inputs):
+    options = {"do_sample": False, "max_new_tokens": 20, "repetition_penalty": 1.3, "return_dict_in_generate": True}
+    expected = model.generate(**inputs, output_scores=True, output_logits=True, **options)
+    found = ours(model, **inputs, output_scores=True, output_logits=True, **options)
+    assert type(found) is type(expected)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert (len(found.scores), len(found.logits)) == (20, 20)
+    for ours_, theirs in zip([*found.scores, *found.logits], [*expected.scores, *expected.logits], strict=True):
+        torch.testing.assert_close(ours_, theirs, rtol=1e-4, atol=1e-4)
+    transitions = model.compute_transition_scores(found.sequences, found.scores)
+    assert transitions.shape == (1, 20)
+    bare = ours(model, **inputs, **options)
+    assert bare.scores is None and bare.logits is None
+
+
+@pytest.mark.parametrize("ends", [[266, 221], [221, 266]])
+def test_rows_that_end_early_are_padded_as_generate_pads(model, inputs, ends, monkeypatch):
+    """Without a token for padding, with the first of those that end a text."""
+    monkeypatch.setattr(model.generation_config, "pad_token_id", None)
+    ids = torch.cat([inputs.input_ids, inputs.input_ids.roll(3, 1), inputs.input_ids.flip(1)])
+    asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 40}
+    expected = model.generate(**asked, eos_token_id=ends)
+    assert (expected[:, -2:] == ends[0]).all(1).any()
+    assert torch.equal(ours(model, **asked, eos_token_id=ends), expected)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_of_a_padded_batch_are_decoded_as_alone(model, tokenizer, side):
+    texts = [PROMPT, "import os\nimport sys\n\n", "x"]
+    options = {"max_new_tokens": 30, "do_sample": False, "repetition_penalty": 1.1, "eos_token_id": 266}
+    options["pad_token_id"] = tokenizer.pad_token_id
+    tokenizer.padding_side = side
+    batch = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
+    found = ours(model, **batch, **options)
+    length = batch.input_ids.shape[1]
+    assert torch.equal(found[:, :length], batch.input_ids)
+    for row, text in enumerate(texts):
+        alone = model.generate(**tokenizer(text, return_tensors="pt", return_token_type_ids=False), **options)
+        new = alone[0, len(tokenizer(text).input_ids) :].tolist()
+        padded = new + [tokenizer.pad_token_id] * (found.shape[1] - length - len(new))
+        assert found[row, length:].tolist() == padded
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_new_tokens": 4, "eos_token_id": [221, 266, 12]},
+        {"forced_eos_token_id": 63},
+        {"begin_suppress_tokens": [266, 221, 12]},
+        {"exponential_decay_length_penalty": (2, 1.6), "eos_token_id": 5},
+        {"min_length": 9, "eos_token_id": [221, 266, 12]},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_processors_do_not_count_the_padding_of_a_row(model, options, num_rows):
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "repetition_penalty": 1.1, **options}
+    row, other = [1, 266, 9], [7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
+    batch = torch.tensor([[0] * 7 + row, other][:num_rows])
+    mask = torch.tensor([[0] * 7 + [1] * 3, [1] * 10][:num_rows])
+    found = ours(model, batch, attention_mask=mask, **options)
+    alone = model.generate(torch.tensor([row]), attention_mask=torch.ones((1, 3), dtype=torch.long), **options)
+    new = alone[0, 3:].tolist()
+    assert found[0, 10 : 10 + len(new)].tolist() == new
+    assert not found[0, 10 + len(new) :].any()
+
+
+def test_rows_are_padded_as_generate_pads_them(model):
+    batch = torch.tensor([[1, 266, 9], [7, 8, 9]])
+    options = {"attention_mask": torch.ones_like(batch), "max_new_tokens": 20, "do_sample": False}
+    first = model.generate(batch, **options)[0, 4].item()
+    model_options = {"eos_token_id": first, **options}
+    assert torch.equal(ours(model, batch, **model_options), model.generate(batch, **model_options))
+
+
+class AtLength(StoppingCriteria):
+    """Stops the rows that begin with a token of their own at a length of their own."""
+
+    def __init__(self, lengths: dict[int, int]):
+        self.lengths = lengths
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.tensor([input_ids.shape[1] >= self.lengths.get(row[0].item(), 1000) for row in input_ids])
+
+
+@pytest.mark.parametrize("lengths", [{1: 8, 7: 15, 9: 12}, {1: 8, 9: 12}], ids=["ends", "limit"])
+@pytest.mark.parametrize("eos_token_id", [None, -1])
+def test_rows_that_a_criterion_ends_go_on_or_are_padded_as_generate_does(model, monkeypatch, lengths, eos_token_id):
+    monkeypatch.setattr(model.generation_config, "eos_token_id", eos_token_id)
+    batch = torch.tensor([[1, 266, 9], [7, 8, 9], [9, 4, 5]])
+    options = {"attention_mask": torch.ones_like(batch), "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    options |= {"stopping_criteria": [AtLength(lengths)], "repetition_penalty": 1.2}
+    options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    expected, found = model.generate(batch, **options), ours(model, batch, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert bool(found.sequences[0, 8:].any()) == (eos_token_id is None)
+    assert len(found.scores) == len(found.logits) == len(expected.scores)
+    assert found.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    if eos_token_id is None:
+        for mine, theirs in zip([*found.scores, *found.logits], [*expected.scores, *expected.logits], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_sampled_rows_that_go_on_are_those_without_the_criterion(model):
+    batch = torch.tensor([[1, 266, 9], [7, 8, 9]])
+    options = {"attention_mask": torch.ones_like(batch), "do_sample": True, "seed": 3, "eos_token_id": None}
+    options |= {"max_new_tokens": 12, "pad_token_id": 0}
+    found = ours(model, batch, stopping_criteria=[AtLength({1: 6, 7: 11})], **options)
+    assert torch.equal(found, ours(model, batch, **options)[:, :11])
+
+
+def test_a_streamer_gets_everything(model, tokenizer, inputs):
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=PATIENCE)
+    options = {"max_new_tokens": 40, "do_sample": False}
+    thread = threading.Thread(target=lambda: ours(model, **inputs, streamer=streamer, **options))
+    thread.start()
+    streamed = "".join(streamer)
+    thread.join()
+    expected = model.generate(**inputs, **options)[0, inputs.input_ids.shape[1] :]
+    assert streamed == tokenizer.decode(expected)
+
+
+class Recorder(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self):
+        self.token_ids: list[int] = []
+        self.has_ended = False
+
+    def put(self, value):
+        self.token_ids += value.flatten().tolist()
+
+    def end(self):
+        self.has_ended = True
+
+
+def test_a_streamer_is_given_what_generate_gives_and_is_ended(model, inputs):
+    options = {"max_new_tokens": 20, "do_sample": False}
+    found, expected = Recorder(), Recorder()
+    ours(model, **inputs, streamer=found, **options)
+    model.generate(**inputs, streamer=expected, **options)
+    assert found.token_ids == expected.token_ids
+    assert found.has_ended and expected.has_ended
+
+
+def test_generate_passes_on_neither_a_streamer_nor_an_assistant(model, inputs):
+    """Once it does, dropin/generate_frame.py is needed no longer."""
+    streamer, calls = Recorder(), []
+
+    def custom(model, input_ids, *prepared, streamer=None, assistant_model=None, **model_kwargs):
+        calls.append(((streamer, assistant_model), arguments_of_generate()))
+        return input_ids
+
+    model.generate(**inputs, custom_generate=custom, streamer=streamer, assistant_model=model, max_new_tokens=2)
+    assert calls == [((None, None), (streamer, model, None))]
+    assert arguments_of_generate() == (None, None, None)  # nobody has called generate
+
+
+def test_sampling_is_reproducible_and_that_of_the_runtime(model, tokenizer, inputs, demo_model_dir):
+    options = {"do_sample": True, "temperature": 0.9, "top_k": 0, "max_new_tokens": 40, "eos_token_id": -1}
+    first = ours(model, **inputs, seed=7, **options)
+    assert torch.equal(first, ours(model, **inputs, seed=7, W=0, N=2, G=0, **options))
+    with LookaheadRuntime(demo_model_dir, device="cpu", dtype="float32") as runtime:
+        out = runtime.generate(
+            PROMPT, 40, eos=False, sampling=SamplingConfig(temperature=0.9, seed=7), lookahead=LookaheadConfig(3, 3, 3)
+        )
+    assert first[0, inputs.input_ids.shape[1] :].tolist() == out.token_ids
+    torch.manual_seed(3)
+    sampled = ours(model, **inputs, **options)
+    assert not torch.equal(sampled, ours(model, **inputs, **options))
+    torch.manual_seed(3)
+    assert torch.equal(sampled, ours(model, **inputs, **options))
+
+
+def test_repeated_rows_are_samples_of_their_own(model, inputs):
+    options = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 10, "eos_token_id": -1, "seed": 5}
+    found = ours(model, **inputs, num_return_sequences=3, **options)
+    assert len({tuple(row) for row in found.tolist()}) == 3
+    different = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    flat = {"attention_mask": torch.ones_like(different), "temperature": 1e4, "top_k": 0, "max_new_tokens": 6}
+    first, second = ours(model, different, do_sample=True, eos_token_id=-1, **flat)[:, 3:].tolist()
+    assert first != second  # with a random seed all rows are independent
+    assert torch.equal(found[:1], ours(model, **inputs, **options))
+
+
+def test_a_time_limit(model, inputs):
+    found = ours(model, **inputs, do_sample=False, max_new_tokens=3000, max_time=0.2, eos_token_id=-1)
+    assert inputs.input_ids.shape[1] < found.shape[1] < 3000
+
+
+class Failing(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        raise RuntimeError("as expected")
+
+
+@pytest.mark.parametrize("processors", [[], [Failing()]])
+def test_the_model_is_left_as_it_was_found(demo_model_dir, inputs, processors):
+    model = AutoModelForCausalLM.from_pretrained(demo_model_dir, dtype=torch.float32, attn_implementation="sdpa")
+    model.register_forward_pre_hook(lambda module, args: None)
+    model.train()
+    model.model.layers[0].eval()
+
+    def state():
+        flags = [module.training for module in model.modules()]
+        config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+        generation = model.generation_config.to_dict()
+        names = sorted(vars(model))
+        grads = [parameter.requires_grad for parameter in model.parameters()]
+        return flags, config, generation, names, grads, model.config._attn_implementation, torch.is_grad_enabled()
+
+    ours(model, **inputs, max_new_tokens=4)  # generate itself may add to a model at its first call
+    before = state()
+    if processors:
+        with pytest.raises(RuntimeError, match="as expected"):
+            ours(model, **inputs, max_new_tokens=4, logits_processor=processors)
+    else:
+        out = ours(model, **inputs, max_new_tokens=4, return_dict_in_generate=True, output_logits=True)
+        assert not out.logits[0].is_inference()
+    assert state() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 3}, "num_beams=3 asks for beam_search: lookahead_generate does greedy_search"),
+        ({"num_beams": 2, "do_sample": True}, "num_beams=2 asks for beam_sample"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 asks for assisted_generation"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions=True: must be left out"),
+        ({"W": -1}, "lookahead.W=-1: must be an integer >= 0"),
+        ({"N": 1}, "lookahead.N=1: must be an integer >= 2"),
+        ({"seed": -1}, "sampling.seed=-1: must be an integer >= 0"),
+        ({"max_new_tokens": 5000}, "the prompt is too long: .* tokens . 5000 new ones are more than"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_what_cannot_be_done_is_refused(model, inputs, options, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        ours(model, **inputs, **options)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_an_assistant_model_is_refused(model, inputs, demo_model_dir):
+    assistant = AutoModelForCausalLM.from_pretrained(demo_model_dir)
+    with pytest.raises(ValueError, match="assistant_model=LlamaForCausalLM asks for assisted_generation"):
+        ours(model, **inputs, assistant_model=assistant)
+
+
+def test_inputs_that_are_not_token_ids_are_refused(model, inputs):
+    cache = model(**inputs).past_key_values
+    length = inputs.input_ids.shape[1]
+    for options, message in (
+        ({"inputs_embeds": torch.zeros((1, 3, model.config.hidden_size))}, "inputs_embeds=...: must be left out"),
+        ({"past_key_values": cache}, "(past_key_values|cache): must be empty"),
+        ({"position_ids": torch.arange(5, 5 + inputs.input_ids.shape[1])[None]}, "position_ids: must be left out"),
+        (
+            {"attention_mask": torch.ones((1, length + 1))},
+            f"attention_mask, position_ids: for {length + 1} tokens",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ours(model, **inputs | options, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        torch.arange(5, 9),
+        torch.arange(5, 9)[None],
+        torch.stack([torch.arange(first, first + 4).expand(2, 4) for first in (0, 0, 1)]),
+        torch.arange(4).expand(3, 4),
+    ],
+    ids=["[L]", "[1, L]", "[3, B, L]", "too many rows"],
+)
+def test_positions_of_any_shape_are_refused_if_they_are_not_counted_from_0(model, positions):
+    with pytest.raises(ValueError, match="position_ids: must be left out, or count each row's tokens from 0"):
+        ours(model, torch.tensor([[3, 5, 7, 11], [9, 8, 4, 2]]), max_new_tokens=4, position_ids=positions)
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 4), (2, 4), (3, 1, 4), (4, 2, 4)], ids=str)
+def test_positions_that_count_from_0_may_be_broadcast(model, shape):
+    batch = torch.tensor([[3, 5, 7, 11], [9, 8, 4, 2]])
+    options = {"max_new_tokens": 4, "do_sample": False}
+    found = ours(model, batch, position_ids=torch.arange(4).expand(shape), **options)
+    assert torch.equal(found, ours(model, batch, **options))
+
+
+def test_autocast_is_refused(model, inputs):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"^torch\.autocast: must be left; "):
+        ours(model, **inputs, max_new_tokens=4)
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        assert ours(model, **inputs, max_new_tokens=4).shape[1] > inputs.input_ids.shape[1]
+
+
+def test_a_model_that_cannot_be_fed_a_tree_is_refused(random_model):
+    model = random_model("Mamba", state_size=8)
+    with pytest.raises(
+        ModelError,
+        match="mamba: layers of type linear_attention cannot be fed a token tree: .* nor chains of guesses: ",
+    ):
+        ours(model, torch.tensor([[1, 2, 3]]), max_new_tokens=4, pad_token_id=0)
+
+
+SCRIPT = """
+import json, os, sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria
+from lp_runtime import lookahead_generate
+
+class Stop(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.tensor([os.environ["RANK"] == "0" and input_ids.shape[1] > 25])
+
+torch.set_num_threads(1)
+folder, output = sys.argv[1:3]
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+inputs = AutoTokenizer.from_pretrained(folder)(sys.argv[3], return_tensors="pt", return_token_type_ids=False)
+call = dict(inputs, custom_generate=lookahead_generate, W=5, N=4, G=5, max_new_tokens=30)
+outs = [model.generate(**call, do_sample=False), model.generate(**call, do_sample=True)]
+full = model.generate(**call, do_sample=False, return_dict_in_generate=True, output_scores=True)
+outs += [full.sequences, model.generate(**call, do_sample=False, stopping_criteria=[Stop()])]
+top = [row.argmax().item() for row in full.scores]
+with open(f"{output}/{torch.randint(2**60, ()).item()}.json", "w") as file:
+    json.dump([[out.tolist() for out in outs], top], file)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_share_the_work(model, inputs, demo_model_dir, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "out").mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
+    with marked() as mark:
+        result = subprocess.run(
+            [*command, str(demo_model_dir), str(tmp_path / "out"), PROMPT],
+            cwd=tmp_path,
+            env=mark.environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+        assert result.returncode == 0, result.stderr
+        mark.assert_gone()
+    first, second = (json.loads(file.read_text()) for file in (tmp_path / "out").iterdir())
+    assert first == second
+    (greedy, sampled, full, stopped), top = first
+    assert greedy == full == model.generate(**inputs, do_sample=False, max_new_tokens=30).tolist()
+    assert top == greedy[0][inputs.input_ids.shape[1] :]
+    assert len(sampled[0]) <= len(greedy[0])
+    assert stopped == [greedy[0][:26]]

@@ -1,0 +1,102 @@
+"""What the pool does of the loss of a replica while the lost process takes its time to end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from queue import Empty, SimpleQueue
+
+import pytest
+from support.processes import wait_until
+
+from lp_runtime.config.settings import FailureConfig
+from lp_runtime.launchers.driver.replica_pool import ReplicaPool
+from lp_runtime.launchers.wire.messages import Failed, ModelLoaded
+from lp_runtime.launchers.worker.process_host import Placement, ProcessHost
+
+
+class SlowlyEndingHost(ProcessHost):
+    """Processes in name only. A killed one has ended when `may_end` is set."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+        self.started: list[int] = []
+        self.said: SimpleQueue[tuple[int, object]] = SimpleQueue()
+        self.is_closed = False
+
+    def start_process(self, index: int) -> None:
+        assert not self.is_closed
+        self.started.append(index)
+
+    def send(self, index: int, message: object) -> None:
+        raise AssertionError("nothing is ordered")
+
+    def receive(self, timeout: float) -> list[tuple[int, object]]:
+        try:
+            return [self.said.get(timeout=timeout)]
+        except Empty:
+            return []
+
+    def kill(self, index: int) -> Callable[[], None]:
+        return lambda: assert_true(self.may_end.wait(60))
+
+    def rendezvous(self, members: Sequence[int]) -> None:
+        return None
+
+    def placement(self, index: int) -> Placement:
+        return Placement(index, 2)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def assert_true(value: bool) -> None:
+    assert value
+
+
+@pytest.fixture
+def host() -> SlowlyEndingHost:
+    return SlowlyEndingHost()
+
+
+@pytest.fixture
+def pool(host) -> Iterator[ReplicaPool]:
+    """Two replicas that are ready, of which each may be started again once."""
+
+    pool = ReplicaPool(host, 2, FailureConfig(restarts=1))
+    for index in range(2):
+        host.said.put((index, ModelLoaded(None)))
+    pool.start(60)
+    yield pool
+    host.may_end.set()
+    pool.close()
+
+
+def test_a_process_that_ends_slowly_keeps_nobody_waiting(host, pool):
+    pool.lose(0, "it did not answer", 0)  # returns, though the process has not ended
+    assert pool.ready == {1} and pool.num_loading == 1
+    host.said.put((1, Failed("its process ended", None)))  # the pool goes on listening meanwhile
+    wait_until(lambda: not pool.ready)
+    assert pool.why_lost() == "replica 0: it did not answer; replica 1: its process ended"
+    assert host.started == [0, 1]  # and nothing is started beside a process that has not ended
+    host.may_end.set()
+    wait_until(lambda: sorted(host.started[2:]) == [0, 1])
+    assert pool.num_restarts == {0: 1, 1: 1}
+
+
+def test_nothing_is_started_by_a_pool_that_is_being_closed(host, pool):
+    pool.lose(0, "it did not answer", 0)
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    wait_until(lambda: pool.is_closed)
+    host.may_end.set()
+    closing.join()
+    assert host.started == [0, 1] and host.is_closed
+
+
+def test_a_loss_that_was_noted_before(host, pool):
+    for _ in range(2):
+        pool.lose(1, "it did not answer", 0)
+    host.may_end.set()
+    wait_until(lambda: len(host.started) == 3)
+    assert pool.num_restarts == {0: 0, 1: 1} and pool.incarnation(1) == 1

@@ -1,0 +1,134 @@
+"""The start-up self-check: exact models pass, models that compute trees wrongly are refused."""
+
+import pytest
+import torch
+from support.versions import needs_transformers
+
+from lp_runtime.errors import ModelError
+from lp_runtime.model.attention.mask import FULL, MaskBuilder
+from lp_runtime.model.checks.self_check import BEFORE_THRESHOLD, SHORT_PROMPT, check_model
+from lp_runtime.model.forward.passes import Passes
+from lp_runtime.model.hf.differences import TOLERANCES
+from lp_runtime.model.runner import ModelRunner
+
+
+def check(model) -> float:
+    return check_model(ModelRunner(model, prefill_chunk=2048))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_an_exact_model_passes(random_model, attention):
+    assert 0 <= check(random_model(attention=attention)) < 0.1 * TOLERANCES[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_rounding_is_no_reason_to_refuse(random_model, dtype):
+    assert check(random_model().to(dtype)) <= TOLERANCES[dtype]
+
+
+class Unwindowed(MaskBuilder):
+    """Knows its window, but leaves it out of the masks."""
+
+    def _windowed(self, kind, ancestors, positions, num_cached):
+        return super()._windowed(FULL, ancestors, positions, num_cached)
+
+
+def test_the_check_is_longer_than_a_sliding_window(random_model):
+    tree_model = ModelRunner(random_model("Mistral", sliding_window=100), prefill_chunk=2048)
+    assert check_model(tree_model) < 1e-5
+    unwindowed = Unwindowed(tree_model.model.config, "sdpa", tree_model.dtype, tree_model.device)
+    tree_model.passes = Passes(tree_model.model, unwindowed, None)
+    with pytest.raises(ModelError, match="failed the start-up self-check"):
+        check_model(tree_model)
+
+
+NEEDS_DOGE = needs_transformers(23, "computes Doge's trees right within its window")
+BEYOND = [  # models that attend otherwise beyond a length, by keys or by places in the input
+    pytest.param("Doge", {"keep_window_size": 64}, "keep_window_size=64", marks=NEEDS_DOGE),
+    pytest.param("Doge", {"keep_window_size": 200}, "keep_window_size=200", marks=NEEDS_DOGE),
+    (
+        "Llama4",
+        {"no_rope_layers": [1, 0], "layer_types": None, "floor_scale": 100, "attn_scale": 0.1},
+        "floor_scale=100",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "where"), BEYOND, ids=lambda value: value if type(value) is str else "")
+@pytest.mark.parametrize("seed", range(3))
+def test_a_model_that_is_wrong_beyond_a_length_is_found_out(random_model, monkeypatch, name, settings, where, seed):
+    """Whether its type is known or not: here nobody knows it by name."""
+    monkeypatch.setattr("lp_runtime.model.runner.check_family", lambda model: None)
+    sizes = {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 64} if name == "Llama4" else {}
+    model = random_model(name, seed=seed, initializer_range=0.3, **settings, **sizes)
+    with pytest.raises(
+        ModelError, match=f"{name}ForCausalLM failed the start-up self-check: .* around {where} "
+    ) as caught:
+        check(model)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_model_that_is_silently_wrong_is_refused(random_model):
+    model = random_model("Bart", d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64)
+    with pytest.raises(ModelError, match="^BartForCausalLM failed the start-up self-check.* no position_ids") as caught:
+        check(model)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["Mamba", "Bloom"])
+def test_a_model_that_cannot_be_fed_a_tree_is_refused(random_model, name):
+    with pytest.raises(ModelError, match=f"(?i){name}.* cannot be fed a token tree") as caught:
+        check(random_model(name, attention="eager"))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_only_windows_that_a_text_can_cross_are_crossed(random_model):
+    lengths = []
+
+    class Spy(ModelRunner):
+        def prefill(self, slot, prompt):
+            lengths.append(len(prompt))
+            return super().prefill(slot, prompt)
+
+    for window in (64, 256):  # the context is 256
+        check_model(Spy(random_model("Mistral", sliding_window=window), prefill_chunk=2048))
+    assert lengths == [SHORT_PROMPT, 64 - BEFORE_THRESHOLD, SHORT_PROMPT]
+
+
+def test_a_dtype_without_a_tolerance_is_refused(random_model):
+    tree_model = ModelRunner(random_model(), prefill_chunk=2048)
+    tree_model.dtype = torch.float8_e4m3fn
+    with pytest.raises(ModelError, match="computes in torch.float8_e4m3fn: must be one of torch.float64, "):
+        check_model(tree_model)
+
+
+def test_a_context_too_short_to_check_is_refused(random_model):
+    with pytest.raises(ModelError, match="a context of 8 tokens is too short"):
+        check(random_model("GPT2", n_positions=8, max_position_embeddings=8))
+
+
+def test_a_model_that_ignores_positions_it_is_given_is_refused(random_model):
+    class Wrong(type(random_model())):
+        def forward(self, *args, position_ids=None, **kwargs):
+            return super().forward(*args, position_ids=None, **kwargs)
+
+    model = random_model()
+    model.__class__ = Wrong
+    with pytest.raises(ModelError, match="self-check"):
+        check(model)
+
+
+def test_a_token_that_can_never_be_said_is_no_reason_to_refuse(random_model):
+    model = random_model()
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
+    with torch.no_grad():
+        model.lm_head.bias[3] = float("-inf")
+    assert check(model) < TOLERANCES[torch.float32]
+
+
+def test_logits_that_are_no_numbers_are_named(random_model):
+    model = random_model()
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    with pytest.raises(ModelError, match="its logits are NaN"):
+        check(model)

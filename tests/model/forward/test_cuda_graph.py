@@ -1,0 +1,213 @@
+"""Passes of fixed sizes, without capturing them: a CUDA graph needs a GPU, but what it would replay does not."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+import torch
+from support.one_slot import OneSlot
+from support.stand_ins import KERNELS
+from torch._dynamo.testing import CompileCounter
+
+from lp_runtime.config.settings import ModelConfig, RuntimeConfig
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.checks.self_check import check_model
+from lp_runtime.model.forward import cuda_graph
+from lp_runtime.model.forward.fixed_passes import MAX_SEQUENCES, SIZES, FixedPasses
+from lp_runtime.model.forward.step_inputs import StepInputs
+from lp_runtime.model.kv_cache.slots import CacheSlot
+from lp_runtime.model.runner import CAPACITY_UNIT, ModelRunner
+from lp_runtime.replica import loading
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch) -> None:
+    """Stand-ins of Triton's attention kernels; tests/kernels has those themselves."""
+    monkeypatch.setattr(cuda_graph, "kernels_for", lambda device: KERNELS)
+
+
+FAMILIES = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 8},
+    "Mistral": {"sliding_window": 24},
+    "Phi3": {},
+    "GPT2": {},
+    "Gemma3": {"head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+def pair(random_model, name: str = "Llama", **settings) -> tuple[ModelRunner, ModelRunner]:
+    """The same model twice: fed in passes of any size, and of fixed sizes."""
+    models = [OneSlot(ModelRunner(random_model(name, seed=3, **settings), 512, own_attention=True)) for _ in range(2)]
+    models[1].enable_graphs(capture=False)
+    return models[0], models[1]
+
+
+def random_tree(rng: random.Random, num_pending: int, num_guesses: int) -> TokenTree:
+    tree = TokenTree([rng.randrange(60) for _ in range(num_pending)], max_depth=16)
+    while len(tree) < num_pending + num_guesses:
+        tree.add(rng.randrange(tree.root, len(tree)), rng.randrange(60))
+    return tree
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_steps_equal_those_of_any_size(random_model, name, monkeypatch):
+    free, fixed = pair(random_model, name, **FAMILIES[name])
+    fed = []
+    forward = FixedPasses.forward
+    monkeypatch.setattr(FixedPasses, "forward", lambda self, parts: fed.append(parts) or forward(self, parts))
+    rng = random.Random(0)
+    for model in (free, fixed):
+        model.begin(400)
+        model.prefill(list(range(10)))
+    # The sliding window of 24 is crossed on the way.
+    for num_pending, num_guesses in ((1, 0), (1, 6), (3, 0), (2, 31), (5, 3), (1, 90), (4, 20), (1, 2)):
+        tree = random_tree(rng, num_pending, num_guesses)
+        nodes = list(range(len(tree)))
+        wanted = nodes[tree.root :: 2]
+        logits = [model.forward(tree, nodes, wanted) for model in (free, fixed)]
+        assert logits[0].shape == logits[1].shape and logits[1].dtype == torch.float32
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    assert len(fed) == 8
+
+
+def test_shares_without_their_neighbours(random_model):
+    """A share of a tree is fed without committing, then another one with."""
+    free, fixed = pair(random_model)
+    tree = random_tree(random.Random(1), 2, 12)
+    path = [node for node in range(len(tree)) if node <= tree.root or tree.parents[node] <= tree.root]
+    for model in (free, fixed):
+        model.begin(64)
+        model.prefill([5, 6, 7])
+    for nodes, commit in ((list(range(len(tree))), False), (path, True), (path, True)):
+        logits = [model.forward(tree, nodes, nodes[1:], commit) for model in (free, fixed)]
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_what_lies_behind_the_committed_tokens_does_not_matter(random_model):
+    free, fixed = pair(random_model)
+    for model in (free, fixed):
+        model.begin(64)
+        model.prefill([5, 6, 7])
+        with torch.inference_mode():
+            for layer in model.slot.cache.layers:
+                layer.keys[:, :, 3:] = layer.values[:, :, 3:] = torch.nan
+    tree = random_tree(random.Random(2), 1, 8)
+    nodes = list(range(len(tree)))
+    torch.testing.assert_close(*(model.forward(tree, nodes, nodes) for model in (free, fixed)), rtol=1e-4, atol=1e-4)
+
+
+def test_a_longer_text_and_another_slot(random_model):
+    """No pass is made again because a cache is larger, or another one."""
+    free, fixed = pair(random_model, max_position_embeddings=4096)
+    rng = random.Random(4)
+    text = [rng.randrange(60) for _ in range(CAPACITY_UNIT + 40)]
+    made = []
+    for length in (20, len(text), 30):
+        tree = random_tree(rng, 1, 20)
+        nodes = list(range(len(tree)))
+        fixed.slot = CacheSlot()
+        for model in (free, fixed):
+            model.begin(length + 400)
+            model.prefill(text[:length])
+        assert fixed.slot.cache.capacity % CAPACITY_UNIT == 0
+        logits = [model.forward(tree, nodes, nodes) for model in (free, fixed)]
+        torch.testing.assert_close(*logits, rtol=2e-4, atol=2e-4)
+        made.append(fixed.fixed_passes.make(len(tree), 1))
+    assert made == [False] * 3
+
+
+def test_a_slot_that_grows_keeps_what_it_holds(random_model):
+    free, fixed = pair(random_model, max_position_embeddings=4096)
+    tree = random_tree(random.Random(5), 1, 6)
+    nodes = list(range(len(tree)))
+    for model in (free, fixed):
+        model.begin(64)
+        model.prefill([5, 6, 7])
+        model.forward(tree, nodes, nodes)
+        model.slot.cache.grow(3 * CAPACITY_UNIT)
+    torch.testing.assert_close(*(model.forward(tree, nodes, nodes) for model in (free, fixed)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3"])
+@pytest.mark.parametrize("num_sequences", [2, 5, MAX_SEQUENCES + 3])
+def test_batches_equal_each_sequence_alone(random_model, name, num_sequences):
+    free, fixed = pair(random_model, name, **FAMILIES[name])
+    rng = random.Random(num_sequences)
+    for _ in range(2):
+        batches = [[], []]
+        for number in range(num_sequences):
+            text, tree = [rng.randrange(60) for _ in range(3 + 5 * number)], random_tree(rng, 1, rng.randrange(9))
+            for model, batch in zip((free, fixed), batches, strict=True):
+                slot = CacheSlot()
+                model.runner.begin(slot, 200)
+                model.runner.prefill(slot, text)
+                batch.append(StepInputs.whole(slot, tree))
+        expected = [free.runner.forward(each).logits for each in batches[0]]
+        for one, other in zip(expected, fixed.forward_batch(batches[1]), strict=True):
+            torch.testing.assert_close(one, other.logits, rtol=1e-4, atol=1e-4)
+            assert len(other.presampled) == len(one)
+    assert all(one.slot.tokens == other.slot.tokens for one, other in zip(*batches, strict=True))
+
+
+def test_batches_of_more_tokens_than_a_pass_takes(random_model):
+    free, fixed = pair(random_model)
+    rng = random.Random(6)
+    trees = [random_tree(rng, 1, size - 1) for size in (SIZES[-1] - 3, 2, 9)]
+    batches = []
+    for model in (free, fixed):
+        slots = [CacheSlot() for _ in trees]
+        for slot in slots:
+            model.runner.begin(slot, SIZES[-1] + 8)
+            model.runner.prefill(slot, [1, 2])
+        batches.append([StepInputs.whole(slot, tree) for slot, tree in zip(slots, trees, strict=True)])
+    expected = [free.runner.forward(each).logits for each in batches[0]]
+    for one, other in zip(expected, fixed.forward_batch(batches[1]), strict=True):
+        torch.testing.assert_close(one, other.logits, rtol=2e-4, atol=2e-4)
+
+
+def test_every_size_and_the_next(random_model):
+    free, fixed = pair(random_model)
+    for size in [each + more for each in SIZES for more in (0, 1)]:
+        tree = random_tree(random.Random(size), 1, size - 1)
+        nodes = list(range(len(tree)))
+        for model in (free, fixed):
+            model.begin(SIZES[-1] + 32)
+            model.prefill([1, 2, 3])
+        logits = [model.forward(tree, nodes, nodes) for model in (free, fixed)]
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_every_size_is_compiled(random_model, monkeypatch):
+    """Where it is asked for; of more than so many, 8, torch would run the rest as they are."""
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    model = OneSlot(ModelRunner(random_model("Llama"), 512, own_attention=True))
+    model.enable_graphs(capture=False, compiled=True)
+    model.begin(40)
+    model.prefill([1, 2, 3])
+    rng = random.Random(0)
+    for number, size in enumerate(SIZES[:10]):
+        tree = random_tree(rng, 1, size - 1)
+        model.forward(tree, list(range(size)), [0], commit=False)
+        assert counter.frame_count == number + 1
+
+
+def test_the_self_check_goes_through_them(random_model):
+    _, fixed = pair(random_model)
+    assert fixed.graphs and check_model(fixed.runner) < 1e-4
+    fixed.runner.disable_graphs("a reason")
+    assert fixed.graphs is None and check_model(fixed.runner) < 1e-4
+
+
+def test_a_model_whose_passes_cannot_be_captured_goes_without(tiny_model_dir, monkeypatch, caplog):
+    """Here for want of a GPU; anything else that fails at the start is met alike."""
+    monkeypatch.setattr(loading, "why_not_captured", lambda model: None)
+    config = RuntimeConfig(model=ModelConfig(path=str(tiny_model_dir)))
+    model, difference = loading.ready_model(config, torch.device("cpu"))
+    assert model.graphs is None and difference < 1e-4
+    assert f"{model.why_not_captured}; going on with compile=off" in caplog.text

@@ -1,0 +1,129 @@
+"""Followers run what shard 0 announces: their caches grow, are truncated and go as shard 0's do."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from support.shards import run_shards
+from support.small_models import LONG
+from support.versions import needs_rotary_by_length
+
+from lp_runtime.config.settings import ModelConfig, RuntimeConfig
+from lp_runtime.distributed.shards import ShardPlace
+from lp_runtime.errors import ShardError
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.forward.step_inputs import StepInputs
+from lp_runtime.model.hf.rotary_lengths import UNCHANGING
+from lp_runtime.model.kv_cache.slots import CacheSlot
+from lp_runtime.model.loading.loader import load_model
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.replica.loading import ready_follower, ready_model
+
+CPU = torch.device("cpu")
+PROMPT = list(range(3, 15))
+REFED_AT = len(PROMPT) + 2  # tokens: with the second tree's root the story's text is longer
+REFED = LONG | {"original_max_position_embeddings": REFED_AT}
+
+
+def config_of(folder: Path) -> RuntimeConfig:
+    return RuntimeConfig(model=ModelConfig(path=str(folder), prefill_chunk=5), dtype="float32", device="cpu")
+
+
+def tree_of(root: list[int]) -> TokenTree:
+    tree = TokenTree(root, max_depth=3)
+    tree.add_branch([7, 8, 9])
+    tree.add_branch([7, 20])
+    return tree
+
+
+def story(model: ModelRunner) -> list[torch.Tensor]:
+    """Logits of a sequence that grows, is cut back, resumed and decoded beside another one."""
+    found = []
+    first, second = CacheSlot(), CacheSlot()
+    model.begin(first, 20)
+    found.append(model.prefill(first, PROMPT))
+    found.append(model.forward(StepInputs.whole(first, tree_of([4]))).logits)
+    found.append(model.forward(StepInputs.whole(first, tree_of([7, 8]))).logits)
+    for _ in model.resume(first, PROMPT, [4, 7, 20, 21, 22], 90):  # what is cached differs from the third token on
+        pass
+    assert first.cache.capacity >= 90
+    found.append(model.forward(StepInputs.whole(first, tree_of([22]))).logits)
+    model.begin(second, 40)
+    found.append(model.prefill(second, PROMPT[::-1]))
+    both = [StepInputs.whole(first, tree_of([30])), StepInputs.whole(second, tree_of([31]))]
+    found += [each.logits for each in model.forward_batch(both)]
+    found.append(model.logits_after_each(second, [1, 2, 3]).logits)
+    return [each.clone() for each in found]
+
+
+def play(place: ShardPlace, folder: Path) -> object:
+    if not place.is_leader:
+        follower = ready_follower(config_of(folder), CPU, place)
+        counts = []
+        with pytest.raises(ShardError):
+            for message in follower.messages():
+                assert message == "count"
+                counts.append(len(follower._caches))
+        return counts
+    model, difference = ready_model(config_of(folder), CPU, place=place)
+    assert model.leading is not None and difference < 1e-5 and model.supports_batching
+    found = story(model)
+    gc.collect()
+    model.slots.clear()  # what the self-check has used
+    slot = CacheSlot()
+    model.begin(slot, 20)
+    model.prefill(slot, PROMPT)  # announces what is gone
+    model.leading.tell("count")
+    model.leading.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("Llama", {}), pytest.param("Phi3", REFED, marks=needs_rotary_by_length)]
+)
+def test_followers_keep_what_shard_0_keeps(make_model_dir, name, settings):
+    """They are told the lengths of prompts, too, where rotary factors go by them."""
+    folder = make_model_dir(name, **settings)
+    found, counts = run_shards(play, 2, folder)
+    whole = ModelRunner(load_model(ModelConfig(path=str(folder)), CPU, "float32"), 5, own_attention=True)
+    assert whole.rotary_lengths.refed_at == (REFED_AT if settings else None)
+    for actual, expected in zip(found, story(whole), strict=True):
+        assert torch.allclose(actual, expected, atol=2e-5, rtol=1e-4)
+    assert counts == [1]
+
+
+def fail(place: ShardPlace, folder: Path) -> str:
+    if not place.is_leader:
+        follower = ready_follower(config_of(folder), CPU, place)
+        try:
+            for _ in follower.messages():
+                pass
+        except ShardError as error:
+            return str(error)
+    model, _ = ready_model(config_of(folder), CPU, place=place)
+    slot = CacheSlot()
+    model.begin(slot, 20)
+    model.passes = Broken()
+    try:
+        model.prefill(slot, PROMPT)
+    except ShardError as error:
+        return str(error)
+
+
+class Broken:
+    """Passes that fail on one shard alone."""
+
+    lengths = UNCHANGING
+
+    def run(self, *args: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory for this pass")
+
+
+def test_a_pass_that_fails_on_shard_0_alone_ends_the_replica(tiny_model_dir):
+    """The others wait inside it, and must not wait for ever."""
+    mine, theirs = run_shards(fail, 2, tiny_model_dir)
+    assert mine == "a pass failed on shard 0: no memory for this pass"
+    assert "rank 0 is gone" in theirs

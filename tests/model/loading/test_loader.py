@@ -1,0 +1,221 @@
+"""Loading: what works, and that everything broken is one line that names model.path."""
+
+import gc
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, TorchAoConfig
+
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.config.settings import ModelConfig
+from lp_runtime.distributed.transport.group import Group
+from lp_runtime.engine.engine import Engine
+from lp_runtime.errors import ModelError
+from lp_runtime.model.checks.self_check import check_model
+from lp_runtime.model.hf.differences import TOLERANCES
+from lp_runtime.model.hf.location import check_location
+from lp_runtime.model.loading.loader import eos_token_ids, load_model, load_tokenizer
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.request.request import Request
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def model_dir(tiny_model_dir, tmp_path):
+    """A copy of the tiny model that a test may break."""
+    return shutil.copytree(tiny_model_dir, tmp_path / "model")
+
+
+def assert_refused(path, words: str, load=lambda config: load_model(config, CPU, "float32")) -> None:
+    with pytest.raises(ModelError, match=words) as caught:
+        load(ModelConfig(path=str(path)))
+    message = str(caught.value)
+    assert message.startswith(f"model.path={path}: ")
+    assert len(message.splitlines()) == 1
+
+
+def edit_weights(path, edit) -> None:
+    weights = load_file(path / "model.safetensors")
+    edit(weights)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("auto", "float32"), ("float32", "float32"), ("bfloat16", "bfloat16")])
+def test_a_model_loads_in_eval_mode_with_its_weights(tiny_model_dir, dtype, expected):
+    model = load_model(ModelConfig(path=str(tiny_model_dir)), CPU, dtype)
+    assert not model.training
+    assert model.dtype == getattr(torch, expected)
+    saved = load_file(tiny_model_dir / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(model.model.norm.weight, saved.to(model.dtype))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_attention_asked_for_is_the_models(tiny_model_dir, attention):
+    model = load_model(ModelConfig(path=str(tiny_model_dir), attn_implementation=attention), CPU, "float32")
+    assert model.config._attn_implementation == attention
+
+
+def test_a_missing_directory(tmp_path):
+    assert_refused(tmp_path / "nowhere", "no such directory")
+    assert_refused(tmp_path / "nowhere", "no such directory", check_location)
+    assert_refused(tmp_path / "nowhere", "no such directory", load_tokenizer)
+
+
+def test_a_file_in_place_of_a_directory(tmp_path):
+    (tmp_path / "file").write_text("x")
+    assert_refused(tmp_path / "file", "no such directory")
+
+
+def test_a_directory_without_config(model_dir):
+    (model_dir / "config.json").unlink()
+    assert_refused(model_dir, "no config.json")
+
+
+@pytest.mark.parametrize("text", ["{ this is not json", "", "[]", "{}", '{"model_type": "no_such_architecture"}'])
+def test_a_broken_config(model_dir, text):
+    (model_dir / "config.json").write_text(text)
+    assert_refused(model_dir, "cannot be loaded")
+
+
+def test_no_weights(model_dir):
+    (model_dir / "model.safetensors").unlink()
+    assert_refused(model_dir, "cannot be loaded")
+
+
+def test_truncated_weights(model_dir):
+    weights = model_dir / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert_refused(model_dir, "cannot be loaded")
+
+
+def test_weights_that_lack_a_key(model_dir):
+    edit_weights(model_dir, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    assert_refused(model_dir, "the weights lack model.layers.1.mlp.up_proj.weight$")
+
+
+def test_weights_that_lack_several_keys(model_dir):
+    def edit(weights):
+        for name in [name for name in weights if "layers.1" in name]:
+            del weights[name]
+
+    edit_weights(model_dir, edit)
+    assert_refused(model_dir, "the weights lack model.layers.1.* and 8 more$")
+
+
+def test_weights_of_another_shape(model_dir):
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
+    assert_refused(model_dir, "wrong shape for .*model.layers.0.mlp.down_proj.weight")
+
+
+def test_a_model_without_a_tokenizer(tiny_model_dir):
+    assert_refused(tiny_model_dir, "no usable tokenizer", load_tokenizer)
+
+
+def test_a_broken_tokenizer(model_dir):
+    (model_dir / "tokenizer.json").write_text("{ broken")
+    assert_refused(model_dir, "no usable tokenizer", load_tokenizer)
+
+
+def test_end_of_sequence_ids(random_model):
+    model = random_model()
+    assert eos_token_ids(model) == frozenset()
+    model.config.eos_token_id = 5
+    assert eos_token_ids(model) == {5}
+    model.generation_config.eos_token_id = [3, 4]
+    assert eos_token_ids(model) == {3, 4}
+
+
+def assert_decodes_as_transformers(model) -> None:
+    tree_model = ModelRunner(model, prefill_chunk=2048)
+    assert check_model(tree_model) < TOLERANCES[torch.float32]
+    prompt = torch.tensor([[5, 6, 7, 8, 9, 5, 6]])
+    expected = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=16, eos_token_id=-1,
+        pad_token_id=0,
+    )  # fmt: skip
+    request = Request(tuple(prompt[0].tolist()), LookaheadConfig(5, 4, 5), 16)
+    *outputs, _ = Engine(tree_model, Group.alone()).run(request)
+    assert [token for output in outputs for token in output.token_ids] == expected[0, 7:].tolist()
+
+
+@pytest.mark.slow
+def test_a_quantized_checkpoint_is_loaded_checked_and_decoded_exactly(demo_model_dir, tmp_path):
+    """BitNet: three-valued weights, activations of 8 bits; transformers has all of it and runs it on CPUs."""
+    pytest.importorskip("accelerate")
+    folder = shutil.copytree(demo_model_dir, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "bitnet",
+        "linear_class": "autobitlinear",
+        "quantization_mode": "online",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    model = load_model(ModelConfig(path=str(folder)), CPU, "float32")
+    assert type(model.model.layers[0].mlp.up_proj).__name__ == "AutoBitLinear"
+    assert_decodes_as_transformers(model)
+
+
+TORCHAO = {
+    "quant_method": "torchao",
+    "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}},
+}
+
+
+def test_a_model_quantized_on_loading_is_decoded_exactly(demo_model_dir):
+    """The quantization given as transformers' object, or as its fields."""
+    torchao = pytest.importorskip("torchao.quantization")
+    for given in (TorchAoConfig(quant_type=torchao.Int8WeightOnlyConfig()), TORCHAO):
+        model = load_model(ModelConfig(path=str(demo_model_dir), quantization_config=given), CPU, "float32")
+        assert type(model.model.layers[0].mlp.up_proj.weight).__module__.startswith("torchao")
+        assert_decodes_as_transformers(model)
+
+
+def test_a_quantizer_that_is_not_installed_is_named(demo_model_dir, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(ModelError, match="cannot be loaded: .*torchao") as caught:
+        load_model(ModelConfig(path=str(demo_model_dir), quantization_config=TORCHAO), CPU, "float32")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_device_map_is_passed_on(demo_model_dir, monkeypatch):
+    pytest.importorskip("accelerate")
+    given = {}
+    load = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: given.update(k) or load(*a, **k))
+    load_model(ModelConfig(path=str(demo_model_dir), device_map={"": "cpu"}), CPU, "float32")
+    assert given["device_map"] == {"": "cpu"}
+
+
+def test_a_quantization_that_transformers_refuses(demo_model_dir):
+    config = ModelConfig(path=str(demo_model_dir), quantization_config={"quant_method": "nonsense"})
+    with pytest.raises(ModelError, match="cannot be loaded: .*nonsense"):
+        load_model(config, CPU, "float32")
+
+
+def _own_bytes() -> int:
+    """What this process has of memory that it shares with no file."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux")
+def test_replicas_of_a_machine_share_what_they_load(random_model, tmp_path):
+    """The files are mapped, not copied: eight replicas on their way to eight GPUs need a model's memory once."""
+    size = 96 << 20
+    model = random_model("Llama", vocab_size=size // 2 // 4 // 32)  # its embedding and its last layer
+    model.save_pretrained(tmp_path)
+    del model
+    gc.collect()
+    before = _own_bytes()
+    loaded = load_model(ModelConfig(path=str(tmp_path)), CPU, "float32")
+    sums = [float(each.detach().sum()) for each in loaded.parameters()]  # all of it has been read
+    assert len(sums) > 10
+    assert _own_bytes() - before < size // 2

@@ -1,0 +1,231 @@
+"""Prompts that begin as an earlier sequence did: what is read is not fed again, and nothing of the output changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.batches import FIXED, decode_batch
+from support.engines import engine_of
+from support.ranks import CPU, run_ranks
+from support.small_models import FAMILIES
+
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.config.settings import ModelConfig
+from lp_runtime.decoder.draft_pool import MAX_KEPT, DraftPool
+from lp_runtime.engine.batch import Arrival
+from lp_runtime.engine.engine import Engine
+from lp_runtime.model.kv_cache.slots import CacheSlot
+from lp_runtime.model.loading.loader import load_model, load_tokenizer
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.prefill.prefix import make_prefix_cache, read_for_resume
+from lp_runtime.request.request import Request
+
+CASES = {
+    "full": (FIXED, {}),
+    "paper": (LookaheadConfig(7, 5, 7, drafter="paper"), {}),
+    "sampled": (FIXED, {"sampling": SamplingConfig(temperature=0.8, seed=5)}),
+    "penalty": (FIXED, {"sampling": SamplingConfig(temperature=0, repetition_penalty=1.3), "logprobs": True}),
+}
+TEXT = 'def fibonacci(n: int) -> int:\n    """Return the n-th Fibonacci number."""\n' * 8
+
+
+def make_model(dtype: str = "float32", strict_tokens: int | None = None, keeps: bool = True) -> ModelRunner:
+    """A runner that feeds 16 tokens of a prompt at once, with a prefix cache."""
+    model = ModelRunner(load_model(ModelConfig(), CPU, dtype), 16, strict_tokens, own_attention=True)
+    return keep_prefixes(model) if keeps else model
+
+
+def keep_prefixes(model: ModelRunner) -> ModelRunner:
+    with model.slots.borrowed() as slot:
+        model.begin(slot, 50)
+        model.prefill(slot, [1, 2, 3])  # so that the size of a token is known
+    model.slots.prefixes = make_prefix_cache(model, None, 10_000)
+    return model
+
+
+@pytest.fixture(scope="module")
+def prompt_ids() -> tuple[int, ...]:
+    return tuple(load_tokenizer(ModelConfig())(TEXT, add_special_tokens=False).input_ids)
+
+
+@pytest.fixture(scope="module")
+def plain_model() -> ModelRunner:
+    return make_model(keeps=False)
+
+
+def decode(engine: Engine, model: ModelRunner, request: Request):
+    """(token ids, log-probabilities, report, tokens of prompts that were fed)."""
+    before = model.num_prefilled_tokens
+    *outputs, report = engine.run(request)
+    tokens = [token for each in outputs for token in each.token_ids]
+    return tokens, [p for each in outputs for p in each.logprobs or ()], report, model.num_prefilled_tokens - before
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_second_turn_feeds_what_is_new(plain_model, prompt_ids, case):
+    lookahead, options = CASES[case]
+    model = make_model()
+    engine = engine_of(model)
+    first = Request(prompt_ids, lookahead, 30, **options)
+    answer, _, report, num_fed = decode(engine, model, first)
+    assert (report.cached_tokens, num_fed) == (0, len(prompt_ids))
+    turn = replace(first, prompt_ids=(*prompt_ids, *answer, 7, 8, 9))
+    expected, logprobs, _, _ = decode(engine_of(plain_model), plain_model, turn)
+    tokens, found, report, num_fed = decode(engine, model, turn)
+    assert tokens == expected and found == pytest.approx(logprobs, abs=1e-4)
+    assert report.cached_tokens + num_fed == len(turn.prompt_ids)
+    assert num_fed <= 3 + 25, "the question, and what the last step of the answer had not cached"
+    # Another conversation behind the same beginning.
+    other = replace(first, prompt_ids=(*prompt_ids[:100], 5, 6))
+    expected, _, _, _ = decode(engine_of(plain_model), plain_model, other)
+    tokens, _, report, num_fed = decode(engine, model, other)
+    assert (tokens, report.cached_tokens, num_fed) == (expected, 100, 2)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt2"])
+def test_sliding_windows_and_learned_positions(family, random_model):
+    """Windows of 8 tokens are masks over whole caches: a prefix may be cut anywhere."""
+    name, settings = FAMILIES[family]
+    plain = ModelRunner(random_model(name, seed=2, **settings), 16)
+    model = keep_prefixes(ModelRunner(random_model(name, seed=2, **settings), 16))
+    prompt = tuple((7 * i) % 61 for i in range(90))
+    request = Request(prompt, FIXED, 30)
+    engine = engine_of(model)
+    decode(engine, model, request)
+    for length in (90, 60, 33):
+        again = replace(request, prompt_ids=(*prompt[:length], 3, 5))
+        tokens, _, report, _ = decode(engine, model, again)
+        assert report.cached_tokens == length
+        assert tokens == decode(engine_of(plain), plain, again)[0]
+
+
+def test_strict_bits(prompt_ids):
+    """Whole chunks of prompts are read alone, and every bit is as if all had been fed."""
+    model, plain = make_model("bfloat16", strict_tokens=16), make_model("bfloat16", strict_tokens=16, keeps=False)
+    engine = engine_of(model)
+    first = Request(prompt_ids, LookaheadConfig(3, 5, 3, prior="none"), 24, logprobs=True)
+    answer, _, _, _ = decode(engine, model, first)
+    for length in (len(prompt_ids), 100, 64, 40):
+        turn = replace(first, prompt_ids=(*prompt_ids[:length], *answer[: length % 7], 7, 8))
+        expected = decode(engine_of(plain), plain, turn)
+        found = decode(engine, model, turn)
+        assert found[:2] == expected[:2]
+        assert found[2].cached_tokens == length // 16 * 16 and found[3] == len(turn.prompt_ids) - length // 16 * 16
+
+
+def test_draft_tables_come_along(prompt_ids):
+    """Asked again, the answer stands in the tables of the first time, where no prompt says it."""
+    model = make_model()
+    engine, request = engine_of(model), Request(prompt_ids, FIXED, 60, sampling=SamplingConfig(temperature=1.2, seed=3))
+    tokens, _, first, _ = decode(engine, model, request)
+    again, _, second, _ = decode(engine, model, request)
+    assert again == tokens and second.num_steps < first.num_steps
+    _, _, other, _ = decode(engine, model, replace(request, cache_salt="another's"))
+    assert (other.num_steps, other.cached_tokens) == (first.num_steps, 0)
+
+
+def test_tables_of_few_sequences_are_kept():
+    pool = DraftPool()
+    for tag in range(1, 40):
+        pool.release(pool.acquire(False, 1 << 16), tag)
+    assert sum(pool.has(tag, 1 << 16) for tag in range(1, 40)) == MAX_KEPT and pool.has(39, 1 << 16)
+    assert not pool.has(39, 1 << 17)
+    tables = pool.acquire(False, 1 << 16, tag=39)
+    assert not pool.has(39, 1 << 16), "they serve one request at a time"
+    pool.release(tables)
+    assert pool.num_in_use == 0
+
+
+def test_requests_of_one_batch_read_what_the_first_has_fed(prompt_ids):
+    model = make_model()
+    engine = engine_of(model)
+    request = Request(prompt_ids, FIXED, 12)
+    requests = [replace(request, sampling=SamplingConfig(temperature=1, seed=seed)) for seed in range(4)]
+    alone = [decode(engine_of(plain), plain, each)[0] for plain in [make_model(keeps=False)] for each in requests]
+    before = model.num_prefilled_tokens
+    # The first one's prompt is fed before the others arrive; they arrive together.
+    arrivals = [Arrival(number, each) for number, each in enumerate(requests)]
+    found = decode_batch(engine, {1: arrivals[:1], len(prompt_ids) // 16 + 2: arrivals[1:]})
+    assert [found[number][0] for number in range(4)] == alone
+    assert model.num_prefilled_tokens - before == len(prompt_ids) + 3
+    assert [found[number][2].cached_tokens for number in range(4)] == [0, *[len(prompt_ids) - 1] * 3]
+
+
+def test_what_is_wanted_of_every_token_is_fed(prompt_ids):
+    model = make_model()
+    engine = engine_of(model)
+    request = Request(prompt_ids, FIXED, 4, logprobs=True)
+    decode(engine, model, request)
+    _, logprobs, report, _ = decode(engine, model, replace(request, prompt_logprobs=True))
+    assert report.cached_tokens == 0 and len(logprobs[0].prompt) == len(prompt_ids) - 1
+
+
+@pytest.mark.parametrize("strict_tokens", [None, 16])
+def test_a_resumed_request_reads_it(prompt_ids, strict_tokens):
+    model = make_model(strict_tokens=strict_tokens)
+    engine, request = engine_of(model), Request(prompt_ids, FIXED, 30)
+    tokens, _, _, _ = decode(engine, model, request)
+    model.slots.clear()  # as on a replica that has decoded others since
+    rest, _, _, num_fed = decode(engine, model, replace(request, committed=tuple(tokens[:10])))
+    assert tokens[:10] + rest == tokens and num_fed < 16 + 16 + 10
+    slot = CacheSlot()
+    read_for_resume(model, slot, request, 300)
+    assert slot.tokens == list(prompt_ids[: slot.cache.length]) and slot.cache.length > len(prompt_ids) - 17
+
+
+def test_a_request_that_is_broken_off_keeps_its_prompt_alone(prompt_ids):
+    model = make_model()
+    events = engine_of(model).run(Request(prompt_ids, FIXED, 60))
+    next(events), next(events), next(events)
+    events.close()
+    assert model.slots.prefixes.num_bytes == len(prompt_ids) * model.cache_bytes_per_token
+
+
+def on_a_rank(group, prompt_ids, forgetful: int):
+    """Three turns; one rank forgets everything before the second one."""
+    model = make_model()
+    engine = engine_of(model, group)
+    first = Request(prompt_ids, FIXED, 30)
+    answers = [decode(engine, model, first)]
+    if group.rank == forgetful:
+        model.slots.prefixes.reserve(10**9)
+        model.slots.prefixes.reserve(0)
+    for question in (3, 4):
+        turn = replace(first, prompt_ids=(*prompt_ids, *answers[0][0], question))
+        answers.append(decode(engine, model, turn))
+    return [(tokens, report.cached_tokens, num_fed, report.num_steps) for tokens, _, report, num_fed in answers]
+
+
+def test_replicas_with_different_prefixes_agree(plain_model, prompt_ids):
+    found = run_ranks(on_a_rank, 2, prompt_ids, 1)
+    assert found[0] == found[1]
+    (answer, *_), second, third = found[0]
+    assert second[1] == 0, "one of them has nothing"
+    assert third[1] == len(prompt_ids) + 30 and third[2] == 1
+    for (tokens, *_), question in ((second, 3), (third, 4)):
+        turn = Request((*prompt_ids, *answer, question), FIXED, 30)
+        assert tokens == decode(engine_of(plain_model), plain_model, turn)[0]
+
+
+def test_settings_say_how_much_is_kept():
+    model = make_model(keeps=False)
+    with model.slots.borrowed() as slot:
+        model.begin(slot, 50)
+        model.prefill(slot, [1, 2, 3])
+    assert make_prefix_cache(model, 0, 1000) is None
+    for max_bytes, capacity, num_kept in (
+        (None, None, 0),
+        (None, 100, 280),
+        (50 * model.cache_bytes_per_token, None, 50),
+    ):
+        model.slots.prefixes = cache = make_prefix_cache(model, max_bytes, capacity)
+        for start in range(0, 600, 20):
+            slot = CacheSlot()
+            model.begin(slot, 30)
+            model.prefill(slot, range(start, start + 20))
+            cache.store(slot.cache, slot.tokens, slot.num_prefilled, "")
+        assert num_kept - 20 < cache.num_bytes / model.cache_bytes_per_token <= max(num_kept, 0)
+    assert torch.is_inference(slot.cache.tensors(0)[0])

@@ -1,0 +1,191 @@
+"""A request that is taken up where another attempt left it: nothing of the output changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.engines import engine_of
+from support.ranks import run_ranks
+from support.stateful import EveryThird
+from support.thinned import thinned
+
+from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
+from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.config.settings import ModelConfig
+from lp_runtime.distributed.transport.group import Group
+from lp_runtime.model.kv_cache.slots import CacheSlot
+from lp_runtime.model.loading.loader import load_model, load_tokenizer
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.tokenizer import StopStrings
+from lp_runtime.request.output import Report
+from lp_runtime.request.request import Request
+
+CPU = torch.device("cpu")
+PROMPT = "def binary_search(items, target):\n"
+FIXED = LookaheadConfig(7, 5, 7, prior="none")
+CASES = {
+    "full": (FIXED, {}),
+    "plain": (PLAIN, {}),
+    "paper": (LookaheadConfig(7, 5, 7, drafter="paper"), {}),
+    "prompt_lookup": (LookaheadConfig(drafter="prompt_lookup"), {}),
+    "sampled": (FIXED, {"sampling": SamplingConfig(temperature=0.8, seed=5)}),
+    "penalty": (FIXED, {"sampling": SamplingConfig(temperature=0, repetition_penalty=1.3)}),
+    "logprobs": (FIXED, {"logprobs": True}),
+}
+
+
+def make_model(dtype: str = "float32", strict_tokens: int | None = None) -> ModelRunner:
+    return ModelRunner(load_model(ModelConfig(), CPU, dtype), 16, strict_tokens, own_attention=True)
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelRunner:
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def prompt_ids() -> tuple[int, ...]:
+    return tuple(load_tokenizer(ModelConfig())(PROMPT, add_special_tokens=False).input_ids)
+
+
+def decode(model: ModelRunner, request: Request, num_runs: int | None = None, stop=None):
+    """(token ids, log-probabilities, report) of a request, or what its first runs are; there is no report then."""
+    tokens, logprobs = [], []
+    events = engine_of(model).run(request, stop=stop)
+    for number, event in enumerate(events):
+        if isinstance(event, Report):
+            return tokens, logprobs, event
+        if number == num_runs:
+            break  # this step is lost
+        tokens += event.token_ids
+        logprobs += event.logprobs or ()
+    return tokens, logprobs, None
+
+
+@pytest.mark.parametrize(("case", "keeps_cache"), thinned(2, CASES, [True, False]))
+def test_what_comes_after(model, prompt_ids, case, keeps_cache, monkeypatch):
+    lookahead, options = CASES[case]
+    request = Request(prompt_ids, lookahead, 40, **options)
+    expected, expected_logprobs, report = decode(model, request)
+    assert len(expected) == 40
+    fed = []
+    prefill = ModelRunner.prefill_in_chunks
+    for num_runs in (1, 3, report.num_steps - 1):
+        committed, logprobs, _ = decode(model, request, num_runs)
+        assert 0 < len(committed) < 40
+        if not keeps_cache:
+            decode(model, Request((3, 1, 4), PLAIN, 2))
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                ModelRunner,
+                "prefill_in_chunks",
+                lambda self, slot, tokens: fed.append(len(tokens)) or prefill(self, slot, tokens),
+            )
+            rest, more, report = decode(model, replace(request, committed=tuple(committed)))
+        assert committed + rest == expected
+        assert torch.allclose(torch.tensor(logprobs + more), torch.tensor(expected_logprobs), atol=1e-4)
+        assert report.finish_reason == "length" and 2 <= report.num_steps <= len(rest) + 1
+    # With the cache at hand, no more than the tokens of a run are fed again; without, everything, prompt first.
+    assert all(size < len(prompt_ids) for size in fed) if keeps_cache else fed.count(len(prompt_ids)) == 3
+
+
+def test_stops_in_what_is_left(model, prompt_ids):
+    tokenizer = load_tokenizer(ModelConfig())
+    whole, _, _ = decode(model, Request(prompt_ids, FIXED, 40))
+    text = tokenizer.decode(whole)
+    string = text[30:36]
+    stop = text[: text.index(string) + len(string)]
+    request = Request(prompt_ids, FIXED, 40, stop=(string,))
+    expected, _, report = decode(model, request, stop=StopStrings(tokenizer, [string]))
+    assert report.finish_reason == "stop" and tokenizer.decode(expected).startswith(stop)
+    for length in range(1, len(expected)):
+        committed = replace(request, committed=tuple(expected[:length]))
+        rest, _, report = decode(model, committed, stop=StopStrings(tokenizer, [string]))
+        assert (expected[:length] + rest, report.finish_reason) == (expected, "stop")
+
+
+def test_nothing_is_left(model, prompt_ids):
+    expected, _, _ = decode(model, Request(prompt_ids, FIXED, 9))
+    rest, _, report = decode(model, Request(prompt_ids, FIXED, 9, committed=tuple(expected)))
+    assert rest == [] and report.finish_reason == "length"
+
+
+@pytest.mark.parametrize("keeps_cache", [True, False])
+def test_strict_bits(prompt_ids, keeps_cache):
+    """What is fed again comes out as it did the first time, bit for bit."""
+    model = make_model("bfloat16", strict_tokens=16)
+    request = Request(prompt_ids, LookaheadConfig(3, 5, 3, prior="none"), 24, logprobs=True)
+    expected, expected_logprobs, _ = decode(model, request)
+    for num_runs in (1, 4):
+        committed, logprobs, _ = decode(model, request, num_runs)
+        if not keeps_cache:
+            decode(model, Request((3, 1, 4), PLAIN, 2))
+        rest, more, _ = decode(model, replace(request, committed=tuple(committed)))
+        assert committed + rest == expected and logprobs + more == expected_logprobs
+
+
+@pytest.mark.parametrize("strict_tokens", [None, 8])
+def test_a_text_whose_reading_is_broken_off(prompt_ids, strict_tokens):
+    model = make_model(strict_tokens=strict_tokens)
+    prompt = prompt_ids * 4  # several chunks
+    request = Request(prompt, FIXED, 24)
+    expected, _, _ = decode(model, request)
+    for num_asked in range(1, 6):
+        slot = CacheSlot()
+        for _ in zip(range(num_asked), model.resume(slot, prompt, expected[:20], 100), strict=False):
+            pass
+        assert slot.tokens == [*prompt, *expected[:20]][: len(slot.tokens)] and slot.cache.length == len(slot.tokens)
+        model.slots.release(slot)
+        assert expected[:20] + decode(model, replace(request, committed=tuple(expected[:20])))[0] == expected
+
+
+def resumed(group: Group, prompt: tuple[int, ...], committed: list[int], is_ordered: bool, cancels: bool):
+    """(what this rank has fed and gathered, new tokens, report) of a resumed request; rank 1 holds its text already,
+    and cancels it."""
+    model = make_model()
+    processors = (EveryThird(),) if is_ordered else ()
+    request = Request(prompt, FIXED, 24, committed=tuple(committed), processors=processors)
+    if group.rank == 1:
+        decode(model, replace(request, processors=()))
+    noted: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for place, name, what in (
+            (ModelRunner, "feed_prompt", "feed"),
+            (ModelRunner, "forward", "feed"),
+            (type(group.connected), "all_gather", "gather"),
+        ):
+            method = getattr(place, name)
+
+            def call(*args, what=what, method=method):
+                noted.append(what)
+                return method(*args)
+
+            patch.setattr(place, name, call)
+        *outputs, report = engine_of(model, group).run(request, should_cancel=lambda: cancels and group.rank == 1)
+    return noted, [token for output in outputs for token in output.token_ids], report
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_nobody_waits_longer_than_a_chunk_for_one_who_lacks_the_text(model, prompt_ids, is_ordered):
+    """A replica that lacks all of it is not taken for lost by one that lacks nothing."""
+    prompt = prompt_ids * 4
+    processors = (EveryThird(),) if is_ordered else ()
+    expected, _, _ = decode(model, Request(prompt, FIXED, 24, processors=processors))
+    found = run_ranks(resumed, 2, prompt, expected[:10], is_ordered, False)
+    num_chunks = -(-len(prompt) // 16) + 1
+    assert num_chunks > 3
+    noted, tokens, report = found[0]
+    assert noted[: 2 * num_chunks] == ["feed", "gather"] * num_chunks
+    assert found[1][0][:num_chunks] == ["gather"] * num_chunks
+    for _, tokens, report in found:
+        assert expected[:10] + tokens == expected and report.finish_reason == "length"
+
+
+def test_a_resume_is_cancelled_between_two_chunks(model, prompt_ids):
+    """By all replicas at once, whatever each of them lacks."""
+    prompt = prompt_ids * 4
+    expected, _, _ = decode(model, Request(prompt, FIXED, 24))
+    for noted, tokens, report in run_ranks(resumed, 2, prompt, expected[:10], False, True):
+        assert noted.count("feed") <= 1 and tokens == [] and report.finish_reason == "cancelled"

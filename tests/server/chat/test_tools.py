@@ -1,0 +1,279 @@
+"""Structured output and tools of the server, through the real openai client."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import jsonschema
+import openai
+import pytest
+import xgrammar
+from support.serving import TEMPLATE, demo_model_that_chats, served
+
+from lp_runtime import ConstraintConfig, LookaheadConfig, LookaheadRuntime, ModelConfig, SamplingConfig
+from lp_runtime.config.lookahead import PLAIN
+from lp_runtime.config.settings import DEMO_MODEL
+from lp_runtime.constraints.compiled import compile_constraint, load_compiled
+from lp_runtime.model.loading.loader import load_tokenizer
+from lp_runtime.server.chat.chat_format import ChatFormat
+
+MESSAGES = [{"role": "user", "content": "Write a loop."}]
+TOOLS_TEMPLATE = (
+    "{% for t in tools or [] %}# tool: {{ t.function.name }} <tool_call>\n{% endfor %}"
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.items() | list }}{% endfor %}"
+    "{% endfor %}" + TEMPLATE
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["red", "blue"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "now", "parameters": SCHEMA}}
+CLOCK = {
+    "type": "function",
+    "function": {
+        "name": "clock",
+        "parameters": {"type": "object", "properties": {"utc": {"type": "boolean"}}, "required": ["utc"]},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tools") / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    (folder / "chat_template.jinja").write_text(TOOLS_TEMPLATE)
+    lookahead = LookaheadConfig(7, 5, 7, prior="none")
+    with LookaheadRuntime(folder, device="cpu", dtype="float32", lookahead=lookahead) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def client(runtime):
+    with served(runtime) as (url, _):
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def chat(client, **more):
+    return client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=90, temperature=0, **more)
+
+
+def test_json_schema(client):
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+    choice = chat(client, response_format=form).choices[0]
+    assert choice.finish_reason == "stop"
+    jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+    streamed = "".join(part.choices[0].delta.content or "" for part in chat(client, response_format=form, stream=True))
+    assert streamed == choice.message.content
+    responded = client.responses.create(
+        model="demo", input=MESSAGES, max_output_tokens=90, temperature=0,
+        text={"format": {"type": "json_schema", "name": "person", "schema": SCHEMA}},
+    )  # fmt: skip
+    assert responded.output_text == choice.message.content
+
+
+def test_structured_outputs(client):
+    for given, allowed in (({"choice": ["red", "blue"]}, {"red", "blue"}), ({"regex": "(ab|cd)x"}, {"abx", "cdx"})):
+        assert chat(client, extra_body={"structured_outputs": given}).choices[0].message.content in allowed
+        made = client.completions.create(
+            model="demo", prompt="a", max_tokens=9, extra_body={"structured_outputs": given}
+        )
+        assert made.choices[0].text in allowed
+    answer = chat(client, response_format={"type": "json_object"}, seed=5).choices[0]
+    assert answer.finish_reason == "length" or isinstance(json.loads(answer.message.content), dict)
+
+
+def test_required_and_named_tools(client):
+    message = chat(client, tools=[WEATHER, CLOCK], tool_choice={"type": "function", "function": {"name": "clock"}})
+    (call,) = message.choices[0].message.tool_calls
+    assert message.choices[0].finish_reason == "tool_calls" and message.choices[0].message.content is None
+    assert call.function.name == "clock" and isinstance(json.loads(call.function.arguments)["utc"], bool)
+    answer = chat(client, tools=[WEATHER, CLOCK], tool_choice="required", parallel_tool_calls=False).choices[0]
+    (call,) = answer.message.tool_calls
+    assert call.function.name in ("get_weather", "clock")
+    parts = list(chat(client, tools=[WEATHER, CLOCK], tool_choice="required", parallel_tool_calls=False, stream=True))
+    deltas = [each for part in parts for each in part.choices[0].delta.tool_calls or []]
+    assert len(deltas) > 1 and [each.id for each in deltas if each.id] and deltas[0].function.name == call.function.name
+    assert "".join(each.function.arguments for each in deltas) == call.function.arguments
+    assert parts[-1].choices[0].finish_reason == "tool_calls"
+
+
+def steered(*texts):
+    """Return further fields of a request that make the tokens of some texts far likelier than others."""
+    tokenizer = load_tokenizer(ModelConfig(str(DEMO_MODEL)))
+    return {"logit_bias": {str(token): 60 for text in texts for token in tokenizer(text).input_ids}}
+
+
+def test_tools_and_a_format_of_the_text(client):
+    """An answer is a call or follows the format, whichever the model likes; one that must be a call is one."""
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    kinds = set()
+    for bias in (steered("<tool_call>"), steered('{"name": "')):
+        asked = {"tools": [CLOCK], "response_format": form, "parallel_tool_calls": False, **bias}
+        answer = chat(client, **asked).choices[0]
+        parts = [part.choices[0] for part in chat(client, **asked, stream=True)]
+        calls = answer.message.tool_calls or []
+        kinds.add(bool(calls))
+        streamed = "".join(part.delta.content or "" for part in parts)
+        if calls:
+            assert answer.finish_reason == "tool_calls" and answer.message.content is None and not streamed
+            assert isinstance(json.loads(calls[0].function.arguments)["utc"], bool)
+        else:
+            assert streamed == answer.message.content and answer.finish_reason == "stop"
+            jsonschema.validate(json.loads(answer.message.content), SCHEMA)
+    assert kinds == {True, False}
+    answer = chat(client, tools=[CLOCK], tool_choice="required", parallel_tool_calls=False, response_format=form)
+    assert answer.choices[0].message.tool_calls[0].function.name == "clock"
+    answer = chat(client, tools=[CLOCK], tool_choice="none", response_format=form).choices[0]
+    jsonschema.validate(json.loads(answer.message.content), SCHEMA)
+
+
+def respond(client, **more):
+    return client.responses.create(
+        **{"model": "demo", "input": MESSAGES, "max_output_tokens": 90, "temperature": 0} | more
+    )
+
+
+FLAT_CLOCK = {"type": "function", "strict": True, **CLOCK["function"]}
+
+
+def test_tools_of_responses(client):
+    asked = {"tools": [FLAT_CLOCK], "tool_choice": {"type": "function", "name": "clock"}}
+    done = respond(client, **asked)
+    (call,) = done.output
+    assert (done.status, call.type, call.name, call.status) == ("completed", "function_call", "clock", "completed")
+    assert isinstance(json.loads(call.arguments)["utc"], bool) and done.output_text == ""
+    assert done.tools[0].name == "clock" and done.tool_choice.name == "clock" and done.parallel_tool_calls
+    events = list(respond(client, **asked, stream=True))
+    kinds = [each.type.removeprefix("response.") for each in events]
+    deltas = [each.delta for each in events if each.type == "response.function_call_arguments.delta"]
+    assert kinds == [
+        *("created", "in_progress", "output_item.added", *["function_call_arguments.delta"] * len(deltas)),
+        *("function_call_arguments.done", "output_item.done", "completed"),
+    ]
+    assert len(deltas) > 1 and "".join(deltas) == call.arguments == events[-3].arguments
+    assert [each.sequence_number for each in events] == list(range(len(events)))
+    assert events[2].item.call_id == events[-2].item.call_id == events[-1].response.output[0].call_id
+    with client.responses.stream(model="demo", input=MESSAGES, max_output_tokens=90, temperature=0, **asked) as stream:
+        assert stream.get_final_response().output[0].arguments == call.arguments
+    cut = respond(client, **asked, max_output_tokens=done.usage.output_tokens - 3)
+    assert cut.status == cut.output[0].status == "incomplete" and call.arguments.startswith(cut.output[0].arguments)
+    # The next turn: the call as it came, and its output.
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "12:00"}
+    items = [*MESSAGES, call.model_dump(exclude_unset=True), output]
+    in_chat = [
+        {"role": "assistant", "tool_calls": [
+            {"id": call.call_id, "type": "function", "function": {"name": "clock", "arguments": call.arguments}}
+        ]},
+        {"role": "tool", "tool_call_id": call.call_id, "name": "clock", "content": "12:00"},
+    ]  # fmt: skip
+    answer = client.chat.completions.create(
+        model="demo", messages=MESSAGES + in_chat, max_tokens=9, temperature=0, tools=[CLOCK]
+    )
+    responded = respond(client, input=items, tools=[FLAT_CLOCK], max_output_tokens=9)
+    assert responded.output_text == answer.choices[0].message.content
+    assert responded.usage.input_tokens == answer.usage.prompt_tokens
+
+
+def test_several_calls_of_responses(client):
+    flat = [{"type": "function", **each["function"]} for each in (WEATHER, CLOCK)]
+    bias = steered("\n<tool_call>")
+    done = respond(client, tools=flat, tool_choice="required", extra_body=bias, max_output_tokens=120)
+    calls = [item for item in done.output if item.type == "function_call"]
+    assert len(calls) > 1 and len({each.call_id for each in calls}) == len(calls)
+    one = respond(client, tools=flat, tool_choice="required", extra_body=bias, parallel_tool_calls=False)
+    (call,) = one.output
+    assert (call.name, call.arguments) == (calls[0].name, calls[0].arguments)
+    form = {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA}}
+    text = respond(client, tools=flat, text=form, extra_body=steered('{"name": "')).output_text
+    jsonschema.validate(json.loads(text), SCHEMA)
+
+
+def test_earlier_calls_and_their_results(client):
+    call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": '{"utc": true}'}}
+    more = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "12:00"},
+    ]
+    answer = client.chat.completions.create(model="demo", messages=MESSAGES + more, max_tokens=5, tools=[CLOCK])
+    assert answer.choices[0].finish_reason in ("stop", "length")
+
+
+@pytest.mark.parametrize(
+    ("more", "place"),
+    [
+        ({"tools": [{"type": "function", "function": {"description": "x"}}]}, "name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name='a b': must match ^["),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "nope"}}}, "nope"),
+        ({"tool_choice": "required"}, "there are no tools"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "objct"}}}},
+            "objct",
+        ),
+        ({"extra_body": {"structured_outputs": {"regex": "(("}}}, "constraint.regex"),
+        ({"extra_body": {"structured_outputs": {"grammar": 'root ::= "a" root'}}}, "never ends"),
+        ({"extra_body": {"structured_outputs": {"regex": "a", "choice": ["a"]}}}, "give one"),
+        ({"extra_body": {"structured_outputs": {"regex": "a"}, "ignore_eos": True}}, "eos"),
+        ({"extra_body": {"structured_outputs": {"regex": "a"}, "use_beam_search": True}}, "use_beam_search"),
+        ({"extra_body": {"guided_regex": "a"}}, "structured_outputs"),
+        ({"extra_body": {"structured_outputs": {"json": {"allOf": [{}, {}]}}}}, "#/allOf"),
+    ],
+)
+def test_what_is_refused(client, more, place):
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(client, **more)
+    message = refused.value.body["message"]
+    assert place in message and "\n" not in message
+
+
+def test_a_template_without_tools(tmp_path):
+    folder = demo_model_that_chats(tmp_path / "model")
+    with (
+        LookaheadRuntime(folder, device="cpu", lookahead=LookaheadConfig(3, 3, 3, prior="none")) as runtime,
+        served(runtime) as (url, _),
+    ):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(openai.BadRequestError, match="takes none"):
+            chat(client, tools=[CLOCK])
+        assert chat(client, tools=[CLOCK], tool_choice="none").choices[0].message.tool_calls is None
+
+
+def test_a_seed_gives_one_text_at_any_parallelism(runtime):
+    options = {"constraint": ConstraintConfig(json_schema=SCHEMA), "sampling": SamplingConfig(temperature=1.0, seed=3)}
+    texts = [
+        runtime.generate("a", 80, lookahead=each, **options).token_ids
+        for each in (None, PLAIN, LookaheadConfig(drafter="recycling"))
+    ]
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "text", "allowed"),
+    [
+        ("</think>", "assistant:", "<think>so</think>\n\nab", True),
+        ("</think>", "assistant:", "ab", True),
+        ("</think>", "assistant:<think>\n", "so</think>ab", True),
+        ("</think>", "assistant:<think>\n", "so</think>cd", False),
+        ("", "assistant:", "<think>so</think>ab", False),
+        (
+            "<|channel|>",
+            "assistant",
+            "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>ab",
+            True,
+        ),
+        ("<|channel|>", "assistant", "<|channel|>final<|message|>cd", False),
+    ],
+)
+def test_constraints_begin_behind_reasoning(template, end, text, allowed):
+    config = ChatFormat(template).behind_reasoning(ConstraintConfig(choice=["ab"]), end)
+    texts = [chr(each) for each in range(32, 127)] + ["\n", "</s>"]
+    info = xgrammar.TokenizerInfo(texts, stop_token_ids=[len(texts) - 1])
+    matcher = xgrammar.GrammarMatcher(load_compiled(compile_constraint(config, info), info))
+    assert (matcher.accept_string(text) and matcher.is_completed()) == allowed

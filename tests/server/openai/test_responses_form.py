@@ -1,0 +1,141 @@
+"""The form of answers to POST /v1/responses: reasoning, text and calls in one answer, and the items that come in."""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
+
+import openai
+import pytest
+
+from lp_runtime.errors import RequestError
+from lp_runtime.server.chat.chat_parser import TextParser
+from lp_runtime.server.chat.stop_trimmer import StopTrimmer
+from lp_runtime.server.openai.responses import Choice
+from lp_runtime.server.openai.responses_api import Responses
+from lp_runtime.server.openai.responses_form import ResponsesForm
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+TEXT = f"<think>so it is</think>\n\nI look.{CALL}{CALL}"
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+
+
+def answered(max_calls=None, reason="stop"):
+    """Return (form, choice): the choice has ended, its text is still to be added; a token is a character."""
+    form = ResponsesForm("demo", chr, Responses(input="x", tools=[TOOL]), max_calls)
+    job = SimpleNamespace(request=SimpleNamespace(prompt_ids=[1, 2, 3]), generation=None)
+    choice = Choice(0, job, StopTrimmer(()), tokens=[ord(each) for each in TEXT], reason=reason)
+    choice.read_by(TextParser(True, False, ("<tool_call>",), "</tool_call>"), None)
+    return form, choice
+
+
+@contextmanager
+def answering(text):
+    """Answer every request with a text of events; yield the URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *args):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_whole():
+    form, choice = answered()
+    choice.text = TEXT
+    answer = form.whole([choice])
+    assert [item["type"] for item in answer["output"]] == ["reasoning", "message", "function_call", "function_call"]
+    assert answer["output"][0]["content"] == [{"type": "reasoning_text", "text": "so it is"}]
+    assert answer["output"][1]["content"][0]["text"] == "I look."
+    assert [item["arguments"] for item in answer["output"][2:]] == ['{"a": 1}'] * 2
+    assert all(item["status"] == "completed" for item in answer["output"])
+    assert answer["usage"]["output_tokens_details"] == {"reasoning_tokens": len("so it is")}
+    form, choice = answered(max_calls=1, reason="length")
+    choice.text = TEXT
+    answer = form.whole([choice])
+    assert len(answer["output"]) == 3
+    assert [item["status"] for item in answer["output"]] == ["completed", "completed", "incomplete"]
+
+
+def test_events_through_the_clients_own_accumulation():
+    """What the openai client puts together of the events is the whole answer."""
+    form, choice = answered()
+    choice.reason = None
+    lines = list(form.opening([choice]))
+    for place in range(0, len(TEXT), 5):
+        lines += form.grown(choice, TEXT[place : place + 5], slice(0))
+    choice.reason = "stop"
+    lines += form.grown(choice, "", slice(0))
+    lines += form.closing([choice], False)
+    bodies = [json.loads(line.split("data: ", 1)[1]) for line in lines]
+    assert [body["sequence_number"] for body in bodies] == list(range(len(bodies)))
+    with answering("".join(lines)) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+        with client.responses.stream(model="demo", input="x") as stream:
+            seen = [event.type for event in stream]
+            final = stream.get_final_response()
+    assert seen[-1] == "response.completed" and seen.count("response.output_item.done") == 4
+    assert final.output_text == "I look." and final.output[3].arguments == '{"a": 1}'
+    done = bodies[-1]["response"]["output"]
+    added = [body["item"] for body in bodies if body["type"] == "response.output_item.done"]
+    assert done == added
+    for kind in ("reasoning_text", "output_text", "function_call_arguments"):
+        deltas = "".join(body["delta"] for body in bodies if body["type"] == f"response.{kind}.delta")
+        texts = [body.get("text", body.get("arguments")) for body in bodies if body["type"] == f"response.{kind}.done"]
+        assert deltas == "".join(texts) != ""
+
+
+def test_an_empty_answer_has_an_empty_message():
+    form, choice = answered()
+    choice.tokens = []
+    (item,) = form.whole([choice])["output"]
+    assert item["type"] == "message" and item["content"][0]["text"] == ""
+
+
+def test_items_become_messages():
+    call = {
+        "type": "function_call",
+        "call_id": "c",
+        "name": "f",
+        "arguments": '{"a": 1}',
+        "id": "fc",
+        "status": "completed",
+    }
+    reasoning = {"type": "reasoning", "id": "rs", "summary": []}
+    text = {"type": "message", "id": "m", "role": "assistant", "status": "completed"}
+    items = [
+        {"role": "user", "content": "x"},
+        reasoning | {"content": [{"type": "reasoning_text", "text": "so"}]},
+        text | {"content": [{"type": "output_text", "text": "I look."}]},
+        call,
+        call | {"call_id": "d"},
+        {"type": "function_call_output", "call_id": "d", "output": [{"type": "input_text", "text": "2"}]},
+        {"type": "function_call_output", "call_id": "c", "output": "1"},
+        reasoning,
+        {"role": "user", "content": "y"},
+    ]
+    calls = [{"id": each, "type": "function", "function": {"name": "f", "arguments": {"a": 1}}} for each in ("c", "d")]
+    user, answer, *outputs, last = Responses(input=items).conversation()
+    assert user == {"role": "user", "content": "x"} and last["content"] == "y"
+    assert answer == {"role": "assistant", "content": "I look.", "reasoning_content": "so", "tool_calls": calls}
+    assert [(each["tool_call_id"], each["content"], each["name"]) for each in outputs[:2]] == [
+        ("d", "2", "f"),
+        ("c", "1", "f"),
+    ]
+    with pytest.raises(RequestError, match="there is no such call"):
+        Responses(input=items[:3] + items[5:]).conversation()
