@@ -227,7 +227,7 @@ class Bench:
         answers = model.prefill(decoder, step, sampler, recording)
         if isinstance(drafter, Peer):
             drafter.note_prompt(state.tokens, *model.shown_of_prompt())
-        decoder.advance_prefill(step, decoder.verify(step, answers.values(0, width)))
+        decoder.advance(step, decoder.unpack(step, answers.values(0, width)))
         num_fed, propose_seconds, advance_seconds, step_ns, host_ns = 0, 0.0, 0.0, 0, 0
         while state.finish_reason is None:
             started = time.perf_counter()
@@ -237,10 +237,10 @@ class Bench:
             started = time.perf_counter()
             if isinstance(drafter, Peer):
                 drafter.note_nodes(step.tree, answers.ids, answers.logits)
-            verified = decoder.verify(step, answers.values(step.tree.root, width))
+            gathered = decoder.unpack(step, answers.values(step.tree.root, width))
             sizes = step.shares.sizes
             forward_ns = [0 if times is None else int(times[min(size, len(times) - 1)]) for size in sizes]
-            decoder.advance(step, verified, forward_ns, [host_ns] * len(sizes))
+            decoder.advance(step, gathered, forward_ns, [host_ns] * len(sizes))
             host_ns = 0 if times is None else HOST_NS
             step_ns += max(forward_ns) + host_ns
             advance_seconds += time.perf_counter() - started

@@ -76,7 +76,7 @@ def decode_whole_trees(
         harvest = PromptHarvest(model, slot, prompt, decoder.num_harvested, decoder.sampler, alone)
         values = sample_for_all(decoder, step, result_of(harvest.prefill_in_chunks()))
         clocks(step.shares)
-        decoder.advance_prefill(step, decoder.verify(step, values))
+        decoder.advance(step, decoder.unpack(step, values))
         if decoder.num_harvested:
             drafter.learn_prompt(prompt, harvest.share())
         yield DecodedStep(step, values)
@@ -84,8 +84,8 @@ def decode_whole_trees(
             step = decoder.propose()
             found = model.forward(StepInputs.whole(slot, step.tree))
             values = sample_for_all(decoder, step, found.logits)
-            verified = decoder.verify(step, values)
-            decoder.advance(step, verified, *StepTimer.unpacked(clocks(step.shares)), times_are_late)
+            gathered = decoder.unpack(step, values)
+            decoder.advance(step, gathered, *StepTimer.unpacked(clocks(step.shares)), times_are_late)
             yield DecodedStep(step, values)
 
 

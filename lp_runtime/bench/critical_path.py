@@ -25,7 +25,7 @@ from lp_runtime.decoder.sampler_factory import make_sampler_spec
 from lp_runtime.decoder.step import Step
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.sequence import capacity_of
+from lp_runtime.engine.running_request import capacity_of
 from lp_runtime.model.forward.step_inputs import StepLogits
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
@@ -126,7 +126,7 @@ class CriticalPathRunner:
             model, slots[0], request.prompt_ids, decoder.num_harvested, decoder.sampler, Group(0, 1, model.device)
         )
         samples = decoder.sample(step, 0, StepLogits(result_of(harvest.prefill_in_chunks())))
-        decoder.advance_prefill(step, decoder.verify(step, samples.values.cpu().numpy()))
+        decoder.advance(step, decoder.unpack(step, samples.values.cpu().numpy()))
         if decoder.num_harvested:
             decoder.drafter.learn_prompt(request.prompt_ids, harvest.share())
         prefill_seconds = time.perf_counter() - started
@@ -140,7 +140,7 @@ class CriticalPathRunner:
             times = [self._run_share(decoder, step, rank, slots, values) for rank in range(len(step.shares))]
             started = time.perf_counter()
             forward_ns = [int(1e9 * each) for each in times]
-            decoder.advance(step, decoder.verify(step, values), forward_ns, [int(1e9 * other)] * len(times))
+            decoder.advance(step, decoder.unpack(step, values), forward_ns, [int(1e9 * other)] * len(times))
             other = proposing + time.perf_counter() - started
             num_fed += max(step.shares.sizes)
             forward_seconds += max(times)

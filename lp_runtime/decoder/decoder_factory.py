@@ -87,7 +87,8 @@ class DecoderFactory:
             state = DecodingState(request.prompt_ids, rules, drafter, stop, request.committed, is_alone, guide)
             num_followers = self._group.size - num_replicas
             harvested = num_to_harvest(request, drafter, self._model, calibration, self._group.size)
-            return Decoder(state, budget, spec.build(drafter.num_top_k), tables, num_followers, harvested)
+            sampler = spec.build(drafter.num_top_k)
+            return Decoder(state, budget, sampler, tables, num_followers, harvested, is_traced=request.trace)
         except BaseException:
             if tables is not None:
                 pool.release(tables)

@@ -1,4 +1,4 @@
-"""One step of one sequence, as every replica knows it before the forward pass.
+"""One step of one request, as every replica knows it before the forward pass.
 
 Letters: T nodes in the tree, R replicas.
 """
@@ -17,33 +17,35 @@ from lp_runtime.model.kv_cache.slots import CacheSlot
 
 @dataclass(frozen=True)
 class Step:
-    """What is fed in one step, and by whom: equal on every replica.
+    """A step's token tree, and which replica feeds which of its nodes; equal on every replica.
 
     Attributes:
-        proposal: the token tree, T nodes, with the digest of the state that proposed the tree.
-        shares: [R] what each replica feeds, and whose successors it reports.
-        has_top_k: whether top-k candidates travel in the exchange; False in a step of the pending tokens alone.
+        proposal: the token tree, T nodes, with the digest of the state that proposed it.
+        shares: [R] nodes that each replica feeds, and those whose successors it reports.
+        has_top_k: whether top-k candidates are exchanged; False in a step of the pending tokens alone.
+        is_prefill: whether this step ends the prefill.
     """
 
     proposal: Proposal
     shares: Shares
     has_top_k: bool = True
+    is_prefill: bool = False
 
     @property
     def tree(self) -> TokenTree:
-        """The step's token tree."""
+        """The token tree."""
         return self.proposal.tree
 
     @cached_property
     def digest(self) -> int:
-        """56 bits that tell this step's state and partition from any other's; 0 for a replica without peers.
+        """56-bit digest of the state and the partition; 0 for a lone replica.
 
-        Computed at the first use: beside a GPU that is after the forward pass was launched.
+        Computed on first use, which on a GPU is after the launch of the forward pass.
         """
         return 0 if len(self.shares) == 1 else self.proposal.digest ^ self.shares.digest()
 
     def inputs(self, rank: int, slot: CacheSlot) -> StepInputs:
-        """Return what the replica `rank` feeds to the model, for the sequence in `slot`."""
+        """Return what the replica `rank` feeds to the model, for the request in `slot`."""
         share = self.shares[rank]
         start = self.proposal.num_cached + int(share.nodes[0])
         return StepInputs(slot, self.tree, share.nodes, share.owned, start)

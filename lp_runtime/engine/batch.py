@@ -1,4 +1,4 @@
-"""Requests that a replica decodes together: they join between two steps, and leave as they end."""
+"""Continuous batching on one replica: requests join between two steps, and leave as they end."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass
 
 from lp_runtime.engine.delivery import Delivery
-from lp_runtime.engine.sequence import Sequence
+from lp_runtime.engine.running_request import RunningRequest, never_cancel
 from lp_runtime.errors import LookaheadError
 from lp_runtime.lookahead.state import Stop
 from lp_runtime.request.output import Event, StepOutput
 from lp_runtime.request.request import Request
-
-
-def never_cancel() -> bool:
-    """Default cancellation check: the request is never cancelled."""
-    return False
 
 
 @dataclass(frozen=True)
@@ -23,9 +18,9 @@ class Arrival:
     """A request that joins a batch.
 
     Attributes:
-        key: identifies the request among those of the batch.
+        key: identifies the request in the batch.
         request: what to decode.
-        stop: a condition beyond the request's own, see DecodingState; None for none.
+        stop: a stop condition in addition to the request's, see DecodingState; None for none.
         should_cancel: asked once a step, and between chunks of the prompt.
     """
 
@@ -36,48 +31,48 @@ class Arrival:
 
 
 class Batch:
-    """The sequences that a replica decodes together, by key.
+    """The requests that a replica decodes together, by key.
 
     Args:
-        close: releases what a sequence holds.
+        close: releases the resources of a request.
 
     Attributes:
-        running: sequences whose prompts are cached.
-        prefilling: sequences whose prompts are being fed, with their chunks.
+        running: requests whose prompts are cached.
+        prefilling: requests whose prompts are being fed, with the generators that feed them.
         delivery: (key, event) pairs on their way to the caller.
     """
 
-    def __init__(self, close: Callable[[Sequence], None]):
+    def __init__(self, close: Callable[[RunningRequest], None]):
         self._close = close
-        self.running: dict[Hashable, Sequence] = {}
-        self.prefilling: dict[Hashable, tuple[Sequence, Generator[None, None, StepOutput | None]]] = {}
+        self.running: dict[Hashable, RunningRequest] = {}
+        self.prefilling: dict[Hashable, tuple[RunningRequest, Generator[None, None, StepOutput | None]]] = {}
         self.delivery: Delivery[tuple[Hashable, Event | LookaheadError]] = Delivery()
 
     def prefill_chunk(self) -> bool:
-        """Feed one chunk of the prompt whose turn it is; return whether that prompt's prefill has ended."""
+        """Feed one chunk of the next prompt in turn; return whether that prompt's prefill has ended."""
         key = next(iter(self.prefilling))
-        sequence, chunks = self.prefilling[key] = self.prefilling.pop(key)  # the others are next
+        running, chunks = self.prefilling[key] = self.prefilling.pop(key)  # to the end of the queue
         try:
             next(chunks)
         except (StopIteration, LookaheadError) as end:
             del self.prefilling[key]
-            self.running[key] = sequence
-            self.take(key, end.value if isinstance(end, StopIteration) else end)
+            self.running[key] = running
+            self.handle_output(key, end.value if isinstance(end, StopIteration) else end)
             return True
         return False
 
-    def take(self, key: Hashable, output: StepOutput | LookaheadError | None) -> None:
-        """Queue what a step brought for a running sequence, and close the sequence if it has ended."""
+    def handle_output(self, key: Hashable, output: StepOutput | LookaheadError | None) -> None:
+        """Queue the output of a running request's step, and close the request if it has ended."""
         if output is not None:
             self.delivery.add((key, output))
         if isinstance(output, LookaheadError):
             self._close(self.running.pop(key))
         elif self.running[key].is_finished:
-            sequence = self.running.pop(key)
-            self._close(sequence)
-            self.delivery.add((key, sequence.report()))
+            running = self.running.pop(key)
+            self._close(running)
+            self.delivery.add((key, running.report()))
 
     def close(self) -> None:
-        """Close all sequences."""
-        for sequence in (*self.running.values(), *(sequence for sequence, _ in self.prefilling.values())):
-            self._close(sequence)
+        """Close all requests."""
+        for running in (*self.running.values(), *(running for running, _ in self.prefilling.values())):
+            self._close(running)

@@ -1,18 +1,13 @@
 """The engine of a replica: the loop over steps.
 
-Decodes requests one after another in concert with the other replicas of its group, or, on a replica alone, several in
-one forward pass. A step, without what is measured, overlapped and delivered around it:
-
-    steps   = [sequence.propose() for sequence in batch]              token trees and shares: pure, equal everywhere
-    logits  = model.forward_batch([sequence.inputs(step) ...])        the only expensive thing
-    outcome = exchange(sequence.sample(step, logits))                 the only communication
-    output  = sequence.advance(step, samples, outcome)                accept, commit, learn: pure, equal everywhere
+It decodes one request at a time in step with the other replicas of its group, or, on a lone replica, several requests
+in one forward pass. `Engine._step` is the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from typing import Any
 
 from lp_runtime.calibration.calibration import Calibration
 from lp_runtime.config.lookahead import LookaheadConfig
@@ -26,13 +21,22 @@ from lp_runtime.distributed.exchange import Exchange, Outcome, compile_exchange
 from lp_runtime.distributed.partition.chains import compile_chains
 from lp_runtime.distributed.partition.partition import compile_partition
 from lp_runtime.distributed.transport.group import Group
-from lp_runtime.engine.batch import Arrival, Batch, never_cancel
+from lp_runtime.engine.batch import Arrival, Batch
 from lp_runtime.engine.delivery import Delivery
-from lp_runtime.engine.sequence import MakeExchange, Observer, Sequence, capacity_of
+from lp_runtime.engine.running_request import (
+    Callbacks,
+    MakeExchange,
+    Observer,
+    Peers,
+    RunningRequest,
+    capacity_of,
+    never_cancel,
+)
 from lp_runtime.errors import LookaheadError
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import compile_drafter, compile_growth, compile_learning
 from lp_runtime.lookahead.state import Stop
+from lp_runtime.model.forward.step_inputs import StepLogits
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.prefix import PromptPrefix
 from lp_runtime.request.output import Event, StepOutput
@@ -43,31 +47,17 @@ from lp_runtime.utils.generators import result_of
 from lp_runtime.utils.jit import compile_in_turns
 
 
-class _Launched(NamedTuple):
-    """A sequence's part of a step whose forward pass was launched.
-
-    Attributes:
-        sequence: the sequence.
-        step: its step.
-        samples: what this replica samples, or why sampling failed.
-    """
-
-    sequence: Sequence
-    step: Step
-    samples: Samples | LookaheadError
-
-
 class Engine:
     """Decodes requests on one replica. All replicas of a group must be given the same requests in the same order.
 
     Args:
-        model: this replica's.
+        model: of this replica.
         group: the replicas that share the steps of a request.
-        calibration: what was measured of the model; by default measured when a request needs it, and not kept.
-        draft_tables: tables that outlive requests, for requests that ask for them; made when needed by default.
-        times_are_late: see Sequence; by default as this replica alone would.
-        make_exchange: makes the exchange of a sequence's steps.
-        grammars: makes the state of requests' constraints; None where no request has one.
+        calibration: what was measured of the model; None to measure when a request needs it, and keep nothing.
+        draft_tables: tables that outlive requests, for requests that ask for them; None to make them when needed.
+        times_are_late: see Peers; None for what this replica alone would need.
+        make_exchange: makes the exchange of a request.
+        grammars: makes the state of requests' constraints; None if no request has one.
     """
 
     def __init__(
@@ -80,8 +70,8 @@ class Engine:
         make_exchange: MakeExchange = Exchange,
         grammars: Grammars | None = None,
     ):
-        self._model, self._group, self._make_exchange = model, group, make_exchange
-        self._times_are_late = model.timer is not None if times_are_late is None else times_are_late
+        self._model, self._group = model, group
+        self._peers = Peers(group, make_exchange, model.timer is not None if times_are_late is None else times_are_late)
         self._calibration = calibration or Calibration(model, group, cache_dir=None)
         self._draft_pool = DraftPool(draft_tables)
         self._decoders = DecoderFactory(model, group, self._calibration, self._draft_pool, grammars)
@@ -113,34 +103,28 @@ class Engine:
     # Opening and closing: the only places where slots and draft tables are acquired and released.
 
     def open_decoder(self, request: Request, spec: SamplerSpec, stop: Stop | None = None, tag: int = 0) -> Decoder:
-        """Return the pure core of a request, before its prefill: see `DecoderFactory.make`."""
+        """Return the decoder of a request, before its prefill: see `DecoderFactory.make`."""
         return self._decoders.make(request, spec, stop, tag)
 
     def close_decoder(self, decoder: Decoder, tag: int = 0) -> None:
-        """Release the draft tables of a decoder; under a tag they are kept for a request that goes on from there."""
+        """Release a decoder's draft tables; those with a tag are kept for a request that continues the text."""
         if decoder.draft_tables is not None:
             self._draft_pool.release(decoder.draft_tables, tag)
 
     def _open(
-        self,
-        request: Request,
-        spec: SamplerSpec | None,
-        stop: Stop | None,
-        should_cancel: Callable[[], bool],
-        observe: Observer | None,
-    ) -> Sequence:
+        self, request: Request, callbacks: Callbacks, spec: SamplerSpec | None = None, stop: Stop | None = None
+    ) -> RunningRequest:
         model = self._model
         spec = spec or make_sampler_spec(model, request, self._plain_kinds)
         prefix = PromptPrefix(model.slots.prefixes, request, self._group, self._draft_pool)
         decoder = self.open_decoder(request, spec, stop, prefix.tag)
         text = (*request.prompt_ids, *request.committed) if request.committed else ()
         slot = model.slots.acquire(capacity_of(request, decoder), text)
-        group, make_exchange, are_late = self._group, self._make_exchange, self._times_are_late
-        return Sequence(model, request, decoder, slot, prefix, group, make_exchange, are_late, should_cancel, observe)
+        return RunningRequest(model, self._peers, request, decoder, slot, prefix, callbacks)
 
-    def _close(self, sequence: Sequence) -> None:
-        self.close_decoder(sequence.decoder, sequence.keep_prefix())
-        self._model.slots.release(sequence.slot)
+    def _close(self, running: RunningRequest) -> None:
+        self.close_decoder(running.decoder, running.keep_prefix())
+        self._model.slots.release(running.slot)
 
     # Decoding.
 
@@ -156,44 +140,46 @@ class Engine:
 
         Args:
             request: what to decode.
-            spec: how successors are sampled; by default as the request and the model's own defaults say.
-            stop: a condition beyond the request's own, see DecodingState; None for none.
-            should_cancel: asked once a step, and between chunks of the prompt; when any replica's says yes, all stop.
-            observe: called after every step; None for nobody.
+            spec: how successors are sampled; None for what the request and the model's own defaults say.
+            stop: a stop condition in addition to the request's, see DecodingState; None for none.
+            should_cancel: asked once a step, and between chunks of the prompt; if it is true on any replica, all stop.
+            observe: called after every step; None if there is no observer.
 
         Yields:
-            A StepOutput a step, then a Report.
+            A StepOutput per step, then a Report.
         """
-        sequence = self._open(request, spec, stop, should_cancel, observe)
+        running = self._open(request, Callbacks(should_cancel, observe), spec, stop)
         delivery: Delivery[Event] = Delivery()
         try:
-            prefilled = result_of(sequence.prefill())
+            prefilled = result_of(running.prefill())
             if prefilled is not None:
                 delivery.add(prefilled)
-            while not sequence.is_finished:
+            while not running.is_finished:
                 if not delivery.is_deferred:
                     yield from delivery.deliver()
-                (output,) = yield from self._step([sequence], delivery)
+                (output,) = yield from self._step([running], delivery)
                 if isinstance(output, LookaheadError):
-                    yield from delivery.deliver()
                     raise output
                 delivery.add(output)
             yield from delivery.deliver()
-            yield sequence.report()
+            yield running.report()
+        except Exception:
+            yield from delivery.deliver()  # what was committed before the failure
+            raise
         finally:
-            self._close(sequence)
+            self._close(running)
 
     def run_batch(self, arrivals: Callable[[], Iterable[Arrival]]) -> Iterator[tuple[Hashable, Event | LookaheadError]]:
-        """Decode requests as they arrive, several in one forward pass, on a replica alone. Ends with the last one.
+        """Decode requests as they arrive, several in one forward pass, on a lone replica. Ends with the last request.
 
-        Between two steps, about one chunk of the prompts that have arrived is fed, in turns: nobody waits for all of a
-        long prompt.
+        Between two steps, about one chunk of the prompts that have arrived is fed, in turns, so that no request waits
+        for the whole of another one's long prompt.
 
         Args:
-            arrivals: asked between two steps for the requests that have arrived.
+            arrivals: returns the requests that have arrived; called between two steps.
 
         Yields:
-            (key, event) for every request: a StepOutput a step, then a Report, or the error that ended the request.
+            (key, event) of every request: a StepOutput per step, then a Report, or the error that ended the request.
         """
         assert self._group.is_alone
         batch = Batch(self._close)
@@ -211,101 +197,126 @@ class Engine:
                     keys = list(running)
                     outputs = yield from self._step(list(running.values()), delivery)
                     for key, output in zip(keys, outputs, strict=True):
-                        batch.take(key, output)
+                        batch.handle_output(key, output)
                 elif not batch.prefilling:
                     return
+        except Exception:
+            yield from delivery.deliver()
+            raise
         finally:
             batch.close()
 
     def _admit(self, batch: Batch, arrival: Arrival) -> None:
         try:
-            sequence = self._open(arrival.request, None, arrival.stop, arrival.should_cancel, None)
+            running = self._open(arrival.request, Callbacks(arrival.should_cancel), stop=arrival.stop)
         except LookaheadError as error:
             batch.delivery.add((arrival.key, error))
         else:
-            batch.prefilling[arrival.key] = sequence, sequence.prefill()
+            batch.prefilling[arrival.key] = running, running.prefill()
 
     def _prefill_some(self, batch: Batch) -> Iterator[Any]:
-        """Feed about one chunk of the prompts that have arrived; yield what is to be delivered meanwhile."""
+        """Feed about one chunk of the prompts that have arrived; yield outputs that are due meanwhile."""
         model = self._model
         num_before = model.num_prefilled_tokens
         while batch.prefilling and model.num_prefilled_tokens - num_before < model.prefill_chunk:
             if batch.prefill_chunk():
                 yield from batch.delivery.deliver()
 
+    # The step.
+
     def _step(
-        self, batch: list[Sequence], delivery: Delivery[Any]
+        self, batch: list[RunningRequest], delivery: Delivery[Any]
     ) -> Generator[Any, None, list[StepOutput | LookaheadError]]:
-        """Run one step of sequences that share a forward pass.
+        """Run one step of requests that share a forward pass.
 
         Yields:
-            earlier steps' outputs, while the device works on this one.
+            Outputs of earlier steps, while the device works on this one.
 
         Returns:
-            for each sequence its output, or the error that ended this sequence alone.
+            The output of each request, or the error that ended it.
         """
-        try:
-            launched = self._launch(batch)
-        except Exception:  # a device without memory, for one
-            yield from delivery.deliver()
-            raise
-        if self._model.timer is not None:
-            try:
-                yield from delivery.deliver()
-            except BaseException:  # the caller goes; what the pass reads and writes will be others' then
-                self._model.synchronize()
-                raise
-        return self._finish(batch, launched, delivery)
+        steps = self._propose(batch)  # token trees and who feeds what: pure, equal on every replica
+        logits = self._forward(batch, steps)  # the only expensive call
+        samples = self._sample(batch, steps, logits)
+        self._start_exchange(batch, steps, samples)  # the only communication
+        yield from self._deliver_previous(delivery)
+        outcomes = self._finish_exchange(batch, delivery)
+        return self._advance(batch, steps, samples, outcomes)  # accept, commit, learn: pure, equal on every replica
 
-    def _finish(
-        self, batch: list[Sequence], launched: list[_Launched], delivery: Delivery[Any]
-    ) -> list[StepOutput | LookaheadError]:
-        """Wait for a step's exchange, and advance; return each sequence's output, or its error."""
+    def _propose(self, batch: list[RunningRequest]) -> list[Step]:
+        for running in batch:
+            running.timer.start()
+        steps = [running.propose(len(batch)) for running in batch]
+        _lap(batch, "other")
+        return steps
+
+    def _forward(self, batch: list[RunningRequest], steps: list[Step]) -> list[StepLogits]:
+        """Run the forward pass; on a GPU, launch it and return."""
+        if self._model.timer is not None:
+            self._model.timer.start()
+        return self._model.forward_batch([running.inputs(step) for running, step in zip(batch, steps, strict=True)])
+
+    def _sample(
+        self, batch: list[RunningRequest], steps: list[Step], logits: list[StepLogits]
+    ) -> list[Samples | LookaheadError]:
+        """Sample the successors of the nodes that this replica owns; on a GPU, launch that and return."""
+        samples = [running.sample(step, each) for running, step, each in zip(batch, steps, logits, strict=True)]
+        if self._model.timer is None:
+            _lap(batch, "forward")
+        else:
+            self._model.timer.stop()
+        return samples
+
+    def _start_exchange(
+        self, batch: list[RunningRequest], steps: list[Step], samples: Sequence[Samples | LookaheadError]
+    ) -> None:
+        for running, step, each in zip(batch, steps, samples, strict=True):
+            running.start_exchange(step, each)
+
+    def _deliver_previous(self, delivery: Delivery[Any]) -> Iterator[Any]:
+        """Yield outputs of earlier steps while a GPU runs this one. A CPU has finished the pass by now."""
+        if self._model.timer is None:
+            return
+        try:
+            yield from delivery.deliver()
+        except BaseException:
+            self._model.synchronize()  # the caller gave up: let the GPU finish before its buffers are reused
+            raise
+
+    def _finish_exchange(self, batch: list[RunningRequest], delivery: Delivery[Any]) -> list[Outcome]:
+        """Wait for the samples of all replicas, and account for the time of the pass."""
         timer = self._model.timer
         delivered_after = batch[0].timer.since_last_lap()
-        # The last one first: once that has arrived, none of the others is waited for.
-        outcomes = [part.sequence.finish_exchange() for part in reversed(launched)][::-1]
+        # The last one first: once it has arrived, none of the others is waited for.
+        outcomes = [running.finish_exchange() for running in reversed(batch)][::-1]
         if timer is None:
             _lap(batch, "exchange")
         else:
             seconds = timer.seconds()
-            for sequence in batch:
-                sequence.timer.lap_of_pass(seconds, delivered_after, len(batch))
+            for running in batch:
+                running.timer.lap_of_pass(seconds, delivered_after, len(batch))
             delivery.plan(seconds)
-        outputs = [_advance(part, outcome) for part, outcome in zip(launched, outcomes, strict=True)]
+        return outcomes
+
+    def _advance(
+        self,
+        batch: list[RunningRequest],
+        steps: list[Step],
+        samples: Sequence[Samples | LookaheadError],
+        outcomes: list[Outcome],
+    ) -> list[StepOutput | LookaheadError]:
+        """Accept, commit and learn; an error ends its own request only."""
+        outputs: list[StepOutput | LookaheadError] = []
+        for running, step, sampled, outcome in zip(batch, steps, samples, outcomes, strict=True):
+            try:
+                outputs.append(running.advance(step, sampled, outcome))
+            except LookaheadError as error:
+                outputs.append(error)
         _lap(batch, "other")
         return outputs
 
-    def _launch(self, batch: list[Sequence]) -> list[_Launched]:
-        """Propose, launch the forward pass, sample, begin to exchange. A CPU has ended the pass when this returns."""
-        timer = self._model.timer
-        for sequence in batch:
-            sequence.timer.start()
-        steps = [sequence.propose(len(batch)) for sequence in batch]
-        _lap(batch, "other")
-        if timer is not None:
-            timer.start()
-        inputs = [sequence.inputs(step) for sequence, step in zip(batch, steps, strict=True)]
-        launched = []
-        for sequence, step, found in zip(batch, steps, self._model.forward_batch(inputs), strict=True):
-            launched.append(_Launched(sequence, step, sequence.sample(step, found)))
-        if timer is None:
-            _lap(batch, "forward")
-        else:
-            timer.stop()
-        for part in launched:
-            part.sequence.start_exchange(part.step, part.samples)
-        return launched
 
-
-def _advance(part: _Launched, outcome: Outcome) -> StepOutput | LookaheadError:
-    """Advance a sequence; return its output, or the error that ended the sequence."""
-    try:
-        return part.sequence.advance(part.step, part.samples, outcome)
-    except LookaheadError as error:
-        return error
-
-
-def _lap(batch: list[Sequence], what: str) -> None:
-    for sequence in batch:
-        sequence.timer.lap(what, len(batch))
+def _lap(batch: list[RunningRequest], part: str) -> None:
+    """Charge the time since the last lap to a part of the step, in equal shares to all requests."""
+    for running in batch:
+        running.timer.lap(part, len(batch))

@@ -30,8 +30,9 @@ from lp_runtime.distributed.process_group import GroupOptions, process_group
 from lp_runtime.distributed.shards import ShardPlace
 from lp_runtime.distributed.store import address_of
 from lp_runtime.distributed.transport.group import Group
-from lp_runtime.engine.batch import Arrival, never_cancel
+from lp_runtime.engine.batch import Arrival
 from lp_runtime.engine.engine import Engine
+from lp_runtime.engine.running_request import never_cancel
 from lp_runtime.errors import LookaheadError
 from lp_runtime.model.capacity import capacity_in_tokens, exchange_bytes, num_sharing
 from lp_runtime.model.forward.following import Follower
@@ -107,7 +108,7 @@ class Replica:
         config: the runtime's.
         loaded: this replica's model.
         group: the replicas that share the steps of a request.
-        times_are_late: see Sequence.
+        times_are_late: see Peers.
 
     Attributes:
         group: as given.

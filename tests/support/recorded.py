@@ -108,7 +108,7 @@ def decode_recorded(text: RecordedText, decoder: Decoder, times: np.ndarray) -> 
     """
     state = decoder.state
     step = decoder.propose_prefill()
-    decoder.advance_prefill(step, decoder.verify(step, text.packed[:1]))
+    decoder.advance(step, decoder.unpack(step, text.packed[:1]))
     node, length, total = 0, len(text.prompt), 0
     while state.finish_reason is None:
         step = decoder.propose()
@@ -116,8 +116,8 @@ def decode_recorded(text: RecordedText, decoder: Decoder, times: np.ndarray) -> 
             node = text.children.get((node, token), -1)
         length = len(state.tokens)
         nanoseconds = int(times[len(step.tree)])
-        verified = decoder.verify(step, _results(text, step.tree, node))
-        decoder.advance(step, verified, [nanoseconds], [0])
+        gathered = decoder.unpack(step, _results(text, step.tree, node))
+        decoder.advance(step, gathered, [nanoseconds], [0])
         total += nanoseconds
     assert state.new_tokens == text.text
     return total

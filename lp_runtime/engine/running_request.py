@@ -1,10 +1,7 @@
-"""A request being decoded on an engine, step by step, in concert with the other replicas of its group.
+"""A request that an engine decodes, in step with the other replicas of its group.
 
-The engine (engine.py) calls, for every step,
-
-    propose, sample, start_exchange, finish_exchange, advance
-
-and runs the model between the first two.
+`Engine._step` (engine.py) calls its methods, once a step: `propose`, `sample`, `start_exchange`, `finish_exchange` and
+`advance`. The prefill ends with a step of the same methods.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lp_runtime.decoder.decoder import Committed, Decoder, Samples, Verified
+from lp_runtime.decoder.decoder import Decoder, Samples
 from lp_runtime.decoder.prompt_harvest import PromptHarvest
 from lp_runtime.decoder.shared_error import shared_error
 from lp_runtime.decoder.step import Step
@@ -29,70 +26,102 @@ from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.logprobs import SCORED_TOKENS, PromptScorer
 from lp_runtime.prefill.prefix import PromptPrefix
 from lp_runtime.prefill.resume import Resume
-from lp_runtime.request.output import MODEL, Report, StepOutput
+from lp_runtime.request.output import Report, StepOutput
 from lp_runtime.request.request import Request
 from lp_runtime.request.step_timer import StepTimer, StepTimes
 from lp_runtime.utils.generators import result_of
 
 CANCEL, TIME_IS_UP, FAILED = 1, 2, 4  # bits of the exchange's control word
 
-# Called in every step, before the stop condition, with the nodes that the accepted tokens follow, the step, the rank of
-# this replica, and what this replica sampled. What is committed may be less: of the last step.
+# Called in every step, before the stop condition: (nodes that the accepted tokens follow, step, rank of this replica,
+# what this replica sampled). The last step may commit fewer tokens than it accepted.
 Observer = Callable[[list[int], Step, int, Samples], None]
-MakeExchange = Callable[[Group, int, int], Exchange]  # of the group, the capacity in nodes, the integers a node
+MakeExchange = Callable[[Group, int, int], Exchange]  # arguments: group, capacity in nodes, integers per node
+
+
+def never_cancel() -> bool:
+    """Default cancellation check: the request is never cancelled."""
+    return False
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The replicas that share the steps of requests, and how they exchange results.
+
+    Attributes:
+        group: of all replicas.
+        make_exchange: makes the exchange of one request.
+        times_are_late: report a pass's duration with the next step; required on all replicas if any of them runs on a
+            GPU.
+    """
+
+    group: Group
+    make_exchange: MakeExchange
+    times_are_late: bool
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """Functions that the engine calls while it decodes a request.
+
+    Attributes:
+        should_cancel: asked once a step, and between chunks of the prompt.
+        observe: called after every step; None if there is no observer.
+    """
+
+    should_cancel: Callable[[], bool] = never_cancel
+    observe: Observer | None = None
 
 
 @dataclass
 class _Fed:
-    """What a sequence's steps have fed.
+    """Counts of what the steps of a request fed.
 
     Attributes:
-        tokens: mean over replicas, summed over steps, the prefill's excluded.
-        extra_passes: forward passes beyond one a step.
+        tokens: mean over replicas, summed over steps, without the prefill.
+        extra_passes: forward passes beyond one per step.
     """
 
     tokens: float = 0.0
     extra_passes: int = 0
 
 
-class Sequence:
-    """A request being decoded.
+class RunningRequest:
+    """A request that is being decoded.
 
     Args:
-        model: this replica's.
+        model: of this replica.
+        peers: the replicas that share the request's steps.
         request: what to decode.
         decoder: the request's state, budget and sampler.
-        slot: KV-cache slot that holds the sequence's keys and values; acquired and released by the engine.
-        prefix: what of the prompt comes out of the prefix cache.
-        group: the replicas that share the request's steps.
-        make_exchange: makes the group's exchange.
-        times_are_late: whether all replicas tell the duration of a forward pass one step late, as they must if any
-            replica's device works asynchronously.
-        should_cancel: asked once a step, and between chunks of the prompt.
-        observe: called after every step; None for nobody.
+        slot: holds the request's keys and values; the engine acquires and releases it.
+        prefix: the part of the prompt that is read from the prefix cache.
+        callbacks: functions to call while decoding.
 
     Attributes:
-        decoder, slot: as given.
         timer: where the time of steps goes.
     """
 
     def __init__(
         self,
         model: ModelRunner,
+        peers: Peers,
         request: Request,
         decoder: Decoder,
         slot: CacheSlot,
         prefix: PromptPrefix,
-        group: Group,
-        make_exchange: MakeExchange,
-        times_are_late: bool,
-        should_cancel: Callable[[], bool],
-        observe: Observer | None,
+        callbacks: Callbacks,
     ):
-        self.decoder, self.slot, self.timer = decoder, slot, StepTimer()
-        self._model, self._request, self._prefix, self._group = model, request, prefix, group
-        self._times_are_late, self._should_cancel, self._observe = times_are_late, should_cancel, observe
-        self._exchange = make_exchange(group, decoder.max_owned, decoder.sampler.width)
+        self.decoder = decoder
+        self.slot = slot
+        self.timer = StepTimer()
+        self._model = model
+        self._group = peers.group
+        self._times_are_late = peers.times_are_late
+        self._request = request
+        self._prefix = prefix
+        self._callbacks = callbacks
+        self._exchange = peers.make_exchange(peers.group, decoder.max_owned, decoder.sampler.width)
         self._started = time.perf_counter()
         self._ended_by = 0  # bits of the control word
         self._fed = _Fed()
@@ -100,7 +129,7 @@ class Sequence:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the sequence has ended."""
+        """Whether decoding has ended."""
         return self.decoder.state.finish_reason is not None or self._ended_by != 0
 
     @property
@@ -111,13 +140,13 @@ class Sequence:
     # Prefill.
 
     def prefill(self) -> Generator[None, None, StepOutput | None]:
-        """Feed the prompt and what is committed already.
+        """Feed the prompt and the tokens that are committed already.
 
         Yields:
-            None between chunks; other sequences may be fed before the next chunk.
+            None between chunks; other requests may be fed before the next chunk.
 
         Returns:
-            the prefill's output; None if there was one before, or if the request was cancelled meanwhile.
+            The prefill's output; None if an earlier attempt delivered it, or if the request was cancelled.
         """
         chunks = self._resume() if self._request.committed else self._prefill()
         while True:
@@ -128,20 +157,20 @@ class Sequence:
                 output = end.value
                 break
             finally:
-                self._model.synchronize()  # what others are fed next is not to be charged to this sequence
+                self._model.synchronize()  # or the next request would be charged for the end of this one's chunk
                 self._prefill_seconds += time.perf_counter() - started
             yield
         self.timer = StepTimer()
         return output
 
     def _resume(self) -> Generator[None, None, None]:
-        """Feed the prompt and the tokens that an earlier attempt has committed, as far as the slot lacks them."""
+        """Feed those tokens of the prompt and of an earlier attempt that are not in the slot."""
         resume = Resume(self._model, self._request, self.slot, self.decoder.sampler, self._group)
-        if not (yield from resume.in_step(self.capacity, self._should_cancel)):
+        if not (yield from resume.in_step(self.capacity, self._callbacks.should_cancel)):
             self._ended_by = CANCEL
 
     def _prefill(self) -> Generator[None, None, StepOutput | None]:
-        """Feed the prompt, and agree on its first token."""
+        """Feed the prompt, and agree on the first new token."""
         model, prompt = self._model, self._request.prompt_ids
         model.begin(self.slot, self.capacity, prompt_length=len(prompt))
         prompt = prompt[self._prefix.read_into(self.slot) :]
@@ -168,65 +197,60 @@ class Sequence:
                 return None
         samples = self.sample(step, StepLogits(result_of(chunks)))
         self.start_exchange(step, samples)
-        outcome = self.finish_exchange()
-        samples = self._agreed(samples, outcome)
-        verified = self.decoder.verify(step, outcome.values)
-        if self._observe:
-            self._observe([0], step, self._group.rank, samples)
-        output = self._output(step, verified, self.decoder.advance_prefill(step, verified), outcome.control)
-        self._prefix.keep(self.slot)  # others with the same prompt may wait for it
+        output = self.advance(step, samples, self.finish_exchange())
+        self._prefix.keep(self.slot)  # requests with the same prompt may be waiting for it
         if harvest is not None and not self.is_finished:
             self.decoder.drafter.learn_prompt(self._request.prompt_ids, harvest.share())
         return output if scorer is None else scorer.attach(output)
 
     def _prefill_past_point(self, prompt: tuple[int, ...], num_before: int) -> Generator[None, None, torch.Tensor]:
-        """Feed a prompt, and keep its prefix as it is behind its first `num_before` tokens; as `prefill_in_chunks`."""
+        """Feed a prompt as `prefill_in_chunks` does, and store the prefix of its first `num_before` tokens."""
         yield from self._model.prefill_in_chunks(self.slot, prompt[:num_before])
         self._prefix.keep(self.slot)
         yield
         return (yield from self._model.prefill_in_chunks(self.slot, prompt[num_before:]))
 
     def _agree_to_cancel(self, step: Step, num_left: int) -> bool:
-        """Whether any replica is to cancel, with so many tokens of the prompt left; equal on all replicas."""
+        """Whether any replica wants to cancel with `num_left` chunks of the prompt left; equal on all replicas."""
         if self._group.is_alone:
-            return self._should_cancel()
+            return self._callbacks.should_cancel()
         # An exchange like the prefill's own, so that replicas at different chunks see that their digests differ.
-        control = CANCEL * self._should_cancel()
+        control = CANCEL * self._callbacks.should_cancel()
         outcome = self._exchange.all_gather(step.shares, self._no_values(step), step.digest ^ num_left, control)
         return bool(outcome.control & CANCEL)
 
     def _no_values(self, step: Step) -> torch.Tensor:
-        """Return zeros in place of what this replica would exchange in a step."""
+        """Return zeros of the shape of what this replica exchanges in a step."""
         num_owned = step.shares.num_owned[self._group.rank]
         return torch.zeros(num_owned, self.decoder.sampler.width, dtype=torch.int64, device=self._model.device)
 
     # Steps.
 
     def propose(self, batch_size: int = 1) -> Step:
-        """Return the next step: its token tree, and who feeds what; equal on every replica.
+        """Return the next step: a token tree, and who feeds which nodes; equal on every replica.
 
         Args:
-            batch_size: sequences that share the step's forward pass.
+            batch_size: requests that share the step's forward pass.
         """
         step = self.decoder.propose(batch_size)
         if self._model.timer is None:
-            step.digest  # noqa: B018 (beside an asynchronous device there is time for it during the pass)
+            step.digest  # noqa: B018 (a GPU's host computes it later, during the pass)
         return step
 
     def inputs(self, step: Step) -> StepInputs:
         """Return what this replica feeds to the model."""
         return step.inputs(self._group.rank, self.slot)
 
-    def sample(self, step: Step, found: StepLogits) -> Samples | LookaheadError:
+    def sample(self, step: Step, logits: StepLogits) -> Samples | LookaheadError:
         """Choose the successors of the nodes that this replica owns; return the error if a processor fails."""
         try:
-            return self.decoder.sample(step, self._group.rank, found)
+            return self.decoder.sample(step, self._group.rank, logits)
         except LookaheadError as error:
             return error
 
     def start_exchange(self, step: Step, samples: Samples | LookaheadError) -> None:
-        """Begin to tell all replicas what this one has sampled, or that sampling has failed here."""
-        # A lone replica looks at cancellations once the pass is done: until then more may become known.
+        """Begin to send this replica's samples, or that sampling failed here, to all replicas."""
+        # A lone replica asks for cancellations after the pass, when more may be known.
         control = 0 if self._group.is_alone else self._control()
         if isinstance(samples, LookaheadError):
             values, control = self._no_values(step), control | FAILED
@@ -235,24 +259,24 @@ class Sequence:
         self._exchange.start(step.shares, values, step.digest, control, self.timer.packed(self._times_are_late))
 
     def finish_exchange(self) -> Outcome:
-        """Wait for what all replicas have sampled."""
+        """Wait for the samples of all replicas."""
         outcome = self._exchange.finish()
         if self._group.is_alone:
             return Outcome(outcome.values, outcome.control | self._control(), outcome.clocks)
         return outcome
 
     def _control(self) -> int:
-        """Bits of what this replica alone knows."""
+        """Return the control bits that this replica sets."""
         max_time, rank = self._request.max_time, self._group.rank
-        # One replica's clock decides, the first one's.
+        # Only rank 0's clock decides, so that all replicas stop at the same step.
         is_late = max_time is not None and time.perf_counter() - self._started > max_time
-        return CANCEL * self._should_cancel() | TIME_IS_UP * (is_late and rank == 0)
+        return CANCEL * self._callbacks.should_cancel() | TIME_IS_UP * (is_late and rank == 0)
 
     def _agreed(self, samples: Samples | LookaheadError, outcome: Outcome) -> Samples:
-        """Return what this replica has sampled, if sampling has failed on no replica.
+        """Return this replica's samples if sampling failed on no replica.
 
         Raises:
-            LookaheadError: else, equal on every replica.
+            LookaheadError: if it failed; equal on every replica.
         """
         error = samples if isinstance(samples, LookaheadError) else None
         if outcome.control & FAILED:
@@ -265,32 +289,24 @@ class Sequence:
 
         Args:
             step: the step.
-            samples: what this replica has sampled, or why it could not.
-            outcome: what all replicas have sampled.
+            samples: of this replica, or why sampling failed.
+            outcome: the samples of all replicas.
 
         Raises:
-            LookaheadError: if the request has failed; equal on every replica, which are in step then.
+            LookaheadError: if the request has failed; equal on every replica, which stay in step.
         """
         samples = self._agreed(samples, outcome)
-        verified = self.decoder.verify(step, outcome.values)
-        times = StepTimer.unpacked(outcome.clocks)
-        if self._observe:
-            self._observe(self.decoder.accepted_nodes(step, verified), step, self._group.rank, samples)
-        committed = self.decoder.advance(step, verified, *times, self._times_are_late)
-        sizes = step.shares.sizes
-        self._fed.tokens += sum(sizes) / len(sizes)
-        self._fed.extra_passes += self._model.num_passes(max(sizes)) - 1
-        return self._output(step, verified, committed, outcome.control)
-
-    def _output(self, step: Step, verified: Verified, committed: Committed, control: int) -> StepOutput:
-        """Return what a step committed, as the request wants to be told."""
-        self._ended_by = control
-        token_ids, nodes = committed
-        logprobs = self.decoder.logprobs_behind(verified, nodes)
-        if not self._request.trace:
-            return StepOutput(token_ids, logprobs)
-        sources = [*self.decoder.drafter.counts.latest_sources(), MODEL][: len(token_ids)]
-        return StepOutput(token_ids, logprobs, step.shares.owner[nodes].tolist(), sources)
+        decoder = self.decoder
+        gathered = decoder.unpack(step, outcome.values)
+        if self._callbacks.observe:
+            self._callbacks.observe(decoder.accepted_nodes(step, gathered), step, self._group.rank, samples)
+        output = decoder.advance(step, gathered, *StepTimer.unpacked(outcome.clocks), self._times_are_late)
+        if not step.is_prefill:
+            sizes = step.shares.sizes
+            self._fed.tokens += sum(sizes) / len(sizes)
+            self._fed.extra_passes += self._model.num_passes(max(sizes)) - 1
+        self._ended_by = outcome.control
+        return output
 
     def report(self) -> Report:
         """Return what the request took, after its end."""
@@ -312,10 +328,10 @@ class Sequence:
         )
 
     def keep_prefix(self) -> int:
-        """Keep the keys and values of a sequence that has ended, for others to begin with; nothing of one that failed.
+        """Store the keys and values of a finished request in the prefix cache; nothing of one that failed.
 
         Returns:
-            the tag under which the sequence's draft tables are to be kept; 0 for not at all.
+            The tag under which to store the request's draft tables; 0 to drop them.
         """
         settings, state = self._request.lookahead, self.decoder.state
         if not self.is_finished:
