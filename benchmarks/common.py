@@ -32,7 +32,7 @@ from lp_runtime.request.output import Event, Report, StepOutput
 from lp_runtime.utils.prompt_file import Prompt, read_prompts
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path += [str(REPOSITORY / "tests"), str(REPOSITORY / "scripts")]
+sys.path += [str(REPOSITORY / folder) for folder in ("tests", "scripts", "experiments")]
 
 SETTINGS = ("5,3,5", "7,5,7", "15,5,15")
 REPLICA_MODULE = "lp_runtime.launchers.worker.replica_process"

@@ -114,7 +114,7 @@ run() {
         ;;
     inflate)
         [ "$shape" = demo ] || [ -f "$models/$shape/config.json" ] ||
-            "$python" scripts/inflate_model.py --shape "$shape" --dtype bfloat16 --out "$models/$shape"
+            "$python" experiments/inflate_model.py --shape "$shape" --dtype bfloat16 --out "$models/$shape"
         ;;
     bench)
         lp_bench model.path="$(model_path)" dtype=bfloat16 limit=2 degrees="$degrees" \

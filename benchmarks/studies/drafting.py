@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from common import Value
-from support.peers import SamDrafter
+from peers import SamDrafter
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from studies.drafting_bench import GREEDY

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from common import load_prompts_by_kind
-from support.peers import Peer
+from peers import Peer
 
 from lp_runtime.calibration.calibration import Calibration, Measured
 from lp_runtime.calibration.step_meter import StepMeasurement

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from support.goose import GooseDrafter
-from support.peers import SamDrafter
-from support.racer import RacerDrafter
+from goose import GooseDrafter
+from peers import SamDrafter
+from racer import RacerDrafter
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.lookahead.drafter import Drafter

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from support.peers import NUM_SHOWN
+from peers import NUM_SHOWN
 
 from lp_runtime.decoder.decoder import Decoder
 from lp_runtime.decoder.step import Step

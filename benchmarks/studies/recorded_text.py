@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support.peers import NUM_SHOWN
+from peers import NUM_SHOWN
 
 from lp_runtime.sampling.packing import NO_TOKEN
 from studies.drafting_bench import Bench

@@ -1,7 +1,7 @@
 """S and step time by LP degree, where tokens are cheap and where they are not: dense, experts, quantized, prefixes.
 
-    python scripts/inflate_model.py --from REAL --shape 1b --kv-heads 16 --heads 32 --out 1b
-    python scripts/inflate_model.py --from REAL --shape 1b --kv-heads 16 --heads 32 --experts 8 --out 1b_experts
+    python experiments/inflate_model.py --from REAL --shape 1b --kv-heads 16 --heads 32 --out 1b
+    python experiments/inflate_model.py --from REAL --shape 1b --kv-heads 16 --heads 32 --experts 8 --out 1b_experts
     python benchmarks/speed.py where_lp_pays --models dense=1b experts=1b_experts int8=1b int4=1b \\
         --prompts humaneval.jsonl:prompt --limit 4 --prefixes 512 8000 --degrees 1 2 4 8 --processes
 

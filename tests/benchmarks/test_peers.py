@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from goose import Branches, GooseDrafter, Matcher, extended, harmonic
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.goose import Branches, GooseDrafter, Matcher, extended, harmonic
-from support.peers import NUM_CHILDREN, NUM_COPIED, SamDrafter, first_end, longest_match
-from support.racer import Automaton, RacerDrafter, State, Trie, most_frequent
+from peers import NUM_CHILDREN, NUM_COPIED, SamDrafter, first_end, longest_match
+from racer import Automaton, RacerDrafter, State, Trie, most_frequent
 
 from lp_runtime.lookahead.drafter import VerificationResult
 from lp_runtime.lookahead.drafters.best_first.tables import ENTRY

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.racer import RacerDrafter
+from racer import RacerDrafter
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig

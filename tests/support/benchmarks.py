@@ -1,4 +1,4 @@
-"""Imports the commands of benchmarks/ and of scripts/, as Python does when it runs one of them."""
+"""Imports the commands of benchmarks/, scripts/ and experiments/, as Python does when it runs one of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def command(name: str) -> ModuleType:
-    """Return the module of a file of benchmarks/ or scripts/."""
-    for folder in (ROOT / "benchmarks", ROOT / "scripts"):
+    """Return the module of a file of benchmarks/, scripts/ or experiments/."""
+    for folder in (ROOT / "benchmarks", ROOT / "scripts", ROOT / "experiments"):
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
     return importlib.import_module(name.removesuffix(".py"))

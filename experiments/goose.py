@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from peers import Peer
 
 from lp_runtime.lookahead.drafter import VerificationResult
 from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree
-from support.peers import Peer
 
 NGRAMS = (5, 4, 3)  # tokens of the contexts that are matched, the longest first
 MAX_CHAIN = 20  # tokens that a match copies

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lp_runtime.config.settings import DEMO_MODEL
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "inflate_model.py"
+SCRIPT = Path(__file__).parents[2] / "experiments" / "inflate_model.py"
 sys.path.insert(0, str(SCRIPT.parent))  # as Python does for a script
 spec = importlib.util.spec_from_file_location("inflate_model", SCRIPT)
 inflate_model = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""Shapes of models that scripts/inflate_model.py makes, and which of them hold the small one."""
+"""Shapes of models that experiments/inflate_model.py makes, and which of them hold the small one."""
 
 from __future__ import annotations
 

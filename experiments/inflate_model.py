@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Make, from a small Llama-architecture model, a big one that computes the same function.
 
-    python scripts/inflate_model.py --shape 300m --out work/300m
-    python scripts/inflate_model.py --from DIR --out DIR --hidden 2048 --layers 24 --intermediate 5632 --heads 16 \\
+    python experiments/inflate_model.py --shape 300m --out work/300m
+    python experiments/inflate_model.py --from DIR --out DIR --hidden 2048 --layers 24 --intermediate 5632 --heads 16 \\
         --kv-heads 16 --head-dim 128 --dtype bfloat16
 
-    python scripts/inflate_model.py --shape 300m --experts 8 --out work/300m_experts
-    python scripts/inflate_model.py --shape 300m --attention-every 3 --out work/300m_hybrid
+    python experiments/inflate_model.py --shape 300m --experts 8 --out work/300m_experts
+    python experiments/inflate_model.py --shape 300m --attention-every 3 --out work/300m_hybrid
 
 So that real acceptance behaviour can be measured at a real model's cost, with no download: the text is the small
 model's, the price is the big one's. Every weight that is read in a step is there and is dense; what is new is random

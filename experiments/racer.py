@@ -19,11 +19,11 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from peers import Peer
 
 from lp_runtime.lookahead.drafter import VerificationResult
 from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree
-from support.peers import Peer
 
 NGRAM = 10  # tokens of the n-grams of the automaton, the published default
 MAX_STATES = 10_000  # of the automaton, the published default
