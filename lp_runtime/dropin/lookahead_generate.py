@@ -137,8 +137,9 @@ def lookahead_generate(
             with _ranks(model.device, share_ranks or is_split) as ranks:
                 sampling.seed = broadcast_object(int(torch.randint(2**63 - 1, ())), ranks)
             call.samples = list(range(len(call.rows)))
-        constrained = _compiled(constraint, constraint_tokenizer, runner.vocabulary_size, call.eos_token_ids)
-        return _Rows(call, runner, group, lookahead, sampling, calibration, *constrained).decode()
+        compiled, grammars = _compiled(constraint, constraint_tokenizer, runner.vocabulary_size, call.eos_token_ids)
+        engine = Engine(runner, group, calibration, grammars=grammars)
+        return _Rows(call, runner, group, engine, lookahead, sampling, compiled).decode()
 
 
 def _compiled(
@@ -220,16 +221,18 @@ class _Rows:
         call: GenerateCall,
         model: ModelRunner,
         group: Group,
+        engine: Engine,
         lookahead: LookaheadConfig,
         sampling: SamplingConfig,
-        calibration: Calibration,
         constraint: CompiledConstraint | None = None,
-        grammars: Grammars | None = None,
     ):
+        self._call = call
+        self._model = model
+        self._group = group
+        self._engine = engine
+        self._lookahead = lookahead
+        self._sampling = sampling
         self._constraint = constraint
-        self._call, self._model, self._group = call, model, group
-        self._lookahead, self._sampling = lookahead, sampling
-        self._engine = Engine(model, group, calibration, grammars=grammars)
 
     def decode(self) -> torch.Tensor | object:
         """Return what `generate` returns."""

@@ -1,4 +1,4 @@
-"""From what a caller asks for to a checked request: the model's defaults filled in, a seed chosen if need be."""
+"""Builds checked requests from what callers ask for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from lp_runtime.config.checks import require_int
 from lp_runtime.config.constraint import ConstraintConfig
@@ -31,27 +31,27 @@ SEED_BITS = 32  # of a seed that is chosen here: short enough to type
 
 
 class RequestOptions(TypedDict, total=False):
-    """What a request may say beside its prompt and max_new_tokens.
+    """Options of a request in addition to its prompt and max_new_tokens.
 
-    messages: a conversation instead of a prompt, by the model's chat template: dicts with "role" and "content".
+    messages: a conversation in place of a prompt, for the model's chat template: dicts with "role" and "content".
     eos: whether to stop at the model's end-of-sequence token, which is kept. Default True.
-    lookahead: drafting settings of this request; the output does not depend on them. Default: the runtime's.
+    lookahead: drafting settings; the output does not depend on them. Default: the runtime's.
     sampling: how successors are sampled. Default: the runtime's.
-    sample: which of several independent samples of one seed, >= 0. Default 0.
-    stop: strings; decoding ends after the first that the new text contains. Default: the model's stop_strings.
+    sample: index of one of several independent samples of the same seed, >= 0. Default 0.
+    stop: strings; decoding ends after the first one that the new text contains. Default: the model's stop_strings.
     max_time: seconds after which to stop, at the end of a step. Default: the model's.
     logprobs: whether to report the log-probability of each new token. Default False.
-    top_logprobs: how many of the likeliest tokens to report with each log-probability, 0 to 20: in the `top` of each of
-        a generation's `logprobs`. Default 0.
-    prompt_logprobs: whether to report log-probabilities of the prompt's tokens, too: in the `prompt` of the first of a
-        generation's `logprobs`. Default False.
-    trace: whether to report which replica has verified each new token. Default False.
-    request_id: names the request in logs. Default "".
-    cache_salt: prefixes of prompts are shared among requests of equal salts alone. Default "".
-    constraint: what the new text must be. Default: any text.
-    processors: transformers LogitsProcessors, which must pickle, and whose classes replicas must be able to import;
-        each request has a copy. One that does not set prefix_only = True is called once a new token, in order, on one
-        replica. Default: none.
+    top_logprobs: number of likeliest tokens to report with each log-probability, 0 to 20, in the `top` of each of a
+        generation's `logprobs`. Default 0.
+    prompt_logprobs: whether to report log-probabilities of the prompt's tokens as well, in the `prompt` of the first of
+        a generation's `logprobs`. Default False.
+    trace: whether to report which replica verified each new token. Default False.
+    request_id: name of the request in logs. Default "".
+    cache_salt: the prefix cache shares prefixes only between requests of equal salts. Default "".
+    constraint: what the new text must match. Default: any text.
+    processors: transformers LogitsProcessors. They must pickle, and replicas must be able to import their classes. Each
+        request has a copy. A processor that does not set prefix_only = True is called once per new token, in order, on
+        one replica. Default: none.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -97,65 +97,46 @@ class RequestBuilder:
         self,
         prompt: str | Sequence[int] | None = None,
         max_new_tokens: int | None = None,
-        *,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        eos: bool = True,
-        lookahead: LookaheadConfig | None = None,
-        sampling: SamplingConfig | None = None,
-        sample: int = 0,
-        stop: Sequence[str] | None = None,
-        max_time: float | None = None,
-        logprobs: bool = False,
-        top_logprobs: int = 0,
-        prompt_logprobs: bool = False,
-        trace: bool = False,
-        request_id: str = "",
-        cache_salt: str = "",
-        processors: Sequence[LogitsProcessor] = (),
-        constraint: ConstraintConfig | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Request:
-        """Return a checked request: the model's defaults filled in, a seed chosen if need be.
+        """Return a checked request with the model's defaults filled in, and with a seed if it samples.
 
         Args:
-            prompt: text or token ids; None where `messages` is given.
-            max_new_tokens: tokens to generate at most, >= 1; None for the model's own, else 128, or fewer where there
-                is room for fewer.
-            messages: a conversation instead of a prompt.
-            eos: whether to stop at the model's end-of-sequence token.
-            lookahead: drafting settings; None for the runtime's.
-            sampling: how successors are sampled; None for the runtime's.
-            sample: which of several independent samples of one seed.
-            stop: strings to stop after; None for the model's.
-            max_time: seconds after which to stop; None for the model's.
-            logprobs: whether to report log-probabilities.
-            top_logprobs: how many of the likeliest tokens to report with each log-probability.
-            prompt_logprobs: whether to report log-probabilities of the prompt's tokens, too.
-            trace: whether to report which replica has verified each token.
-            request_id: names the request in logs.
-            cache_salt: prefixes of prompts are shared among requests of equal salts alone.
-            processors: logits processors of the caller's own.
-            constraint: what the new text must be.
+            prompt: text or token ids; None with `messages`.
+            max_new_tokens: largest number of new tokens, >= 1; None for the model's default, else 128, or what fits
+                into the context if that is fewer.
+            options: see RequestOptions.
 
         Raises:
+            TypeError: if an option is unknown.
             ConfigError: if a setting is out of range.
-            RequestError: if the prompt is empty, has ids out of the vocabulary, or is too long for the model.
+            RequestError: if the prompt is empty, too long for the model, or has ids outside the vocabulary.
             ConstraintError: if the constraint is invalid, or cannot be compiled in time.
         """
+        if unknown := sorted(options.keys() - RequestOptions.__annotations__.keys()):
+            raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
         defaults = self._info.defaults
+        eos, sample = options.get("eos", True), options.get("sample", 0)
+        processors = options.get("processors", ())
+        stop = options.get("stop")
         stop = defaults.get("stop_strings", ()) if stop is None else stop
         stop = (stop,) if isinstance(stop, str) else stop
+        max_time = options.get("max_time")
         max_time = defaults.get("max_time") if max_time is None else max_time
         check_limits(max_new_tokens, stop, max_time)
         self._check_processors(processors)
+        request_id, cache_salt = options.get("request_id", ""), options.get("cache_salt", "")
         _check_texts(request_id=request_id, cache_salt=cache_salt)
         if isinstance(sample, bool) or not isinstance(sample, int) or not 0 <= sample <= MAX_SAMPLE:
             raise ConfigError(f"sample={sample}: must be 0 to 2**32 - 1")
+        logprobs, top_logprobs = options.get("logprobs", False), options.get("top_logprobs", 0)
+        prompt_logprobs = options.get("prompt_logprobs", False)
         _check_logprobs(logprobs, top_logprobs, prompt_logprobs)
         if prompt_logprobs and self._config.exactness == "strict":  # the prompt is fed as trees are, not as prompts are
             raise ConfigError("prompt_logprobs: not with exactness=strict")
-        sampling = self._with_seed(_typed("sampling", sampling, SamplingConfig) or self._config.sampling)
-        lookahead = self._lookahead(lookahead)
-        ids = self._encode(prompt, messages)
+        sampling = self._with_seed(_typed("sampling", options.get("sampling"), SamplingConfig) or self._config.sampling)
+        lookahead = self._lookahead(options.get("lookahead"))
+        ids = self._encode(prompt, options.get("messages"))
         if max_new_tokens is None:
             max_new_tokens = self._default_max_new_tokens(len(ids))
         self._check_vocabulary(ids, sampling)
@@ -172,11 +153,11 @@ class RequestBuilder:
             logprobs=logprobs,
             top_logprobs=min(top_logprobs, self._info.vocabulary_size),
             prompt_logprobs=prompt_logprobs,
-            trace=trace,
+            trace=options.get("trace", False),
             request_id=request_id,
             cache_salt=cache_salt,
             processors=tuple(processors),
-            constraint=self._compiled(constraint, eos),
+            constraint=self._compiled(options.get("constraint"), eos),
         )
 
     def _compiled(self, given: ConstraintConfig | None, eos: bool) -> CompiledConstraint | None:

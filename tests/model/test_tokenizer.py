@@ -147,6 +147,7 @@ def test_where_stop_strings_end():
 
     assert ends([0, 1], "ab") == [None, 0]
     assert ends([0, 4], "ab") == [None, 1]
+    assert ends([1, 1, 0, 1], "ab") == [None, None, None, 0]
     assert ends([0, 4, 1], "aab") == [None, None, None]
     assert ends([1, 3], "ba") == [None, 2]
     assert ends([1, 3], "bab", "ba") == [None, 2]
