@@ -168,7 +168,7 @@ def draw_owner(drawing: Drawing, x: float, y: float, rank: int) -> None:
 
 
 def draw_request() -> None:
-    """Draw the life of a request: which parts of the package a prompt passes, in order."""
+    """Draw the life of a request: the parts of the package that a prompt passes, in order."""
     drawing = Drawing(1110, 400, "The life of a request: from the prompt to the last delta")
     width, height, pitch = 136, 100, 152
     xs = [22 + pitch * number for number in range(7)]
@@ -176,7 +176,7 @@ def draw_request() -> None:
 
     drawing.text(22, 28, "Life of a request", "ink large", "start")
     drawing.text(22, 52, "caller's process", "dim", "start")
-    drawing.room(xs[0], top, width, height, "1  runtime", ("generate, stream:", "a prompt comes in"), "runtime.py")
+    drawing.room(xs[0], top, width, height, "1  runtime", ("generate, stream:", "receives a prompt"), "runtime.py")
     drawing.room(
         xs[1],
         top,
@@ -187,7 +187,7 @@ def draw_request() -> None:
         "request_builder.py",
     )
     drawing.room(xs[2], top, width, height, "3  launcher", ("hands the Request", "to every replica"), "launchers/")
-    drawing.room(xs[6], top, width, height, "9  stream", ("token ids to text:", "a Delta a step"), "generation.py")
+    drawing.room(xs[6], top, width, height, "8  stream", ("token ids to text:", "a Delta per step"), "generation.py")
     drawing.text(xs[4] + 60, top + 44, "for delta in runtime.stream(prompt):", "ink code")
     drawing.text(xs[4] + 60, top + 64, "print(delta.text)", "ink code")
     drawing.arrow((xs[6] - 2, top + 84), (xs[3] + 40, top + 84))
@@ -195,20 +195,22 @@ def draw_request() -> None:
     for shift in (10, 5, 0):  # one behind the other
         drawing.rect(xs[2] - 14 + shift, bottom - 52 - shift, 5 * pitch + 12, height + 66, "frame", 8)
     drawing.text(xs[3], bottom - 30, "every replica, each with the whole model", "dim", "start")
-    drawing.room(xs[2], bottom, width, height, "4  engine", ("drafter, sampler,", "step budget, slot"), "engine.py")
-    drawing.room(xs[3], bottom, width, height, "5  sequence", ("one request's state", "on this replica"), "sequence.py")
-    drawing.room(
-        xs[4], bottom, width, height, "6  prefill", ("the prompt in chunks,", "then a first token"), "runner.py"
+    columns = [xs[2] + 4 * pitch / 3 * number for number in range(4)]  # of the replica's boxes
+    rooms = (
+        ("4  engine", ("opens the request:", "slot, drafter, sampler"), "running_request.py"),
+        ("5  prefill", ("the prompt in chunks,", "then a first token"), "runner.py"),
+        ("6  step loop", ("propose, forward,", "exchange, advance"), "engine.py"),
+        ("7  delivery", ("tokens to the caller,", "once a step"), "delivery.py"),
     )
-    drawing.room(xs[5], bottom, width, height, "7  step loop", ("propose, forward,", "exchange, advance"), "engine.py")
-    drawing.room(xs[6], bottom, width, height, "8  delivery", ("tokens to the caller,", "once a step"), "delivery.py")
+    for column, (title, lines, file) in zip(columns, rooms, strict=True):
+        drawing.room(column, bottom, width, height, title, lines, file)
     for left in (0, 1):
         drawing.arrow((xs[left] + width, top + 50), (xs[left + 1] - GAP + 4, top + 50))
-    for left in (2, 3, 4, 5):
-        drawing.arrow((xs[left] + width, bottom + 50), (xs[left + 1] - GAP + 4, bottom + 50))
+    for left in (0, 1, 2):
+        drawing.arrow((columns[left] + width, bottom + 50), (columns[left + 1] - 2, bottom + 50))
     drawing.arrow((xs[2] + width / 2, top + height), (xs[2] + width / 2, bottom - 2))
     drawing.arrow((xs[6] + width / 2, bottom), (xs[6] + width / 2, top + height + 2))
-    x = xs[5] + width / 2
+    x = columns[2] + width / 2
     drawing.path(
         f"M{x + 36:g} {bottom:g} C{x + 36:g} {bottom - 36:g} {x - 36:g} {bottom - 36:g} {x - 36:g} {bottom - 10:g}",
         "line",
@@ -222,17 +224,17 @@ def draw_request() -> None:
 
 
 def draw_step() -> None:
-    """Draw the life of a step: what every replica does alike, and what each does alone."""
+    """Draw the life of a step: what is the same on every replica, and what each does alone."""
     drawing = Drawing(1020, 356, "The life of a step: propose, partition, forward, exchange, advance")
     width, height, pitch = 164, 100, 203
     xs = [22 + pitch * number for number in range(5)]
     middle, upper, lower = 142, 82, 202
     drawing.text(22, 28, "Life of a step", "ink large", "start")
     bands = (
-        (0, 1, "every replica alike"),
+        (0, 1, "the same on every replica"),
         (2, 2, "each its own share"),
         (3, 3, "the only communication"),
-        (4, 4, "every replica alike"),
+        (4, 4, "the same on every replica"),
     )
     for first, last, label in bands:
         drawing.path(f"M{xs[first]:g} 66 v-6 H{xs[last] + width:g} v6", "line")
@@ -260,11 +262,9 @@ def draw_step() -> None:
             (xs[3] - 2, middle + 50),
         )
     drawing.room(
-        xs[3], middle, width, height, "exchange", ("one gather of integers:", "what follows every node"), "exchange.py"
+        xs[3], middle, width, height, "exchange", ("one gather of integers:", "successors of all nodes"), "exchange.py"
     )
-    drawing.room(
-        xs[4], middle, width, height, "verify, advance", ("accept, commit, learn:", "1 token or more"), "lookahead/"
-    )
+    drawing.room(xs[4], middle, width, height, "advance", ("accept, commit, learn:", "1 token or more"), "decoder.py")
     drawing.arrow((xs[0] + width, middle + 50), (xs[1] - 2, middle + 50))
     drawing.arrow((xs[3] + width, middle + 50), (xs[4] - 2, middle + 50))
     drawing.arrow(
