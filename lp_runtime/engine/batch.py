@@ -48,6 +48,11 @@ class Batch:
         self.prefilling: dict[Hashable, tuple[RunningRequest, Generator[None, None, StepOutput | None]]] = {}
         self.delivery: Delivery[tuple[Hashable, Event | LookaheadError]] = Delivery()
 
+    @property
+    def is_deferred(self) -> bool:
+        """Whether outputs are delivered after the next step's launch."""
+        return bool(self.running) and self.delivery.is_deferred
+
     def prefill_chunk(self) -> bool:
         """Feed one chunk of the next prompt in turn; return whether that prompt's prefill has ended."""
         key = next(iter(self.prefilling))

@@ -183,28 +183,31 @@ class Engine:
         """
         assert self._group.is_alone
         batch = Batch(self._close)
-        delivery, running = batch.delivery, batch.running
         try:
             while True:
-                if not (running and delivery.is_deferred):
-                    yield from delivery.deliver()
-                for arrival in arrivals():
-                    self._admit(batch, arrival)
-                if batch.prefilling or not (running and delivery.is_deferred):
-                    yield from delivery.deliver()
+                yield from self._admit_arrivals(batch, arrivals)
                 yield from self._prefill_some(batch)
-                if running:
-                    keys = list(running)
-                    outputs = yield from self._step(list(running.values()), delivery)
+                if batch.running:
+                    keys = list(batch.running)
+                    outputs = yield from self._step(list(batch.running.values()), batch.delivery)
                     for key, output in zip(keys, outputs, strict=True):
                         batch.handle_output(key, output)
                 elif not batch.prefilling:
                     return
         except Exception:
-            yield from delivery.deliver()
+            yield from batch.delivery.deliver()
             raise
         finally:
             batch.close()
+
+    def _admit_arrivals(self, batch: Batch, arrivals: Callable[[], Iterable[Arrival]]) -> Iterator[Any]:
+        """Open the requests that have arrived; yield outputs, unless they are deferred until the next launch."""
+        if not batch.is_deferred:
+            yield from batch.delivery.deliver()
+        for arrival in arrivals():
+            self._admit(batch, arrival)
+        if batch.prefilling or not batch.is_deferred:
+            yield from batch.delivery.deliver()
 
     def _admit(self, batch: Batch, arrival: Arrival) -> None:
         try:

@@ -118,17 +118,14 @@ class RequestBuilder:
         defaults = self._info.defaults
         eos, sample = options.get("eos", True), options.get("sample", 0)
         processors = options.get("processors", ())
-        stop = options.get("stop")
-        stop = defaults.get("stop_strings", ()) if stop is None else stop
-        stop = (stop,) if isinstance(stop, str) else stop
+        stop = self._stop_strings(options.get("stop"))
         max_time = options.get("max_time")
         max_time = defaults.get("max_time") if max_time is None else max_time
         check_limits(max_new_tokens, stop, max_time)
         self._check_processors(processors)
         request_id, cache_salt = options.get("request_id", ""), options.get("cache_salt", "")
         _check_texts(request_id=request_id, cache_salt=cache_salt)
-        if isinstance(sample, bool) or not isinstance(sample, int) or not 0 <= sample <= MAX_SAMPLE:
-            raise ConfigError(f"sample={sample}: must be 0 to 2**32 - 1")
+        _check_sample(sample)
         logprobs, top_logprobs = options.get("logprobs", False), options.get("top_logprobs", 0)
         prompt_logprobs = options.get("prompt_logprobs", False)
         _check_logprobs(logprobs, top_logprobs, prompt_logprobs)
@@ -159,6 +156,11 @@ class RequestBuilder:
             processors=tuple(processors),
             constraint=self._compiled(options.get("constraint"), eos),
         )
+
+    def _stop_strings(self, given: Sequence[str] | None) -> Sequence[str]:
+        """Return a request's stop strings; the model's if none are given."""
+        stop = self._info.defaults.get("stop_strings", ()) if given is None else given
+        return (stop,) if isinstance(stop, str) else stop
 
     def _compiled(self, given: ConstraintConfig | None, eos: bool) -> CompiledConstraint | None:
         """Return a request's constraint, compiled; None without one."""
@@ -271,6 +273,12 @@ def _check_logprobs(logprobs: bool, top_logprobs: int, prompt_logprobs: bool) ->
     if (top_logprobs or prompt_logprobs) and not logprobs:
         name = "top_logprobs" if top_logprobs else "prompt_logprobs"
         raise ConfigError(f"{name}: only with logprobs")
+
+
+def _check_sample(sample: int) -> None:
+    """Refuse a number of a sample that is out of range."""
+    if isinstance(sample, bool) or not isinstance(sample, int) or not 0 <= sample <= MAX_SAMPLE:
+        raise ConfigError(f"sample={sample}: must be 0 to 2**32 - 1")
 
 
 def _check_texts(**values: str) -> None:
