@@ -1,1 +1,1 @@
-"""The model: loading, prefill, tree passes, KV cache, self-check. The main user of transformers."""
+"""The model: loading, prefill, tree passes, KV cache and self-check. Built on transformers."""

@@ -81,7 +81,7 @@ def encode_chat(
 
 
 def _with_known_roles(messages: Sequence[Mapping[str, Any]], template: str) -> Sequence[Mapping[str, Any]]:
-    """Return messages with OpenAI's role "developer" renamed to "system", if the template does not know it."""
+    """Return messages with OpenAI's role "developer" renamed to "system" if the template lacks it."""
     if "developer" in template:
         return messages
     return [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
@@ -176,7 +176,10 @@ class TextStream:
         return self.peek()
 
     def peek(self) -> str:
-        """Return the text that `add` has held back, without an unfinished character; `add` may still return it."""
+        """Return the text that `add` has held back, without an unfinished character.
+
+        A later `add` may return the same text.
+        """
         before = self._decode(self._ids[self._start : self._num_returned])
         now = self._decode(self._ids[self._start :])
         return now[len(before) :].rstrip(REPLACEMENT)

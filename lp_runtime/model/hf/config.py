@@ -20,8 +20,8 @@ def context_length(config: PreTrainedConfig, lengths: RotaryLengths) -> int | No
 
     Args:
         config: the model's (text) configuration.
-        lengths: where the factors change, if our modules give each token those of its own length; UNCHANGING if
-            transformers' modules stay.
+        lengths: where the factors change, if our modules choose factors token by token; UNCHANGING if transformers'
+            modules stay.
     """
     length = max_positions(config)
     if lengths.change:  # "dynamic" factors extend the context beyond max_position_embeddings
@@ -45,7 +45,7 @@ def max_positions(config: PreTrainedConfig) -> int | None:
 
 
 def config_json(location: str, revision: str | None) -> str:
-    """Return a model's config.json as text, with sorted keys, as transformers reads it; empty if there is none.
+    """Return a model's config.json, as transformers reads it, with sorted keys; empty if there is none.
 
     Args:
         location: a directory or hub id.

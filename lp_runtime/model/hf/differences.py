@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-# Largest relative difference of a node's logits, ||tree - plain|| / ||plain||, each minus its mean. Rounding alone stays
+# Largest relative difference of a node's logits, ||tree - plain|| / ||plain||, each minus its mean. Rounding alone is
 # an order of magnitude below; a wrong mask or position is far above.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-4, torch.float16: 4e-2, torch.bfloat16: 2e-1}
 
