@@ -1,4 +1,4 @@
-"""Forward passes of a few fixed sizes, with inputs at fixed addresses, so that CUDA graphs can replay them.
+"""Forward passes of a few fixed sizes, with inputs at fixed addresses, for replay as CUDA graphs.
 
 Launching a step's kernels one by one from Python takes longer than running most of them. A graph launches them all at
 once, but only with the sizes and addresses of its capture. So trees are padded to the next of a few sizes, inputs are

@@ -1,4 +1,4 @@
-"""Choice of all-reduce for small tensors between a replica's GPUs: NCCL, or one shot if it measures faster.
+"""Choice of the all-reduce for small tensors of a replica's GPUs: NCCL, or one shot if it is faster.
 
 Letters: P shards, E hidden size.
 """

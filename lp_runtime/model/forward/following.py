@@ -135,7 +135,7 @@ class LeadingShard:
             self._link.announce(message)
 
     def close(self) -> None:
-        """End the replica: its followers' `messages` raise."""
+        """End the replica: its followers' `messages` raise ShardError."""
         self._link.close()
 
 
@@ -165,7 +165,7 @@ class Follower:
                 yield message
 
     def close(self) -> None:
-        """Leave the link; this ends the replica."""
+        """Leave the link; unless the replica has ended already, this loses it."""
         self._link.close()
 
     def _run(self, order: Pass) -> None:

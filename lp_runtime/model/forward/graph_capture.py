@@ -21,7 +21,8 @@ class GraphCapture:
 
     Args:
         refuses_waits: whether to detect, before the capture, passes that wait for the device. During that check no
-            other thread of the process may wait for a GPU. Without it, such a pass fails during its capture.
+            other thread of the process may wait for a GPU. Without it, such a pass fails during its capture, which is
+            then undone.
 
     Attributes:
         count: graphs captured so far.
@@ -65,7 +66,7 @@ class GraphCapture:
 
     @contextmanager
     def _closing_pool(self) -> Iterator[None]:
-        """Close the memory pool if a capture fails: torch leaves it open, and later allocations would land in it.
+        """Close the memory pool if a capture fails: torch would leave it open for later allocations.
 
         Raises:
             ModelError: if the capture fails.

@@ -181,7 +181,7 @@ class Passes:
 
     @torch.inference_mode()
     def text(self, caches: Sequence[TreeCache], tokens: Sequence[int], num_last: int) -> torch.Tensor:
-        """Return the logits of a text's last tokens, [num_last, V], as the model computes them without a cache."""
+        """Return the logits of a text's last tokens, [num_last, V], computed by the model without a cache."""
         assert not caches
         ids = tensor_on(self._device, tokens)[None]
         positions = torch.arange(len(tokens), device=self._device)[None]

@@ -1,4 +1,4 @@
-"""Passes that all have the same number of tokens, for exactness=strict (attention/strict.py explains why).
+"""Passes that all have the same number of tokens, for exactness=strict (see attention/strict.py).
 
 Letters: T tokens fed, B tokens of a pass.
 """
@@ -32,7 +32,7 @@ def strict_passes(
         (ids, positions, masks): [B], [B], and tables from `tail_table` for strict_attention, by kind of layer if the
         model has several.
     """
-    # Padding is at position 0 and sees the first committed token: without any key its result would not be finite.
+    # Padding is at position 0 and sees the first committed token, so that its results are finite.
     num_padding = -len(layout.tokens) % size
     tables: dict[int, torch.Tensor] = {}  # by window
     for window in set(masks.windows_by_kind.values()):
