@@ -73,13 +73,8 @@ def _free_of_container() -> int | None:
 def num_sharing(device: torch.device, num_local: int, owns_device: bool) -> int:
     """Return how many replicas share a device's memory.
 
-    Replicas on a machine divide its GPUs, or its main memory, among them. A GPU that `owns_device` says is reserved for
-    one replica is not shared; that replica may see no other GPU of the machine.
-
-    Args:
-        device: of one of the replicas.
-        num_local: replicas on this machine.
-        owns_device: whether the GPU is reserved for one replica.
+    The `num_local` replicas of a machine divide its GPUs, or its main memory, among them. A replica that `owns_device`
+    is alone on its GPU, and may see no other GPU of the machine.
     """
     if device.type == "cpu":
         return num_local
@@ -87,15 +82,10 @@ def num_sharing(device: torch.device, num_local: int, owns_device: bool) -> int:
 
 
 def capacity_in_tokens(model: ModelRunner, num_replicas: int, exchange_bytes: int = 0) -> int | None:
-    """Return how many tokens, prompt and output together, fit into a replica's free memory.
+    """Return how many tokens, prompt and output together, fit into a replica's free memory, if known.
 
-    Args:
-        model: must have run at least one pass: only then is the size of a token in its cache known.
-        num_replicas: replicas that share the device's memory.
-        exchange_bytes: device memory to leave free for the exchange with other replicas.
-
-    Returns:
-        Tokens, >= 0; None if unknown, e.g. if the model spans several devices.
+    `num_replicas` share the device's memory, and `exchange_bytes` of it are left free for exchanges. Unknown (None) if
+    the model spans several devices, or has run no pass yet: only then is the size of a token in its cache known.
     """
     if len({each.device for each in model.model.parameters()}) > 1:
         return None
@@ -108,9 +98,8 @@ def capacity_in_tokens(model: ModelRunner, num_replicas: int, exchange_bytes: in
 def tokens_in(num_bytes: int, token_bytes: int) -> int:
     """Return how many tokens, prompt and output together, fit into free memory.
 
-    Args:
-        num_bytes: free bytes once the weights are loaded.
-        token_bytes: bytes of one token's keys and values in all layers.
+    `num_bytes` are free after the weights are loaded; `token_bytes` is the size of a token's keys and values in all
+    layers.
     """
     return max(0, int(num_bytes * USABLE_FRACTION) // token_bytes - STEP_TOKENS)
 

@@ -165,12 +165,9 @@ class ModelRunner:
         self.supports_batching |= is_strict
 
     def feed(self, kind: str, caches: Sequence[TreeCache], *what: object) -> torch.Tensor:
-        """Run a method of Passes on all shards of the replica; return its tensor, usually [n, V] logits.
+        """Run the method `kind` of Passes on all shards; return its tensor, usually [n, V] logits.
 
-        Args:
-            kind: name of the method.
-            caches: one per sequence; the pass writes its keys and values there.
-            what: the method's other arguments.
+        `caches`, one per sequence, receive the pass's keys and values; `what` are the method's other arguments.
         """
         if self.leading is not None:
             return self.leading.run(self.passes, kind, caches, what)

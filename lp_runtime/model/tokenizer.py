@@ -96,9 +96,8 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
 def conversation(turns: Sequence[str], answers: Sequence[str] = ()) -> list[dict[str, str]]:
     """Return a conversation as messages that end with the user's turn after the last answer.
 
-    Args:
-        turns: the user's texts, more than there are answers.
-        answers: the assistant's texts, one for each of the first turns.
+    `turns` are the user's texts, more than there are answers; `answers` are the assistant's, one for each of the first
+    turns.
     """
     said = [{"role": "user", "content": text} for text in turns[: len(answers) + 1]]
     answered = [{"role": "assistant", "content": text} for text in answers]

@@ -41,8 +41,7 @@ class MaskForm(Enum):
 def ancestor_mask(parents: Sequence[int] | np.ndarray) -> np.ndarray:
     """Return [T, T] bool: row i is True at i and at the ancestors of i.
 
-    Args:
-        parents: [T] index of each node's parent, -1 for none; parents come before children.
+    `parents` holds [T] indices, -1 for none; parents come before children.
     """
     mask = np.empty((len(parents), len(parents)), dtype=np.bool_)
     _mark_ancestors(np.array(parents, dtype=np.int64), mask)
@@ -69,12 +68,9 @@ def _mark_ancestors(parents, mask):
 
 
 def additive_mask(parents: Sequence[int] | np.ndarray, num_cached: int, lowest: float) -> np.ndarray:
-    """Return [T, S] float32 to add to scores: 0 at committed tokens, ancestors and the node, else `lowest`.
+    """Return [T, S] float32 to add to scores: `lowest` at hidden keys, 0 at the others.
 
-    Args:
-        parents: [T] index of each node's parent, -1 for none; parents come before children.
-        num_cached: L.
-        lowest: the value that hides a key.
+    Committed tokens, ancestors and the node itself are visible. `parents` is as in `ancestor_mask`, `num_cached` is L.
     """
     mask = np.empty((len(parents), num_cached + len(parents)), dtype=np.float32)
     _mark_hidden(np.asarray(parents, dtype=np.int64), num_cached, lowest, mask)

@@ -23,11 +23,7 @@ def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
 def merge(prefix: torch.Tensor, prefix_sum: torch.Tensor, tree: torch.Tensor, tree_sum: torch.Tensor) -> torch.Tensor:
     """Return attention over prefix and tree from attention over each, [..., D] float32.
 
-    Args:
-        prefix: [..., D] attention over the prefix.
-        prefix_sum: [...] log-sum-exp of the prefix's scores.
-        tree: [..., D] attention over the tree, float32.
-        tree_sum: [...] log-sum-exp of the tree's scores.
+    `prefix` and `tree` are [..., D], `tree` in float32; the sums are the log-sum-exp of their scores, [...].
     """
     prefix_weight = torch.sigmoid(prefix_sum - tree_sum)[..., None]
     return torch.lerp(tree, prefix.float(), prefix_weight)
@@ -38,12 +34,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to all keys, or causally, without a mask, by the fastest torch kernel for device and dtype.
 
-    Args:
-        query: [1, g H, n, D].
-        key: [1, H, L, D].
-        value: [1, H, L, D].
-        scale: factor of the scores.
-        is_causal: whether query i sees only the keys up to i; requires n = L.
+    `query` is [1, g H, n, D], `key` and `value` [1, H, L, D]; `scale` multiplies the scores. With `is_causal`, query i
+    sees only the keys up to i, and n = L.
 
     Returns:
         (output, log-sum-exp): [1, g H, n, D], and [1, g H, n] float32.
@@ -93,12 +85,7 @@ def attend_masked(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to a few keys by two matrix products in float32.
 
-    Args:
-        query: [1, H, g n, D].
-        key: [1, H, S, D].
-        value: [1, H, S, D].
-        mask: [n, S] additive; None for none.
-        scale: factor of the scores.
+    `query` is [1, H, g n, D], `key` and `value` [1, H, S, D], `mask` [n, S] additive; `scale` multiplies the scores.
 
     Returns:
         (output, log-sum-exp): [1, H, g n, D] and [1, H, g n], float32.

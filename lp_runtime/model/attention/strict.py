@@ -66,12 +66,9 @@ def tail_table(num_cached: int, parents: Sequence[int] | np.ndarray, window: int
 def path_table(num_cached: int, parents: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return L and the cache indices of the keys on each token's path, [T, 1 + BLOCK] int64.
 
-    Column 0 is L, and column 1 + i is for position L + i; columns beyond the token's position are 0.
-
-    Args:
-        num_cached: L; fed token i is written at L + i of the cache.
-        parents: [T] int64, index of each token's parent among the fed ones, -1 for the first.
-        positions: [T] int64, L and more.
+    Column 0 is L, and column 1 + i is for position L + i; columns beyond the token's position are 0. `num_cached` is L,
+    and fed token i is written at L + i of the cache. `parents` and `positions` are [T] int64: indices among the fed
+    tokens, -1 for the first, and absolute positions, L and more.
     """
     assert len(positions) == 0 or int(positions.max()) < num_cached + MAX_DEPTH
     table = np.zeros((len(parents), 1 + BLOCK), dtype=np.int64)
@@ -205,11 +202,7 @@ def _tail(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather and score each token's last two blocks.
 
-    Args:
-        queries: B tokens.
-        keys: [H, S, D].
-        values: [H, S, D].
-        key_indices: [B, TAIL] index in the cache of the key at each position; -1 for none.
+    `keys` and `values` are [H, S, D]; `key_indices`, [B, TAIL], has the cache index of the key at each position, or -1.
 
     Returns:
         (scores, values): [H, g, B, TAIL], and [H, B, TAIL, D], float32.
@@ -228,11 +221,7 @@ def _head(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Score the blocks before each token's tail; they are committed for every token that may see them.
 
-    Args:
-        queries: B tokens.
-        keys: [H, S, D].
-        values: [H, S, D].
-        num_blocks: n, the whole blocks among the keys, at least one.
+    `keys` and `values` are [H, S, D]; `num_blocks` is n, the whole blocks among the keys, at least one.
 
     Returns:
         (scores, values): [H, n, g, B, BLOCK], and [H, n, BLOCK, D], float32.

@@ -33,17 +33,10 @@ class DeviceAttention(Protocol):
     def attend(
         self, query: torch.Tensor, num_heads: int, mask: torch.Tensor, scale: float, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attend to the keys of the layer that was written last.
+        """Attend to the keys of the layer that was written last; return [1, T, g H, D].
 
-        Args:
-            query: [1, g H, T, D].
-            num_heads: H.
-            mask: the mask that the pass gives the model.
-            scale: factor of the scores.
-            sinks: [g H] attention sinks; None for none.
-
-        Returns:
-            [1, T, g H, D]
+        `query` is [1, g H, T, D], `num_heads` is H, `mask` the one that the pass gives the model, and `sinks` are [g
+        H]. `scale` multiplies the scores.
         """
 
 
@@ -161,14 +154,8 @@ def _attend_prompt(
 def attend_chunk(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     """Attend to the committed prefix without a mask and to the chunk causally, and merge the two.
 
-    Args:
-        query: [1, g H, T, D].
-        key: [1, H, L + T, D].
-        value: [1, H, L + T, D].
-        scale: factor of the scores.
-
-    Returns:
-        [1, T, g H, D], contiguous.
+    `query` is [1, g H, T, D], `key` and `value` [1, H, L + T, D]; `scale` multiplies the scores. The result is [1, T, g
+    H, D], contiguous.
     """
     num_cached = key.shape[2] - query.shape[2]
     prefix = attend(query, key[:, :, :num_cached], value[:, :, :num_cached], scale)
@@ -214,15 +201,8 @@ def attend_apart(
 ) -> torch.Tensor:
     """Attend to the committed prefix without a mask and to the tree with one, and merge the two.
 
-    Args:
-        query: [1, H, g T, D].
-        key: [1, H, L + T, D].
-        value: [1, H, L + T, D].
-        mask: [T, T] additive.
-        scale: factor of the scores.
-
-    Returns:
-        [1, H, g T, D]
+    `query` is [1, H, g T, D], `key` and `value` [1, H, L + T, D], `mask` [T, T] additive; `scale` multiplies the
+    scores. The result is [1, H, g T, D].
     """
     num_cached = key.shape[2] - len(mask)
     prefix = attend(query, key[:, :, :num_cached], value[:, :, :num_cached], scale)

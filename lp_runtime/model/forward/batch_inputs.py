@@ -23,12 +23,6 @@ def batch_inputs(
 
     On a CPU the tokens are padded (inputs.rounding_of).
 
-    Args:
-        caches: one per sequence.
-        layouts: one per sequence.
-        masks: builder of the model's masks.
-        device: of the model.
-
     Returns:
         (ids, positions, rows, cache): [T], [T] and [n] int64 on the device, and the cache; its `mask` is the model's
         mask.

@@ -28,15 +28,8 @@ TOLERANCE = 0.05  # allowed difference relative to the largest sum: rounding in 
 def fastest_reducer(link: ShardLink, width: int, dtype: torch.dtype, device: torch.device, timeout: float) -> Reducer:
     """Return the fastest reducer; all shards must call this together, and get the same result.
 
-    Args:
-        link: between the shards; has the default reducer.
-        width: E, numbers per token that are summed.
-        dtype: of these numbers.
-        device: of this shard.
-        timeout: seconds within which the shards must set up shared memory.
-
-    Returns:
-        the link's reducer, or one that all-reduces small tensors in one shot if its CUDA graphs replay faster.
+    It is the link's reducer, or one that all-reduces small tensors in one shot if its CUDA graphs replay faster.
+    `width` is E, and the shards must set up shared memory within `timeout` seconds.
     """
     reducer = link.reducer
     if not reducer.can_capture or dtype not in DTYPES:

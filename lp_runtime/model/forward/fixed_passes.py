@@ -94,10 +94,8 @@ class FixedPasses:
     def make_all(self, with_batches: bool) -> Iterator[tuple[int, int]]:
         """Make all passes, the largest first, so that the others reuse its memory.
 
-        Sizes above MIN_LARGEST that do not fit into memory are left out, and `max_tokens` is lowered.
-
-        Args:
-            with_batches: whether several sequences are ever fed in one pass.
+        Sizes above MIN_LARGEST that do not fit into memory are left out, and `max_tokens` is lowered. Passes for
+        several sequences are made if `with_batches`.
 
         Yields:
             (tokens, sequences), the capacity of each pass once it is made.

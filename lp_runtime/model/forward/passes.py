@@ -79,10 +79,8 @@ class Passes:
     ) -> StepLogits:
         """Return the logits of a tree pass in the form that sampling uses.
 
-        Args:
-            logits: result of the pass.
-            feed: ModelRunner.feed, for further passes.
-            presampled: [n, width] what a pass of a fixed size has sampled; None for other passes.
+        `feed` is ModelRunner.feed, for further passes. A pass of a fixed size also has its samples, [n, width]:
+        `presampled`.
         """
         return StepLogits(logits, presampled, is_reused=presampled is not None)
 
@@ -119,10 +117,7 @@ class Passes:
     def fixed(self, caches: Sequence[TreeCache], size: PassSize, pieces: Sequence[tuple]) -> torch.Tensor:
         """Run the pass of a fixed size on several sequences' shares; return the wanted rows' logits, [n, V].
 
-        Args:
-            caches: one per share.
-            size: of a pass that has been made.
-            pieces: one Part per share, without its cache.
+        The pass has been made. Each piece is a Part without its cache, which is in `caches`.
         """
         assert self.made is not None
         return self.made.run(size, [Part(cache, *piece) for cache, piece in zip(caches, pieces, strict=True)])

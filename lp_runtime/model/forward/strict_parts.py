@@ -18,10 +18,8 @@ from lp_runtime.model.forward.pass_inputs import Part
 def cut_into_passes(parts: Sequence[Part], size: int, max_sequences: int) -> list[list[Part]]:
     """Return the pieces of the parts that each pass feeds, in the parts' order.
 
-    Args:
-        parts: shares of different sequences, at least one.
-        size: B.
-        max_sequences: pieces in a pass.
+    The parts are shares of different sequences, at least one. A pass has `size` tokens and up to `max_sequences`
+    pieces.
     """
     passes: list[list[Part]] = [[]]
     num_free = size

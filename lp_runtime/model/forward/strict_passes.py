@@ -19,14 +19,7 @@ from lp_runtime.utils.tensors import tensor_on
 def strict_passes(
     layout: InputLayout, size: int, num_cached: int, masks: MaskBuilder, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, LayerMasks]]:
-    """Yield the inputs of passes of B tokens each; the last one is padded.
-
-    Args:
-        layout: T tokens.
-        size: B.
-        num_cached: committed tokens.
-        masks: builder of the model's masks.
-        device: of the model.
+    """Yield the inputs of passes of `size` tokens, B, each; the last one is padded.
 
     Yields:
         (ids, positions, masks): [B], [B], and tables from `tail_table` for strict_attention, by kind of layer if the

@@ -47,9 +47,7 @@ def max_positions(config: PreTrainedConfig) -> int | None:
 def config_json(location: str, revision: str | None) -> str:
     """Return a model's config.json, as transformers reads it, with sorted keys; empty if there is none.
 
-    Args:
-        location: a directory or hub id.
-        revision: branch, tag or commit of a hub id.
+    `location` is a directory or hub id; `revision` is a branch, tag or commit of a hub id.
     """
     try:
         return json.dumps(PreTrainedConfig.get_config_dict(location, revision=revision or "main")[0], sort_keys=True)

@@ -47,43 +47,25 @@ class RotaryLengths(NamedTuple):
         return max(0, min(length - self.threshold, self.num_rows - 1))
 
     def num_alike(self, prompt_length: int, num_tokens: int) -> int:
-        """Return how many leading tokens of a text have the same factors as its prompt.
-
-        Args:
-            prompt_length: P.
-            num_tokens: tokens of the text, prompt included.
-        """
+        """Return how many of the first `num_tokens` tokens of a text have the factors of its prompt, P long."""
         is_last_row = self.row(prompt_length) == self.num_rows - 1  # valid for any greater length
         return num_tokens if is_last_row else min(num_tokens, max(self.threshold, prompt_length))
 
     def told(self, prompt_length: int, start: int) -> int:
         """Return the text length whose rotary factors a pass must use; 0 if each token uses its own.
 
-        It is P if the pass feeds prompt tokens of a prompt longer than the threshold.
-
-        Args:
-            prompt_length: P.
-            start: position of the first token that the pass feeds.
+        It is P if the pass starts inside the prompt, at position `start`, and the prompt is longer than the threshold.
         """
         return prompt_length if start < prompt_length and self.row(prompt_length) else 0
 
     def prompt_length(self, prompt_length: int, num_tokens: int) -> int:
-        """Return P for a text: its whole length if `generate` has re-fed it, else that of the prompt.
-
-        Args:
-            prompt_length: tokens of the request's prompt.
-            num_tokens: tokens of the text.
-        """
+        """Return P for a text: its whole length if `generate` has re-fed it, else that of the prompt."""
         return num_tokens if self.refeeds and num_tokens > self.threshold else prompt_length
 
     def num_together(self, start: int, num_tokens: int) -> int:
-        """Return how many tokens of a path one pass may feed.
+        """Return how many tokens of a path that begins at position `start` one pass may feed.
 
         With re-feeding, tokens up to the threshold and tokens beyond it need separate passes.
-
-        Args:
-            start: position of the first token.
-            num_tokens: tokens of the path.
         """
         return min(num_tokens, self.threshold - start) if self.refeeds and start < self.threshold else num_tokens
 

@@ -50,10 +50,7 @@ def view_of(model: PreTrainedModel, attention: str | None = None) -> PreTrainedM
 def _viewed(value: Any, views: dict[int, nn.Module], configs: dict[int, Any]) -> Any:
     """Return a module's attribute as the module's view has it.
 
-    Args:
-        value: the attribute.
-        views: views of all modules, by `id` of the module.
-        configs: memo of copy.deepcopy for configurations; updated.
+    `views` are by `id` of the module; `configs` is the memo of copy.deepcopy for configurations.
     """
     value = getattr(value, COMPILED, value)
     if isinstance(value, nn.Module):
