@@ -1,1 +1,1 @@
-"""The model: the only home of transformers. Load, prefill, forward a share, cut the cache, check itself."""
+"""The model: loading, prefill, tree passes, KV cache and self-check. Built on transformers."""

@@ -1,4 +1,4 @@
-"""How many tokens a replica's KV cache can hold in the memory that is free."""
+"""KV-cache capacity, in tokens, of the memory that is free."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import torch
 from lp_runtime.model.runner import ModelRunner
 
 USABLE_FRACTION = 0.9  # of the free memory; activations need the rest
-STEP_TOKENS = 1024  # that a step may write behind the committed ones: the largest step that calibration measures
-NCCL_BYTES = 512 << 20  # of a communicator's buffers on each GPU, as NCCL allocates for 8 GPUs by default, rounded up
+STEP_TOKENS = 1024  # tokens a step may write after the committed ones: the largest step that calibration measures
+NCCL_BYTES = 512 << 20  # a communicator's buffers on each GPU: NCCL's default for 8 GPUs, rounded up
 BYTES_PER_INTEGER = 8
-MAX_WIDTH = 8  # integers that travel for a node, rounded up
-NO_POOL = (0, 0)  # id of the pool that everybody allocates from
-RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
+MAX_WIDTH = 8  # integers exchanged per node, rounded up
+NO_POOL = (0, 0)  # id of torch's default memory pool
+RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")  # memory.stat entries the kernel frees on demand
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the free memory, in bytes, of a GPU, or for a CPU of this machine or container; None if it is unknown."""
+    """Return the free bytes of a GPU or, for a CPU, of this machine or container; None if unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's cache: usable
         return max(0, free + idle - _idle_bytes_of_graphs(device))
     return min((each for each in (_free_of_machine(), _free_of_container()) if each is not None), default=None)
 
 
 def _idle_bytes_of_graphs(device: torch.device) -> int:
-    """Return the bytes that the pools of captured graphs hold and that no tensor has: only replays use them.
+    """Return the bytes in the memory pools of captured graphs that no tensor uses: only replays use them.
 
-    Among them are the workspaces that libraries keep for the stream of the captures.
+    They include the workspaces that libraries keep for the capture stream.
     """
     return sum(
         segment["total_size"] - segment["allocated_size"]
@@ -42,12 +42,7 @@ def _idle_bytes_of_graphs(device: torch.device) -> int:
 
 
 def exchange_bytes(num_replicas: int, may_use_nccl: bool) -> int:
-    """Return the bytes of a GPU that exchanging with other replicas will take, once a group is formed.
-
-    Args:
-        num_replicas: replicas of the runtime.
-        may_use_nccl: whether they may exchange over NCCL.
-    """
+    """Return the GPU memory, in bytes, that exchanging with other replicas needs once a group is formed."""
     if num_replicas == 1:
         return 0
     row = BYTES_PER_INTEGER * (STEP_TOKENS * MAX_WIDTH + STEP_TOKENS)
@@ -55,7 +50,7 @@ def exchange_bytes(num_replicas: int, may_use_nccl: bool) -> int:
 
 
 def _free_of_machine() -> int | None:
-    """Return the bytes that this machine has available; None if it does not say."""
+    """Return this machine's available bytes (MemAvailable); None if unknown."""
     try:
         lines = MEMINFO.read_text().splitlines()
         available = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
@@ -65,10 +60,10 @@ def _free_of_machine() -> int | None:
 
 
 def _free_of_container() -> int | None:
-    """Return the bytes that this container's limit leaves; None without a limit."""
-    try:  # "max" where there is no limit
+    """Return the bytes left below this container's memory limit; None without a limit."""
+    try:  # memory.max reads "max" without a limit: int() raises ValueError
         limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        # files that were read, as a checkpoint, count as used until the memory is wanted
+        # cached files, such as a checkpoint just read, count as used until the kernel needs the memory
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
         return max(0, limit - used + sum(int(stat.get(name, 0)) for name in RECLAIMABLE))
     except (OSError, ValueError):
@@ -78,10 +73,8 @@ def _free_of_container() -> int | None:
 def num_sharing(device: torch.device, num_local: int, owns_device: bool) -> int:
     """Return how many replicas share a device's memory.
 
-    Args:
-        device: of one of them.
-        num_local: replicas on this machine, which divide its GPUs, or its main memory, among them.
-        owns_device: whether a GPU is booked for the one alone. It may see no other GPU of the machine then.
+    The `num_local` replicas of a machine divide its GPUs, or its main memory, among them. A replica that `owns_device`
+    is alone on its GPU, and may see no other GPU of the machine.
     """
     if device.type == "cpu":
         return num_local
@@ -89,15 +82,10 @@ def num_sharing(device: torch.device, num_local: int, owns_device: bool) -> int:
 
 
 def capacity_in_tokens(model: ModelRunner, num_replicas: int, exchange_bytes: int = 0) -> int | None:
-    """Return how many tokens of prompt and output together fit into a replica's free memory.
+    """Return how many tokens, prompt and output together, fit into a replica's free memory, if known.
 
-    Args:
-        model: has fed something, so that the size of its cache's layers is known.
-        num_replicas: replicas that share the device's memory.
-        exchange_bytes: memory that the replica will need on its device to exchange with others.
-
-    Returns:
-        Tokens, >= 0; None if the capacity is unknown, as where a model lies on several devices.
+    `num_replicas` share the device's memory, and `exchange_bytes` of it are left free for exchanges. Unknown (None) if
+    the model spans several devices, or has run no pass yet: only then is the size of a token in its cache known.
     """
     if len({each.device for each in model.model.parameters()}) > 1:
         return None
@@ -108,15 +96,14 @@ def capacity_in_tokens(model: ModelRunner, num_replicas: int, exchange_bytes: in
 
 
 def tokens_in(num_bytes: int, token_bytes: int) -> int:
-    """Return how many tokens of prompt and output together fit into free memory.
+    """Return how many tokens, prompt and output together, fit into free memory.
 
-    Args:
-        num_bytes: that are free beside the weights.
-        token_bytes: of a token's keys and values.
+    `num_bytes` are free after the weights are loaded; `token_bytes` is the size of a token's keys and values in all
+    layers.
     """
     return max(0, int(num_bytes * USABLE_FRACTION) // token_bytes - STEP_TOKENS)
 
 
 def bytes_of_tokens(num_tokens: int, token_bytes: int) -> int:
-    """Return the least free memory, in bytes, into which tokens fit, as `tokens_in` has it."""
+    """Return the smallest free memory, in bytes, that holds this many tokens: the inverse of `tokens_in`."""
     return math.ceil((num_tokens + STEP_TOKENS) * token_bytes / USABLE_FRACTION)

@@ -1,8 +1,8 @@
-"""Runs a causal language model on chains: for models that cannot be fed a token tree, but go on from any text.
+"""Runner for models that cannot be fed a token tree but can continue any text, e.g. Mamba.
 
-A model whose layers carry a state from token to token computes each token from all those fed before it. So a replica
-feeds one path of the tree and nothing else, as plain text. What the states were before the guesses is restored unless
-all of them are accepted; tokens that were fed and whose states are gone are pending again, and fed again.
+If layers carry a state from token to token, each token's result depends on all tokens fed before it. So a replica feeds
+a single path of the tree, as plain text. The states are saved before the guesses and restored unless all guesses are
+accepted. Accepted tokens whose states were discarded become pending and are fed again.
 
 Letters: T tokens fed, n nodes whose successors are wanted, V vocabulary.
 """
@@ -29,12 +29,11 @@ from lp_runtime.model.support import check_chain_family
 
 
 class ChainPasses(Passes):
-    """Runs a model that makes its own masks, and knows positions by its cache, if it takes none.
+    """Passes for a model that builds its own masks and may derive positions from its cache.
 
     Args:
-        model: in eval mode.
-        masks: not read.
-        lengths: at which the model's rotary factors change.
+        masks: not used.
+        lengths: text lengths at which the model's rotary factors change.
     """
 
     def __init__(self, model: PreTrainedModel, masks: MaskBuilder, lengths: RotaryLengths):
@@ -44,7 +43,7 @@ class ChainPasses(Passes):
 
     @torch.inference_mode()
     def logits_of_texts(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return the logits behind the last token of each of n texts of one length, [n, V]."""
+        """Return the logits of the last token of each of n texts of equal length, [n, V]."""
         ids = torch.tensor(texts, dtype=torch.int64, device=self._device)
         logits: torch.Tensor = self._scans.model_for(ids.shape[1])(input_ids=ids, use_cache=False).logits[:, -1]
         return logits
@@ -58,14 +57,14 @@ class ChainPasses(Passes):
 
 
 class ChainRunner(ModelRunner):
-    """An unmodified Hugging Face causal LM that is fed one path of a tree a step, and its slots.
+    """A Hugging Face causal LM that is fed one path of a tree per step, and its slots.
 
     Args:
-        model: the loaded model, in eval mode, on one device.
-        prefill_chunk: tokens of a prompt fed at once.
+        model: in eval mode, on one device.
+        prefill_chunk: prompt tokens fed at once.
 
     Raises:
-        ModelError: if the model has no cache that it can go on from.
+        ModelError: if the model has no cache that it can continue from.
     """
 
     feeds_chains = True
@@ -90,18 +89,18 @@ class ChainRunner(ModelRunner):
 
     @torch.inference_mode()
     def resume(self, slot: CacheSlot, prompt: Sequence[int], committed: Sequence[int], capacity: int) -> Iterator[None]:
-        """Make a slot hold a prompt and all but the last of the tokens committed behind it.
+        """Make a slot hold a prompt and the tokens committed after it, except the last one.
 
-        A state cannot be cut back: what the slot holds stays if all of it is wanted.
+        A state cannot be truncated, so the slot's content is reused only if all of it is a prefix of the wanted text.
 
         Args:
-            slot: the slot.
+            slot: reset, or extended if its content is reused.
             prompt: token ids, at least one.
             committed: token ids, at least one.
             capacity: tokens that must fit.
 
         Yields:
-            None between chunks; what was fed until then stays, whether the rest is fed or not.
+            None between chunks. Tokens fed so far stay in the slot even if the caller stops here.
         """
         tokens = [*prompt, *committed[:-1]]
         num_known = slot.num_known(tokens, len(prompt), self.rotary_lengths)
@@ -118,20 +117,18 @@ class ChainRunner(ModelRunner):
 
     @torch.inference_mode()
     def logits_after_each(self, slot: CacheSlot, tokens: Sequence[int], behind: Sequence[int] = ()) -> StepLogits:
-        """Return the logits of n tokens, each as the end of a text of its own that begins with `behind`.
+        """Return the logits of n tokens, each appended separately to the text `behind`.
 
-        The slot is not used: texts of one length are a batch.
+        The slot is not used: the n texts have the same length and are fed as a batch.
         """
         return StepLogits(self.passes.logits_of_texts([[*behind, token] for token in tokens]))
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, commit: bool = True, any_size: bool = False) -> StepLogits:
-        """Feed a share of a tree: pending tokens, from `inputs.start` on, and one path below them.
+        """Feed a share: pending tokens from `inputs.start` on, and one path of guesses below them.
 
-        Args:
-            inputs: the share.
-            commit: whether tokens that are certain stay in the slot; False to feed another share next.
-            any_size: not read; of the interface.
+        `commit` is whether certain tokens stay in the slot; False if another share of the same tree follows. `any_size`
+        is not used: it belongs to ModelRunner's interface.
         """
         slot, tree, nodes, wanted, start = inputs
         nodes, wanted = np.asarray(nodes), np.asarray(wanted)
@@ -151,7 +148,7 @@ class ChainRunner(ModelRunner):
         return StepLogits(logits)
 
     def _settle(self, slot: CacheSlot, cache: StateCache, start: int) -> None:
-        """Keep what was fed last, or take it back, so that the slot holds `start` tokens."""
+        """Commit or undo what was fed last, so that the slot holds `start` tokens."""
         if slot.undecided and start == len(slot.tokens) + len(slot.undecided):
             self._keep(slot, cache)
         elif slot.undecided:
@@ -166,6 +163,6 @@ class ChainRunner(ModelRunner):
 
 
 def _states(slot: CacheSlot) -> StateCache:
-    """Return the cache of a slot of a ChainRunner."""
+    """Return the cache of a ChainRunner's slot."""
     assert isinstance(slot.cache, StateCache)
     return slot.cache

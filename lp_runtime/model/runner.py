@@ -1,4 +1,4 @@
-"""Runs a causal language model on prompts and on shares of token trees.
+"""Model runner: feeds prompts and shares of token trees to a causal LM.
 
 Letters: T tokens fed, n nodes whose successors are wanted, V vocabulary.
 """
@@ -31,33 +31,33 @@ from lp_runtime.model.modules.rotary import replace_rotaries
 from lp_runtime.model.support import check_family
 from lp_runtime.utils.generators import result_of
 
-CAPACITY_UNIT = 1024  # tokens; with passes of fixed sizes a slot's capacity is a multiple, so that slots fit often
+CAPACITY_UNIT = 1024  # tokens; with passes of fixed sizes, capacities are multiples of it so that slots get reused
 
 
 class ModelRunner:
-    """An unmodified Hugging Face causal LM and its KV-cache slots.
+    """A Hugging Face causal LM, its KV-cache slots and its forward passes.
 
     Args:
-        model: the loaded model, in eval mode, on one device. Its rotary embeddings are replaced, for good, where their
-            factors change with the length, as rotary.py says.
-        prefill_chunk: tokens of a prompt fed at once.
-        strict_tokens: tokens of every forward pass of a tree; a larger tree takes several passes. With it a token's
-            logits, keys and values do not depend on what else is fed, bit for bit (attention/strict.py). None for one
-            pass of any size.
-        own_attention: whether to give the model the attention of attention/tree_attention.py in place of its own, for
-            good, as attention/choice.py says.
-        leading: has the replica's other shards run every pass, too; None where there are none.
+        model: in eval mode, on one device. Rotary embeddings whose factors change with the text length are replaced
+            permanently (modules/rotary.py).
+        prefill_chunk: prompt tokens fed at once.
+        strict_tokens: tokens of every tree pass, for exactness=strict; a larger tree takes several passes. A token's
+            logits, keys and values are then bit for bit independent of what else is fed (attention/strict.py). None:
+            one pass of any size per tree.
+        own_attention: whether attention/tree_attention.py may permanently replace the model's attention
+            (attention/choice.py).
+        leading: runs every pass on the replica's other shards, too; None if there are none.
 
     Attributes:
         num_prefilled_tokens: tokens of prompts and of resumed sequences fed so far.
         fixed_passes: feeds trees in passes of fixed sizes; None if trees are fed in passes of any size.
         supports_batching: whether several sequences can be fed in one pass.
         feeds_chains: whether a share is fed as one path, pending tokens included, from `StepInputs.start` on.
-        why_not_captured: why passes are not captured, where that was asked.
-        timer: times passes where the device works asynchronously, so that the host is free meanwhile; else None.
+        why_not_captured: reason given to `disable_graphs`; None if it was not called.
+        timer: times passes on a GPU, which runs asynchronously to the host; None on a CPU.
 
     Raises:
-        ModelError: if the model cannot be fed a tree, or its attention does not take a tree's mask.
+        ModelError: if the model cannot be fed a tree, or its attention does not accept a tree's mask.
     """
 
     feeds_chains = False
@@ -73,7 +73,7 @@ class ModelRunner:
     ):
         self._check_family(model)
         if model.device.type == "meta":
-            raise ModelError(f"{type(model).__name__}: weights that are offloaded cannot be fed a token tree")
+            raise ModelError(f"{type(model).__name__}: offloaded weights are not supported")
         config = model.config.get_text_config()
         attention = choose_attention(model, own_attention and strict_tokens is None)
         compile_layout()
@@ -100,60 +100,62 @@ class ModelRunner:
         check_family(model)
 
     def _make_masks(self, config: PreTrainedConfig, attention: str) -> MaskBuilder:
-        """Return what makes the masks that the model is fed with."""
+        """Return the builder of the model's masks."""
         return MaskBuilder(config, attention, self.dtype, self.device)
 
     def _make_passes(self, model: PreTrainedModel, lengths: RotaryLengths) -> Passes:
-        """Return what runs passes of any size."""
+        """Return the forward passes of any size."""
         return make_passes(model, self.masks, self.strict_tokens, lengths)
 
     def _make_cache(self, capacity: int) -> TreeCache:
-        """Return an empty cache of one sequence with this capacity in tokens."""
+        """Return an empty cache for one sequence; the capacity is in tokens."""
         return TreeCache(self.model.config.get_text_config().num_hidden_layers, capacity)
 
     # Slots.
 
     def padded_capacity(self, capacity: int) -> int:
-        """Capacity in tokens that a slot is allocated with so that `capacity` tokens fit."""
-        capacity += self.strict_tokens or 0  # passes are filled up
+        """Return the capacity, in tokens, of a slot allocated for `capacity` tokens."""
+        capacity += self.strict_tokens or 0  # strict passes are padded, and padding is written to the cache, too
         return capacity if self.graphs is None else -(-capacity // CAPACITY_UNIT) * CAPACITY_UNIT
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Bytes that one token takes in a slot; 0 before anything was fed."""
+        """Bytes of one token in a slot, all layers; 0 before the first pass."""
         return self.slots.bytes_per_token
 
     def begin(self, slot: CacheSlot, capacity: int, length: int = 0, prompt_length: int = 0) -> None:
-        """Empty a slot but for the first `length` tokens, and make `capacity` fit: committed ones and one step's. The
-        next sequence has a prompt of `prompt_length` tokens; `prefill`, which feeds a whole one, sees by itself."""
+        """Truncate a slot to its first `length` tokens and make `capacity` tokens fit, one step's included.
+
+        `prompt_length` is that of the slot's next sequence; `prefill` sets it itself.
+        """
         slot.reset(self._make_cache, self.padded_capacity(capacity), length, prompt_length)
 
     @property
     def rotary_lengths(self) -> RotaryLengths:
-        """The lengths of a text at which the model's rotary factors change."""
+        """Text lengths at which the model's rotary factors change."""
         return self.passes.lengths
 
     @property
     def tree_model(self) -> PreTrainedModel:
-        """What trees are fed to: the model, or with `strict_tokens` a view of it."""
+        """The model that trees are fed to; with `strict_tokens` a view of `model`."""
         return self.passes.tree_model
 
     @property
     def graphs(self) -> GraphOptions | None:
-        """How trees are fed in passes of fixed sizes; None if they are fed in passes of any size."""
+        """Options of the passes of fixed sizes; None if trees are fed in passes of any size."""
         return None if self.fixed_passes is None else self.fixed_passes.options
 
     @property
     def pass_sizes(self) -> tuple[int, ...]:
-        """Numbers of tokens that passes of trees are padded to, ascending; empty if they are not padded."""
+        """Token counts that tree passes are padded to, ascending; empty without padding."""
         return () if self.fixed_passes is None else self.fixed_passes.sizes
 
     def enable_graphs(self, capture: bool, compiled: bool = False, refuses_waits: bool = True) -> None:
-        """Feed trees in passes of fixed sizes from now on.
+        """Switch to passes of fixed sizes for trees.
 
         Args:
-            capture: whether a CUDA graph of each size is captured and replayed.
-            compiled: whether torch.compile compiles the model, once a size.
+            capture: whether to capture and replay a CUDA graph of each size.
+            compiled: whether to torch.compile the model, once per size.
             refuses_waits: see GraphCapture.
         """
         is_strict = self.strict_tokens is not None
@@ -163,23 +165,20 @@ class ModelRunner:
         self.supports_batching |= is_strict
 
     def feed(self, kind: str, caches: Sequence[TreeCache], *what: object) -> torch.Tensor:
-        """Run a pass of any size, on all shards of the replica; return its logits, [n, V] as a rule.
+        """Run the method `kind` of Passes on all shards; return its tensor, usually [n, V] logits.
 
-        Args:
-            kind: name of a method of Passes.
-            caches: where keys and values go, of each sequence.
-            what: further arguments of that method.
+        `caches`, one per sequence, receive the pass's keys and values; `what` are the method's other arguments.
         """
         if self.leading is not None:
             return self.leading.run(self.passes, kind, caches, what)
         return self.passes.run(kind, caches, what)
 
     def _feed_tree(self, kind: str, caches: Sequence[TreeCache], *what: object) -> StepLogits:
-        """Run a pass of trees, of any size; see `feed`."""
+        """Run a tree pass of any size; arguments as for `feed`."""
         return self.passes.found(self.feed(kind, caches, *what), self.feed)
 
     def disable_graphs(self, reason: str) -> None:
-        """Feed trees in passes of any size from now on."""
+        """Switch to passes of any size for trees; free the passes of fixed sizes."""
         self.why_not_captured = reason
         if self.fixed_passes is not None:
             self.fixed_passes = None
@@ -189,13 +188,13 @@ class ModelRunner:
     # Prompts.
 
     def prefill(self, slot: CacheSlot, prompt: Sequence[int]) -> torch.Tensor:
-        """Feed a prompt behind a slot's committed tokens and commit it; return the last token's logits, [1, V]."""
+        """Feed and commit a prompt after a slot's committed tokens; return the last token's logits, [1, V]."""
         slot.prompt_length = len(slot.tokens) + len(prompt)
         return result_of(self.prefill_in_chunks(slot, prompt))
 
     @torch.inference_mode()
     def prefill_in_chunks(self, slot: CacheSlot, prompt: Sequence[int]) -> Generator[None, None, torch.Tensor]:
-        """Feed and commit a prompt, behind a slot's committed tokens, `prefill_chunk` tokens at a time.
+        """Feed and commit a prompt after a slot's committed tokens, `prefill_chunk` tokens at a time.
 
         Yields:
             None between chunks; other slots may be fed meanwhile.
@@ -211,12 +210,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def feed_prompt(self, slot: CacheSlot, chunk: Sequence[int], rows: Sequence[int] | None = None) -> torch.Tensor:
-        """Feed and commit a part of a prompt, behind a slot's committed tokens; return [n, V] float32 logits.
+        """Feed and commit a chunk of a prompt after a slot's committed tokens; return [n, V] float32 logits.
 
-        Args:
-            slot: where keys and values go.
-            chunk: token ids, at least one.
-            rows: [n] places in the chunk whose logits are wanted; the last one alone if None.
+        `rows` are the [n] indices into the chunk of the tokens whose logits are wanted; None for the last one.
         """
         logits = self.feed("chunk", [slot.cache], chunk, rows, slot.told(self.rotary_lengths))
         slot.commit(chunk)
@@ -226,25 +222,26 @@ class ModelRunner:
 
     @torch.inference_mode()
     def resume(self, slot: CacheSlot, prompt: Sequence[int], committed: Sequence[int], capacity: int) -> Iterator[None]:
-        """Make a slot hold a prompt and all but the last of the tokens committed behind it.
+        """Make a slot hold a prompt and the tokens committed after it, except the last one.
 
-        What the slot holds of them stays; the rest is fed as `prefill_in_chunks` and `forward` would have fed it.
+        The slot keeps the part that it holds already. The rest is prefilled in chunks; with exactness=strict, committed
+        tokens go through tree passes instead, as in the original run, so that the bits are the same.
 
         Args:
-            slot: the slot.
+            slot: truncated to what can be reused, then extended.
             prompt: token ids, at least one.
             committed: token ids, at least one.
             capacity: tokens that must fit.
 
         Yields:
-            None between chunks; what was fed until then stays, whether the rest is fed or not.
+            None between chunks. Tokens fed so far stay in the slot even if the caller stops here.
         """
         tokens, lengths = [*prompt, *committed[:-1]], self.rotary_lengths
         prompt_length = lengths.prompt_length(len(prompt), len(prompt) + len(committed))
         num_known = slot.num_known(tokens, prompt_length, lengths)
-        # Bit for bit, what was prefilled is not what a tree's pass gives, nor what a chunk of another size gives.
-        is_alike = self.strict_tokens is None or slot.num_prefilled == len(prompt)
-        if not is_alike or num_known < len(prompt):
+        # A tree pass, or a chunk of another size, gives other bits than the original prefill did.
+        is_same_prefill = self.strict_tokens is None or slot.num_prefilled == len(prompt)
+        if not is_same_prefill or num_known < len(prompt):
             if self.strict_tokens is not None:
                 known = min(num_known, slot.num_prefilled, len(prompt) - 1)
                 num_known = known // self.prefill_chunk * self.prefill_chunk
@@ -266,7 +263,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits_after_each(self, slot: CacheSlot, tokens: Sequence[int], behind: Sequence[int] = ()) -> StepLogits:
-        """Return the logits of n tokens, each as the end of a text of its own that begins with `behind`."""
+        """Return the logits of n tokens, each appended separately to the text `behind`. Overwrites the slot."""
         slot.cache.clear()
         slot.tokens, slot.prompt_length = [], 0
         if behind:
@@ -281,22 +278,22 @@ class ModelRunner:
 
         Args:
             inputs: the share.
-            any_size: whether it is fed in a pass of any size, even where it could be fed in one of a fixed size.
-            commit: whether the tree's pending tokens are committed; False to feed another share of the tree next.
+            commit: whether to commit the tree's pending tokens; False if another share of the same tree follows.
+            any_size: whether to use a pass of any size even if one of a fixed size would fit.
         """
         slot, tree, nodes, wanted, _ = inputs
-        told = self._feed_anew([inputs])
+        told = self._refeed([inputs])
         layout = lay_out(tree, nodes, wanted, slot.cache.length)
         found = None if any_size or told else self._forward_fixed([Part.whole(slot.cache, layout)])
         output = self._feed_tree("share", [slot.cache], layout, told) if found is None else found[0]
         slot.commit(tree.pending, commit)
         return output
 
-    def _feed_anew(self, batch: Sequence[StepInputs]) -> int:
-        """Feed all that a slot holds anew, where with its tree's root the text is so long that `generate` does.
+    def _refeed(self, batch: Sequence[StepInputs]) -> int:
+        """Re-prefill slots whose text exceeds, with the tree's root, the length at which `generate` re-feeds.
 
         Returns:
-            the length that the pass of one tree must be told: see RotaryLengths; 0 if none must be.
+            the text length whose rotary factors the pass must use (RotaryLengths.told); 0 if each token uses its own.
         """
         lengths = self.rotary_lengths
         for slot, tree, *_ in batch:
@@ -308,28 +305,24 @@ class ModelRunner:
         return max(inputs.slot.told(lengths) for inputs in batch)
 
     def _forward_fixed(self, parts: Sequence[Part]) -> list[StepLogits] | None:
-        """Feed shares of several sequences in passes of fixed sizes; None if they must be fed in passes of any size."""
+        """Feed shares of several sequences in passes of fixed sizes; None if they need passes of any size."""
         passes = self.fixed_passes
         if passes is None or not passes.takes(parts):
             return None
         if passes.prepare(parts) and self.timer is not None:
-            self.timer.start()  # again: the time of a capture is no pass's
+            self.timer.start()  # restart: exclude the time of the capture
         return passes.forward(parts)
 
     @torch.inference_mode()
     def forward_batch(self, batch: Sequence[StepInputs], commit: bool = True) -> list[StepLogits]:
-        """Feed a tree of each of several sequences, in one pass where the model `supports_batching`.
+        """Feed one tree of each of several sequences, in one pass if the model `supports_batching`.
 
-        One sequence is fed as by `forward`.
-
-        Args:
-            batch: the shares.
-            commit: as in `forward`.
+        `commit` means the same as in `forward`.
         """
         if len(batch) == 1:
             return [self.forward(batch[0], commit)]
-        # What a pass of a fixed size has found is gone after the next one.
-        if not self.supports_batching or self._feed_anew(batch):
+        # Copies: the next pass of a fixed size overwrites the results of this one.
+        if not self.supports_batching or self._refeed(batch):
             return [self.forward(inputs, commit).copy() for inputs in batch]
         layouts = [lay_out(tree, nodes, wanted, slot.cache.length) for slot, tree, nodes, wanted, _ in batch]
         caches = [inputs.slot.cache for inputs in batch]
@@ -345,6 +338,6 @@ class ModelRunner:
         return 1 if self.strict_tokens is None else -(-num_tokens // self.strict_tokens)
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was given; returns at once on a CPU."""
+        """Wait until the GPU has finished the work queued on the current stream; returns at once on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()

@@ -1,8 +1,8 @@
-"""Which models cannot be fed a token tree, as far as their class, configuration and kind of weights tell.
+"""Checks, by class, configuration and kind of weights, whether a model can be fed a token tree.
 
-A tree gives every node the position and the mask that plain text would give it. The node's place in the input, and its
-place among the keys, are other ones. A model that reads a place is refused: here by name, or by the self-check
-(self_check.py), which compares.
+In a tree, every node gets the position and the mask that it would have in plain text, but its index in the input and
+among the keys differs. A model that depends on such an index is refused: here if its type is known, otherwise by the
+self-check (checks/self_check.py), which compares logits.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from lp_runtime.model.tensor_parallel.tp_plan import tp_size_of
 
 ALIBI_MODELS = ("bloom", "mpt")  # add ALiBi whatever their configuration says
 
-# Words in names of fields that may count positions or keys, and in names of fields that otherwise never do.
+# Words in names of fields that may count positions or keys; and words in names of fields that never do.
 LENGTHS = re.compile("window|chunk|length|floor|local|extent|distance|topk|keep|position|context|block")
 SIZES = re.compile(
     "hidden|vocab|intermediate|embd|embed|emb$|head|dim|layer|expert|token|_id$|rank|inner|width|ffn|mlp|moe|conv"
     "|kernel|patch|image|audio|vision|group|theta|factor|num_|codebook|quant|channel|pattern|offset|period|label|beam"
     "|batch|mamba|ssm|state|d_model|dff|feed_forward|cap$|capping|clip|limit|scalar|route|seed|sampling|ngram|_top$"
 )
-OTHER_MODELS = re.compile("audio|vision|image|patcher|encoder|decoder")  # whose fields are not the text model's
-CONTEXTS = (  # limits of the context, which nothing goes beyond
+OTHER_MODELS = re.compile("audio|vision|image|patcher|encoder|decoder")  # sub-configurations of other models
+CONTEXTS = (  # limits of the context: no position exceeds them, so they are no thresholds within it
     "max_position_embeddings",
     "n_positions",
     "n_ctx",
@@ -39,7 +39,7 @@ CONTEXTS = (  # limits of the context, which nothing goes beyond
     "model_max_length",
     "context_length",
 )
-# Kinds of rotary embeddings whose factors are computed once, and all that those read.
+# Kinds of rotary embeddings whose factors do not change with the length, and the fields that they read.
 FIXED_ROPES = ("default", "linear", "llama3", "yarn", "proportional", None)
 ROPE_FIELDS = {"rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings"}
 ROPE_FIELDS |= {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
@@ -49,31 +49,25 @@ MIN_THRESHOLD = 4  # tokens
 
 
 def check_family(model: PreTrainedModel) -> None:
-    """Refuse a model that cannot be fed a token tree.
-
-    Args:
-        model: a causal LM; its weights are not looked at.
+    """Refuse a model that cannot be fed a token tree; its weights are not read.
 
     Raises:
         ModelError: naming the field or the layers that are the reason.
     """
     config = model.config.get_text_config()
-    tp_size_of(model)  # refuses a model that is split in another way
-    layer_kinds(config)
+    tp_size_of(model)  # raises if another library has split the model
+    layer_kinds(config)  # raises for layers that cannot be fed a tree
     if reason := _reason(config, model):
         raise ModelError(f"{config.model_type}: cannot be fed a token tree: {reason}")
 
 
 def why_chains(model: PreTrainedModel) -> str | None:
-    """Return why a model is fed one path of a tree at a time, and no tree; None for a model that can be fed trees.
-
-    Args:
-        model: its weights are not looked at.
+    """Return why a model must be fed single paths instead of trees; None if it can be fed trees.
 
     Raises:
-        ModelError: if its weights are split over ranks.
+        ModelError: if its weights are split over ranks by other means than ours.
     """
-    tp_size_of(model)  # refuses a model that is split in another way
+    tp_size_of(model)  # raises if another library has split the model
     try:
         check_family(model)
     except ModelError as error:
@@ -82,22 +76,19 @@ def why_chains(model: PreTrainedModel) -> str | None:
 
 
 def check_chain_family(model: PreTrainedModel) -> None:
-    """Refuse a model that cannot go on from a cache of transformers' own layers.
-
-    Args:
-        model: a causal LM; its weights are not looked at.
+    """Refuse a model that cannot continue from a cache of transformers' own layers.
 
     Raises:
         ModelError: naming what is missing.
     """
     config = model.config.get_text_config()
-    tp_size_of(model)  # refuses a model that is split in another way
+    tp_size_of(model)  # raises if another library has split the model
     if cache_name(model) is None:
-        raise ModelError(f"{config.model_type}: its forward takes no past_key_values: there is no cache to go on from")
+        raise ModelError(f"{config.model_type}: its forward takes no past_key_values: it has no cache to continue from")
 
 
 def _reason(config: PreTrainedConfig, model: PreTrainedModel) -> str | None:
-    """Return why a model cannot be fed a token tree; None if nothing speaks against it."""
+    """Return why a model cannot be fed a token tree; None if no reason is known."""
     kind: str = getattr(config, "model_type", "")
     if getattr(config, "alibi", False) or kind in ALIBI_MODELS:
         whatever = " (transformers adds them whatever attn_config.alibi says)" if kind == "mpt" else ""
@@ -108,7 +99,7 @@ def _reason(config: PreTrainedConfig, model: PreTrainedModel) -> str | None:
 
 
 def _reads_places(config: PreTrainedConfig, kind: str) -> str | None:
-    """Return which attention of a type of model reads places in the input or among the keys; None if none does."""
+    """Return why a model type's attention depends on indices of tokens or keys; None if it does not."""
     if kind == "doge":
         size = config.keep_window_size
         return f"its attention keeps the best keep_window_size={size} of all keys, other branches of a tree included"
@@ -125,12 +116,12 @@ def _reads_places(config: PreTrainedConfig, kind: str) -> str | None:
 
 
 def _takes(model: PreTrainedModel, name: str) -> bool:
-    """Whether a model's forward has a parameter."""
+    """Whether a model's forward has a parameter of this name."""
     return name in inspect.signature(type(model).forward).parameters
 
 
 def likely_reason(model: PreTrainedModel) -> str:
-    """Return what may be why a model failed the self-check; empty if its signature does not tell."""
+    """Return a likely reason why a model failed the self-check; empty if its signature gives none."""
     if cache_name(model) not in KEYS_AND_VALUES:
         return "its forward takes no past_key_values: it has no KV cache"
     if not _takes(model, "position_ids"):
@@ -139,13 +130,11 @@ def likely_reason(model: PreTrainedModel) -> str:
 
 
 def thresholds_of(config: PreTrainedConfig) -> dict[str, int]:
-    """Return every number of a configuration beyond which the model may attend otherwise, by field.
+    """Return, by field, the numbers of a text configuration above which the model may attend differently.
 
-    Sliding windows and chunks are among them, and any field whose name is not known to be something else: a field that
-    nobody has heard of makes the self-check longer, not shorter.
-
-    Args:
-        config: the model's (text) configuration.
+    These are sliding windows, chunks, and any field whose name is not known to mean something else: an unknown field
+    makes
+    the self-check longer, not shorter.
     """
     found: dict[str, int] = {}
     _collect(config.to_dict(), "", found)
@@ -153,13 +142,7 @@ def thresholds_of(config: PreTrainedConfig) -> dict[str, int]:
 
 
 def _collect(fields: dict[str, Any], before: str, found: dict[str, int]) -> None:
-    """Add the thresholds among some fields, and among those nested in them.
-
-    Args:
-        fields: by name.
-        before: of the names, where they are nested.
-        found: gets the thresholds by name.
-    """
+    """Add the thresholds of these fields and of nested ones to `found`, their names prefixed by `before`."""
     is_fixed_rope = fields.get("rope_type", "none") in FIXED_ROPES and fields.keys() <= ROPE_FIELDS
     for name, value in fields.items():
         if isinstance(value, dict) and not OTHER_MODELS.search(name):
@@ -169,12 +152,12 @@ def _collect(fields: dict[str, Any], before: str, found: dict[str, int]) -> None
 
 
 def _is_integer(value: object) -> bool:
-    """Whether a value of a configuration is an integer, or a float that is one."""
+    """Whether a value is an integer, or a float with an integer value; booleans are not."""
     return not isinstance(value, bool) and (isinstance(value, int) or (isinstance(value, float) and value.is_integer()))
 
 
 def _may_be_length(name: str) -> bool:
     """Whether a field with this name may count positions or keys."""
-    if name in CONTEXTS or name.endswith("_layers"):  # a count of layers, as Qwen's max_window_layers
+    if name in CONTEXTS or name.endswith("_layers"):  # counts layers, e.g. Qwen's max_window_layers
         return False
     return bool(LENGTHS.search(name)) or not SIZES.search(name)

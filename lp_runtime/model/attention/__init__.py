@@ -1,1 +1,1 @@
-"""Attention over a token tree, its masks, and the strict variant."""
+"""Attention over a token tree, its masks, and the bit-exact variant for exactness=strict."""

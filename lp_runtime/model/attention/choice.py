@@ -1,4 +1,4 @@
-"""Which attention a model gets: its own, or that of tree_attention.py in its place."""
+"""Choice of a model's attention: its configured one, or that of tree_attention.py instead."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from lp_runtime.model.hf.config import attention_of, of_text_model, takes_attent
 from lp_runtime.model.hf.differences import TOLERANCES, difference_of
 
 ATTENTIONS = ("sdpa", "eager")
-NUM_TOKENS = 8  # of the text that both attentions are compared by
-SINKS = "sinks"  # parameter of an attention block that has attention sinks
+NUM_TOKENS = 8  # tokens of the text on which two attentions are compared
+SINKS = "sinks"  # name of the parameter in attention blocks with attention sinks
 
 
 def choose_attention(model: PreTrainedModel, own_attention: bool) -> str:
-    """Return the name of the attention that a model has from now on.
+    """Replace a model's attention by that of tree_attention.py where possible; return the resulting name.
 
-    sdpa is replaced; eager stays, as its user may want it, but where the model has attention sinks: transformers has no
-    other attention for those. Theirs is replaced if both attend alike.
+    sdpa is replaced. eager stays, since it may have been configured on purpose, except in models with attention sinks:
+    transformers offers them no other attention. In models with sinks the replacement is undone unless both give the
+    same logits up to rounding.
 
     Args:
-        model: on its device.
-        own_attention: whether the attention of tree_attention.py may replace the model's.
+        model: on its device; its attention is set in place.
+        own_attention: whether the attention may be replaced.
 
     Raises:
-        ModelError: if the model's attention takes no mask of a tree.
+        ModelError: if the model's attention does not accept a tree's mask.
     """
     attention = attention_of(model.config.get_text_config())
     if attention not in (*ATTENTIONS, TREE):

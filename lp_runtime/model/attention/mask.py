@@ -1,4 +1,4 @@
-"""The attention mask of a token tree: every node sees the committed tokens, its ancestors and itself.
+"""Attention masks of a token tree: every node sees the committed tokens, its ancestors and itself.
 
 Letters: T tokens fed, L committed tokens in the cache, S = L + T keys.
 """
@@ -19,18 +19,18 @@ from lp_runtime.utils.jit import compiled, compiles
 from lp_runtime.utils.tensors import tensor_on
 
 FULL, SLIDING, CHUNKED = KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-STATEFUL = ("linear_attention", "hybrid", "hybrid_sliding", "recurrent")  # kinds of layers
+STATEFUL = ("linear_attention", "hybrid", "hybrid_sliding", "recurrent")  # kinds of layers that carry a state
 
 LayerMasks = torch.Tensor | dict[str, torch.Tensor]
 
 
 class MaskForm(Enum):
-    """The form in which an attention function takes masks.
+    """Form of the masks that an attention function accepts.
 
     Attributes:
         BOOLEAN: [1, 1, T, S] bool, True where a token sees a key.
         ADDITIVE: [1, 1, T, S] in the model's dtype, added to the scores.
-        TREE_ONLY: [1, 1, T, T] additive, for the tree's own keys; BOOLEAN where a layer hides committed tokens.
+        TREE_ONLY: [1, 1, T, T] additive, for the tree's own keys; BOOLEAN if a layer hides committed tokens.
     """
 
     BOOLEAN = "boolean"
@@ -41,8 +41,7 @@ class MaskForm(Enum):
 def ancestor_mask(parents: Sequence[int] | np.ndarray) -> np.ndarray:
     """Return [T, T] bool: row i is True at i and at the ancestors of i.
 
-    Args:
-        parents: [T] index of each node's parent, -1 for none; parents stand before children.
+    `parents` holds [T] indices, -1 for none; parents come before children.
     """
     mask = np.empty((len(parents), len(parents)), dtype=np.bool_)
     _mark_ancestors(np.array(parents, dtype=np.int64), mask)
@@ -58,7 +57,7 @@ def compile_masks() -> None:
 
 @compiled
 def _mark_ancestors(parents, mask):
-    """Write `ancestor_mask` of parents, [T] int64, into a mask, [T, T] bool."""
+    """Write `ancestor_mask` of parents, [T] int64, to a mask, [T, T] bool."""
     for node in range(len(parents)):
         parent = parents[node]
         for other in range(parent + 1):
@@ -69,12 +68,9 @@ def _mark_ancestors(parents, mask):
 
 
 def additive_mask(parents: Sequence[int] | np.ndarray, num_cached: int, lowest: float) -> np.ndarray:
-    """Return [T, S] float32, added to scores: 0 at committed tokens, at ancestors and at the node, else `lowest`.
+    """Return [T, S] float32 to add to scores: `lowest` at hidden keys, 0 at the others.
 
-    Args:
-        parents: [T] index of each node's parent, -1 for none; parents stand before children.
-        num_cached: L.
-        lowest: the value that hides a key.
+    Committed tokens, ancestors and the node itself are visible. `parents` is as in `ancestor_mask`, `num_cached` is L.
     """
     mask = np.empty((len(parents), num_cached + len(parents)), dtype=np.float32)
     _mark_hidden(np.asarray(parents, dtype=np.int64), num_cached, lowest, mask)
@@ -83,7 +79,7 @@ def additive_mask(parents: Sequence[int] | np.ndarray, num_cached: int, lowest: 
 
 @compiled
 def _mark_hidden(parents, num_cached, lowest, mask):
-    """Write `additive_mask` of parents, [T] int64, into a mask, [T, S] float32."""
+    """Write `additive_mask` of parents, [T] int64, to a mask, [T, S] float32."""
     for node in range(len(parents)):
         parent, behind = parents[node], num_cached + parents[node] + 1
         for column in range(num_cached):
@@ -96,23 +92,22 @@ def _mark_hidden(parents, num_cached, lowest, mask):
 
 
 class MaskBuilder:
-    """Makes 4-D masks in the form that a model's attention takes.
+    """Builder of 4-D masks in the form that a model's attention accepts.
 
     Args:
         config: the model's (text) configuration.
-        attention: name of the model's attention implementation. "sdpa" takes boolean masks. "eager" takes additive ones
-            and would silently misread a boolean one. tree_attention.py takes additive ones: on a CPU of all keys, on
-            other devices of the tree alone.
-        dtype: the model's.
-        device: the model's.
-        kinds: kinds of layers; None for those that the configuration names, which are checked.
+        attention: name of the model's attention implementation. "sdpa" needs boolean masks. "eager" needs additive ones
+            and silently misreads boolean ones. tree_attention.py needs additive ones: on a CPU for all keys, on other
+            devices for the tree alone.
+        dtype: of the model.
+        kinds: kinds of layers; None to read them from the configuration, and check them.
 
     Attributes:
-        form: the form of the masks.
-        by_kind: whether the model takes a mask for each kind of layer, by name, and not one for all.
+        form: form of the masks.
+        by_kind: whether the model accepts a dictionary of masks by kind of layer, instead of one mask.
         is_own: whether the attention is that of tree_attention.py.
-        windows_by_kind: sliding window of each kind of layer, in tokens; 0 without one.
-        limits_by_kind: (sliding window, chunk) of each kind of layer, in tokens; 0 without one.
+        windows_by_kind: sliding window of each kind of layer, in tokens; 0 for none.
+        limits_by_kind: (sliding window, chunk) of each kind of layer, in tokens; 0 for none.
 
     Raises:
         ModelError: if the model has a kind of layer that cannot be fed a token tree.
@@ -133,7 +128,7 @@ class MaskBuilder:
         self._sliding_window: int = getattr(config, "sliding_window", None) or 0
         self._chunk: int = getattr(config, "attention_chunk_size", None) or 0
         kinds = layer_kinds(config) if kinds is None else kinds
-        # A model of several kinds of layers takes a mask for each, by name; a model of one kind takes one mask.
+        # transformers' models with several kinds of layers need a dictionary of masks, others one mask.
         self.by_kind = bool(kinds - {FULL})
         self._kinds = kinds if self.by_kind else {FULL if kinds or not self._sliding_window else SLIDING}
         self.windows_by_kind = {kind: self._sliding_window if kind == SLIDING else 0 for kind in self._kinds}
@@ -142,12 +137,12 @@ class MaskBuilder:
         }
 
     def build(self, parents: Sequence[int] | np.ndarray, positions: torch.Tensor, num_cached: int) -> LayerMasks:
-        """Return the mask of a step, or one for each kind of layer by name, in the shape that `form` says.
+        """Return the mask of a step in the shape that `form` defines, or one for each kind of layer by name.
 
         Args:
-            parents: [T] index of each token's parent among those fed, -1 for the first.
+            parents: [T] index of each token's parent among the fed ones, -1 for the first.
             positions: [T] absolute positions, on the device.
-            num_cached: L; the cached tokens stand at positions 0 .. L - 1.
+            num_cached: L; the cached tokens are at positions 0 .. L - 1.
         """
         num_keys = num_cached + len(parents)
         hiding = {kind for kind in self._kinds if self._hides(kind, num_keys)}
@@ -168,12 +163,13 @@ class MaskBuilder:
         """Return the mask of a chunk of a prompt, or one for each kind of layer by name.
 
         Args:
-            positions: [T] absolute positions, on the device, one behind the other.
+            positions: [T] consecutive absolute positions, on the device.
             num_cached: L.
 
         Returns:
-            tree_attention.py's mask of a chunk, and a boolean one, [1, 1, T, S], where a layer hides committed tokens;
-            None where the model's own causal mask is as fast.
+            `chunk_mask`, or a boolean mask, [1, 1, T, S], for layers that hide committed tokens. None if the model's
+            own causal mask serves as well: without cached tokens, for a single token, or with another attention than
+            tree_attention.py's.
         """
         num_tokens = len(positions)
         if not self.is_own or num_cached == 0 or num_tokens == 1:
@@ -188,23 +184,19 @@ class MaskBuilder:
         return masks if self.by_kind else next(iter(masks.values()))
 
     def _hides(self, kind: str, num_keys: int) -> bool:
-        """Whether a kind of layer may hide committed tokens from some token, with `num_keys` keys."""
+        """Whether a kind of layer may hide some committed token from some token, given `num_keys` keys."""
         return kind != FULL and num_keys > (self._sliding_window if kind == SLIDING else self._chunk)
 
     def _unwindowed(self, parents: Sequence[int] | np.ndarray, num_cached: int) -> torch.Tensor:
         """Return the additive mask, [1, 1, T, S], of layers that hide no committed token."""
-        lowest = max(torch.finfo(each).min for each in (self._dtype, torch.float32))
+        lowest = max(torch.finfo(each).min for each in (self._dtype, torch.float32))  # finite in both dtypes
         mask = tensor_on(self._device, additive_mask(parents, num_cached, lowest))
         return mask.to(self._dtype)[None, None]
 
     def _windowed(self, kind: str, ancestors: torch.Tensor, positions: torch.Tensor, num_cached: int) -> torch.Tensor:
         """Return the mask, [1, 1, T, S], boolean or additive, of layers that may hide committed tokens.
 
-        Args:
-            kind: of the layers.
-            ancestors: [T, T] bool.
-            positions: [T].
-            num_cached: L.
+        `ancestors` is [T, T] bool, and `positions` [T].
         """
         mask = torch.cat([ancestors.new_ones((len(ancestors), num_cached)), ancestors], dim=1)
         if kind != FULL:
@@ -223,25 +215,22 @@ class MaskBuilder:
 
 
 def _form_of(attention: str, device: torch.device) -> MaskForm:
-    """Return the form of masks that an attention implementation takes on a device."""
+    """Return the form of masks that an attention implementation needs on a device."""
     if attention == "eager" or (attention == TREE and device.type == "cpu"):
         return MaskForm.ADDITIVE
     return MaskForm.TREE_ONLY if attention == TREE else MaskForm.BOOLEAN
 
 
 def carries_state(kind: str) -> bool:
-    """Whether layers of a kind carry a state from token to token."""
+    """Whether layers of this kind carry a state from token to token."""
     return kind in STATEFUL or "conv" in kind or "mamba" in kind
 
 
 def layer_kinds(config: PreTrainedConfig) -> set[str]:
-    """Return the kinds of layers that a configuration names; empty if it names none.
-
-    Args:
-        config: the model's (text) configuration.
+    """Return the kinds of layers that a (text) configuration names; empty if it names none.
 
     Raises:
-        ModelError: if a layer cannot be fed a token tree.
+        ModelError: if a kind of layer cannot be fed a token tree.
     """
     kinds = set(getattr(config, "layer_types", None) or ())
     if unknown := kinds - set(KINDS):
@@ -249,7 +238,7 @@ def layer_kinds(config: PreTrainedConfig) -> set[str]:
         why = (
             "carry a state from token to token, or mix neighbours, whatever the mask says"
             if carries_state(kind)
-            else "are not known to depend on positions and the mask alone"
+            else "are not known to depend only on positions and the mask"
         )
         raise ModelError(f"{config.model_type}: layers of type {kind} cannot be fed a token tree: they {why}")
     return kinds

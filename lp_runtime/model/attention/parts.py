@@ -1,7 +1,7 @@
-"""Attention to a part of the keys, by the fastest kernel that torch has, and how parts are merged.
+"""Attention to parts of the keys, with the fastest kernels of torch, and the merge of two parts.
 
-Each part comes with the log-sum-exp of its scores, by which two are merged (as in split-key decoding), and by which
-attention sinks are added.
+Each part has the log-sum-exp of its scores, with which two parts are merged (as in split-key decoding) and attention
+sinks are added.
 
 Letters: T tokens fed, L committed tokens, H key/value heads, g query heads for each, D head size.
 """
@@ -10,24 +10,20 @@ from __future__ import annotations
 
 import torch
 
-FLASH_DTYPES = (torch.float16, torch.bfloat16)  # that torch's flash attention takes
-MAX_FLASH_HEAD_SIZE = 256  # torch's flash attention takes no larger D
-MIN_FLASH_CAPABILITY = (8, 0)  # torch's flash attention needs an Ampere GPU
+FLASH_DTYPES = (torch.float16, torch.bfloat16)  # supported by torch's flash attention
+MAX_FLASH_HEAD_SIZE = 256  # largest D of torch's flash attention
+MIN_FLASH_CAPABILITY = (8, 0)  # torch's flash attention needs Ampere or newer
 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch's flash attention runs on a GPU in a dtype."""
+    """Whether torch's flash attention supports a GPU and dtype."""
     return dtype in FLASH_DTYPES and torch.cuda.get_device_capability(device) >= MIN_FLASH_CAPABILITY
 
 
 def merge(prefix: torch.Tensor, prefix_sum: torch.Tensor, tree: torch.Tensor, tree_sum: torch.Tensor) -> torch.Tensor:
     """Return attention over prefix and tree from attention over each, [..., D] float32.
 
-    Args:
-        prefix: [..., D] attention over the prefix.
-        prefix_sum: [...] log-sum-exp of the prefix's scores.
-        tree: [..., D] attention over the tree, float32.
-        tree_sum: [...] log-sum-exp of the tree's scores.
+    `prefix` and `tree` are [..., D], `tree` in float32; the sums are the log-sum-exp of their scores, [...].
     """
     prefix_weight = torch.sigmoid(prefix_sum - tree_sum)[..., None]
     return torch.lerp(tree, prefix.float(), prefix_weight)
@@ -36,14 +32,10 @@ def merge(prefix: torch.Tensor, prefix_sum: torch.Tensor, tree: torch.Tensor, tr
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, is_causal: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to all keys, or causally, without a mask, by the fastest kernel that torch has for device and dtype.
+    """Attend to all keys, or causally, without a mask, by the fastest torch kernel for device and dtype.
 
-    Args:
-        query: [1, g H, n, D].
-        key: [1, H, L, D].
-        value: [1, H, L, D].
-        scale: factor of the scores.
-        is_causal: whether query i sees the keys up to i only; n is L then.
+    `query` is [1, g H, n, D], `key` and `value` [1, H, L, D]; `scale` multiplies the scores. With `is_causal`, query i
+    sees only the keys up to i, and n = L.
 
     Returns:
         (output, log-sum-exp): [1, g H, n, D], and [1, g H, n] float32.
@@ -61,7 +53,7 @@ def attend(
 
 
 def _takes_groups(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether `_attend` is flash attention on a GPU, which repeats no keys for grouped heads."""
+    """Whether `_attend` will use flash attention on a GPU, which needs no repeated keys for grouped heads."""
     size = query.shape[3]
     fits = size == value.shape[3] and size <= MAX_FLASH_HEAD_SIZE and size % 8 == 0
     return query.device.type == "cuda" and fits and has_flash(query.device, query.dtype)
@@ -70,7 +62,7 @@ def _takes_groups(query: torch.Tensor, value: torch.Tensor) -> bool:
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, is_causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `attend` of as many query heads as key heads, or of g times as many where the kernel takes that."""
+    """Return `attend` for as many query heads as key heads; for grouped heads if `_takes_groups`."""
     aten = torch.ops.aten
     if query.device.type == "cpu" and query.shape[3] == value.shape[3]:
         return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
@@ -83,7 +75,7 @@ def _attend(
         output, total, *_ = aten._scaled_dot_product_efficient_attention(
             query, key, value, None, True, 0.0, is_causal, scale=scale
         )
-        return output, total[..., : query.shape[2]]  # the kernel pads its rows
+        return output, total[..., : query.shape[2]]  # the kernel pads the log-sum-exp
     assert not is_causal
     return attend_masked(query, key, value, None, scale)
 
@@ -91,14 +83,9 @@ def _attend(
 def attend_masked(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to few keys by two matrix products in float32.
+    """Attend to a few keys by two matrix products in float32.
 
-    Args:
-        query: [1, H, g n, D].
-        key: [1, H, S, D].
-        value: [1, H, S, D].
-        mask: [n, S] additive; None for none.
-        scale: factor of the scores.
+    `query` is [1, H, g n, D], `key` and `value` [1, H, S, D], `mask` [n, S] additive; `scale` multiplies the scores.
 
     Returns:
         (output, log-sum-exp): [1, H, g n, D] and [1, H, g n], float32.

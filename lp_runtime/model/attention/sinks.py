@@ -1,4 +1,4 @@
-"""Attention with sinks (as gpt-oss has): one more score of each head in the softmax's sum, which no value belongs to.
+"""Attention with sinks (gpt-oss): each head has one more score in the softmax's sum, without a value.
 
 The output without a sink is scaled by the weight that the sink leaves to the keys: sigmoid(log-sum-exp - sink).
 
@@ -21,24 +21,24 @@ def attend_with_sinks(
     sinks: torch.Tensor,
     window: int | None,
 ) -> torch.Tensor:
-    """Attend to committed tokens and ancestors, in a pass of any size.
+    """Attend to committed tokens and ancestors with attention sinks, in a pass of any size.
 
     Args:
         query: [1, g H, T, D].
         key: [1, H, S, D].
         value: [1, H, S, D].
         mask: [1, 1, T, S] boolean or additive; [1, 1, T, T] additive, of the tree alone; [1, 1, T, 0] for a chunk of a
-            prompt behind committed tokens; None for tokens that each see those before them.
+            prompt after committed tokens; None for causal attention.
         scale: factor of the scores.
         sinks: [g H].
-        window: sliding window that a mask of all keys has, in tokens; None for none.
+        window: sliding window of an [1, 1, T, S] mask, in tokens; None for none.
 
     Returns:
         [1, T, g H, D], contiguous.
     """
     num_tokens, num_keys = query.shape[2], key.shape[2]
     if mask is not None and mask.shape[-1] == num_keys:
-        first = 0 if window is None else max(0, num_keys - num_tokens - window + 1)  # no token sees what is before
+        first = 0 if window is None else max(0, num_keys - num_tokens - window + 1)  # no token sees earlier keys
         additive = _additive(mask[0, 0, :, first:])
         output, total = _attend_folded(query, key[:, :, first:], value[:, :, first:], additive, scale)
     elif mask is None:
@@ -52,7 +52,7 @@ def attend_with_sinks(
         else:
             tree, tree_sum = _attend_folded(query, *own, mask[0, 0], scale)
         output, total = merge(prefix, prefix_sum, tree.float(), tree_sum), torch.logaddexp(prefix_sum, tree_sum)
-    left = torch.sigmoid(total - sinks.float()[:, None])[..., None]  # weight that is left to the keys
+    left = torch.sigmoid(total - sinks.float()[:, None])[..., None]  # weight left to the keys
     return (output.float() * left).to(query.dtype).transpose(1, 2).contiguous()
 
 

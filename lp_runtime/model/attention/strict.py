@@ -1,9 +1,9 @@
-"""Attention whose result for a token does not depend on how its sequence was fed: bit for bit, in any dtype.
+"""Attention for exactness=strict: a token's result is bit for bit independent of what else is fed.
 
 In half precision the shape of a forward pass changes rounding: other kernels are chosen, sums are taken in another
-order, and near-ties flip. Two things take that away. Every pass feeds the same number of tokens (strict_passes.py), so
-matrix products always have the same shape. And attention goes by blocks of absolute positions, in an order that is a
-function of a token's position alone:
+order, and near-ties flip. Two measures prevent that. Every pass feeds the same number of tokens (strict_passes.py), so
+matrix products always have the same shape. And attention works on blocks of absolute positions, in an order that
+depends on a token's position p alone:
 
     head   blocks 0 .. p // BLOCK - 2: committed long ago, one matrix product a block for all tokens of the pass
     tail   the last two blocks up to position p: keys gathered for each token, from the cache and from its ancestors
@@ -11,8 +11,8 @@ function of a token's position alone:
 
 Scores, weights and sums are float32.
 
-Letters: T tokens fed, B tokens of a pass, S keys written, H key/value heads, g query heads for each, D head size,
-n blocks.
+Letters: T tokens fed, B tokens of a pass, S keys written, H key/value heads, g query heads for each, D head size, n
+blocks.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from lp_runtime.utils.jit import bound, compiled, compiles
 NAME = "lp_runtime_strict"  # as `attn_implementation` of a model
 BLOCK = 64  # positions
 TAIL = 2 * BLOCK  # positions
-MAX_DEPTH = BLOCK  # tokens of a path behind the committed ones: head and tail then cover all that a token sees
-POSITION, WINDOW, KEYS = 0, 1, 2  # columns of the table: position, sliding window (0: none), then TAIL cache positions
+MAX_DEPTH = BLOCK  # tokens of a path after the committed ones: all uncommitted keys are then in the tail
+POSITION, WINDOW, KEYS = 0, 1, 2  # columns of the table: position, sliding window (0: none), then TAIL cache indices
 
 
 def tail_table(num_cached: int, parents: Sequence[int] | np.ndarray, window: int) -> np.ndarray:
-    """Return what each token attends to, [T, KEYS + TAIL] int64, as `strict_attention` takes it for a mask.
+    """Return what each token attends to, [T, KEYS + TAIL] int64, in the form of `strict_attention`'s mask.
 
     Args:
-        num_cached: committed tokens, at 0 .. num_cached - 1 of the cache; token i fed is written at num_cached + i.
-        parents: [T] index of each token's parent among those fed, -1 for the first.
-        window: sliding window of the layers, in tokens; 0 without one.
+        num_cached: committed tokens, at 0 .. num_cached - 1 of the cache; fed token i is written at num_cached + i.
+        parents: [T] index of each token's parent among the fed ones, -1 for the first.
+        window: sliding window of the layers, in tokens; 0 for none.
     """
     table = np.full((len(parents), KEYS + TAIL), -1, dtype=np.int64)
     table[:, WINDOW] = window
@@ -64,14 +64,11 @@ def tail_table(num_cached: int, parents: Sequence[int] | np.ndarray, window: int
 
 
 def path_table(num_cached: int, parents: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return L and where in the cache the keys of each token's path stand, [T, 1 + BLOCK] int64.
+    """Return L and the cache indices of the keys on each token's path, [T, 1 + BLOCK] int64.
 
-    Column 0 is L, column 1 + i is of position L + i; columns behind a token's position are 0.
-
-    Args:
-        num_cached: L; token i fed is written at L + i of the cache.
-        parents: [T] int64, index of each token's parent among those fed, -1 for the first.
-        positions: [T] int64, L and more.
+    Column 0 is L, and column 1 + i is for position L + i; columns beyond the token's position are 0. `num_cached` is L,
+    and fed token i is written at L + i of the cache. `parents` and `positions` are [T] int64: indices among the fed
+    tokens, -1 for the first, and absolute positions, L and more.
     """
     assert len(positions) == 0 or int(positions.max()) < num_cached + MAX_DEPTH
     table = np.zeros((len(parents), 1 + BLOCK), dtype=np.int64)
@@ -81,7 +78,7 @@ def path_table(num_cached: int, parents: np.ndarray, positions: np.ndarray) -> n
 
 @functools.cache
 def _path_kernel() -> Callable:
-    """`_fill_paths` for arguments of its types."""
+    """Return `_fill_paths`, compiled for the types of its arguments."""
     integers = np.zeros(1, np.int64)
     return bound(_fill_paths, 0, integers, integers, np.zeros((1, 1), np.int64))
 
@@ -94,7 +91,7 @@ def compile_paths() -> None:
 
 @compiled
 def _fill_paths(num_cached, parents, positions, table):
-    """Write `path_table` into zeros, [T, 1 + BLOCK]."""
+    """Write `path_table` to a table of zeros, [T, 1 + BLOCK]."""
     for token in range(len(parents)):
         depth, parent = positions[token] - num_cached, parents[token]
         table[token, 0] = num_cached
@@ -104,12 +101,12 @@ def _fill_paths(num_cached, parents, positions, table):
 
 
 class _Queries(NamedTuple):
-    """The queries of a pass, and what limits their view.
+    """Queries of a pass, and the limits of what they see.
 
     Attributes:
         states: [H, g, B, D] float32, scaled.
         positions: [B] int64.
-        windows: [B] int64, sliding window of each token; 0 without one.
+        windows: [B] int64, sliding window of each token; 0 for none.
         softcap: scores are squashed to +-softcap; None for no limit.
     """
 
@@ -145,20 +142,20 @@ def strict_attention(
     device_cache: DeviceAttention | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attend by blocks of absolute positions; an attention function of transformers' interface.
+    """Attend by blocks of absolute positions, with the signature of transformers' attention functions.
 
     Args:
         module: the model's attention block.
         query: [1, g H, B, D].
         key: [1, H, S, D].
         value: [1, H, S, D].
-        attention_mask: [1, 1, B, KEYS + TAIL] int64, of `tail_table`.
+        attention_mask: [1, 1, B, KEYS + TAIL] int64, from `tail_table`.
         scaling: of the scores; default 1 / sqrt(D).
         softcap: scores are squashed to +-softcap, if given.
         s_aux: [g H] attention sinks, one more score of each head in the softmax's sum; None for none.
-        device_cache: given in a pass of a fixed size, whose keys and values have been written into their caches. The
-            mask is the pass's own then, and of `key` the shape is read only.
-        **kwargs: of other attention functions; the mask says what they would.
+        device_cache: given in a pass of a fixed size, whose keys and values are already in their caches. The mask is
+            then that of the pass, and only the shape of `key` is read.
+        **kwargs: of other attention functions, ignored: the mask contains what they would say.
 
     Returns:
         ([1, B, g H, D], None)
@@ -171,7 +168,7 @@ def strict_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if device_cache is not None:
         if softcap is not None:
-            raise ModelError(f"softcap={softcap:g}: the kernels of captured passes have none")
+            raise ModelError(f"softcap={softcap:g}: not supported by the kernels of passes of fixed sizes")
         return device_cache.attend(query, num_heads, attention_mask, scale, s_aux), None
     table = attention_mask[0, 0]
     states = (query[0].float() * scale).view(num_heads, groups, num_tokens, -1)
@@ -183,7 +180,7 @@ def strict_attention(
     if num_blocks:
         head_scores, head_values = _head(queries, key[0], value[0], num_blocks)
         peak = torch.maximum(peak, head_scores.amax(-1).amax(1)[..., None])
-    if s_aux is not None:  # a score among the others, that no value belongs to
+    if s_aux is not None:  # a sink is one more score, without a value
         peak = torch.maximum(peak, s_aux.float().view(num_heads, groups, 1, 1))
 
     weights = torch.exp(tail_scores - peak)
@@ -203,13 +200,9 @@ def strict_attention(
 def _tail(
     queries: _Queries, keys: torch.Tensor, values: torch.Tensor, key_indices: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather each token's last two blocks, and score them.
+    """Gather and score each token's last two blocks.
 
-    Args:
-        queries: B tokens.
-        keys: [H, S, D].
-        values: [H, S, D].
-        key_indices: [B, TAIL] where in the cache each position's key stands; -1 for none.
+    `keys` and `values` are [H, S, D]; `key_indices`, [B, TAIL], has the cache index of the key at each position, or -1.
 
     Returns:
         (scores, values): [H, g, B, TAIL], and [H, B, TAIL, D], float32.
@@ -226,13 +219,9 @@ def _tail(
 def _head(
     queries: _Queries, keys: torch.Tensor, values: torch.Tensor, num_blocks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Score the blocks before each token's tail, which are committed for every token that may see them.
+    """Score the blocks before each token's tail; they are committed for every token that may see them.
 
-    Args:
-        queries: B tokens.
-        keys: [H, S, D].
-        values: [H, S, D].
-        num_blocks: n, the whole blocks among the keys, at least one.
+    `keys` and `values` are [H, S, D]; `num_blocks` is n, the whole blocks among the keys, at least one.
 
     Returns:
         (scores, values): [H, n, g, B, BLOCK], and [H, n, BLOCK, D], float32.
@@ -250,7 +239,7 @@ def _head(
 
 
 def _sum_of_pairs(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum over dimension 1 by adjacent pairs: zeros behind the last summand that counts change no bit."""
+    """Return the sum over dimension 1 by adjacent pairs: zeros after the last summand change no bit."""
     while values.shape[1] > 1:
         if values.shape[1] % 2:
             values = torch.cat([values, torch.zeros_like(values[:, :1])], dim=1)

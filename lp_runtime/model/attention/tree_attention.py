@@ -1,10 +1,10 @@
-"""Attention for a token tree, in which keys and values are never repeated.
+"""Attention for a token tree that never repeats keys and values for grouped heads.
 
 The queries of all heads that share a key/value head are folded into one longer row of queries. On a CPU they attend in
-one call, with a mask. On a GPU a mask would turn the fastest kernels off, and none is needed for most of the work:
-every token of a tree sees the whole committed prefix. So attention goes over the prefix without a mask, over the
-tree's own T x T part with one, and the two are merged by the log-sum-exp of their scores (as in split-key decoding).
-A chunk of a prompt behind committed tokens is attended to likewise, its own part causally.
+one call, with a mask. On a GPU a mask would rule out the fastest kernels, and most of the work needs none, because
+every token of a tree sees the whole committed prefix. So attention covers the prefix without a mask and the tree's own
+T x T part with one, and the two are merged by the log-sum-exp of their scores (as in split-key decoding). A chunk of a
+prompt after committed tokens is handled in the same way, except that its T x T part is causal.
 
 Letters: T tokens of the tree, L committed tokens, H key/value heads, g query heads for each, D head size, P sequences
 of a batch.
@@ -28,42 +28,31 @@ NAME = "lp_runtime_tree"  # as `attn_implementation` of a model
 
 
 class DeviceAttention(Protocol):
-    """Attention in a pass of a fixed size, whose inputs are on the device alone; DeviceCache has it."""
+    """Attention of a pass of a fixed size, whose inputs are on the device only; see DeviceCache."""
 
     def attend(
         self, query: torch.Tensor, num_heads: int, mask: torch.Tensor, scale: float, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attend to the keys of the layer that wrote last.
+        """Attend to the keys of the layer that was written last; return [1, T, g H, D].
 
-        Args:
-            query: [1, g H, T, D].
-            num_heads: H.
-            mask: what the pass gives the model as its mask.
-            scale: factor of the scores.
-            sinks: [g H] attention sinks; None for none.
-
-        Returns:
-            [1, T, g H, D]
+        `query` is [1, g H, T, D], `num_heads` is H, `mask` the one that the pass gives the model, and `sinks` are [g
+        H]. `scale` multiplies the scores.
         """
 
 
 class AttentionBatch(Protocol):
-    """What attention must know of several sequences that are fed in one pass; BatchedCache is one."""
+    """Keys, values and masks of several sequences that are fed in one pass; implemented by BatchedCache."""
 
     @property
     def sizes(self) -> list[int]:
-        """[P + 1] tokens fed of each sequence, and the padding behind them."""
+        """[P + 1] tokens fed of each sequence, then the number of padding tokens."""
 
     @property
     def states(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """[P] keys and values of each sequence in the present layer, [1, H, L + T, D] each."""
+        """[P] keys and values of each sequence in the current layer, [1, H, L + T, D] each."""
 
     def masks_of(self, stand_in: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the [P] masks that one mask of a layer stands for.
-
-        Args:
-            stand_in: the mask that the layer was given.
-        """
+        """Return the [P] masks that a layer's single mask, `stand_in`, represents."""
 
 
 def tree_attention(
@@ -78,7 +67,7 @@ def tree_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend to committed tokens and ancestors; an attention function of transformers' interface.
+    """Attend to committed tokens and ancestors, with the signature of transformers' attention functions.
 
     Args:
         module: the model's attention block.
@@ -87,14 +76,14 @@ def tree_attention(
         value: [1, H, L + T, D].
         attention_mask: additive, in the dtype of the query: [1, 1, T, L + T], or [1, 1, T, T], of the tree alone. With
             `chunk_mask`, [1, 1, T, 0], the tokens are a chunk of a prompt: each sees the L tokens and those before
-            itself. With any other mask, or without one, this is transformers' sdpa.
+            itself. With any other mask, or none, this is transformers' sdpa.
         scaling: of the scores; default 1 / sqrt(D).
-        device_cache: given in a pass of a fixed size, whose keys and values have been written into their caches. The
-            mask is the pass's own then, and of `key` and `value` the shapes are read only.
-        batch: keys, values and masks of several sequences, if the tokens are of several; `key` is not read then, and of
-            `value` its shape only.
-        s_aux: [g H] attention sinks (sinks.py), of models that have them; None for none.
-        **kwargs: of transformers' sdpa.
+        device_cache: given in a pass of a fixed size, whose keys and values are already in their caches. The mask is
+            then that of the pass, and only the shapes of `key` and `value` are read.
+        batch: keys, values and masks, if the tokens belong to several sequences. Then `key` is not read, and only the
+            shape of `value` is.
+        s_aux: [g H] attention sinks (sinks.py); None for none.
+        **kwargs: passed to transformers' sdpa.
 
     Returns:
         ([1, T, g H, D], None)
@@ -126,12 +115,12 @@ def tree_attention(
 
 
 def chunk_mask(num_tokens: int, device: torch.device) -> torch.Tensor:
-    """Return the mask, [1, 1, T, 0], that stands for a chunk of a prompt behind committed tokens."""
+    """Return the mask, [1, 1, T, 0], that marks a chunk of a prompt after committed tokens."""
     return torch.empty((1, 1, num_tokens, 0), dtype=torch.bool, device=device)
 
 
 def is_chunk_mask(mask: torch.Tensor | None) -> bool:
-    """Whether a mask is `chunk_mask`."""
+    """Whether a mask is a `chunk_mask`."""
     return mask is not None and mask.shape[-1] == 0
 
 
@@ -144,11 +133,10 @@ def _attend_prompt(
     scaling: float | None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Return attention of what is no tree, [1, T, g H, D]: by a named kernel of torch's, or by transformers' sdpa.
+    """Return attention of tokens that form no tree, [1, T, g H, D], by a fixed kernel of torch or sdpa.
 
-    What torch chooses for sdpa may be a kernel that is planned anew for every number of keys, as cuDNN's are.
-
-    Arguments are those of `tree_attention`.
+    Fixed kernels are preferred because sdpa may choose one that is planned again for every number of keys, such as
+    cuDNN's. Arguments are those of `tree_attention`.
     """
     num_tokens, size = query.shape[2:]
     scale = size**-0.5 if scaling is None else scaling
@@ -166,14 +154,8 @@ def _attend_prompt(
 def attend_chunk(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     """Attend to the committed prefix without a mask and to the chunk causally, and merge the two.
 
-    Args:
-        query: [1, g H, T, D].
-        key: [1, H, L + T, D].
-        value: [1, H, L + T, D].
-        scale: factor of the scores.
-
-    Returns:
-        [1, T, g H, D], contiguous.
+    `query` is [1, g H, T, D], `key` and `value` [1, H, L + T, D]; `scale` multiplies the scores. The result is [1, T, g
+    H, D], contiguous.
     """
     num_cached = key.shape[2] - query.shape[2]
     prefix = attend(query, key[:, :, :num_cached], value[:, :, :num_cached], scale)
@@ -182,7 +164,7 @@ def attend_chunk(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sc
 
 
 def _num_columns(mask: torch.Tensor | None, dtype: torch.dtype) -> int:
-    """Return the number of keys that a mask is of; 0 if it is no additive mask in a dtype."""
+    """Return the number of keys of an additive mask; 0 for None or a mask of another dtype."""
     return mask.shape[-1] if mask is not None and mask.dtype == dtype else 0
 
 
@@ -195,9 +177,10 @@ def _attend_batch(
     batch: AttentionBatch,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Return `tree_attention` of each sequence of a batch and zeros for the padding, one behind the other.
+    """Return `tree_attention` of each sequence of a batch in turn, then zeros for the padding.
 
-    Arguments are those of `tree_attention`. The result is [1, T, g H, D], with the tokens of all sequences and padding.
+    Arguments are those of `tree_attention`. The result is [1, T, g H, D], with T tokens of all sequences and the
+    padding.
     """
     assert attention_mask is not None
     *queries, padding = query.split(batch.sizes, 2)
@@ -207,7 +190,7 @@ def _attend_batch(
     return torch.cat(outputs, 1)
 
 
-@functools.lru_cache(maxsize=16)  # by identity: all layers of a step are given the same masks
+@functools.lru_cache(maxsize=16)  # tensors hash by identity, and all layers of a step get the same masks
 def _fold(mask: torch.Tensor, groups: int) -> torch.Tensor:
     """Return a mask with its rows repeated g times, [1, 1, g T, S]."""
     return mask if groups == 1 else mask.repeat(1, 1, groups, 1)
@@ -218,15 +201,8 @@ def attend_apart(
 ) -> torch.Tensor:
     """Attend to the committed prefix without a mask and to the tree with one, and merge the two.
 
-    Args:
-        query: [1, H, g T, D].
-        key: [1, H, L + T, D].
-        value: [1, H, L + T, D].
-        mask: [T, T] additive.
-        scale: factor of the scores.
-
-    Returns:
-        [1, H, g T, D]
+    `query` is [1, H, g T, D], `key` and `value` [1, H, L + T, D], `mask` [T, T] additive; `scale` multiplies the
+    scores. The result is [1, H, g T, D].
     """
     num_cached = key.shape[2] - len(mask)
     prefix = attend(query, key[:, :, :num_cached], value[:, :, :num_cached], scale)

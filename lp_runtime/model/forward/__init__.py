@@ -1,1 +1,1 @@
-"""Forward passes: inputs, masks, captured graphs, slices of the vocabulary."""
+"""Forward passes: inputs, masks, CUDA graphs, and shards that hold a slice of the vocabulary."""

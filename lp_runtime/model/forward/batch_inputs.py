@@ -1,4 +1,4 @@
-"""The inputs of a forward pass of any size that feeds several sequences.
+"""Inputs of a forward pass of any size that feeds several sequences.
 
 Letters: T tokens fed, of all sequences together, padding included; n wanted rows of all sequences.
 """
@@ -19,16 +19,13 @@ from lp_runtime.utils.tensors import tensor_on
 def batch_inputs(
     caches: Sequence[TreeCache], layouts: Sequence[InputLayout], masks: MaskBuilder, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, BatchedCache]:
-    """Return what is fed of several sequences, and what stands for their caches.
+    """Return the inputs that feed one share of each sequence, and a cache that stands in for their caches.
 
-    Args:
-        caches: one a sequence.
-        layouts: one a sequence.
-        masks: knows the model's kinds of layers.
-        device: the model's.
+    On a CPU the tokens are padded (inputs.rounding_of).
 
     Returns:
-        (ids, positions, rows, cache): [T], [T] and [n] int64 on the device, and the cache, whose `mask` is the model's.
+        (ids, positions, rows, cache): [T], [T] and [n] int64 on the device, and the cache; its `mask` is the model's
+        mask.
     """
     sizes = [len(layout.tokens) for layout in layouts]
     num_tokens = sum(sizes)

@@ -1,10 +1,10 @@
-"""Forward passes of a few fixed sizes, whose inputs keep their addresses, so that CUDA graphs can replay them.
+"""Forward passes of a few fixed sizes, with inputs at fixed addresses, for replay as CUDA graphs.
 
-Launching a step's kernels one by one from Python takes longer than most of them run. A graph launches them all at once,
-but with the sizes and addresses that it was captured with. So trees are padded to the next of a few sizes, inputs are
-copied to where the graph reads them (pass_inputs.py), and all that changes from step to step is read on the device: the
-addresses of the KV caches, too. A captured pass serves any slot, however long its sequence is, and is captured once.
-fixed_passes.py says which sizes there are, and which of them a share of a tree is fed in.
+Launching a step's kernels one by one from Python takes longer than running most of them. A graph launches them all at
+once, but only with the sizes and addresses of its capture. So trees are padded to the next of a few sizes, inputs are
+copied to where the graph reads them (pass_inputs.py), and everything that changes from step to step is read on the
+device, including the addresses of the KV caches. A captured pass serves any slot and any sequence length, and is
+captured once. fixed_passes.py chooses the sizes.
 
 Letters: B tokens of a pass, padding included, n wanted rows, V vocabulary.
 """
@@ -29,15 +29,15 @@ from lp_runtime.model.forward.pass_inputs import Part, PassInputs, compile_pass_
 from lp_runtime.model.hf.config import attention_of, takes_attention
 from lp_runtime.model.kv_cache.device import DeviceCache
 
-MAX_COMPILED = 128  # torch.compile's recompile limit: there are fewer sizes, with one sequence and with several
+MAX_COMPILED = 128  # torch.compile's recompile limit; there are fewer PassSizes
 
 
 class GraphOptions(NamedTuple):
-    """How trees are fed in passes of fixed sizes.
+    """Options of the passes of fixed sizes.
 
     Attributes:
         capture: whether a CUDA graph of each size is captured and replayed.
-        compiled: whether torch.compile compiles the model, once a size.
+        compiled: whether torch.compile compiles the model, once per size.
         refuses_waits: see GraphCapture.
     """
 
@@ -47,11 +47,11 @@ class GraphOptions(NamedTuple):
 
 
 class PassSize(NamedTuple):
-    """What a pass of a fixed size takes.
+    """Size of a pass.
 
     Attributes:
         num_tokens: B.
-        num_sequences: most sequences.
+        num_sequences: largest number of sequences.
     """
 
     num_tokens: int
@@ -61,29 +61,28 @@ class PassSize(NamedTuple):
 def why_not_captured(model: PreTrainedModel) -> str | None:
     """Return why a model's passes cannot be captured; None if they can.
 
-    The model must be on one GPU, attend as attention/tree_attention.py or attention/strict.py does, and have keys and
-    values of one head size, as the Triton kernels need.
+    The model must be on one GPU, use the attention of attention/tree_attention.py or attention/strict.py, and have the
+    same head size for keys and values, which the Triton kernels require.
     """
     config = model.config.get_text_config()
     if attention_of(config) not in (TREE, STRICT) or not takes_attention(model):
-        return "the model has attention of its own"
+        return "the model uses its own attention"
     if getattr(config, "v_head_dim", None) is not None:
         return "keys and values have different head sizes"
     if len({each.device for each in model.parameters()}) > 1:
-        return "the model lies on several devices"
+        return "the model spans several devices"
     return why_no_kernels(model.device)
 
 
 class FixedPass:
-    """A pass of one size, of one sequence or of several.
+    """A pass of one size, for one sequence or several.
 
     Attributes:
-        inputs: what the pass reads.
-        cache: stands for the sequences' caches.
+        inputs: read by the pass.
+        cache: stands in for the sequences' caches.
         replay: launches the captured graph; None before the capture.
         logits: [B, V] of the wanted rows, in the model's dtype; None before the first run.
-        presampled: [B, width] what greedy sampling picks from `logits`, packed as sampling/sampler.py says; None before
-            the first run.
+        presampled: [B, width] greedy samples of `logits`, packed as in sampling/sampler.py; None before the first run.
     """
 
     def __init__(self, inputs: PassInputs, cache: DeviceCache):
@@ -94,22 +93,20 @@ class FixedPass:
 
 
 class PassSet:
-    """Makes a model's passes of fixed sizes, and runs them.
+    """The passes of fixed sizes of a model: makes, captures and runs them.
 
     Args:
-        model: a Hugging Face causal LM that attends as attention/tree_attention.py does; where `is_strict` as
-            attention/strict.py does.
-        masks: knows the model's kinds of layers.
-        options: whether passes are captured, and whether the model is compiled.
-        keeps_logits: whether the model takes `logits_to_keep`.
-        cache_name: the keyword by which the model takes a cache.
-        sample: returns what greedy sampling picks from logits, [B, V] to [B, width] packed, by a device's kernels; it
-            waits for nothing.
+        model: a Hugging Face causal LM with the attention of attention/tree_attention.py; of attention/strict.py if
+            `is_strict`.
+        masks: builder of the model's masks.
+        keeps_logits: whether the model accepts `logits_to_keep`.
+        cache_name: keyword by which the model accepts a cache.
+        sample: returns the packed greedy samples, [B, width], of logits [B, V], using the given kernels; must not wait
+            for the device.
         is_strict: whether passes are those of exactness=strict.
 
     Attributes:
-        options: as given.
-        presampled: [n, width] what greedy sampling picks from the logits of the last run, valid until the next one.
+        presampled: [n, width] greedy samples of the last run's logits, valid until the next run.
     """
 
     def __init__(
@@ -140,7 +137,7 @@ class PassSet:
 
     @property
     def num_captures(self) -> int:
-        """Graphs captured so far."""
+        """Number of graphs captured so far."""
         return 0 if self._capture is None else self._capture.count
 
     def __contains__(self, size: PassSize) -> bool:
@@ -148,11 +145,11 @@ class PassSet:
         return size in self._passes
 
     def make(self, size: PassSize) -> None:
-        """Make and capture the pass of a size.
+        """Make the pass of a size, and capture it if the options ask for that.
 
         Raises:
             ModelError: if the model's passes cannot be captured.
-            torch.OutOfMemoryError: if memory does not suffice.
+            torch.OutOfMemoryError: if there is not enough memory.
         """
         masks = self._masks
         columns = 1 + BLOCK if self._is_strict else 0
@@ -163,12 +160,12 @@ class PassSet:
         one = FixedPass(inputs, cache)
         if self.options.capture:
             self._capture = self._capture or GraphCapture(self._device, self.options.refuses_waits)
-            inputs.fill(())  # padding alone: no cache is touched
+            inputs.fill(())  # padding only: no cache is touched
             one.replay = self._capture.capture(lambda: self.run_pass(one))
         self._passes[size] = one
 
     def run(self, size: PassSize, parts: Sequence[Part]) -> torch.Tensor:
-        """Feed parts in the pass of a size, which has been made; sets `presampled`.
+        """Feed parts in the pass of a size that has been made; sets `presampled`.
 
         Returns:
             [n, V] logits of the wanted rows, part by part, valid until the next run.
@@ -186,9 +183,9 @@ class PassSet:
         return one.logits[:num_rows]
 
     def run_pass(self, one: FixedPass) -> None:
-        """Run a pass; sets its `logits` and `presampled`."""
+        """Run a pass eagerly, or while it is captured; sets its `logits` and `presampled`."""
         inputs = one.inputs
-        # Every size is compiled by itself; beyond its limit torch runs eagerly, without saying so.
+        # Each size is compiled separately; beyond its recompile limit torch silently runs eagerly.
         limit = torch._dynamo.config.patch(recompile_limit=MAX_COMPILED) if self.options.compiled else nullcontext()
         options = {self._cache_name: one.cache} | ({"logits_to_keep": inputs.wanted} if self._keeps_logits else {})
         with limit:

@@ -1,4 +1,4 @@
-"""How the GPUs of a replica sum small tensors: over NCCL, or in one shot where a measurement at start says so.
+"""Choice of the all-reduce for small tensors of a replica's GPUs: NCCL, or one shot if it is faster.
 
 Letters: P shards, E hidden size.
 """
@@ -17,26 +17,19 @@ from lp_runtime.model.forward.graph_capture import GraphCapture
 
 log = logging.getLogger(__name__)
 
-DTYPES = (torch.float32, torch.bfloat16)  # that torch's kernel sums
-ROWS = (1, 8, 16, 32, 64, 128, 256)  # tokens of the passes whose sums are timed
-NUM_SUMS = 16  # of a captured graph
+DTYPES = (torch.float32, torch.bfloat16)  # supported by torch's one-shot kernel
+ROWS = (1, 8, 16, 32, 64, 128, 256)  # tokens of the passes whose all-reduces are timed
+NUM_SUMS = 16  # all-reduces in a captured graph
 NUM_REPLAYS = 5
-MAX_SHARE = 0.95  # of NCCL's time that one shot must stay below
-TOLERANCE = 0.05  # of a sum's largest number, by which the two may differ in half precision
+MAX_SHARE = 0.95  # one shot must take less than this share of NCCL's time
+TOLERANCE = 0.05  # allowed difference relative to the largest sum: rounding in half precision
 
 
 def fastest_reducer(link: ShardLink, width: int, dtype: torch.dtype, device: torch.device, timeout: float) -> Reducer:
-    """Return what sums fastest; all shards call this together, and get the same.
+    """Return the fastest reducer; all shards must call this together, and get the same result.
 
-    Args:
-        link: between the shards, with the reducer to begin with.
-        width: E, numbers of a token that are summed.
-        dtype: of these numbers.
-        device: of this shard.
-        timeout: seconds within which the shards must share memory.
-
-    Returns:
-        the link's reducer; or, where CUDA graphs of it replay faster, one that sums what is small in one shot.
+    It is the link's reducer, or one that all-reduces small tensors in one shot if its CUDA graphs replay faster.
+    `width` is E, and the shards must set up shared memory within `timeout` seconds.
     """
     reducer = link.reducer
     if not reducer.can_capture or dtype not in DTYPES:
@@ -49,14 +42,14 @@ def fastest_reducer(link: ShardLink, width: int, dtype: torch.dtype, device: tor
     fastest = 0
     for num_rows in ROWS:
         of_ring, of_one_shot = (_seconds(link, each, num_rows * width, dtype, device) for each in (reducer, one_shot))
-        if of_ring is None or of_one_shot is None:  # on all shards alike
+        if of_ring is None or of_one_shot is None:  # the same on all shards
             break
         is_faster = of_one_shot < MAX_SHARE * of_ring
-        is_right = _is_right(link, one_shot, reducer, num_rows * width, dtype, device)
+        is_right = _is_correct(link, one_shot, reducer, num_rows * width, dtype, device)
         if not link.smallest(is_faster and is_right):
             break
         fastest = num_rows
-        log.info("sums of %d tokens: NCCL %.1f us, one shot %.1f us", num_rows, 1e6 * of_ring, 1e6 * of_one_shot)
+        log.info("all-reduce of %d tokens: NCCL %.1f us, one shot %.1f us", num_rows, 1e6 * of_ring, 1e6 * of_one_shot)
     if not fastest:
         return reducer
     one_shot.max_numbers = fastest * width
@@ -64,7 +57,7 @@ def fastest_reducer(link: ShardLink, width: int, dtype: torch.dtype, device: tor
 
 
 def _seconds(link: ShardLink, reducer: Reducer, size: int, dtype: torch.dtype, device: torch.device) -> float | None:
-    """Return how long a sum of so many numbers takes when a graph is replayed; None if it cannot be captured."""
+    """Return the seconds of one all-reduce of `size` numbers in a replayed graph; None if capture fails."""
     zeros = torch.zeros(size, dtype=dtype, device=device)
 
     def run() -> None:
@@ -75,7 +68,7 @@ def _seconds(link: ShardLink, reducer: Reducer, size: int, dtype: torch.dtype, d
         replay = GraphCapture(device).capture(run)
     except ShardError:
         raise
-    except Exception as error:  # of torch's kernel, whose ways of refusing a tensor are its own
+    except Exception as error:  # torch's kernel raises various types if it rejects a tensor
         log.info("%s", first_line(error))
         replay = None
     if not link.smallest(replay is not None):
@@ -93,10 +86,10 @@ def _seconds(link: ShardLink, reducer: Reducer, size: int, dtype: torch.dtype, d
     return 1e-3 * min(times) / NUM_SUMS
 
 
-def _is_right(
+def _is_correct(
     link: ShardLink, one_shot: Reducer, reducer: Reducer, size: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether one shot gives what another reducer gives but for rounding, and the same bits on all shards."""
+    """Whether one shot equals the other reducer up to rounding, with the same bits on all shards."""
     generator = torch.Generator().manual_seed(link.place.shard)
     numbers = torch.randn(size, generator=generator).to(device=device, dtype=dtype)
     total, expected = one_shot.all_reduce(numbers.clone()), reducer.all_reduce(numbers.clone())

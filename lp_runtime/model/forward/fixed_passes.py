@@ -1,10 +1,11 @@
-"""Which passes of fixed sizes shares of trees are fed in; cuda_graph.py makes and runs them.
+"""Choice of the fixed-size passes that feed shares of trees; cuda_graph.py makes and runs them.
 
-With exactness=strict there is one size and one graph: every pass feeds as many tokens and is launched alike, whatever
-its tokens are of (attention/strict.py says why). A tree of more tokens takes several passes, and passes are shared.
+With exactness=strict there is one size and one graph: every pass has the same number of tokens and the same launch,
+whichever sequences its tokens belong to (attention/strict.py explains why). A larger tree takes several passes, and
+several sequences share a pass.
 
-Where a replica spans several GPUs, its shards make and run the same passes in the same order, and all sizes have to
-find memory: no shard is left waiting inside a pass that another one could not make.
+If a replica spans several GPUs, its shards make and run the same passes in the same order, and every size must fit into
+memory: no shard may wait inside a pass that another one could not make.
 """
 
 from __future__ import annotations
@@ -24,22 +25,23 @@ from lp_runtime.model.forward.strict_parts import cut_into_passes
 
 log = logging.getLogger(__name__)
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-COMPILED_SIZES = (1, 16, 64, 256)  # torch.compile takes tens of seconds for each
-MIN_LARGEST = 256  # tokens: passes of so many are captured, or none are
-MAX_SEQUENCES = 16  # of a pass; a larger batch takes several
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens
+COMPILED_SIZES = (1, 16, 64, 256)  # tokens; fewer, because torch.compile takes tens of seconds for each
+MIN_LARGEST = 256  # tokens: if a pass of this size does not fit into memory, none are captured
+MAX_SEQUENCES = 16  # in a pass; a larger batch takes several passes
 
 
 class FixedPasses:
-    """Feeds trees to a model in passes of fixed sizes.
+    """Passes of fixed sizes for trees.
 
     Args:
-        passes: runs them; `begin_fixed` has been run.
+        passes: runs them; `begin_fixed` has been called.
         feed: ModelRunner.feed.
-        leading: has the replica's other shards make every pass, too; None where there are none.
+        leading: makes every pass on the replica's other shards, too; None if there are none.
 
     Attributes:
-        max_tokens: of a pass. A share of more tokens is fed in a pass of any size; with exactness=strict in several.
+        max_tokens: tokens of the largest pass. A larger share takes a pass of any size; with exactness=strict, several
+            passes.
     """
 
     def __init__(self, passes: Passes, feed: Callable[..., torch.Tensor], leading: LeadingShard | None = None):
@@ -59,29 +61,26 @@ class FixedPasses:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of tokens that passes are padded to, ascending."""
+        """Token counts that passes are padded to, ascending."""
         return tuple(size for size in self._all_sizes if size <= self.max_tokens)
 
     def _size(self, num_tokens: int, num_sequences: int) -> PassSize:
-        """Return the size of the pass that feeds so many tokens of so many sequences."""
+        """Return the smallest size that fits this many tokens and sequences."""
         if self._strict_tokens is not None:
             return PassSize(self._strict_tokens, MAX_SEQUENCES)
         size = self._all_sizes[bisect.bisect_left(self._all_sizes, num_tokens)]
         return PassSize(size, 1 if num_sequences == 1 else MAX_SEQUENCES)
 
     def make(self, num_tokens: int, num_sequences: int) -> bool:
-        """Make and capture now the pass that feeds so many tokens of so many sequences.
+        """Make the pass for this many tokens and sequences; return whether it was missing.
 
         Args:
             num_tokens: 1 to `max_tokens`.
             num_sequences: 1 to MAX_SEQUENCES.
 
-        Returns:
-            whether the pass had to be made.
-
         Raises:
             ModelError: if the model's passes cannot be captured, on any of the replica's GPUs.
-            torch.OutOfMemoryError: if memory does not suffice.
+            torch.OutOfMemoryError: if there is not enough memory.
         """
         size = self._size(num_tokens, num_sequences)
         if size in self._made:
@@ -93,15 +92,13 @@ class FixedPasses:
         return True
 
     def make_all(self, with_batches: bool) -> Iterator[tuple[int, int]]:
-        """Make all passes, the largest first, so that the others find memory that it has used.
+        """Make all passes, the largest first, so that the others reuse its memory.
 
-        Sizes above MIN_LARGEST for which memory does not suffice are left out: `max_tokens` is lowered.
-
-        Args:
-            with_batches: whether several sequences are ever fed in one pass.
+        Sizes above MIN_LARGEST that do not fit into memory are left out, and `max_tokens` is lowered. Passes for
+        several sequences are made if `with_batches`.
 
         Yields:
-            (tokens, sequences) of each pass that was made: the most that it takes.
+            (tokens, sequences), the capacity of each pass once it is made.
         """
         for size in reversed(self.sizes):
             for num_sequences in (1, MAX_SEQUENCES) if with_batches and size > 1 else (1,):
@@ -112,28 +109,28 @@ class FixedPasses:
                         raise
                     self.max_tokens = self._all_sizes[self._all_sizes.index(size) - 1]
                     torch.cuda.empty_cache()
-                    log.warning("memory does not suffice for passes of %d tokens; larger trees are slower", size)
+                    log.warning("not enough memory for passes of %d tokens; trees of that size will be slower", size)
                     break
                 yield size, min(size, num_sequences)
 
     def prepare(self, parts: Sequence[Part]) -> bool:
-        """Make the passes that feed some parts; return whether any had to be made."""
+        """Make the missing passes that these parts need; return whether any was missing."""
         return any([self.make(_num_tokens(chunk), len(chunk)) for chunk in self._chunks(parts)])
 
     def takes(self, parts: Sequence[Part]) -> bool:
-        """Whether parts can be fed in passes of fixed sizes."""
+        """Whether parts fit into passes of fixed sizes."""
         if self._strict_tokens is not None:
             return True
         return max(len(part.layout.tokens) for part in parts) <= self.max_tokens
 
     def forward(self, parts: Sequence[Part]) -> list[StepLogits]:
-        """Feed a share of a tree of each of some sequences, behind their committed tokens.
+        """Feed one share of each sequence, after its committed tokens.
 
         Args:
-            parts: at least one; `takes` is True of them.
+            parts: at least one; `takes` is True for them.
 
         Returns:
-            logits and what greedy sampling picks from them, valid until the next pass, for each part.
+            logits and their greedy samples, one StepLogits per part; valid until the next pass.
         """
         chunks = self._chunks(parts)
         if len(chunks) == 1:
@@ -155,7 +152,7 @@ class FixedPasses:
         return [found] if len(parts) == 1 else found.split([len(part.layout.rows) for part in parts])
 
     def _chunks(self, parts: Sequence[Part]) -> list[list[Part]]:
-        """Return parts in groups that fit into a pass each; with exactness=strict they may be cut for that."""
+        """Group parts into passes; with exactness=strict a part may be split between passes."""
         if self._strict_tokens is not None:
             return cut_into_passes(parts, self._strict_tokens, MAX_SEQUENCES)
         chunks: list[list[Part]] = []
@@ -167,12 +164,12 @@ class FixedPasses:
 
 
 def _num_tokens(parts: Sequence[Part]) -> int:
-    """Return the number of tokens that are fed of all parts together."""
+    """Return the total number of tokens of the parts."""
     return sum(len(part.layout.tokens) for part in parts)
 
 
 def _joined(pieces: Sequence[StepLogits]) -> StepLogits:
-    """Return what several passes have found of one sequence as if one pass had."""
+    """Merge the results of several passes for one sequence into one."""
     if len(pieces) == 1:
         return pieces[0]
     presampled = [each.presampled for each in pieces if each.presampled is not None]

@@ -1,7 +1,7 @@
-"""How the shards of a replica run the same passes: shard 0 announces each, the others follow.
+"""Leader and followers of a replica: shard 0 announces each forward pass, and all shards run it.
 
-A follower knows nothing of requests, trees and samples. It is told what every pass feeds, how full the caches are and
-which of them are gone; its own caches hold the keys and values of its heads.
+A follower does not know requests, trees or samples. Each announcement says what the pass feeds, how full the caches are
+and which of them were freed. A follower's caches hold the keys and values of its slice of the heads.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 
 
 class CacheState(NamedTuple):
-    """How a cache of shard 0 is before a pass.
+    """State of one of shard 0's caches before a pass.
 
     Attributes:
-        key: tells it from all other caches that there have been.
+        key: identifies the cache; never reused.
         capacity: tokens that fit.
         length: committed tokens.
-        written: tokens that earlier passes of the step have written behind them.
+        written: tokens that earlier passes of the step have written after the committed ones.
     """
 
     key: int
@@ -44,10 +44,10 @@ class Pass(NamedTuple):
 
     Attributes:
         kind: name of a method of Passes.
-        caches: of each sequence.
-        what: the method's further arguments.
-        gone: keys of caches that are used no more.
-        may_fail: whether the shards tell one another if it has worked; where other passes fail, the replica is lost.
+        caches: one per sequence.
+        what: the method's other arguments.
+        gone: keys of caches that shard 0 has freed.
+        may_fail: whether the shards exchange whether the pass worked. A failure of any other pass loses the replica.
     """
 
     kind: str
@@ -58,13 +58,10 @@ class Pass(NamedTuple):
 
 
 class LeadingShard:
-    """Shard 0's side: has all shards run a pass.
-
-    Args:
-        link: between the shards.
+    """Shard 0's side of the link: runs each pass on all shards.
 
     Attributes:
-        can_capture: whether passes, with the sums inside, can be captured as CUDA graphs.
+        can_capture: whether passes, with the all-reduces inside them, can be captured as CUDA graphs.
     """
 
     def __init__(self, link: ShardLink):
@@ -73,13 +70,13 @@ class LeadingShard:
         self._numbers = itertools.count()
         self.can_capture = link.reducer.can_capture
         self._gone: list[int] = []  # keys of caches that were freed since the last pass
-        self._lock = threading.Lock()  # an idle replica's worker runs passes while others tell
+        self._lock = threading.Lock()  # an idle replica's worker thread runs passes while other threads call `tell`
 
     def run(self, passes: Passes, kind: str, caches: Sequence[TreeCache], what: Sequence[object]) -> torch.Tensor:
-        """Run a pass on all shards; arguments and result as those of Passes.run.
+        """Run a pass on all shards; arguments and result are those of Passes.run.
 
         Raises:
-            ShardError: if a shard is gone, or the pass fails on this one: the others wait inside it then.
+            ShardError: if a shard is gone, or the pass fails on this one: the others are then stuck inside it.
         """
         with self._lock:
             self._link.announce(self._order(kind, caches, what))
@@ -92,19 +89,19 @@ class LeadingShard:
                 raise ShardError(f"a pass failed on shard 0: {first_line(error)}") from error
 
     def attempt(self, passes: Passes, kind: str, caches: Sequence[TreeCache], what: Sequence[object]) -> None:
-        """Do on all shards what may fail on some of them, which does not end the replica.
+        """Run a method of Passes on all shards; if it fails on some, report that but keep the replica.
 
-        Where it fails on one, what the others have done stays with them.
+        A failure does not undo the work of the shards on which it succeeded.
 
         Args:
             passes: of this shard.
-            kind: what is done; where it fails it fails behind its sums, or before them on all shards.
-            caches: that it uses.
-            what: its further arguments.
+            kind: name of the method. It must fail after its all-reduces, or before them on all shards.
+            caches: the method's first argument.
+            what: its other arguments.
 
         Raises:
             ShardError: if a shard is gone.
-            ModelError: if it has failed on another shard alone. What fails on shard 0 is raised as it is.
+            ModelError: if it failed on other shards only. An error on shard 0 is raised unchanged.
         """
         with self._lock:
             self._link.announce(self._order(kind, caches, what, may_fail=True))
@@ -119,11 +116,13 @@ class LeadingShard:
                 raise ModelError("it has failed on another GPU of the replica")
 
     def _order(self, kind: str, caches: Sequence[TreeCache], what: Sequence[object], may_fail: bool = False) -> Pass:
-        gone = [self._gone.pop() for _ in range(len(self._gone))]
+        """Return the announcement of a pass, with the caches that were freed since the last one."""
+        gone = [self._gone.pop() for _ in range(len(self._gone))]  # finalizers may append meanwhile
         states = [CacheState(self._key(each), each.capacity, each.length, each.place - each.length) for each in caches]
         return Pass(kind, states, what, gone, may_fail)
 
     def _key(self, cache: TreeCache) -> int:
+        """Return the key of a cache; a new cache gets the next number."""
         key = self._keys.get(cache)
         if key is None:
             key = self._keys[cache] = next(self._numbers)
@@ -131,22 +130,21 @@ class LeadingShard:
         return key
 
     def tell(self, message: object) -> None:
-        """Announce what is no pass: `Follower.messages` yields it. Any thread may call this, and `run`."""
+        """Announce any other message; `Follower.messages` yields it. Thread-safe, as is `run`."""
         with self._lock:
             self._link.announce(message)
 
     def close(self) -> None:
-        """End the replica: its followers' `messages` end."""
+        """End the replica: its followers' `messages` raise ShardError."""
         self._link.close()
 
 
 class Follower:
-    """Another shard's side: runs what shard 0 announces.
+    """Another shard's side of the link: runs the passes that shard 0 announces.
 
     Args:
         passes: of this shard's slice.
         num_layers: decoder layers of the model.
-        link: between the shards.
     """
 
     def __init__(self, passes: Passes, num_layers: int, link: ShardLink):
@@ -154,7 +152,7 @@ class Follower:
         self._caches: dict[int, TreeCache] = {}
 
     def messages(self) -> Iterator[object]:
-        """Run announced passes, and yield what else is announced.
+        """Run announced passes; yield all other messages.
 
         Raises:
             ShardError: when shard 0, or another follower, is gone.
@@ -167,10 +165,11 @@ class Follower:
                 yield message
 
     def close(self) -> None:
-        """Leave; the replica is lost then, unless it has ended."""
+        """Leave the link; unless the replica has ended already, this loses it."""
         self._link.close()
 
     def _run(self, order: Pass) -> None:
+        """Run an announced pass; if it may fail, exchange whether it worked."""
         for key in order.gone:
             self._caches.pop(key, None)
         caches = [self._cache(state) for state in order.caches]
@@ -188,7 +187,7 @@ class Follower:
         self._link.smallest(is_done)
 
     def _cache(self, state: CacheState) -> TreeCache:
-        """Return the cache that goes with one of shard 0's, as full as that one."""
+        """Return this shard's cache for one of shard 0's, with the same length and capacity."""
         cache = self._caches.get(state.key)
         if cache is None:
             cache = self._caches[state.key] = TreeCache(self._num_layers, state.capacity)

@@ -1,4 +1,4 @@
-"""Captures forward passes as CUDA graphs, and leaves everything as it was where one cannot be captured."""
+"""CUDA graph capture of forward passes, with cleanup after a failed capture."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ _one_capture = threading.Lock()  # torch captures one graph at a time in a proce
 
 
 class GraphCapture:
-    """Captures passes of one device, which share a memory pool and a stream: only one of them runs at a time.
+    """Captures passes of one device. They share a memory pool and a stream, so only one may run at a time.
 
-    cuBLAS keeps a workspace for each stream that it has worked on, so there is one stream for all captures.
+    All captures use the same stream because cuBLAS keeps a workspace for each stream.
 
     Args:
-        device: the GPU.
-        refuses_waits: whether a pass that waits for the device is refused before its capture begins. While that is
-            looked for, no other thread of the process may wait for a GPU. Without it the capture fails, and leaves
-            everything as it was.
+        refuses_waits: whether to detect, before the capture, passes that wait for the device. During that check no
+            other thread of the process may wait for a GPU. Without it, such a pass fails during its capture, which is
+            then undone.
 
     Attributes:
         count: graphs captured so far.
@@ -36,28 +35,28 @@ class GraphCapture:
         self.count = 0
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Capture what a function launches, and return a function that launches it again.
+        """Capture what a function launches; return a function that replays it.
 
-        The function runs twice before: libraries initialize themselves at first, and then nothing may wait for the
-        device.
+        The function runs twice before the capture: libraries initialize themselves in the first run, and the second one
+        must not wait for the device.
 
         Args:
-            run: launches a pass, with the same tensors whenever it is called.
+            run: launches a pass, with the same tensors in every call.
 
         Raises:
             ModelError: if a pass waits for the device, or cannot be captured for another reason.
-            torch.OutOfMemoryError: if memory does not suffice.
+            torch.OutOfMemoryError: if there is not enough memory.
         """
         device, stream = self._device, self._stream
         graph = torch.cuda.CUDAGraph()
         with _one_capture, on(device):
             current = torch.cuda.current_stream(device)
             stream.wait_stream(current)
-            with torch.cuda.stream(stream):  # torch.cuda.graph leaves its stream current where a capture fails
+            with torch.cuda.stream(stream):  # torch.cuda.graph does not restore the stream if a capture fails
                 run()
                 with _refusing_waits(device) if self._refuses_waits else nullcontext():
                     run()
-                # Other threads may use the device meanwhile.
+                # "thread_local": other threads may use the device meanwhile.
                 capturing = torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local")
                 with self._closing_pool(), capturing:
                     run()
@@ -67,7 +66,7 @@ class GraphCapture:
 
     @contextmanager
     def _closing_pool(self) -> Iterator[None]:
-        """Have a capture that fails leave no pool open that takes what is allocated later, as torch does.
+        """Close the memory pool if a capture fails: torch would leave it open for later allocations.
 
         Raises:
             ModelError: if the capture fails.
@@ -75,7 +74,7 @@ class GraphCapture:
         try:
             yield
         except Exception as error:
-            with suppress(Exception):  # it may be closed already
+            with suppress(Exception):  # the pool may be closed already
                 torch.cuda.memory._cuda_endAllocateToPool(self._device.index, self._pool)  # type: ignore
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -84,7 +83,7 @@ class GraphCapture:
 
 @contextmanager
 def _refusing_waits(device: torch.device) -> Iterator[None]:
-    """Refuse what waits for the device, for the duration of a `with` block.
+    """Raise if the body of a `with` block waits for the device.
 
     Raises:
         ModelError: if something has waited, or failed.

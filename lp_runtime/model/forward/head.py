@@ -1,4 +1,4 @@
-"""Passes of a shard whose model has a slice of the head: a tree's logits stay on the shards, a slice on each.
+"""Passes with a sliced LM head: each shard keeps the logits of its slice of the vocabulary.
 
 Letters: n nodes whose successors are wanted, V vocabulary, P shards, v tokens of this shard's slice.
 """
@@ -23,18 +23,13 @@ from lp_runtime.sampling.slices import Draw, SlicedLogits, VocabularySlice
 from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.sampling.truncation import Truncation
 
-GREEDY = Draw(GREEDY_PACKING, Truncation(), key=None, positions=())  # what passes of fixed sizes sample themselves
+GREEDY = Draw(GREEDY_PACKING, Truncation(), key=None, positions=())  # sampled inside passes of fixed sizes
 
 
 class SlicedPasses(Passes):
-    """As Passes, but that passes of trees return [n, v]: this shard's slice of the logits.
+    """Passes whose tree passes return only this shard's slice of the logits, [n, v].
 
-    Args:
-        model: see Passes.
-        masks: see Passes.
-        strict_tokens: see Passes.
-        lengths: see Passes.
-        head: the model's.
+    Further calls gather the whole rows (`read`), or what sampling needs from each slice (`find`).
     """
 
     def __init__(
@@ -47,7 +42,7 @@ class SlicedPasses(Passes):
     ):
         super().__init__(model, masks, strict_tokens, lengths)
         self._head, self._vocabulary = head, VocabularySlice(head.shard, head.sizes, model.device)
-        self._logits, self._number = torch.empty(0), 0  # of the last tree's pass, and how many there were
+        self._logits, self._number = torch.empty(0), 0  # slice of the last tree pass, and number of tree passes so far
 
     def share(self, caches: Sequence[TreeCache], layout: InputLayout, length: int = 0) -> torch.Tensor:
         return self._keep(lambda: super(SlicedPasses, self).share(caches, layout, length))
@@ -65,12 +60,13 @@ class SlicedPasses(Passes):
         return self._vocabulary.pack(self._head.gather(self._vocabulary.find(logits, GREEDY)), GREEDY)
 
     def _keep(self, feed: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Run a tree pass, and keep its slice of the logits until the next one."""
         self._logits = self._in_slices(feed)
         self._number += 1
         return self._logits
 
     def _in_slices(self, feed: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return what a pass returns whose logits stay on the shards."""
+        """Run a pass with the head returning this shard's slice instead of gathered logits."""
         self._head.mode.is_whole = False
         try:
             return feed()
@@ -79,16 +75,16 @@ class SlicedPasses(Passes):
 
     @torch.inference_mode()
     def read(self, caches: Sequence[TreeCache], number: int, start: int, stop: int) -> torch.Tensor:
-        """Put together the logits of rows `start` to `stop` of the tree's pass of this number, the last: [n, V]."""
+        """Gather the whole logits, [n, V], of rows `start` to `stop` of tree pass `number`: the last one."""
         return self._head.put_together(self._rows(number, start, stop))
 
     @torch.inference_mode()
     def find(self, caches: Sequence[TreeCache], number: int, start: int, stop: int, draw: Draw) -> torch.Tensor:
-        """Find what a draw needs in rows `start` to `stop` of the tree's pass of this number, the last: [P, n, width],
-        what was found in each slice."""
+        """Gather what a draw needs from each slice, [P, n, width]; rows and `number` as in `read`."""
         return self._head.gather(self._vocabulary.find(self._rows(number, start, stop), draw))
 
     def _rows(self, number: int, start: int, stop: int) -> torch.Tensor:
+        """Return rows of the last tree pass's slice; an assertion checks that `number` is that pass."""
         assert number == self._number, "logits are read before the next pass"
         return self._logits[start:stop]
 
@@ -111,7 +107,7 @@ class SlicedPasses(Passes):
 def make_passes(
     model: PreTrainedModel, masks: MaskBuilder, strict_tokens: int | None, lengths: RotaryLengths
 ) -> Passes:
-    """Return what runs a model, or a shard of one, in passes of any size. Arguments as those of Passes."""
+    """Return the passes of a whole model or of one shard; arguments are those of Passes."""
     head = model.get_output_embeddings()
     if isinstance(head, GatheredLinear):
         return SlicedPasses(model, masks, strict_tokens, lengths, head)

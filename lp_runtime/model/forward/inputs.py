@@ -1,4 +1,4 @@
-"""From a share of a token tree to the flat arrays of a forward pass.
+"""Layout of a share of a token tree as the flat arrays of a forward pass.
 
 Letters: T tokens fed, n nodes whose successors are wanted.
 """
@@ -16,7 +16,7 @@ from lp_runtime.utils.jit import bound, compiled, compiles
 
 
 class InputLayout(NamedTuple):
-    """A share of a tree as flat arrays, int64.
+    """A share of a tree as flat int64 arrays.
 
     Attributes:
         tokens: [T] token ids.
@@ -37,9 +37,9 @@ def lay_out(
     """Return a share of a tree as flat arrays.
 
     Args:
-        tree: the step's tree.
+        tree: of the step.
         nodes: [T] ascending indices into the tree: all pending tokens, and every fed node's ancestors.
-        wanted: [n] ascending indices into the tree, a part of `nodes`.
+        wanted: [n] ascending indices into the tree, a subset of `nodes`.
         num_cached: committed tokens of the slot; the tree's first pending token follows them.
     """
     arrays, rows = np.empty((3, len(nodes)), np.int64), np.empty(len(wanted), np.int64)
@@ -57,24 +57,16 @@ def compile_layout() -> None:
 
 @functools.cache
 def _kernel() -> Callable:
-    """`_lay_out` for arguments of its types."""
+    """Return `_lay_out`, compiled for the types of its arguments."""
     integers = np.zeros(1, np.int64)
     return bound(_lay_out, *[integers] * 5, 0, np.zeros((3, 1), np.int64), integers)
 
 
 @compiled(makes_arrays=True)
 def _lay_out(tokens, parents, depths, nodes, wanted, position, arrays, rows):
-    """Write tokens, positions and parents of a share, [3, T], and the rows of the wanted nodes, [n].
+    """Write tokens, positions and parents of a share to `arrays`, [3, T], and wanted rows to `rows`, [n].
 
-    Args:
-        tokens: of the tree.
-        parents: of the tree.
-        depths: of the tree.
-        nodes: [T] fed nodes.
-        wanted: [n] wanted nodes.
-        position: absolute position of the root.
-        arrays: written to.
-        rows: written to.
+    `tokens`, `parents` and `depths` are of the whole tree; `position` is the absolute position of its root.
     """
     places = np.empty(len(tokens), np.int64)
     for i in range(len(nodes)):
@@ -88,14 +80,10 @@ def _lay_out(tokens, parents, depths, nodes, wanted, position, arrays, rows):
 
 
 def concatenated(layouts: Sequence[InputLayout], num_padding: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return several sequences' shares as one input.
+    """Return several sequences' shares as one input: (tokens, positions, rows of the wanted nodes).
 
-    Args:
-        layouts: one a sequence.
-        num_padding: tokens 0 at position 0 that are appended.
-
-    Returns:
-        (tokens, positions, rows): [T + num_padding] each, and [n] rows of all wanted nodes.
+    Tokens and positions are [T + num_padding]: the padding is token 0 at position 0. The [n] rows are indices into
+    them.
     """
     sizes = [len(layout.tokens) for layout in layouts]
     starts = np.cumsum(sizes) - sizes
@@ -106,9 +94,9 @@ def concatenated(layouts: Sequence[InputLayout], num_padding: int) -> tuple[np.n
 
 
 def rounding_of(num_tokens: int) -> int:
-    """Return the power of two that the number of tokens of a batch on a CPU is rounded up to a multiple of.
+    """Return the power of two to whose multiple the tokens of a batch are padded, on a CPU.
 
-    oneDNN compiles its matrix products anew for each size that it meets, and keeps what it has compiled. Rounding adds
-    an eighth at most.
+    oneDNN compiles and caches a matrix product for each size that it sees; rounding limits the number of sizes, and
+    adds at most an eighth.
     """
     return 1 << max(0, num_tokens.bit_length() - 4)

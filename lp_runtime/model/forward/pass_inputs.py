@@ -1,9 +1,9 @@
-"""The inputs of a forward pass of a fixed size: one block of integers, so that one copy moves everything.
+"""Inputs of a pass of a fixed size, in one int64 block that a single copy moves to the device.
 
-The block, int64: token ids [B], positions [B], wanted rows [B], owners [B], the lowest position that each token may see
+The block: token ids [B], positions [B], wanted rows [B], owners [B], the lowest position that each token may see
 [kinds, B], the table of the sequences [P, 4 + 2 layers], and mask words [B, ceil(B / 64)]. kernels/triton_attention.py
-says what owners, table and words are. With exactness=strict the paths of the tokens stand in place of the mask words;
-kernels/triton_strict.py says what those are.
+defines owners, table and words. With exactness=strict the tokens' paths (kernels/triton_strict.py) take the place of
+the mask words.
 
 Letters: B tokens of a pass, padding included; P rows of the table, one more than sequences; T tokens fed of a sequence,
 L its committed tokens, n its wanted rows.
@@ -24,21 +24,20 @@ from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.device import DeviceInputs
 from lp_runtime.utils.jit import bound, compiled, compiles
 
-HEADER = 4  # integers of a row of the table before the addresses
-WORD_BITS = 64  # of a mask word
-IDS, POSITIONS, WANTED, OWNERS, LOWEST = range(5)  # rows of what is known of every token; those of kinds follow
+HEADER = 4  # integers in a row of the table before the addresses
+WORD_BITS = 64  # bits of a mask word
+IDS, POSITIONS, WANTED, OWNERS, LOWEST = range(5)  # rows of `columns`; from LOWEST on, one row per kind of layer
 
 NO_PATHS = np.zeros((0, 1), np.int64)
 
 
 class Part(NamedTuple):
-    """What is fed of one sequence.
+    """The tokens of one sequence that a pass feeds.
 
     Attributes:
-        cache: the sequence's.
-        layout: T tokens; rows and parents are among these.
+        layout: T tokens; its rows and parents are indices among them.
         place: index in the cache at which the first of them is written.
-        paths: [T, columns] their paths, with exactness=strict; else without rows.
+        paths: [T, columns] the tokens' paths, with exactness=strict; otherwise without rows.
     """
 
     cache: TreeCache
@@ -48,22 +47,15 @@ class Part(NamedTuple):
 
     @classmethod
     def whole(cls, cache: TreeCache, layout: InputLayout) -> Part:
-        """A share of a tree, behind what its cache holds."""
+        """Return a whole share as one part, written after the tokens in its cache."""
         return cls(cache, layout, cache.place)
 
 
 class _HostBlock:
-    """A block in host memory, and when the device has copied it.
-
-    Args:
-        num_columns: rows of what is known of every token.
-        size: B.
-        shape: of the table.
-        num_words: of a token.
-        device: that the block is copied to.
+    """A block in host memory, and the event that marks the end of its last copy.
 
     Attributes:
-        block: [all] int64, pinned for a GPU.
+        block: 1-D int64, pinned for a GPU.
         columns: [4 + kinds, B] view of the block, as an array.
         table: [P, 4 + 2 layers] view.
         words: [B, words] view.
@@ -81,34 +73,33 @@ class _HostBlock:
 
     @property
     def is_free(self) -> bool:
-        """Whether the last copy has read the block."""
+        """Whether the last copy has finished, so that the block may be overwritten."""
         return self._copied is None or self._copied.query()
 
     def copy_to(self, target: torch.Tensor) -> None:
-        """Copy the block to the device, behind what is queued there; nothing waits."""
+        """Queue a copy of the block to the device; does not wait."""
         target.copy_(self.block, non_blocking=True)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device))
 
 
 class PassInputs:
-    """The inputs of passes of one size.
+    """Device inputs of the passes of one size.
 
     Args:
         size: B.
         num_sequences: P - 1, the largest number of sequences.
         num_layers: decoder layers of the model.
-        limits: (sliding window, chunk) of each kind of layer, in tokens, 0 for none; by name.
-        by_kind: whether the model takes a mask for each kind of layer, by name, and not one for all.
-        device: the model's.
+        limits: (sliding window, chunk) in tokens for each kind of layer; 0 for none.
+        by_kind: whether the model accepts a dictionary of masks by kind of layer, instead of one mask.
         num_path_columns: columns of a path, with exactness=strict; 0 for mask words.
 
     Attributes:
         block: the block on the device.
         ids: [B] view of the block.
         positions: [B] view.
-        wanted: [B] view, rows whose logits are wanted, sequence by sequence; what lies behind them is 0.
-        masks: what the model is given as its mask, or masks by kind of layer: [1, 1, 1, B] views.
+        wanted: [B] view: rows whose logits are wanted, sequence by sequence, then zeros.
+        masks: passed to the model as its mask, or masks by kind of layer: [1, 1, 1, B] views.
         device_inputs: further views.
     """
 
@@ -137,11 +128,11 @@ class PassInputs:
         self.device_inputs = DeviceInputs(self.positions, owners, table, words)
 
     def fill(self, parts: Sequence[Part]) -> None:
-        """Write what is fed of some sequences, each behind what its cache holds, and copy it to the device.
+        """Write the parts, each to follow the tokens in its cache, and queue the copy to the device.
 
-        Without parts the pass consists of padding, and touches no cache.
+        Without parts the pass consists of padding only, and touches no cache.
         """
-        host = next((each for each in self._hosts if each.is_free), None)
+        host = next((each for each in self._hosts if each.is_free), None)  # a queued copy may still read the others
         if host is None:
             host = self._make_host()
             self._hosts.append(host)
@@ -174,13 +165,7 @@ def compile_pass_inputs() -> None:
 
 @compiled
 def _clear(num_tokens, columns, table):
-    """Write the padding behind all sequences, and empty rows of the table.
-
-    Args:
-        num_tokens: of all sequences together.
-        columns: [4 + kinds, B], written to.
-        table: [P, 4 + 2 layers], written to.
-    """
+    """Write the padding after the `num_tokens` tokens of all sequences, and empty rows of the table."""
     size, last = columns.shape[1], table.shape[0] - 1
     for token in range(size):
         columns[WANTED, token] = 0
@@ -199,20 +184,20 @@ def _fill(
     tokens, positions, parents, wanted, paths, addresses, limits, row, first, first_row, place, capacity,
     columns, table, words,
 ):  # fmt: skip
-    """Write what is fed of one sequence.
+    """Write the tokens of one sequence.
 
     Args:
         tokens: [T] int64.
         positions: [T] int64.
-        parents: [T] int64; parents stand before children, -1 for none.
+        parents: [T] int64; parents come before children, -1 for none.
         wanted: [n] int64 rows.
-        paths: [T, words] what the words are to be; without rows they say which tokens are ancestors.
+        paths: [T, words] contents of the words; without rows, the words are set to masks of ancestors.
         addresses: [layers, 2] of the sequence's cache.
         limits: [kinds, 2] sliding window and chunk; 0 for none.
-        row: of the table.
-        first: token of the pass that is the sequence's first one.
-        first_row: place of the first wanted row among those of all sequences.
-        place: index in the cache of the first token: L.
+        row: the sequence's row of the table.
+        first: index in the pass of the sequence's first token.
+        first_row: index of its first wanted row among those of all sequences.
+        place: index in the cache of its first token: L.
         capacity: of the cache.
         columns: [4 + kinds, B], written to.
         table: [P, 4 + 2 layers], written to.

@@ -1,4 +1,4 @@
-"""Measures how long a forward pass takes on a GPU, which works on its own while the host goes on."""
+"""Duration of a forward pass on a GPU, measured without making the host wait."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ import torch
 
 
 class PassTimer:
-    """Times forward passes on a GPU by events on the current stream; neither host nor GPU waits for them.
-
-    Args:
-        device: the GPU.
-    """
+    """Timer of forward passes by CUDA events on the current stream; neither host nor GPU waits for them."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -32,6 +28,6 @@ class PassTimer:
     def seconds(self) -> float:
         """Return the duration of the last forward pass, in seconds.
 
-        The host must have waited for the end of the pass, or for something queued behind it.
+        The host must have waited for the end of the pass, or for something queued after it.
         """
         return self._started.elapsed_time(self._stopped) / 1000

@@ -1,6 +1,6 @@
-"""Forward passes of any size, and of fixed sizes, from what a host knows: token ids, positions, parents.
+"""Forward passes of any size and of fixed sizes, from host data: token ids, positions, parents.
 
-All arguments but the caches can be sent to another process, which runs the same pass on its slice of the model.
+All arguments except the caches can be sent to another process, which runs the same pass on its slice of the model.
 Letters: T tokens fed, n nodes whose successors are wanted, V vocabulary.
 """
 
@@ -33,26 +33,25 @@ from lp_runtime.sampling.sampler import sample_greedily
 from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.utils.tensors import tensor_on
 
-NOTHING = torch.empty(0)  # what is returned of a call that computes nothing
+NOTHING = torch.empty(0)  # result of methods that compute no logits: `run` returns a tensor
 
 
 class Passes:
-    """Runs a model in passes of any size, and of fixed sizes once `begin_fixed` has been run. Every pass writes keys
-    and values behind what its caches hold, and commits nothing.
+    """Forward passes of a model: of any size, and of fixed sizes after `begin_fixed`.
+
+    Every pass writes keys and values after the tokens in its caches, and commits nothing. Public methods that have
+    `caches` as first argument can be run by name on all shards of a replica (following.py).
 
     Args:
         model: in eval mode.
-        masks: knows the model's kinds of layers.
         strict_tokens: see ModelRunner.
-        lengths: at which the model's rotary factors change.
+        lengths: text lengths at which the model's rotary factors change.
 
     Attributes:
-        lengths: as given.
-        strict_tokens: as given.
-        made: the passes of fixed sizes; None before `begin_fixed`.
-        tree_model: what trees are fed to: the model, or with `strict_tokens` a view of it.
-        keeps_logits: whether the model computes the wanted logits only, where it is told which.
-        cache_name: the keyword by which the model takes a cache.
+        made: passes of fixed sizes; None before `begin_fixed`.
+        tree_model: the model that trees are fed to; with `strict_tokens` a view of `model`.
+        keeps_logits: whether the model's forward accepts `logits_to_keep`, to compute the wanted logits only.
+        cache_name: keyword by which the model's forward accepts a cache.
     """
 
     def __init__(
@@ -65,44 +64,35 @@ class Passes:
         self._model, self._masks, self._device = model, masks, model.device
         self.strict_tokens, self.lengths = strict_tokens, lengths
         self.made: PassSet | None = None
-        self._told: tuple[int, PreTrainedModel] = (0, model)  # the last length that a pass was told, and what it ran
+        self._prompt_view: tuple[int, PreTrainedModel] = (0, model)  # the last prompt length, and the view for it
         self.tree_model = model if strict_tokens is None else view_of(model, STRICT)
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.cache_name = cache_name(model) or CACHE_NAMES[0]
 
     def run(self, kind: str, caches: Sequence[TreeCache], what: Sequence[object]) -> torch.Tensor:
-        """Run the pass that one of the methods below describes.
-
-        Args:
-            kind: name of the method.
-            caches: its first argument.
-            what: its further arguments.
-        """
+        """Run the method `kind` with these caches and the further arguments `what`."""
         logits: torch.Tensor = getattr(self, kind)(caches, *what)
         return logits
 
     def found(
         self, logits: torch.Tensor, feed: Callable[..., torch.Tensor], presampled: torch.Tensor | None = None
     ) -> StepLogits:
-        """Return what the pass of a tree has found.
+        """Return the logits of a tree pass in the form that sampling uses.
 
-        Args:
-            logits: what the pass returned.
-            feed: ModelRunner.feed, for further passes.
-            presampled: [n, width] what a pass of a fixed size has sampled; None of other passes.
+        `feed` is ModelRunner.feed, for further passes. A pass of a fixed size also has its samples, [n, width]:
+        `presampled`.
         """
         return StepLogits(logits, presampled, is_reused=presampled is not None)
 
     @torch.inference_mode()
     def pretend(self, caches: Sequence[TreeCache], length: int) -> torch.Tensor:
-        """Have the one cache count as one of `length` tokens, all with its first one's keys and values: to time passes
-        behind them. Returns nothing of interest."""
+        """Fill the cache to `length` tokens with its first token's keys and values, to time long contexts."""
         (cache,) = caches
         cache.repeat_first(length)
         return NOTHING
 
     def begin_fixed(self, caches: Sequence[TreeCache], options: GraphOptions) -> torch.Tensor:
-        """Have passes of fixed sizes from now on. There are no caches; returns nothing of interest, as `make_fixed`."""
+        """Prepare passes of fixed sizes; `make_fixed` makes them. `caches` is empty."""
         is_strict = self.strict_tokens is not None
         self.made = PassSet(
             self.tree_model, self._masks, options, self.keeps_logits, self.cache_name, self._sample, is_strict
@@ -110,7 +100,7 @@ class Passes:
         return NOTHING
 
     def end_fixed(self, caches: Sequence[TreeCache]) -> torch.Tensor:
-        """Have no passes of fixed sizes any more; their memory is free."""
+        """Drop the passes of fixed sizes and free their memory. `caches` is empty."""
         self.made = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -118,45 +108,43 @@ class Passes:
 
     @torch.no_grad()
     def make_fixed(self, caches: Sequence[TreeCache], size: PassSize) -> torch.Tensor:
-        """Make the pass of a size; PassSet.make says what may go wrong."""
+        """Make the pass of a fixed size; raises what PassSet.make raises. `caches` is empty."""
         assert self.made is not None
         self.made.make(size)
         return NOTHING
 
     @torch.no_grad()
     def fixed(self, caches: Sequence[TreeCache], size: PassSize, pieces: Sequence[tuple]) -> torch.Tensor:
-        """Return the logits of the wanted rows of several sequences' shares, fed in the pass of a fixed size, [n, V].
+        """Run the pass of a fixed size on several sequences' shares; return the wanted rows' logits, [n, V].
 
-        Args:
-            caches: of each share.
-            size: of the pass, which has been made.
-            pieces: what is fed of each: a Part without its cache.
+        The pass has been made. Each piece is a Part without its cache, which is in `caches`.
         """
         assert self.made is not None
         return self.made.run(size, [Part(cache, *piece) for cache, piece in zip(caches, pieces, strict=True)])
 
     def _sample(self, logits: torch.Tensor, kernels: ModuleType) -> torch.Tensor:
-        """Return [n, width], what greedy sampling picks from logits [n, V], as a pass of a fixed size computes it."""
+        """Return the packed greedy samples, [n, width], of logits [n, V]; runs inside passes of fixed sizes."""
         return sample_greedily(logits, kernels)
 
     @torch.inference_mode()
     def chunk(
         self, caches: Sequence[TreeCache], tokens: Sequence[int], rows: Sequence[int] | None = None, length: int = 0
     ) -> torch.Tensor:
-        """Feed T tokens of a text behind the one cache; return the logits of n of them, or of the last, [n, V].
+        """Feed T tokens of a text after the cache; return the logits of `rows`, or of the last token, [n, V].
 
-        A pass of a prompt's tokens is told the prompt's length, as RotaryLengths.told says.
+        `length` is the text length whose rotary factors the pass must use (RotaryLengths.told); 0 if each token uses
+        its own.
         """
         (cache,) = caches
         start = cache.length
         positions = torch.arange(start, start + len(tokens), device=self._device)
         mask = self._masks.build_chunk(positions, start)
         kept = 1 if rows is None else tensor_on(self._device, rows)
-        return self._forward(tensor_on(self._device, tokens), positions, mask, cache, kept, self._model_told(length))
+        return self._forward(tensor_on(self._device, tokens), positions, mask, cache, kept, self._prompt_model(length))
 
     @torch.inference_mode()
     def each_alone(self, caches: Sequence[TreeCache], tokens: Sequence[int]) -> torch.Tensor:
-        """Return the logits of T tokens, each as the end of a text of its own behind the one cache, [T, V]."""
+        """Return the logits of T tokens, each fed alone as the next token after the cache, [T, V]."""
         (cache,) = caches
         ids = tensor_on(self._device, tokens)
         positions = torch.full_like(ids, cache.length)
@@ -165,10 +153,10 @@ class Passes:
 
     @torch.inference_mode()
     def share(self, caches: Sequence[TreeCache], layout: InputLayout, length: int = 0) -> torch.Tensor:
-        """Return the logits of the wanted rows of a share of a tree, [n, V]; strictly, in passes of strict_tokens.
+        """Return the logits of the wanted rows of a share of a tree, [n, V].
 
-        Where the model feeds all tokens of a text anew, the pass is told their number: RotaryLengths.told. Strictly, it
-        never does.
+        With exactness=strict it takes several passes of `strict_tokens` each. `length` is as in `chunk`; strict models
+        never re-feed a text, so they ignore it.
         """
         (cache,) = caches
         if self.strict_tokens is not None:
@@ -178,7 +166,7 @@ class Passes:
         num_rows = len(layout.rows)
         are_last = num_rows > 0 and layout.rows[0] == len(layout.tokens) - num_rows
         rows = num_rows if are_last else tensor_on(self._device, layout.rows)
-        return self._forward(ids, positions, mask, cache, rows, self._model_told(length))
+        return self._forward(ids, positions, mask, cache, rows, self._prompt_model(length))
 
     @torch.inference_mode()
     def shares(self, caches: Sequence[TreeCache], layouts: Sequence[InputLayout]) -> torch.Tensor:
@@ -188,8 +176,7 @@ class Passes:
 
     @torch.inference_mode()
     def text(self, caches: Sequence[TreeCache], tokens: Sequence[int], num_last: int) -> torch.Tensor:
-        """Return the logits of a text's last tokens, [num_last, V], as the model itself computes them without any
-        cache; there are no caches."""
+        """Return the logits of a text's last tokens, [num_last, V], computed by the model without a cache."""
         assert not caches
         ids = tensor_on(self._device, tokens)[None]
         positions = torch.arange(len(tokens), device=self._device)[None]
@@ -198,8 +185,10 @@ class Passes:
 
     @torch.inference_mode()
     def text_one_by_one(self, caches: Sequence[TreeCache], tokens: Sequence[int], start: int) -> torch.Tensor:
-        """Return [n, V] float32 logits as `generate` computes them: of tokens[start - 1], and of each token from start
-        on. There are no caches: the model makes its own."""
+        """Return [n, V] float32 logits as `generate` computes them: of tokens[start - 1] and all later tokens.
+
+        The first `start` tokens are fed together, then one at a time. `caches` is empty: the model makes its own cache.
+        """
         assert not caches
         cache, model = None, self._plain()
         logits: list[torch.Tensor] = []
@@ -214,25 +203,25 @@ class Passes:
         return torch.stack(logits)
 
     def _keeping(self, rows: torch.Tensor | int) -> dict[str, object]:
-        """Return the argument that has a model compute wanted logits only; none if it cannot."""
+        """Return the keyword argument that limits the computed logits to `rows`; empty if the model has none."""
         return {"logits_to_keep": rows} if self.keeps_logits else {}
 
     def _plain(self) -> PreTrainedModel:
-        """Return what runs a text as transformers runs it."""
+        """Return the model with transformers' own rotary modules."""
         return library_view(self._model) if self.lengths.change else self._model
 
-    def _model_told(self, length: int) -> PreTrainedModel | None:
-        """Return the view that runs tokens of a prompt with so many tokens; None for other tokens, where it is 0."""
-        if length and length != self._told[0]:
-            self._told = length, view_behind(self._model, length)
-        return self._told[1] if length else None
+    def _prompt_model(self, length: int) -> PreTrainedModel | None:
+        """Return the view whose rotary factors are those of a prompt of `length` tokens; None if that is 0."""
+        if length and length != self._prompt_view[0]:
+            self._prompt_view = length, view_behind(self._model, length)
+        return self._prompt_view[1] if length else None
 
     def _model_for(self, num_tokens: int) -> PreTrainedModel:
-        """Return what runs T tokens, or a view of it that runs them faster."""
+        """Return the model, or an equivalent view of it that is faster for T tokens."""
         return self._model
 
     def _strict_forward(self, cache: TreeCache, layout: InputLayout, size: int) -> torch.Tensor:
-        """Return [T, V] logits of all tokens, from passes of `size` tokens each, the last one filled up."""
+        """Return the logits of all T tokens, [T, V], from passes of `size` tokens each, the last one padded."""
         logits = []
         for ids, positions, mask in strict_passes(layout, size, cache.length, self._masks, self._device):
             logits.append(self._forward(ids, positions, mask, cache, size, self.tree_model))
@@ -251,7 +240,7 @@ class Passes:
         """Run the model, or a view of it, on [T] tokens at [T] positions.
 
         Returns:
-            [n, V] logits of rows [n], or of the n last, in the model's dtype.
+            [n, V] logits of rows [n], or of the last n, in the model's dtype.
         """
         arguments = self._keeping(rows) | self._inputs(positions, mask, cache)
         with on(self._device):
@@ -262,6 +251,6 @@ class Passes:
         return logits
 
     def _inputs(self, positions: torch.Tensor, mask: LayerMasks | None, cache: object) -> dict[str, object]:
-        """Return what a pass gives the model beside token ids, by name: positions [T], mask and cache."""
+        """Return the keyword arguments of the model's forward except token ids; positions are [T]."""
         inputs: dict[str, object] = {"position_ids": positions[None], "attention_mask": mask, self.cache_name: cache}
         return inputs | ({"batch": cache} if isinstance(cache, BatchedCache) else {})

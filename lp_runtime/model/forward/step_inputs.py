@@ -1,4 +1,4 @@
-"""What a step feeds to the model for one sequence.
+"""Inputs of one sequence for the forward pass of a step.
 
 Letters: T tokens fed, n nodes whose successors are wanted.
 """
@@ -12,19 +12,19 @@ import numpy as np
 
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.kv_cache.slots import CacheSlot
-from lp_runtime.sampling.step_logits import StepLogits as StepLogits  # what a forward pass returns for it
+from lp_runtime.sampling.step_logits import StepLogits as StepLogits  # re-exported: the result for StepInputs
 
 
 class StepInputs(NamedTuple):
-    """What one sequence feeds in a step on this replica.
+    """A sequence's share of a step's tree, as fed by this replica.
 
     Attributes:
         slot: holds the sequence's keys and values; the tree's pending tokens are committed to it.
-        tree: the step's token tree; its first pending token follows the slot's last committed one.
-        nodes: [T] ascending indices into the tree of what is fed: all pending tokens, and every fed node's ancestors.
-        wanted: [n] ascending indices into the tree of the nodes whose logits are returned, a part of `nodes`.
-        start: tokens of the sequence before the first one that is fed; None for all that the slot holds. A replica
-            that is fed chains may hold some of the pending tokens already.
+        tree: its first pending token follows the slot's last committed one.
+        nodes: [T] ascending indices into the tree of the fed nodes: all pending tokens, and every fed node's ancestors.
+        wanted: [n] ascending indices into the tree of the nodes whose logits are returned, a subset of `nodes`.
+        start: tokens of the sequence before the first fed one; None for all that the slot holds. A replica that is fed
+            chains may already hold some of the pending tokens.
     """
 
     slot: CacheSlot
@@ -35,6 +35,6 @@ class StepInputs(NamedTuple):
 
     @classmethod
     def whole(cls, slot: CacheSlot, tree: TokenTree) -> StepInputs:
-        """All nodes of a tree, wanted from the root on."""
+        """Return all nodes of a tree, with logits wanted from the root on."""
         nodes = np.arange(len(tree))
         return cls(slot, tree, nodes, nodes[tree.root :])

@@ -1,7 +1,7 @@
-"""Cuts the shares of several sequences into passes of a fixed number of tokens, for exactness=strict.
+"""Split of several sequences' shares into passes of a fixed number of tokens, for exactness=strict.
 
-A token's result does not depend on which pass it is fed in, as long as its ancestors were fed in that pass or before.
-So passes are filled one after the other, whichever sequence the tokens are of.
+A token's result does not depend on which pass it is fed in, if its ancestors are fed in that pass or earlier. So passes
+are filled one after the other, across sequences.
 
 Letters: T tokens of a share, B tokens of a pass.
 """
@@ -16,12 +16,10 @@ from lp_runtime.model.forward.pass_inputs import Part
 
 
 def cut_into_passes(parts: Sequence[Part], size: int, max_sequences: int) -> list[list[Part]]:
-    """Return what each pass feeds: pieces of the parts, in their order.
+    """Return the pieces of the parts that each pass feeds, in the parts' order.
 
-    Args:
-        parts: shares of different sequences, at least one.
-        size: B.
-        max_sequences: pieces of a pass.
+    The parts are shares of different sequences, at least one. A pass has `size` tokens and up to `max_sequences`
+    pieces.
     """
     passes: list[list[Part]] = [[]]
     num_free = size

@@ -1,4 +1,4 @@
-"""A tree in passes that all have the same number of tokens: what exactness=strict feeds (strict.py says why).
+"""Passes that all have the same number of tokens, for exactness=strict (see attention/strict.py).
 
 Letters: T tokens fed, B tokens of a pass.
 """
@@ -19,20 +19,13 @@ from lp_runtime.utils.tensors import tensor_on
 def strict_passes(
     layout: InputLayout, size: int, num_cached: int, masks: MaskBuilder, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, LayerMasks]]:
-    """Yield the inputs of passes of B tokens each; the last pass is padded.
-
-    Args:
-        layout: T tokens.
-        size: B.
-        num_cached: committed tokens.
-        masks: knows the model's kinds of layers.
-        device: the model's.
+    """Yield the inputs of passes of `size` tokens, B, each; the last one is padded.
 
     Yields:
-        (ids, positions, masks): [B], [B], and tables of `tail_table` for strict_attention, by kind of layer if the
+        (ids, positions, masks): [B], [B], and tables from `tail_table` for strict_attention, by kind of layer if the
         model has several.
     """
-    # Padding stands at position 0 and sees the first committed token, so that it stays finite.
+    # Padding is at position 0 and sees the first committed token, so that its results are finite.
     num_padding = -len(layout.tokens) % size
     tables: dict[int, torch.Tensor] = {}  # by window
     for window in set(masks.windows_by_kind.values()):

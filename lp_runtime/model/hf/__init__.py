@@ -1,1 +1,1 @@
-"""What is read from a Hugging Face model: configuration, modules, rotary lengths."""
+"""Facts read from a Hugging Face model: configuration, modules, rotary lengths."""

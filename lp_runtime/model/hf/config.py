@@ -1,4 +1,4 @@
-"""What a model's class and configuration say of it: its context, its attention."""
+"""A model's context length and attention, read from its class and configuration."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lp_runtime.model.hf.rotary_lengths import RotaryLengths
 
-CACHE_DROPPING_TYPES = ("phi3", "phi4_multimodal")  # their prepare_inputs_for_generation drops the cache
+CACHE_DROPPING_TYPES = ("phi3", "phi4_multimodal")  # their `generate` drops the cache where rotary factors change
 
 
 def context_length(config: PreTrainedConfig, lengths: RotaryLengths) -> int | None:
     """Return how many positions a sequence may have; None if the model sets no limit.
 
-    Where rotary factors change with the length, transformers' own modules take those of all tokens of a pass by its
-    longest position, so a token's logits would depend on what else is fed. A model whose modules are not replaced is
-    used up to the length at which factors change. So are types whose cache `generate` drops there.
+    transformers' own rotary modules choose the factors of all tokens of a pass by its longest position, so a token's
+    logits would depend on what else is fed. If these modules could not be replaced, the context ends at the length
+    where factors change. The same holds for model types whose cache `generate` drops at that length.
 
     Args:
         config: the model's (text) configuration.
-        lengths: at which the rotary factors change, where each token has those of its own length; UNCHANGING where
-            transformers' modules stay.
+        lengths: where the factors change, if our modules choose factors token by token; UNCHANGING if transformers'
+            modules stay.
     """
     length = max_positions(config)
-    if lengths.change:  # "dynamic" factors are made for more positions than max_position_embeddings
+    if lengths.change:  # "dynamic" factors extend the context beyond max_position_embeddings
         return length and max(length, lengths.threshold + lengths.num_rows - 1)
     original = getattr(config, "original_max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -39,17 +39,15 @@ def context_length(config: PreTrainedConfig, lengths: RotaryLengths) -> int | No
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
-    """Return how many positions a (text) configuration names; None for no limit."""
+    """Return the number of positions that a (text) configuration allows; None for no limit."""
     length = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
-    return length if length is None or length > 0 else None  # some say -1
+    return length if length is None or length > 0 else None  # some configurations have -1
 
 
 def config_json(location: str, revision: str | None) -> str:
-    """Return a model's config.json as transformers reads it, as text; empty if there is none.
+    """Return a model's config.json, as transformers reads it, with sorted keys; empty if there is none.
 
-    Args:
-        location: a directory or hub id.
-        revision: branch, tag or commit of a hub id.
+    `location` is a directory or hub id; `revision` is a branch, tag or commit of a hub id.
     """
     try:
         return json.dumps(PreTrainedConfig.get_config_dict(location, revision=revision or "main")[0], sort_keys=True)
@@ -58,17 +56,17 @@ def config_json(location: str, revision: str | None) -> str:
 
 
 def attention_of(config: PreTrainedConfig) -> str:
-    """Return the name of the attention implementation that a (text) configuration has."""
-    return config._attn_implementation  # transformers has no public name for it
+    """Return the attention implementation of a (text) configuration."""
+    return config._attn_implementation  # no public attribute exists
 
 
 def takes_attention(model: PreTrainedModel) -> bool:
-    """Whether a model takes any attention function, and not only those that its own code names."""
+    """Whether a model accepts any registered attention function, not only those named in its code."""
     return model.is_backend_compatible()
 
 
 def attention_settings(model: PreTrainedModel) -> str | dict[str, str]:
-    """Return the attention of a model and of its sub-models, in the form that `set_attn_implementation` takes."""
+    """Return the attention of a model and of its sub-models, as an argument of `set_attn_implementation`."""
     config = model.config
     parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
     if not parts:
@@ -77,14 +75,10 @@ def attention_settings(model: PreTrainedModel) -> str | dict[str, str]:
 
 
 def of_text_model(model: PreTrainedModel, attention: str) -> str | dict[str, str]:
-    """Return a model's attention settings with another attention for the text model.
+    """Return a model's attention settings with the text model's attention replaced.
 
-    Args:
-        model: the text model itself, or a model that has it as one of several sub-models.
-        attention: name of the text model's attention.
-
-    Returns:
-        What `set_attn_implementation` takes; see `attention_settings`.
+    The result is an argument of `set_attn_implementation`. The model may itself be the text model, or contain it as one
+    of several sub-models.
     """
     settings = attention_settings(model)
     if isinstance(settings, str):

@@ -1,18 +1,18 @@
-"""How far two computations of the same logits may lie apart."""
+"""Difference between two computations of the same logits, and how large it may be."""
 
 from __future__ import annotations
 
 import torch
 
-# Largest relative difference of a node's logits, ||tree - plain|| / ||plain||, both less their mean. Rounding of an
-# exact model stays an order of magnitude below; a wrong mask or position shows far above.
+# Largest relative difference of a node's logits, ||tree - plain|| / ||plain||, each minus its mean. Rounding alone is
+# an order of magnitude below; a wrong mask or position is far above.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-4, torch.float16: 4e-2, torch.bfloat16: 2e-1}
 
 
 def difference_of(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return ||actual - expected|| / ||expected|| of logits less their mean; NaN if any of them is NaN.
+    """Return ||actual - expected|| / ||expected|| of logits minus their mean; NaN if any of them is NaN.
 
-    Infinite logits that are equal count as no difference: some models have a bias of -inf on tokens they never emit.
+    Equal infinite logits count as no difference: some models have a bias of -inf on tokens they never emit.
     """
     is_equal = actual.isinf() & (actual == expected)
     actual, expected = actual.masked_fill(is_equal, 0), expected.masked_fill(is_equal, 0)

@@ -1,4 +1,4 @@
-"""Whether there is a model where the settings say. Imports nothing that takes time."""
+"""Early check that the configured model exists. Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from lp_runtime.errors import ModelError
 def check_location(config: ModelConfig) -> None:
     """Refuse a model directory that does not exist, before any process is started.
 
-    Args:
-        config: names a directory, or a model on the hub, which is not looked up.
+    A hub id is not looked up.
 
     Raises:
-        ModelError: if the location is written as a path and is no directory with a config.json.
+        ModelError: if the location is written as a path but is not a directory with a config.json.
     """
     path = Path(config.location)
     try:
@@ -24,5 +23,5 @@ def check_location(config: ModelConfig) -> None:
                 raise ModelError(f"model.path={config.location}: the directory has no config.json")
         elif path.exists() or config.location.startswith(("/", ".", "~")) or config.location.count("/") > 1:
             raise ModelError(f"model.path={config.location}: no such directory")
-    except OSError as error:  # a name that is too long, a folder that may not be entered
+    except OSError as error:  # e.g. the name is too long, or a folder is not accessible
         raise ModelError(f"model.path={config.location}: {error.strerror}") from error

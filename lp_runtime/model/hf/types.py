@@ -1,4 +1,4 @@
-"""Classes of transformers that signatures outside of model/ and sampling/ name."""
+"""transformers' classes that signatures outside of model/ and sampling/ refer to."""
 
 from __future__ import annotations
 
