@@ -57,9 +57,7 @@ def find_tile(
     return own_row, tile - tl.sum(tl.where(each < own_row, tiles, 0), 0)
 
 
-@triton.jit(
-    do_not_specialize=["num_tokens", "num_words", "num_parts", "column"]
-)  # compiles few variants
+@triton.jit(do_not_specialize=["num_tokens", "num_words", "num_parts", "column"])  # compiles few variants
 def _attend_part(
     query, lowest, positions, words, table, sinks, output, total, num_used,
     scale, num_tokens, num_words, num_parts, token_stride, head_stride, column,
