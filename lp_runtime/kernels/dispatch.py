@@ -63,5 +63,5 @@ def why_no_kernels(device: torch.device) -> str | None:
 
 
 def on(device: torch.device) -> AbstractContextManager:
-    """Return a context that makes a GPU current: Triton launches on the current GPU, not on that of the tensors."""
+    """Return a context that makes a GPU current: Triton launches there, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,4 +1,4 @@
-"""Numba CPU kernels for small models: RMS norms, and rotary embedding with the write into the KV cache.
+"""Numba CPU kernels for small models: RMS norms, and rotary embedding into the KV cache.
 
 torch needs several operations for each, which for the few tokens of a step cost more to launch than to compute. The
 kernels support float32 only and run on one thread; torch handles large inputs.
@@ -39,10 +39,7 @@ def takes(states: torch.Tensor) -> bool:
 def norm(states: torch.Tensor, weight: np.ndarray, epsilon: float) -> torch.Tensor:
     """Return the RMS norm over the last dimension, [..., E] float32: x w / sqrt(mean(x^2) + epsilon).
 
-    Args:
-        states: [..., E] float32, accepted by `takes`.
-        weight: [E] float32.
-        epsilon: added to the mean square.
+    `takes(states)` must hold; the weight is [E] float32.
     """
     rows = states.numpy()
     normed = np.empty_like(rows)
@@ -55,11 +52,7 @@ def add_and_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add two tensors and apply `norm` to the sum; return (sum, normalized sum), [..., E] float32 each.
 
-    Args:
-        states: [..., E] float32, accepted by `takes`.
-        added: [..., E] float32, accepted by `takes`.
-        weight: [E] float32.
-        epsilon: added to the mean square.
+    `takes` must hold for both tensors.
     """
     rows = states.numpy()
     total, normed = np.empty_like(rows), np.empty_like(rows)
@@ -140,7 +133,7 @@ def _kernels() -> tuple[Callable, Callable, Callable]:
 
 @compiles
 def _try_kernels() -> None:
-    """Compile the kernels, or load them from disk, and run them; raise ArithmeticError if a result is wrong."""
+    """Compile the kernels, or load them from disk, and raise ArithmeticError if a result is wrong."""
     _kernels.cache_clear()
     ones = np.ones(2, np.float32)
     normed = norm(torch.tensor([[3.0, 4.0]]), ones, 0.0)
@@ -200,7 +193,7 @@ def _rotate_and_write(
     keys: np.ndarray,
     values: np.ndarray,
 ) -> None:
-    """Write `rotated`, [1, g H, T, D], `keys` and `values`, [1, H, capacity, D] each; see `rotate_and_write`."""
+    """Write `rotated`, `keys` and `values`; arguments and shapes as for `rotate_and_write`."""
     half = query.shape[3] // 2
     for token in range(query.shape[1]):
         at = start + token

@@ -45,7 +45,7 @@ def find_tile(
     WIDTH: tl.constexpr, NUM_ROWS: tl.constexpr, BLOCK_TABLE: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return (row of the table, tile within the row's sequence) of a tile; row >= NUM_ROWS if there is no such tile.
+    """Return (table row, tile within the row's sequence) of a tile; row >= NUM_ROWS past the last tile.
 
     A tile is up to BLOCK_ROWS queries of one sequence: the g queries of a token, then those of the next token. The
     table's token counts determine which sequence a tile belongs to.
@@ -241,7 +241,7 @@ def _attend_shapes(query: torch.Tensor, *args: object) -> torch.Tensor:
 
 
 def blocks(num_rows: int, size: int, num_bytes: int) -> dict[str, int]:
-    """Return how many rows, keys and dimensions a program of `_attend_part` holds, as its constants' keywords.
+    """Return the block sizes of `_attend_part` (rows, keys, dimensions of a program) as keyword arguments.
 
     They fit the registers and shared memory of GPUs of compute capability 8.0 and higher.
 

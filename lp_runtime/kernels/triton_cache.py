@@ -22,7 +22,7 @@ def _rotate_and_write(
     query_stride, key_stride, value_stride, column,
     WIDTH: tl.constexpr, QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotate and write one head of one token; one program per token and per head of queries, keys and values."""
+    """Rotate and write one head of one token; one program per token and query, key or value head."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tl.arange(0, BLOCK)
     second = first + HALF

@@ -27,7 +27,7 @@ LEAST_KEY = tl.constexpr(-2139095041)  # `_key` of -inf
 
 
 class Cut(NamedTuple):
-    """Tokens of each row that may be sampled: those above a threshold, and the last of those at the threshold.
+    """Tokens of each row that may be sampled: those above a threshold, and the last ones at it.
 
     Attributes:
         thresholds: [n] float32: scaled scores if the logits are float32, else unscaled logits.

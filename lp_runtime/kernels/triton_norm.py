@@ -31,7 +31,7 @@ def _add_and_norm(states, added, weight, total, normed, size, epsilon, BLOCK: tl
 
 
 def can_add_and_norm(states: torch.Tensor, added: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `add_and_norm` supports tensors: same shape and dtype, contiguous, rows of at most MAX_NORM_SIZE."""
+    """Whether `add_and_norm` supports tensors: same shape and dtype, contiguous, E <= MAX_NORM_SIZE."""
     return (
         states.shape == added.shape
         and states.dtype == added.dtype == weight.dtype
@@ -44,13 +44,9 @@ def can_add_and_norm(states: torch.Tensor, added: torch.Tensor, weight: torch.Te
 def add_and_norm(
     states: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add two tensors and apply RMS norm to the sum, in float32; return (sum, normalized sum), [..., T, E] each.
+    """Add two tensors, apply RMS norm in float32, and return (sum, normalized sum), [..., T, E] each.
 
-    Args:
-        states: [..., T, E], contiguous.
-        added: [..., T, E], contiguous, of the same dtype.
-        weight: [E], contiguous.
-        epsilon: added to the mean square.
+    `can_add_and_norm` must hold for the arguments; `epsilon` is added to the mean square.
     """
     size = weight.numel()
     total, normed = torch.empty_like(states), torch.empty_like(states)

@@ -105,7 +105,7 @@ def _pack_rows(
     NUM: tl.constexpr, WIDTH: tl.constexpr, NO_TOKEN: tl.constexpr, MARGIN_UNIT: tl.constexpr, MAX_MARGIN: tl.constexpr,
     HAS_BEST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Pack the successor and the NUM largest scores of all chunks, with their margins; one program per row."""
+    """Pack the successor and the NUM largest scores of all chunks with margins; one program per row."""
     row = tl.program_id(0).to(tl.int64)
     if HAS_BEST:
         chunks = tl.arange(0, BLOCK_CHUNKS)
@@ -198,7 +198,7 @@ def find_in_slice(
 
 
 def pack_found(found: torch.Tensor, packing: Packing, noise: Noise | None, vocabulary_size: int) -> torch.Tensor:
-    """Combine the results of all vocabulary slices into what `sample_and_pack` returns for the whole vocabulary.
+    """Combine the results of all vocabulary slices into the result of `sample_and_pack`.
 
     Args:
         found: [P, n, width] int64, from `find_in_slice` of P slices, in the order of their token ids.
@@ -230,9 +230,8 @@ def _scan(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Find the likeliest tokens of each of C chunks, and the token to be sampled from it.
 
-    Returns:
-        (values, ids, best_values, best_ids): [n, C max(K, 1)] float32 and int32, and [n, C] of the same dtypes. The
-        last two are not written if there are candidates but no noise.
+    Returns (values, ids), [n, C max(K, 1)] float32 and int32, and (best_values, best_ids), [n, C] of the same dtypes.
+    The last two are not written if there are candidates but no noise.
     """
     num_rows, size = logits.shape
     assert logits.stride(1) == 1 and packing.width >= 1 + triton.cdiv(packing.num, 2)
@@ -279,6 +278,6 @@ def _pack(
 
 
 def _word(value: int) -> int:
-    """Return the lower 32 bits of an integer as a signed integer, so that Triton sees one type for all seeds."""
+    """Return the lower 32 bits of an integer as int32, so that Triton sees one type for all seeds."""
     low = value & 0xFFFFFFFF
     return low - (1 << 32) if low >> 31 else low

@@ -32,7 +32,7 @@ MANY_ROWS = 1 << 10  # assumed rows of every pass: a program's block sizes must 
 
 @triton.jit
 def _add_block(q, k, v, seen, scale, largest, weight_sum, sums):
-    """Attend to one block's keys; return the updated (largest score, sum of weights, weighted sum of values)."""
+    """Attend to one block's keys; return the updated (largest score, weight sum, weighted value sum)."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     scores = tl.where(seen, scores, float("-inf"))
     larger = tl.maximum(largest, tl.max(scores, 1))
@@ -226,7 +226,7 @@ def attend_strictly(
 
 
 def tail_warps(num_bytes: int) -> int:
-    """Return how many warps a program of `_attend_tail` needs so that no registers spill, by bytes per element."""
+    """Return how many warps `_attend_tail` needs so that no registers spill, by bytes per element."""
     return 8 if num_bytes == 4 else 4
 
 

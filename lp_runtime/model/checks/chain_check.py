@@ -28,10 +28,9 @@ STEPS = ((28, 28, 0, 4), (28, 29, 2, 1), (28, 32, 3, 0), (36, 36, 2, 2), (36, 39
 
 
 def check_chains(model: ChainRunner) -> float:
-    """Compare steps, some with rejected chains, with a plain forward pass of the same text.
+    """Check steps, some with rejected chains, against a plain pass of the text.
 
-    Returns:
-        The largest relative difference of a node's logits.
+    Returns the largest relative difference of a node's logits.
 
     Raises:
         ModelError: if the difference is above the dtype's tolerance, or the model cannot continue from its cache.
@@ -84,9 +83,9 @@ def _worst_difference(model: ChainRunner, slot: CacheSlot) -> float:
 
 @torch.inference_mode()
 def _difference_at(model: ChainRunner, slot: CacheSlot, length: int) -> float:
-    """Return the largest relative difference from plain text of a chain that crosses a length.
+    """Return the largest relative difference from plain text of a chain across a length.
 
-    Tokens fed one at a time across the length are compared too, with their difference divided by ALONE_MULTIPLE.
+    Includes the difference of single tokens across it, divided by ALONE_MULTIPLE.
     """
     rng = random.Random(length)
     start = length - BEFORE_THRESHOLD

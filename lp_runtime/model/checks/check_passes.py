@@ -23,17 +23,12 @@ MAX_TRIES = 20  # random insertions for each token of a tree
 
 
 def check_fixed_passes(model: ModelRunner, tolerance: float) -> float:
-    """Make every pass of a fixed size, and compare its logits with those of passes of any size.
+    """Make every pass of a fixed size, and compare its logits with those of a pass of any size.
 
-    Args:
-        model: has passed the self-check with passes of any size, or with some of the fixed sizes.
-        tolerance: largest relative difference of a pass's logits that is allowed.
-
-    Returns:
-        The largest relative difference measured.
+    The model must have passed the self-check before. Returns the largest relative difference.
 
     Raises:
-        ModelError: if a pass differs by more, cannot be captured, or runs out of memory.
+        ModelError: if a pass differs by more than `tolerance`, cannot be captured, or runs out of memory.
     """
     try:
         return _worst_of_passes(model, tolerance)
@@ -79,7 +74,7 @@ def _some_tokens(rng: random.Random, model: ModelRunner, count: int) -> list[int
 
 
 def _tree(rng: random.Random, model: ModelRunner, size: int, num_left: int) -> TokenTree:
-    """Return a random tree of up to `size` tokens whose depth fits the `num_left` positions left in the context."""
+    """Return a random tree of up to `size` tokens that fits the context's remaining `num_left` positions."""
     depth = max(1, min(MAX_DEPTH, num_left - 2))
     tree = TokenTree(_some_tokens(rng, model, 1), max_depth=depth)
     for _ in range(MAX_TRIES * size):  # adding a token that its parent already has changes nothing

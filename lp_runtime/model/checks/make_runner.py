@@ -1,4 +1,4 @@
-"""Choice of a model's runner and of its self-check: token trees if the model supports them, else chains."""
+"""Choice of a model's runner and self-check: token trees if the model supports them, else chains."""
 
 from __future__ import annotations
 
@@ -47,11 +47,7 @@ def make_runner(
 def check_runner(runner: ModelRunner) -> float:
     """Self-check a model before its first request, and disable captured passes if only they fail.
 
-    Returns:
-        The largest relative difference of a node's logits.
-
-    Raises:
-        ModelError: if the model fails.
+    Returns the largest relative difference of a node's logits; raises ModelError if the model fails.
     """
     if not isinstance(runner, ChainRunner):
         return check_model_or_disable_graphs(runner)

@@ -88,11 +88,7 @@ def _what_differs(model: ModelRunner, worst: float, tolerance: float, where: str
 
 
 def _check_other_passes(model: ModelRunner, tolerance: float) -> float:
-    """Check strict passes, batches and passes of every fixed size, where the model uses them.
-
-    Returns:
-        The largest relative difference of a captured pass; 0 without any.
-    """
+    """Check strict, batched and fixed-size passes; return the largest difference of a captured one, or 0."""
     if model.strict_tokens is not None:
         _check_bits(model)
     if model.supports_batching:
@@ -102,13 +98,9 @@ def _check_other_passes(model: ModelRunner, tolerance: float) -> float:
 
 
 def check_model_or_disable_graphs(model: ModelRunner) -> float:
-    """Run `check_model`; if it fails with fixed-size passes, disable them and check again with passes of any size.
+    """Run `check_model`; if it fails with fixed-size passes, disable these and check again.
 
-    Returns:
-        The largest relative difference of a node's logits.
-
-    Raises:
-        ModelError: if the model fails with passes of any size too.
+    Returns the largest relative difference of a node's logits.
     """
     if model.graphs is not None:
         try:
@@ -146,7 +138,7 @@ def _worst_difference(model: ModelRunner, slot: CacheSlot) -> float:
 
 
 def lengths_to_cross(model: ModelRunner) -> dict[str, int]:
-    """Return the lengths to decode across, ascending and each once, keyed by a config field that names the length."""
+    """Return the lengths to decode across, ascending, keyed by a config field that names the length."""
     longest = sys.maxsize if model.context_length is None else model.context_length
     thresholds = {"max_position_embeddings": model.rotary_lengths.threshold}
     thresholds |= thresholds_of(model.model.config.get_text_config())
@@ -160,15 +152,9 @@ def lengths_to_cross(model: ModelRunner) -> dict[str, int]:
 
 @torch.inference_mode()
 def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int, start: int) -> float:
-    """Decode around a length in trees and one token at a time; return the largest relative difference of a node.
+    """Decode around a length in trees and token by token; return the largest relative difference.
 
-    If the model itself fails at such lengths, log a warning and return 0.
-
-    Args:
-        model: has passed the check at shorter lengths.
-        slot: its content is overwritten.
-        threshold: the length, in tokens.
-        start: number of prompt tokens.
+    If the model itself fails at such lengths, log a warning and return 0. `start` is the number of prompt tokens.
     """
     name = type(model.model).__name__
     log.info("checking %s around %d tokens", name, threshold)
@@ -235,7 +221,7 @@ def _plain_logits(model: ModelRunner, tokens: list[int], num_last: int) -> torch
 
 
 def _check_batching(model: ModelRunner, tolerance: float) -> None:
-    """Compare two sequences fed in one pass with plain text; set `supports_batching` to False if they differ."""
+    """Compare two sequences in one pass with plain text; clear `supports_batching` if they differ."""
     rng = random.Random(2)
     batch, texts = [], []
     try:
@@ -257,7 +243,7 @@ def _check_batching(model: ModelRunner, tolerance: float) -> None:
 
 
 def _check_bits(model: ModelRunner) -> None:
-    """Raise ModelError unless a text has the same logits, bit for bit, fed token by token and inside larger trees."""
+    """Raise ModelError unless a text has equal logits, bit for bit, token by token and in larger trees."""
     rng = random.Random(1)
 
     def some_tokens(count: int) -> list[int]:

@@ -73,7 +73,7 @@ class _BatchedLayer(StandInLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write each sequence's part of new keys and values, [1, H, T, D], to its own cache; return the inputs."""
+        """Write each sequence's part of the keys and values, [1, H, T, D], to its cache; return the inputs."""
         states = (each.split(self._owner.sizes, 2)[:-1] for each in (key_states, value_states))
         parts = zip(self._layers, *states, strict=True)
         self._owner.states = [layer.update(keys, values) for layer, keys, values in parts]

@@ -57,7 +57,7 @@ class _Length:
 
 
 class TreeCacheLayer(CacheLayerMixin):
-    """Keys and values of one layer, [1, H, capacity, D] each; everything after the committed length is scratch.
+    """Keys and values of one layer, [1, H, capacity, D] each; all after the committed length is scratch.
 
     Args:
         capacity: in tokens.
@@ -88,12 +88,7 @@ class TreeCacheLayer(CacheLayerMixin):
                 new[..., :length, :] = before[..., :length, :]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate the layer's tensors.
-
-        Args:
-            key_states: [1, H, any, D]; only its heads, head size, dtype and device are used.
-            value_states: [1, H, any, D]; likewise, for the values.
-        """
+        """Allocate the layer's tensors like the given ones, [1, H, any, D], except for their length."""
 
         def empty(like: torch.Tensor) -> torch.Tensor:
             return like.new_empty((*like.shape[:-2], self.capacity, like.shape[-1]))
@@ -107,16 +102,9 @@ class TreeCacheLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the keys and values of T new tokens.
+        """Write keys and values of T new tokens, [1, H, T, D] each; ignores transformers' further arguments.
 
-        Args:
-            key_states: [1, H, T, D].
-            value_states: [1, H, T, D].
-            *args: part of transformers' interface; ignored.
-            **kwargs: part of transformers' interface; ignored.
-
-        Returns:
-            Views of all keys and values up to and including the new ones, [1, H, length, D].
+        Returns views of all keys and values up to and including the new ones, [1, H, length, D] each.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -127,7 +115,7 @@ class TreeCacheLayer(CacheLayerMixin):
         return self.keys[..., :end, :], self.values[..., :end, :]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (number of keys that `query_length` new tokens attend to, index of the first), for transformers."""
+        """Return (number of keys that `query_length` new tokens attend to, index of the first key)."""
         return self._length.value + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -171,12 +159,7 @@ class TreeCache(Cache):
     def arrays(self, layer: int, num_heads: int, size: int) -> tuple[np.ndarray, np.ndarray]:
         """Return numpy views of a layer's keys and values, [1, H, capacity, D] each; only on a CPU in float32.
 
-        The layer's tensors are allocated if they are not yet.
-
-        Args:
-            layer: index of the layer.
-            num_heads: H.
-            size: D.
+        Allocates the layer's tensors, for `num_heads` heads H of `size` D, if they are not yet.
         """
         tree_layer = self._layers[layer]
         if not tree_layer.is_initialized:
@@ -196,7 +179,7 @@ class TreeCache(Cache):
         return self._layers[layer].keys, self._layers[layer].values
 
     def committed(self) -> Iterator[LayerStates]:
-        """Yield (index, keys, values) of each used layer: views of the committed tokens, [1, H, length, D] each."""
+        """Yield (index, keys, values) of each used layer: views, [1, H, committed tokens, D] each."""
         for index, layer in enumerate(self._layers):
             if layer.is_initialized:
                 yield index, layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
@@ -208,7 +191,7 @@ class TreeCache(Cache):
         self.commit(num_tokens)
 
     def states(self) -> SavedStates | None:
-        """Return the recurrent states after the committed tokens; None if the cache holds only keys and values."""
+        """Return the recurrent states after the committed tokens; None if the cache has no states."""
         return None
 
     def restore_states(self, states: SavedStates) -> None:
@@ -295,12 +278,8 @@ class CacheCopy:
 def fill_cache(cache: Cache, rows: Sequence[CacheCopy], places: Sequence[torch.Tensor]) -> None:
     """Write the caches of a batch's sequences into one empty cache of transformers.
 
-    Padding places of a row are zero. A row's states are those after its last token.
-
-    Args:
-        cache: empty, of transformers' type.
-        rows: one copy for each row of the batch.
-        places: for each row, the place of each of its tokens in the batch, [tokens] int64.
+    For each row of the batch, `places` has the column of each of its tokens, [tokens] int64; other columns become zero.
+    A row's states are those after its last token.
     """
     longest = max(int(place[-1]) for place in places) + 1
     for layers in zip(*(row.attention for row in rows), strict=True):

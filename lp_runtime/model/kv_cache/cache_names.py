@@ -1,4 +1,4 @@
-"""transformers caches that a caller passes or receives: their keyword names, and whether we can fill them.
+"""transformers caches that a caller passes or receives: keyword names, and whether we can fill them.
 
 A model's forward calls its cache `cache` since transformers 5.24, and `past_key_values` before.
 """
@@ -55,12 +55,7 @@ def holds_tokens(cache: Cache | None) -> bool:
 
 
 def why_not_filled(config: PreTrainedConfig, cache: Cache) -> str | None:
-    """Return why a cache cannot be filled with keys, values and recurrent states; None if it can.
-
-    Args:
-        config: of the model that will continue from the cache.
-        cache: must be empty.
-    """
+    """Return why an empty cache cannot hold a model's keys, values and recurrent states; None if it can."""
     needed = DynamicCache(config=config.get_text_config(decoder=True)).layers
     layers = [*cache.layers, *[None] * len(needed)]
     for need, layer in zip(needed, layers, strict=False):
@@ -73,15 +68,12 @@ def why_not_filled(config: PreTrainedConfig, cache: Cache) -> str | None:
 
 
 def cache_to_fill(config: PreTrainedConfig, arguments: Mapping[str, Any], is_own: bool) -> Cache | None:
-    """Return the empty cache among keyword arguments that we should fill; None if there is none.
+    """Return the empty cache to fill among the forward's keyword arguments; None if there is none.
 
-    Args:
-        config: of the model that will continue from the cache.
-        arguments: keyword arguments of the model's forward.
-        is_own: whether the caller passed the cache. A cache that `generate` made and that we cannot fill is ignored.
+    A cache that we cannot fill is ignored if `generate` made it.
 
     Raises:
-        ConfigError: if the caller passed a cache that we cannot fill.
+        ConfigError: if we cannot fill the cache, and the caller passed it (`is_own`).
     """
     name, cache = given_cache(arguments)
     reason = None if cache is None else why_not_filled(config, cache)

@@ -62,16 +62,7 @@ class DeviceCache(StandInCache):
     ) -> torch.Tensor:
         """Rotate queries and keys, write keys and values to the sequences' caches, and return the queries.
 
-        Args:
-            query: [1, B, g H, D].
-            key: [1, B, H, D].
-            value: [1, B, H, D].
-            cos: [1, B, D].
-            sin: [1, B, D].
-            layer: index of the layer.
-
-        Returns:
-            Rotated queries, [1, B, g H, D].
+        Queries are [1, B, g H, D], keys and values [1, B, H, D], cos and sin [1, B, D].
         """
         self._layer = layer
         return self._kernels.rotate_and_write(

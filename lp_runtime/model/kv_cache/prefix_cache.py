@@ -1,4 +1,4 @@
-"""Prefix cache: keys and values of finished sequences, looked up by the longest common prefix of their tokens.
+"""Prefix cache: keys and values of finished sequences, looked up by longest common token prefix.
 
 There is a radix tree for each salt, and for each set of rotary factors if these change with a prompt's length. An edge
 is a segment: consecutive tokens of a sequence, with separate tensors for their keys and values. If two sequences
@@ -82,7 +82,7 @@ class Prefix:
 
     @property
     def lengths(self) -> list[int]:
-        """With states: lengths that the prefix can be cut to, longest first. Without: only its own; any cut works."""
+        """Lengths that have stored states, longest first; for a model without states, only the prefix's own."""
         return [length for length, _ in self._points] if self._points else [self.num_tokens]
 
     def cut(self, num_tokens: int) -> Prefix:
@@ -147,7 +147,7 @@ class PrefixCache:
         self._evict(self._limit, self._clock + 1)
 
     def find(self, tokens: Sequence[int], salt: str, prompt_length: int = 0) -> Prefix:
-        """Return the longest stored prefix that is shorter than the prompt; empty if it is too short to be useful.
+        """Return the longest stored prefix that is shorter than the prompt; empty if too short to be useful.
 
         Args:
             tokens: token ids of the prompt.
@@ -164,12 +164,7 @@ class PrefixCache:
         return Prefix(len(tokens), parts[-1][0].tag, num_shared, tuple(parts), points).cut(num_tokens)
 
     def _points_of(self, parts: Sequence[tuple[_Segment, int]], limit: int) -> tuple[tuple[int, SavedStates], ...]:
-        """Return (length, states) of the points up to `limit` tokens along a path of segments, longest first.
-
-        Args:
-            parts: (segment, number of its tokens used), from a root down.
-            limit: in tokens.
-        """
+        """Return (length, states) of the points up to `limit` tokens along a path of segments, longest first."""
         points, start = [], 0
         for segment, size in parts:
             points += [(start + place, point) for place, point in segment.points.items() if place <= size]
@@ -222,13 +217,7 @@ class PrefixCache:
             segment.tag = tag or segment.tag
 
     def _store_point(self, parts: Sequence[tuple[_Segment, int]], length: int, states: SavedStates | None) -> None:
-        """Store the states after `length` tokens, if all these tokens are stored and there is memory.
-
-        Args:
-            parts: (segment, number of its tokens used), from a root down.
-            length: in tokens.
-            states: None to store nothing.
-        """
+        """Store the states after `length` tokens, if all these tokens are stored and there is memory."""
         if states is None or not parts or sum(size for _, size in parts) < length:
             return
         segment, place = parts[-1]
@@ -243,7 +232,7 @@ class PrefixCache:
         return num_tokens if self._prompt_chunk is None else num_tokens // self._prompt_chunk * self._prompt_chunk
 
     def _match(self, tokens: np.ndarray, key: tuple[str, int]) -> list[tuple[_Segment, int]]:
-        """Return the path (segment, number of matching tokens) that `tokens` begin with, and mark it as used now."""
+        """Return the path of (segment, number of matching tokens) for `tokens`, and mark it as used now."""
         self._clock += 1
         parts: list[tuple[_Segment, int]] = []
         segment, size, start = self._roots.get(key), 0, 0
@@ -261,12 +250,7 @@ class PrefixCache:
     def _evict(self, limit: int, before: int) -> bool:
         """Evict states and leaf segments, least recently used first, until at most `limit` bytes are stored.
 
-        Args:
-            limit: in bytes.
-            before: only entries last used before this time of the clock are evicted.
-
-        Returns:
-            Whether at most `limit` bytes are stored.
+        Only entries last used before the time `before` are evicted. Returns whether the limit was reached.
         """
         while self.num_bytes > limit:
             unused = [each for each in self._droppable() if each[0] < before]
@@ -278,7 +262,7 @@ class PrefixCache:
         return True
 
     def _droppable(self) -> Iterator[tuple[int, _Segment, int]]:
-        """Yield what can be evicted: (last used, segment, place of a point in it, or 0 for the leaf segment itself)."""
+        """Yield what can be evicted: (last used, segment, place of a point in it, or 0 for a leaf itself)."""
         for segment in self._segments():
             for place, point in segment.points.items():
                 yield point.last_used, segment, place

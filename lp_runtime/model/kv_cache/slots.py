@@ -64,13 +64,7 @@ class CacheSlot:
         self.tokens, self.undecided, self.prompt_length = self.tokens[:length], [], prompt_length
 
     def num_known(self, tokens: Sequence[int], prompt_length: int, lengths: RotaryLengths) -> int:
-        """Return how many of a text's first tokens the slot holds with the right rotary factors.
-
-        Args:
-            tokens: token ids of the text.
-            prompt_length: P of the text.
-            lengths: at which the model's rotary factors change.
-        """
+        """Return how many of a text's first tokens the slot holds, with the rotary factors of P."""
         is_alike = lengths.row(self.prompt_length) == lengths.row(prompt_length)
         return len(os.path.commonprefix([self.tokens, list(tokens)])) if is_alike else 0
 
@@ -92,7 +86,7 @@ class CacheSlot:
 
 
 class SlotPool:
-    """Free slots of a model: their memory is reused, and their tokens may be a prefix of the next sequence.
+    """Pool of a model's free slots, whose memory and matching tokens the next sequence reuses.
 
     Args:
         padded: maps the number of tokens that must fit to the capacity to allocate.

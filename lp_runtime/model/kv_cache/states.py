@@ -35,9 +35,7 @@ BOTH = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAtt
 class TreeStateLayer(LinearAttentionLayer, TreeCacheLayer):  # type: ignore[misc, override]  # as transformers' own such layers
     """Cache layer of a decoder layer that has both attention and a recurrent state.
 
-    Args:
-        keys_and_values: layer of the same cache that this one replaces, with the same length and index.
-        number_of_states: of the layer.
+    Replaces `keys_and_values`, a layer of the same cache, and takes its length and index.
     """
 
     is_compileable = False
@@ -47,7 +45,7 @@ class TreeStateLayer(LinearAttentionLayer, TreeCacheLayer):  # type: ignore[misc
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Allocate keys and values or a state: transformers passes the former by position, the latter by keyword."""
+        """Allocate keys and values, which transformers passes by position, or a state, passed by keyword."""
         if args:
             TreeCacheLayer.lazy_initialization(self, *args)
         else:
@@ -59,7 +57,7 @@ class TreeStateLayer(LinearAttentionLayer, TreeCacheLayer):  # type: ignore[misc
 
 
 def _saved(layer: AnyLayer) -> dict[str, object]:
-    """Return a layer's attributes by name, with copies of the tensors in dictionaries, which it writes in place."""
+    """Return a layer's attributes by name; tensors in dictionaries, which it writes in place, are copied."""
     names = vars(LinearAttentionLayer()) if isinstance(layer, TreeStateLayer) else vars(layer)
     attributes: dict[str, object] = {}
     for name in names:

@@ -87,12 +87,7 @@ def load_model(
 
 
 def without_memory(config: ModelConfig, dtype: str) -> PreTrainedModel:
-    """Build a model on torch's meta device, with the names and shapes it would be loaded with but no weights.
-
-    Args:
-        config: the model's location.
-        dtype: a name in DTYPES; "auto" is the checkpoint's dtype.
-    """
+    """Build a model on the meta device: names and shapes, no weights; dtype "auto" is the checkpoint's."""
     remote = {"trust_remote_code": config.trust_remote_code}
     with QUIET:
         hf_config = AutoConfig.from_pretrained(config.location, revision=config.revision or "main", **remote)
@@ -116,11 +111,7 @@ def _load_options(config: ModelConfig, device: torch.device, dtype: str) -> dict
 
 
 def _slice_options(config: ModelConfig, place: ShardPlace) -> dict[str, Any]:
-    """Return the keyword arguments with which `from_pretrained` loads this shard's slices onto its device.
-
-    Raises:
-        ModelError: if the configuration shows that the model cannot be sliced.
-    """
+    """Return the arguments for `from_pretrained` to load slices; ModelError if it cannot be sliced."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
     hf_config = AutoConfig.from_pretrained(
@@ -131,12 +122,7 @@ def _slice_options(config: ModelConfig, place: ShardPlace) -> dict[str, Any]:
 
 
 def _check_weights(config: ModelConfig, loading: dict[str, Any]) -> None:
-    """Refuse a checkpoint with missing or misshapen weights, which transformers fills with random numbers.
-
-    Args:
-        config: names the model in the message.
-        loading: the report that `from_pretrained` returns with `output_loading_info`.
-    """
+    """Refuse a checkpoint with missing or misshapen weights, which transformers fills with random numbers."""
     for kind in ("missing_keys", "mismatched_keys"):
         if names := sorted(key if isinstance(key, str) else key[0] for key in loading.get(kind, ())):
             what = "lack" if kind == "missing_keys" else "have the wrong shape for"
@@ -157,7 +143,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Return the end-of-sequence ids of a model's generation config, else of its config; empty if neither has any."""
+    """Return the end-of-sequence ids of a model's generation config, else of its config; may be empty."""
     for config in (model.generation_config, model.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:

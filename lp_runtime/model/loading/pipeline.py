@@ -1,4 +1,4 @@
-"""Pipeline placement: which layers of a model go to which GPU of a single-process replica, as a device map.
+"""Pipeline placement: which layers of a model go to which GPU of a single-process replica.
 
 Letters: P GPUs.
 """
@@ -33,12 +33,9 @@ class Part(NamedTuple):
 
 
 def parts_of(model: PreTrainedModel) -> list[Part]:
-    """Split a model into parts in execution order: everything before the decoder layers, each layer, the rest.
+    """Split a model into parts in execution order: all before the decoder layers, each layer, the rest.
 
-    A head that shares the embedding's weights stays with the embedding.
-
-    Args:
-        model: may be on torch's meta device.
+    A head that shares the embedding's weights stays with the embedding. The model may be on torch's meta device.
 
     Raises:
         ModelError: if the decoder layers are not in one list.
@@ -60,7 +57,7 @@ def parts_of(model: PreTrainedModel) -> list[Part]:
 
 
 def _around(model: nn.Module, path: str) -> tuple[list[str], list[str]]:
-    """Return the names of the modules and tensors that a pass uses before a model's list of layers, and after it.
+    """Return the names of modules and tensors that a pass uses before a model's list of layers, and after.
 
     Items without weights, such as rotary embeddings, count as before, and so do items that share weights with an item
     registered before the list.
@@ -130,13 +127,8 @@ def device_map_of(parts: Sequence[Part], devices: Sequence[torch.device]) -> dic
 def load_in_stages(config: ModelConfig, device: torch.device, num_gpus: int, dtype: str) -> PreTrainedModel:
     """Load a model with its layers spread over several GPUs of this process.
 
-    accelerate's hooks move activations between the GPUs. On a CPU all layers are on the CPU.
-
-    Args:
-        config: the model's location and loading options.
-        device: of the first layers; the following ones go to the GPUs with the next indices.
-        num_gpus: P.
-        dtype: see `load_model`.
+    The layers start on `device` and continue on the GPUs with the next indices; accelerate's hooks move activations
+    between them. On a CPU all layers are on the CPU.
 
     Raises:
         ConfigError: if this process sees too few GPUs.

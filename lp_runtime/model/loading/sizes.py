@@ -62,18 +62,13 @@ class ModelSize(NamedTuple):
     def needed_bytes(self, num_shards: int, num_bytes: int = 0) -> int:
         """Return the bytes that must be free on each of P GPUs to load the model in slices (tensor parallel).
 
-        Args:
-            num_shards: P.
-            num_bytes: additional bytes, for NCCL's buffers.
+        Includes `num_bytes` for NCCL's buffers.
         """
         cache = bytes_of_tokens(self.context_tokens, self.cache_bytes_per_token(num_shards))
         return self.weight_bytes(num_shards) + self.pass_bytes + cache + num_bytes
 
     def needed_for_layers(self, num_gpus: int, num_bytes: int = 0) -> int:
-        """Return the bytes that must be free on each of P GPUs to load the model by whole layers (pipeline).
-
-        The arguments are those of `needed_bytes`.
-        """
+        """Return the same as `needed_bytes` for loading the model by whole layers (pipeline)."""
         stages = stages_of(self.parts, num_gpus)
         weights, layers = [0] * num_gpus, [0] * num_gpus
         for part, stage in zip(self.parts, stages, strict=True):
@@ -90,9 +85,7 @@ class ModelSize(NamedTuple):
 
 
 def size_of_model(config: ModelConfig, dtype: str, context_tokens: int | None = None) -> ModelSize | None:
-    """Compute a model's memory needs from its configuration, without reading weights.
-
-    Of a quantized model the headers of its safetensors files are read too.
+    """Compute a model's memory needs from its configuration and, if quantized, the headers of its files.
 
     Args:
         config: the model's location.
@@ -101,8 +94,7 @@ def size_of_model(config: ModelConfig, dtype: str, context_tokens: int | None = 
             context length, at most DEFAULT_CONTEXT_TOKENS.
 
     Returns:
-        The memory needs; None if they cannot be determined, for example because the configuration is broken. Loading
-        the model then reports the reason.
+        None if the configuration is broken, for example; loading the model then reports the reason.
     """
     try:
         check_location(config)
@@ -135,7 +127,7 @@ def _parts(model: PreTrainedModel) -> tuple[Part, ...]:
 
 
 def _divided_bytes(model: PreTrainedModel) -> tuple[tuple[tuple[int, int], ...], int]:
-    """Return (bytes of a row, number of rows) of each parameter that shards divide, and the bytes of all others."""
+    """Return (bytes of a row, number of rows) of each parameter that shards divide, and the other bytes."""
     plan = dict(model.tp_plan or {}) | (own_plan(model.config) or {})
     split, whole = [], sum(each.nbytes for each in model.buffers())
     for name, tensor in model.named_parameters():
@@ -153,7 +145,7 @@ def _is_quantized(config: PreTrainedConfig) -> bool:
 
 
 def _cached_numbers(config: PreTrainedConfig) -> int:
-    """Return the number of elements of one token's keys and values in all layers, from a (text) configuration.
+    """Return the number of elements of a token's keys and values in all layers, by a (text) configuration.
 
     Latent attention counts with its expanded keys and values, because these are cached. Layers with a recurrent state
     count as if they had keys.
@@ -170,7 +162,7 @@ def _cached_numbers(config: PreTrainedConfig) -> int:
 
 
 def safetensors_bytes(folder: str) -> int:
-    """Return the bytes of all tensors in a directory's safetensors files; 0 if there are none, as for a hub id."""
+    """Return the bytes of all tensors in a directory's safetensors files; 0 for a hub id or without files."""
     total = 0
     for path in Path(folder).glob("*.safetensors"):
         with path.open("rb") as file:

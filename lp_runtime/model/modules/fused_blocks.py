@@ -26,11 +26,7 @@ from lp_runtime.model.kv_cache.device import DeviceCache
 
 
 class FusedNorm(nn.Module):
-    """RMS normalization over the last dimension, computed in float32.
-
-    Args:
-        norm: runs LlamaRMSNorm's code; the weight is shared with it.
-    """
+    """RMS normalization over the last dimension, computed in float32; shares the weight of a LlamaRMSNorm."""
 
     def __init__(self, norm: LlamaRMSNorm):
         super().__init__()
@@ -83,8 +79,7 @@ class FusedNorm(nn.Module):
 class FusedMLP(nn.Module):
     """Gated MLP, [..., E] to [..., E], whose gate and up projections are one matmul, [..., 2 F].
 
-    Args:
-        mlp: runs LlamaMLP's code; the down projection is shared with it.
+    Shares the down projection of the MLP that it replaces.
     """
 
     def __init__(self, mlp: LlamaMLP):
@@ -108,10 +103,8 @@ class FusedAttention(nn.Module):
     """Attention of a decoder layer, [1, T, E] to [1, T, E], with one merged QKV projection.
 
     One matmul computes queries, keys and values, [..., (g + 2) H D]. Queries and keys are rotated in one operation;
-    where a kernel does that, it also writes keys and values into the cache.
-
-    Args:
-        attention: has LlamaAttention's attributes, as Mistral's and Qwen's do; the output projection is shared with it.
+    where a kernel does that, it also writes keys and values into the cache. Replaces blocks with LlamaAttention's
+    attributes, as Mistral's and Qwen's have, and shares their output projection.
     """
 
     def __init__(self, attention: LlamaAttention):
@@ -171,14 +164,8 @@ class FusedAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rotate queries and keys and write keys and values into the cache, with the CPU kernels.
 
-        Args:
-            states: [1, T, (g + 2) H, D] queries, keys and values.
-            cos: [1, T, D].
-            sin: [1, T, D].
-            cache: receives keys and values.
-
-        Returns:
-            (queries, keys, values): rotated queries [1, g H, T, D]; the cache's whole content, [1, H, L + T, D] each.
+        Takes `states` of [1, T, (g + 2) H, D]; returns rotated queries, [1, g H, T, D], and the cache's whole keys and
+        values, [1, H, L + T, D] each.
         """
         num_queries, num_keys, _ = self._sizes
         query = key = value = states.numpy()
@@ -218,10 +205,8 @@ class FusedAttention(nn.Module):
 class FusedLayer(nn.Module):
     """Decoder layer, [1, T, E] to [1, T, E], made of FusedNorm, FusedAttention and FusedMLP.
 
-    If `precede` has named the norm that follows the layer, the layer's last addition computes that norm too.
-
-    Args:
-        layer: runs LlamaDecoderLayer's code; its blocks are fused ones already, and are shared with it.
+    Shares the blocks of the layer that it replaces, which must be fused ones already. If `precede` has named the norm
+    that follows the layer, the layer's last addition computes that norm too.
     """
 
     def __init__(self, layer: LlamaDecoderLayer):
@@ -259,13 +244,7 @@ class FusedLayer(nn.Module):
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply the rotary embedding: x cos + (-x2, x1) sin, where x1 and x2 are the halves of x.
-
-    Args:
-        states: x, [1, T, heads, D].
-        cos: [1, T, D].
-        sin: [1, T, D].
-    """
+    """Apply rotary embedding to x, [1, T, heads, D]: x cos + (-x2, x1) sin, x1 and x2 the halves of x."""
     half = states.shape[-1] // 2
     return torch.addcmul(states * cos.unsqueeze(2), states.roll(half, -1), _signed(sin))
 

@@ -74,7 +74,7 @@ def fuse_blocks(model: nn.Module) -> int:
 
 
 def _chain_layers(model: nn.Module) -> None:
-    """Register with each fused layer the norm that follows it: the next layer's first norm, or the model's final one.
+    """Register with each fused layer the norm after it: the next layer's first, or the model's final one.
 
     If the model passes another tensor than the layer's output to that norm, the norm computes its result itself.
     """
@@ -127,7 +127,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _can_merge(*linears: Block) -> bool:
-    """Whether modules are plain linear layers of the same dtype and device, all with biases or all without."""
+    """Whether modules are plain linear layers of one dtype and device, all with biases or all without."""
     return (
         all(map(is_plain, linears)) and len({(x.weight.dtype, x.weight.device, x.bias is None) for x in linears}) == 1
     )
@@ -139,7 +139,7 @@ def _runs_code_of(module: nn.Module, known: type[nn.Module]) -> bool:
 
 
 def _same_code(left: Callable | None, right: Callable) -> bool:
-    """Whether two functions differ at most in annotations, docstring and their own name; False if `left` is None."""
+    """Whether two functions differ at most in annotations, docstring and name; False if `left` is None."""
     if left is None:
         return False
     one, other = inspect.unwrap(left).__code__, inspect.unwrap(right).__code__

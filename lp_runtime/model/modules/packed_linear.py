@@ -44,7 +44,9 @@ class WeightInfo:
 
 
 class PackedLinear(nn.Module):
-    """Linear layer, [..., in_features] to [..., out_features], with weights only in oneDNN's packed layout.
+    """Linear layer, [..., in_features] to [..., out_features], whose weights are packed for oneDNN.
+
+    The unpacked weights are not kept.
 
     Args:
         linear: a layer on a CPU, in one of `dtypes`; not changed.
@@ -110,7 +112,7 @@ class MKLPackedLinear(PackedLinear):
 
 
 def pack_linears(model: nn.Module, packed: type[PackedLinear] = PackedLinear) -> int:
-    """Replace a model's plain CPU linear layers by packed ones, in place, and return how many were replaced.
+    """Replace a model's plain CPU linear layers by packed ones, and return how many were replaced.
 
     Layers are replaced one by one, and the old weights of each are freed. Layers of other classes, dtypes and devices
     stay, as do all layers of a dtype that the library cannot pack correctly on this CPU. (oneDNN packs bfloat16 only on
@@ -138,7 +140,7 @@ def pack_linears(model: nn.Module, packed: type[PackedLinear] = PackedLinear) ->
 
 
 def pack_if_faster(model: nn.Module) -> int:
-    """Pack a causal LM's plain CPU linear layers in the layout measured as fastest; return how many are packed.
+    """Pack a causal LM's plain CPU linear layers in the fastest layout, and return how many are packed.
 
     The model is changed in place. A small model is timed as a whole, and stays unpacked if that is fastest. Of a large
     one only a few layers are timed, because both layouts of all layers would take too much memory.
@@ -185,7 +187,7 @@ def _num_bytes(linear: nn.Linear) -> int:
 
 
 def _fastest(choices: list[Layers], seconds: Callable[[Layers], float]) -> int:
-    """Return the index of the choice of layers that takes the least time; the last index if any choice fails."""
+    """Return the index of the choice of layers that takes the least time; the last one if any fails."""
     best = [float("inf")] * len(choices)
     started = time.perf_counter()
     try:

@@ -63,9 +63,7 @@ class RotaryByLength(nn.Module):
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
         """Return what transformers' module returns, with the factors of each token's length.
 
-        Args:
-            x: only its dtype and device are used.
-            position_ids: [..., T] int64.
+        Of `x` only dtype and device are used. Positions are [..., T] int64.
         """
         lengths = (position_ids + 1).clamp_min(self.prompt_length)
         rows = (lengths - self.threshold).clamp(0, len(self.factors) - 1)
@@ -74,12 +72,12 @@ class RotaryByLength(nn.Module):
 
 
 def _changes(rope_type: object) -> bool:
-    """Whether a rope type's factors change with the length; like transformers, any name containing "dynamic" counts."""
+    """Whether a rope type's factors change with the length; like transformers, any with "dynamic" counts."""
     return isinstance(rope_type, str) and (DYNAMIC in rope_type or rope_type == LONG)
 
 
 def _has_changing_factors(module: nn.Module) -> bool:
-    """Whether a module is a rotary embedding whose factors change with the length, for any of its layer types."""
+    """Whether a module is a rotary embedding whose factors change with the length, for any layer type."""
     rope_type = getattr(module, "rope_type", None)
     return any(map(_changes, rope_type.values() if isinstance(rope_type, dict) else [rope_type]))
 
@@ -174,7 +172,7 @@ def _agrees(replacement: RotaryByLength) -> bool:
 
 
 def _parts(output: Any) -> tuple[torch.Tensor, ...]:
-    """Return a rotary embedding's output as a tuple, [1, T, D] each: cosines and sines, or complex numbers."""
+    """Return a rotary embedding's output as a tuple: cosines and sines, or complex numbers, [1, T, D]."""
     return output if isinstance(output, tuple) else (output,)
 
 

@@ -22,10 +22,7 @@ class FittedScans:
     """Views of a model with smaller chunks; each pass uses the one that fits its number of tokens.
 
     On a GPU, where the kernels choose their own chunks, and for models without such layers, this is always the model
-    itself.
-
-    Args:
-        model: in eval mode; not changed.
+    itself. The model is not changed.
     """
 
     def __init__(self, model: PreTrainedModel):

@@ -14,12 +14,7 @@ from lp_runtime.distributed.reducers import Reducer
 
 
 class SliceModule(nn.Module):
-    """Base class of modules that hold this shard's slice but return the output of the whole module.
-
-    Args:
-        sliced: this shard's slice.
-        reducer: combines the shards' outputs.
-    """
+    """Base class of modules that hold this shard's slice but return the output of the whole module."""
 
     def __init__(self, sliced: nn.Module, reducer: Reducer):
         super().__init__()
@@ -41,9 +36,6 @@ class RowwiseLinear(SliceModule):
         reducer: sums the shards' outputs.
         splits_input: whether `forward` receives the whole input, and selects this shard's part itself.
         first: index of the first input feature of this shard.
-
-    Attributes:
-        in_features: size of this shard's part of the input.
     """
 
     def __init__(self, linear: nn.Linear, reducer: Reducer, splits_input: bool = False, first: int = 0):
@@ -63,11 +55,7 @@ class RowwiseLinear(SliceModule):
 
 @dataclass
 class OutputMode:
-    """Switch of a GatheredLinear between whole and partial output, shared with its views (model/hf/view.py).
-
-    Attributes:
-        is_whole: whether `forward` returns the whole output instead of only this shard's part.
-    """
+    """Whether a GatheredLinear returns its whole output or this shard's part; shared with its views."""
 
     is_whole: bool = True
 
@@ -83,7 +71,6 @@ class GatheredLinear(SliceModule):
 
     Attributes:
         out_features: size of the whole output.
-        mode: whether `forward` returns the whole output or this shard's part.
     """
 
     def __init__(self, linear: nn.Linear, reducer: Reducer, sizes: list[int], shard: int):
@@ -107,12 +94,9 @@ class GatheredLinear(SliceModule):
 
 
 class VocabularyEmbedding(SliceModule):
-    """Embedding that is split by vocabulary: the shard that holds a token looks it up, the others add zeros.
+    """Embedding split by vocabulary: the shard that holds a token looks it up, the others add zeros.
 
-    Args:
-        embedding: this shard's slice.
-        reducer: sums the shards' outputs.
-        first: id of the first token of this shard's slice.
+    This shard's slice begins at token id `first`.
     """
 
     def __init__(self, embedding: nn.Embedding, reducer: Reducer, first: int):

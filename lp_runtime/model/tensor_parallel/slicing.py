@@ -54,7 +54,7 @@ Weights = dict[int, tuple[torch.Tensor, nn.Parameter]]  # by id(DTensor): (DTens
 
 
 def own_plan(config: PreTrainedConfig) -> dict[str, str] | None:
-    """Return our own tensor-parallel plan for a model type that has none in transformers; None for all others."""
+    """Return our tensor-parallel plan for a model type that has none in transformers; None for all others."""
     plan = OWN_PLANS.get(config.model_type)
     if plan is None:
         return None
@@ -64,7 +64,7 @@ def own_plan(config: PreTrainedConfig) -> dict[str, str] | None:
 
 
 def check_shards(config: PreTrainedConfig, num_shards: int) -> None:
-    """Raise ModelError, naming what cannot be divided, if a configuration shows that P shards are impossible."""
+    """Raise ModelError, naming what cannot be divided, if a configuration rules out P shards."""
     text = config.get_text_config()
     what = f"gpus_per_replica={num_shards}: {text.model_type}"
     if any(getattr(each, "quantization_config", None) is not None for each in (config, text)):
@@ -90,10 +90,7 @@ def splits_keys(config: PreTrainedConfig) -> bool:
 def is_split(plan: dict[str, str], name: str, num_dimensions: int) -> int | None:
     """Return the dimension in which shards divide a parameter; None if every shard holds it whole.
 
-    Args:
-        plan: styles by names of modules and parameters, with * for layer numbers.
-        name: of the parameter, with layer numbers.
-        num_dimensions: of the parameter.
+    The plan maps names of modules and parameters, with * for layer numbers, to styles.
     """
     pattern = LAYER_NUMBER.sub("*", name)
     style = plan.get(pattern)
@@ -126,11 +123,7 @@ def _check_styles(what: str, plan: dict[str, str]) -> None:
 
 
 def slice_model(model: PreTrainedModel, link: ShardLink) -> None:
-    """Turn a model loaded by transformers' tensor-parallel plan into a shard that reduces over `link`, in place.
-
-    Raises:
-        ModelError: if the plan has a style that is not supported.
-    """
+    """Turn a model that transformers loaded in slices into a shard that reduces over `link`, in place."""
     place, plan = link.place, dict(model.tp_plan)
     _check_styles(f"gpus_per_replica={place.num_shards}: {model.config.model_type}", plan)
     weights: Weights = {}

@@ -1,4 +1,4 @@
-"""Support for a model that transformers made tensor-parallel: its ranks run every pass together, as one replica.
+"""Support for a model that transformers made tensor-parallel: all ranks together are one replica.
 
 All ranks make the same call and compute the same steps from the same logits; only the model's own layers communicate.
 So no decision may depend on anything that differs between ranks, above all the clock.
@@ -19,7 +19,7 @@ FIXED_WINDOW = LookaheadConfig(W=8, N=3, G=8)  # 32 nodes per step; replaces a w
 
 
 def tp_size_of(model: PreTrainedModel) -> int:
-    """Return how many ranks transformers' `tp_plan` splits a model over; 1 for a whole model or one of our shards.
+    """Return how many ranks transformers' `tp_plan` splits a model over; 1 for a whole model or our shard.
 
     Calls no collective.
 
