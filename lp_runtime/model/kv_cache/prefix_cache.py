@@ -142,7 +142,7 @@ class PrefixCache:
         self._clock = 0
 
     def reserve(self, slot_tokens: int) -> None:
-        """Lower the limit to leave memory for slots of `slot_tokens` tokens in all, and evict what exceeds it."""
+        """Set the limit so that slots of `slot_tokens` tokens in all fit, and evict what exceeds it."""
         self._limit = min(self._max_bytes, max(0, self._memory_bytes - slot_tokens * self._token_bytes))
         self._evict(self._limit, self._clock + 1)
 

@@ -116,8 +116,8 @@ class SlotPool:
         """Take a slot out of the pool, or make one.
 
         Prefers, in this order: the slot that holds the longest prefix of `tokens`; one that is large enough; the
-        smallest of these. If none is large enough, the largest slot is used and all other free slots are dropped, so
-        that their memory can be allocated again.
+        smallest of these, or the largest if none is large enough. If the chosen slot is too small, all other free slots
+        are dropped, so that their memory can be allocated again.
 
         Args:
             capacity: tokens that the sequence will need.

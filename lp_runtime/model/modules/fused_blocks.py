@@ -45,7 +45,7 @@ class FusedNorm(nn.Module):
         """Normalize [..., E], in the dtype of the input."""
         if self._ahead is not None:
             (total, normed), self._ahead = self._ahead, None
-            if total is hidden_states:  # else the model changed the sum in between: compute from its tensor
+            if total is hidden_states:  # else the model passed on another tensor than the sum
                 return normed
         if hidden_states.is_cuda:  # there torch's rms_norm is a single kernel
             return nn.functional.rms_norm(hidden_states, self._shape, self.weight, self.variance_epsilon)
