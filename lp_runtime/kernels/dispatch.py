@@ -1,4 +1,4 @@
-"""Where Triton's kernels can be used."""
+"""Choice of devices that run the Triton kernels, each after a trial launch."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from lp_runtime.errors import first_line
 
 log = logging.getLogger(__name__)
 
-SIGMOID_OF_ONE = 0.7310586  # what the trial launch must compute
-TOLERANCE = 1e-5  # of that, in float32
-MIN_CAPABILITY = (8, 0)  # compute capability of GPUs whose registers and shared memory the kernels were made for
+SIGMOID_OF_ONE = 0.7310586  # expected result of the trial launch
+TOLERANCE = 1e-5  # of that result, in float32
+MIN_CAPABILITY = (8, 0)  # compute capability: the kernels are sized for the registers and shared memory of these GPUs
 
 
 def kernels_for(device: torch.device) -> ModuleType | None:
-    """Return the module triton_gpu where it can be used on a device, else None.
+    """Return the module triton_gpu if its kernels work on a device, else None.
 
-    A GPU that should run the kernels and does not is logged as a warning, once.
+    Logs one warning for a GPU that should run the kernels but fails.
     """
     return triton_gpu() if why_no_kernels(device) is None else None
 
 
 @functools.cache
 def triton_gpu() -> ModuleType | None:
-    """Import the module of the kernels, and Triton with it; None where Triton is not installed.
+    """Import triton_gpu, and Triton with it; return None if Triton is not installed.
 
-    Only processes that use a GPU call this: on a machine without one, Triton may print lines when the process ends.
+    Only processes that use a GPU may call this: on a machine without one, Triton may print lines when the process ends.
     """
     try:
         from lp_runtime.kernels import triton_gpu as module
@@ -41,7 +41,7 @@ def triton_gpu() -> ModuleType | None:
 
 @functools.cache
 def why_no_kernels(device: torch.device) -> str | None:
-    """Launch one kernel on a device; return why Triton's kernels cannot be used there, None if its result is right."""
+    """Try one kernel on a device; return why the Triton kernels cannot be used there, or None if they can."""
     if device.type != "cuda":
         return f"{device} is no GPU"
     kernels = triton_gpu()
@@ -49,7 +49,7 @@ def why_no_kernels(device: torch.device) -> str | None:
         return "Triton is not installed"
     if (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} is below {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
-    try:  # a kernel is compiled when it is first launched, which takes a C compiler and Python's headers
+    try:  # the first launch compiles the kernel, which needs a C compiler and Python's headers
         with on(device):
             value = kernels.gate(torch.ones(1, 2, device=device)).item()
     except Exception as error:
@@ -63,5 +63,5 @@ def why_no_kernels(device: torch.device) -> str | None:
 
 
 def on(device: torch.device) -> AbstractContextManager:
-    """Return a context whose launches go to a device; Triton launches on the current one, wherever its tensors are."""
+    """Return a context that makes a GPU current: Triton launches there, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

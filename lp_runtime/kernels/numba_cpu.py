@@ -1,7 +1,7 @@
-"""CPU kernels between a small model's matrix products, compiled by Numba: norms, and rotary embedding into the cache.
+"""Numba CPU kernels for small models: RMS norms, and rotary embedding into the KV cache.
 
-torch does each as several operations, which for the few tokens of a step cost more to launch than to compute. The
-kernels are for float32 only, and run on one thread: large inputs are left to torch.
+torch needs several operations for each, which for the few tokens of a step cost more to launch than to compute. The
+kernels support float32 only and run on one thread; torch handles large inputs.
 
 Letters: T tokens, E hidden size, H key/value heads, g query heads for each, D head size.
 """
@@ -20,12 +20,12 @@ from lp_runtime.utils.jit import bound, compiled, compiles
 
 log = logging.getLogger(__name__)
 
-MAX_SIZE = 1 << 17  # elements of an input; with more, several threads of torch are faster
-ORDER_IS_FREE = frozenset({"reassoc", "contract", "nsz"})  # sums may be reordered, so that they are vectorized
+MAX_SIZE = 1 << 17  # elements of an input; above this, torch's threads are faster
+ORDER_IS_FREE = frozenset({"reassoc", "contract", "nsz"})  # fastmath flags: sums may be reordered and so vectorized
 
 
 def takes(states: torch.Tensor) -> bool:
-    """Whether the kernels can be used on a tensor: float32 on a CPU, contiguous, small, and without gradients."""
+    """Whether the kernels support a tensor: float32 on a CPU, contiguous, small, without gradients."""
     return (
         states.dtype is torch.float32
         and states.numel() <= MAX_SIZE
@@ -37,15 +37,9 @@ def takes(states: torch.Tensor) -> bool:
 
 
 def norm(states: torch.Tensor, weight: np.ndarray, epsilon: float) -> torch.Tensor:
-    """Return the root-mean-square normalization over the last dimension, x w / sqrt(mean(x^2) + epsilon).
+    """Return the RMS norm over the last dimension, [..., E] float32: x w / sqrt(mean(x^2) + epsilon).
 
-    Args:
-        states: [..., E] float32, for which `takes` holds.
-        weight: [E] float32.
-        epsilon: added to the mean square.
-
-    Returns:
-        [..., E] float32.
+    `takes(states)` must hold; the weight is [E] float32.
     """
     rows = states.numpy()
     normed = np.empty_like(rows)
@@ -56,16 +50,9 @@ def norm(states: torch.Tensor, weight: np.ndarray, epsilon: float) -> torch.Tens
 def add_and_norm(
     states: torch.Tensor, added: torch.Tensor, weight: np.ndarray, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of two tensors, and that sum normalized as by `norm`.
+    """Add two tensors and apply `norm` to the sum; return (sum, normalized sum), [..., E] float32 each.
 
-    Args:
-        states: [..., E] float32, for which `takes` holds.
-        added: [..., E] float32, for which `takes` holds.
-        weight: [E] float32.
-        epsilon: added to the mean square.
-
-    Returns:
-        (total, normed): [..., E] float32 each.
+    `takes` must hold for both tensors.
     """
     rows = states.numpy()
     total, normed = np.empty_like(rows), np.empty_like(rows)
@@ -87,24 +74,24 @@ def rotate_and_write(
     keys: np.ndarray,
     values: np.ndarray,
 ) -> torch.Tensor:
-    """Rotate queries and keys by their positions, and write keys and values into a cache.
+    """Apply rotary embedding to queries and keys, and write keys and values into a cache.
 
     Rotary embedding is x cos + (-x2, x1) sin, with x1 and x2 the halves of x. All arrays are float32 and contiguous.
 
     Args:
-        query: [1, T, heads, D]; may be one array with `key` and `value`, in which their heads stand behind each other.
+        query: [1, T, heads, D]; query, key and value may be the same array, holding the heads of all three in turn.
         key: [1, T, heads, D].
         value: [1, T, heads, D].
-        first: index of the first head of the queries, the keys and the values in their arrays.
-        sizes: g H and H.
+        first: index of the first head of queries, keys and values in their arrays.
+        sizes: (g H, H).
         cos: [1, T, D].
         sin: [1, T, D].
-        start: index in the cache of the first token.
+        start: index of the first token in the cache.
         keys: [1, H, capacity, D], written to.
         values: [1, H, capacity, D], written to.
 
     Returns:
-        [1, g H, T, D] float32 rotated queries.
+        Rotated queries, [1, g H, T, D] float32.
     """
     _, num_tokens, _, size = query.shape
     assert start + num_tokens <= keys.shape[2]
@@ -113,15 +100,15 @@ def rotate_and_write(
     return torch.from_numpy(rotated)
 
 
-@functools.lru_cache(maxsize=4)  # by identity of the tensor
+@functools.lru_cache(maxsize=4)  # tensors hash by identity
 def array_of(states: torch.Tensor) -> np.ndarray:
-    """Return a tensor as a contiguous array; cached, as all layers of a pass ask for one tensor's."""
+    """Return a tensor as a contiguous array; cached, because all layers of a pass ask for the same tensor."""
     return states.contiguous().numpy()
 
 
 @functools.cache
 def _can_run() -> bool:
-    """Compile the kernels, or load them from disk, and return whether they compute what they should."""
+    """Compile the kernels, or load them from disk, and return whether they compute correct results."""
     try:
         _try_kernels()
     except Exception as error:
@@ -132,9 +119,9 @@ def _can_run() -> bool:
 
 @functools.cache
 def _kernels() -> tuple[Callable, Callable, Callable]:
-    """Return (norm, add and norm, rotate and write), bound to the types of their arguments.
+    """Return the kernels (norm, add and norm, rotate and write), bound to the types of their arguments.
 
-    To look at the types at every call would take longer than some of the calls.
+    Numba's type dispatch at every call would take longer than some of the calls.
     """
     row, rows, tokens, heads = (np.zeros((1,) * num, np.float32) for num in range(1, 5))
     return (
@@ -146,7 +133,7 @@ def _kernels() -> tuple[Callable, Callable, Callable]:
 
 @compiles
 def _try_kernels() -> None:
-    """Compile the kernels, or load them from disk, and run them; ArithmeticError if a result is wrong."""
+    """Compile the kernels, or load them from disk, and raise ArithmeticError if a result is wrong."""
     _kernels.cache_clear()
     ones = np.ones(2, np.float32)
     normed = norm(torch.tensor([[3.0, 4.0]]), ones, 0.0)
@@ -167,7 +154,7 @@ def _try_kernels() -> None:
 
 @compiled(fastmath=ORDER_IS_FREE)
 def _norm(states: np.ndarray, weight: np.ndarray, epsilon: float, normed: np.ndarray) -> None:
-    """Write `normed`, [T, E]: `states`, [T, E], normalized and times `weight`, [E]."""
+    """Write to `normed`, [T, E], the rows of `states`, [T, E], normalized and multiplied by `weight`, [E]."""
     size = states.shape[1]
     for token in range(states.shape[0]):
         total = np.float32(0.0)
@@ -182,7 +169,7 @@ def _norm(states: np.ndarray, weight: np.ndarray, epsilon: float, normed: np.nda
 def _add_and_norm(
     states: np.ndarray, added: np.ndarray, total: np.ndarray, normed: np.ndarray, weight: np.ndarray, epsilon: float
 ) -> None:
-    """Write `total`, the sum of `states` and `added`, and `normed`, that sum normalized: [T, E] each."""
+    """Write to `total` the sum of `states` and `added`, and to `normed` its normalization: [T, E] each."""
     for token in range(states.shape[0]):
         for place in range(states.shape[1]):
             total[token, place] = states[token, place] + added[token, place]
@@ -206,7 +193,7 @@ def _rotate_and_write(
     keys: np.ndarray,
     values: np.ndarray,
 ) -> None:
-    """Write `rotated`, [1, g H, T, D], `keys` and `values`, [1, H, capacity, D]: see `rotate_and_write`."""
+    """Write `rotated`, `keys` and `values`; arguments and shapes as for `rotate_and_write`."""
     half = query.shape[3] // 2
     for token in range(query.shape[1]):
         at = start + token
@@ -217,7 +204,7 @@ def _rotate_and_write(
                 x, y = query[0, token, source, low], query[0, token, source, high]
                 rotated[0, head, token, low] = x * cos[0, token, low] - y * sin[0, token, low]
                 rotated[0, head, token, high] = y * cos[0, token, high] + x * sin[0, token, high]
-        for head in range(num_keys):  # written out: a function for both took twice as long, without vectors
+        for head in range(num_keys):  # not a function shared with the loop above: that took twice as long, unvectorized
             source = first_key + head
             for low in range(half):
                 high = low + half

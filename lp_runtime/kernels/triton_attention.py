@@ -1,21 +1,21 @@
-"""Triton kernels that attend to KV caches, in passes of fixed sizes; triton_cache.py writes the caches.
+"""Triton attention over KV caches in fixed-size passes; triton_cache.py writes the caches.
 
-Everything that changes from step to step is read on the device: how many sequences are fed, which tokens are whose, how
-many tokens of each are committed, where the cache of each lies in memory, and what each token may see. So one captured
-CUDA graph serves any slot, of any capacity, and several sequences at once.
+Everything that changes from step to step is read on the device: the number of sequences, which tokens belong to which,
+how many tokens of each are committed, the address of each cache, and what each token may see. So one captured CUDA
+graph serves any slot of any capacity, and several sequences at once.
 
 A row of the *table* describes a sequence, [4 + 2 layers] int64:
 
     first token | tokens fed | L | capacity of the cache | address of the keys, address of the values, layer by layer
 
-The table's last row stands for the padding behind all sequences. It has no cache: its capacity is 0.
+The table's last row is for the padding after all sequences. It has no cache: its capacity is 0.
 
-What is launched is made of operators of torch's own, so that torch.compile takes them as they are: what they write to,
-it cannot see. That those which write change the table is not so; it is said, so that they stay, and stay in order. This
-module needs Triton (tests run it in Triton's interpreter).
+Attention and cache writes are torch custom operators, which torch.compile treats as opaque: it cannot see the caches
+that they write to. The writing operators are declared to mutate the table, although they do not, so that torch.compile
+neither removes nor reorders them. This module needs Triton (tests run it in Triton's interpreter).
 
 Letters: B tokens of a pass, padding included; T tokens of one sequence, L its committed tokens; H key/value heads, g
-query heads for each, D head size; P rows of the table; S parts that the keys are attended to in.
+query heads for each, D head size; P rows of the table; S parts into which a sequence's keys are split.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ import triton.language as tl
 
 from lp_runtime.kernels.triton_cache import HEADER
 
-MIN_BLOCK = 16  # rows and columns that a tensor core takes
-MAX_ROWS = 64  # of a program, in half precision: the widest products of sm_90 take no fewer rows
+MIN_BLOCK = 16  # smallest number of rows and columns of a tensor-core product
+MAX_ROWS = 64  # of a program, in half precision: the widest products of sm_90 need at least this many
 MAX_LARGE_ROWS = 32  # of a program, in half precision, if a head is larger than MAX_SIZE: with more, registers spill
-MAX_SIZE = 128  # of a head, with MAX_ROWS
+MAX_SIZE = 128  # head size up to which MAX_ROWS applies
 MAX_FLOAT_ROWS = 16  # of a program, in float32
 MAX_KEYS = 64  # that a program holds at once
-KEY_BYTES = 1 << 14  # of the keys that a program holds at once: shared memory of the smallest GPUs suffices
+KEY_BYTES = 1 << 14  # of the keys that a program holds at once; fits the shared memory of the smallest GPUs
 MAX_PARTS = 64  # of the keys: one token with 8 key/value heads then fills the largest GPUs
-MERGED_BY_WARP = 2048  # elements of all parts of a row
-PROGRAMS_PER_PROCESSOR = 2  # so many hide each other's latency on a multiprocessor
-NO_LIMIT = tl.constexpr((1 << 31) - 1)
+MERGED_BY_WARP = 2048  # elements of all parts of a row that one warp merges
+PROGRAMS_PER_PROCESSOR = 2  # enough to hide each other's latency on a multiprocessor
+NO_LIMIT = tl.constexpr((1 << 31) - 1)  # lowest visible position of rows outside of the tile: they see nothing
 
 
 @triton.jit
@@ -45,10 +45,10 @@ def find_tile(
     WIDTH: tl.constexpr, NUM_ROWS: tl.constexpr, BLOCK_TABLE: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return (row of the table, tile within the row's sequence) of a tile; NUM_ROWS if there are fewer tiles.
+    """Return (table row, tile within the row's sequence) of a tile; row >= NUM_ROWS past the last tile.
 
-    A tile is up to BLOCK_ROWS queries of one sequence: a token's with each of the g heads, then the next token's. Which
-    sequence a tile is of follows from the numbers of tokens.
+    A tile is up to BLOCK_ROWS queries of one sequence: the g queries of a token, then those of the next token. The
+    table's token counts determine which sequence a tile belongs to.
     """
     each = tl.arange(0, BLOCK_TABLE)
     counts = tl.load(table + each * WIDTH + 1, mask=each < NUM_ROWS, other=0).to(tl.int32)
@@ -57,7 +57,7 @@ def find_tile(
     return own_row, tile - tl.sum(tl.where(each < own_row, tiles, 0), 0)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_words", "num_parts", "column"])  # few variants are compiled
+@triton.jit(do_not_specialize=["num_tokens", "num_words", "num_parts", "column"])  # compiles few variants
 def _attend_part(
     query, lowest, positions, words, table, sinks, output, total, num_used,
     scale, num_tokens, num_words, num_parts, token_stride, head_stride, column,
@@ -65,15 +65,15 @@ def _attend_part(
     GROUPS: tl.constexpr, SIZE: tl.constexpr, HAS_PARTS: tl.constexpr, HAS_SINKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one part of a sequence's keys; a program for each key/value head, each part and each tile.
+    """Attend to one part of a sequence's keys; one program per key/value head, part and tile.
 
-    The softmax is computed online (Milakov and Gimelshein, arXiv 1805.02867). The keys that a tile sees may be fewer
-    than there are parts for: programs of parts without keys end at once, and the first part's says how many have some.
+    The softmax is computed online (Milakov and Gimelshein, arXiv 1805.02867). A tile may see too few keys for all
+    parts: programs of parts without keys end at once, and the first part's program stores how many parts have keys.
     """
     head, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_heads = tl.num_programs(0)
     own_row, own_tile = find_tile(table, tile, WIDTH, NUM_ROWS, BLOCK_TABLE, GROUPS, BLOCK_ROWS)
-    if own_row < NUM_ROWS:  # there are tiles for the worst way to cut the tokens into sequences
+    if own_row < NUM_ROWS:  # the grid has tiles for the worst split of the tokens into sequences
         row = table + own_row * WIDTH
         first, num_own = tl.load(row).to(tl.int32), tl.load(row + 1).to(tl.int32)
         num_committed, capacity = tl.load(row + 2).to(tl.int32), tl.load(row + 3)
@@ -90,7 +90,7 @@ def _attend_part(
             used_places = token.to(tl.int64) * num_heads * GROUPS + query_head
             tl.store(num_used + used_places, used, mask=is_row & (part == 0))
         else:
-            used = 1  # what sees nothing is written here, and not by the merge
+            used = 1  # without a merge, this program also writes rows that see no keys
         if part < used:
             end = tl.minimum(begin + (part + 1) * part_size, num_keys)
             dims = tl.arange(0, BLOCK_SIZE)
@@ -101,7 +101,7 @@ def _attend_part(
             cache_start = head.to(tl.int64) * capacity * SIZE
             keys = tl.multiple_of(tl.load(row + column).to(pointer), 16) + cache_start
             values = tl.multiple_of(tl.load(row + column + 1).to(pointer), 16) + cache_start
-            half_words = words.to(tl.pointer_type(tl.int32))  # the lower half first, and half the registers
+            half_words = words.to(tl.pointer_type(tl.int32))  # lower half first; int32 takes half the registers
             largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
             weight_sum = tl.zeros([BLOCK_ROWS], tl.float32)
             sums = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], tl.float32)
@@ -126,7 +126,7 @@ def _attend_part(
                     seen = is_key[None, :] & (slots[None, :] >= low[:, None])
                     scores = tl.where(seen, scores, float("-inf"))
                 larger = tl.maximum(largest, tl.max(scores, 1))
-                shift = tl.where(larger == float("-inf"), 0.0, larger)  # of rows that have seen nothing yet
+                shift = tl.where(larger == float("-inf"), 0.0, larger)  # rows that have seen no key yet: avoid NaN
                 weights = tl.exp(scores - shift[:, None])
                 fading = tl.exp(largest - shift)
                 weight_sum = weight_sum * fading + tl.sum(weights, 1)
@@ -152,9 +152,9 @@ def _merge_parts(
     QUERY_HEADS: tl.constexpr, SIZE: tl.constexpr, HAS_SINKS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one row, a token's query with one head; a program for each row.
+    """Merge the parts of one row, the query of one token and head; one program per row.
 
-    Parts without keys are not read: nobody has written them.
+    Parts without keys were never written, so they are not read.
     """
     row = tl.program_id(0).to(tl.int64)
     parts, dims = tl.arange(0, BLOCK_PARTS), tl.arange(0, BLOCK_SIZE)
@@ -186,23 +186,23 @@ def attend(
     num_processors: int,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the attention of each sequence's tokens to its committed tokens and to their own ancestors.
+    """Return the attention of each sequence's tokens to its committed tokens and to their ancestors.
 
     Args:
         query: [1, g H, B, D]; the last dimension contiguous.
         num_heads: H.
         lowest: [B] int64, the lowest position that each token may see.
-        positions: [B] int64.
-        words: [B, W] int64: bit i of a token's words, the lowest first, says whether the token sees token i of those
-            that are fed of its sequence.
-        table: [P, 4 + 2 layers] int64; the keys and values of the tree have been written.
+        positions: [B] int64, absolute.
+        words: [B, W] int64: bit i of a token's words, lowest first, is set if the token sees fed token i of its
+            sequence.
+        table: [P, 4 + 2 layers] int64; the tree's keys and values must have been written.
         layer: index of the layer.
         scale: factor of the scores.
-        num_processors: multiprocessors of the GPU, which the keys are divided among.
-        sinks: [g H] one more score of each head in the softmax's sum, which no value belongs to; None for none.
+        num_processors: multiprocessors of the GPU; determines into how many parts the keys are split.
+        sinks: [g H] attention sinks: an additional score per head in the softmax's sum, without a value. None for none.
 
     Returns:
-        [1, B, g H, D], of the query's type; 0 for padding.
+        [1, B, g H, D], in the query's dtype; 0 for padding.
     """
     assert query.stride(3) == 1 and words.is_contiguous() and table.is_contiguous()
     assert sinks is None or sinks.is_contiguous()
@@ -236,14 +236,14 @@ def attend(
 
 @attend.register_fake
 def _attend_shapes(query: torch.Tensor, *args: object) -> torch.Tensor:
-    """Return a tensor as `attend` returns it, for torch.compile."""
+    """Return an empty tensor of the shape of `attend`'s result, for torch.compile."""
     return torch.empty(query.transpose(1, 2).shape, dtype=query.dtype, device=query.device)
 
 
 def blocks(num_rows: int, size: int, num_bytes: int) -> dict[str, int]:
-    """Return how many rows, keys and dimensions a program of `_attend_part` holds, by the names of its constants.
+    """Return the block sizes of `_attend_part` (rows, keys, dimensions of a program) as keyword arguments.
 
-    They fit the registers and the shared memory of GPUs of compute capability 8.0 and up.
+    They fit the registers and shared memory of GPUs of compute capability 8.0 and higher.
 
     Args:
         num_rows: g B.
@@ -260,5 +260,5 @@ def blocks(num_rows: int, size: int, num_bytes: int) -> dict[str, int]:
 
 
 def num_warps(block: dict[str, int]) -> int:
-    """Return the number of warps of a program of `_attend_part` that holds a block: so many that no registers spill."""
+    """Return how many warps a program of `_attend_part` needs for a block, so that no registers spill."""
     return 8 if block["BLOCK_ROWS"] == MAX_ROWS else 4

@@ -1,7 +1,7 @@
-"""Triton kernels that write keys and values into KV caches, in passes of fixed sizes.
+"""Triton kernels that write KV caches in fixed-size passes, one of them with rotary embedding.
 
-Where the caches are is read on the device, from the table that triton_attention.py describes. Rotation of queries and
-keys by their positions is done on the way. This module needs Triton (tests run it in Triton's interpreter).
+The caches' addresses are read on the device, from the table that triton_attention.py describes. This module needs
+Triton (tests run it in Triton's interpreter).
 
 Letters: B tokens of a pass, padding included; H key/value heads, g query heads for each, D head size; P rows of the
 table.
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-HEADER = 4  # integers of a row of the table before the addresses
+HEADER = 4  # integers in a row of the table before the addresses
 
 
 @triton.jit(do_not_specialize=["column"])
@@ -22,7 +22,7 @@ def _rotate_and_write(
     query_stride, key_stride, value_stride, column,
     WIDTH: tl.constexpr, QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotate or write one head of one token; a program for each token and each head of queries, keys and values."""
+    """Rotate and write one head of one token; one program per token and query, key or value head."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tl.arange(0, BLOCK)
     second = first + HALF
@@ -70,22 +70,22 @@ def rotate_and_write(
     table: torch.Tensor,
     layer: int,
 ) -> torch.Tensor:
-    """Rotate queries and keys by their positions, and write keys and values behind the committed ones of their caches.
+    """Apply rotary embedding to queries and keys, and write keys and values after the committed ones.
 
     Rotary embedding is x cos + (-x2, x1) sin, with x1 and x2 the halves of x.
 
     Args:
-        query: [1, B, g H, D]; a token's heads one behind the other.
+        query: [1, B, g H, D]; the heads of a token contiguous.
         key: [1, B, H, D]; likewise.
         value: [1, B, H, D]; likewise.
         cos: [1, B, D].
         sin: [1, B, D].
-        owners: [B] int64, row of the table of each token.
+        owners: [B] int64, each token's row in the table.
         table: [P, 4 + 2 layers] int64.
         layer: index of the layer.
 
     Returns:
-        [1, B, g H, D] rotated queries.
+        Rotated queries, [1, B, g H, D].
     """
     _, num_tokens, num_queries, size = query.shape
     num_keys = key.shape[2]
@@ -102,7 +102,7 @@ def rotate_and_write(
 
 @rotate_and_write.register_fake
 def _rotate_and_write_shapes(query: torch.Tensor, *args: object) -> torch.Tensor:
-    """Return a tensor as `rotate_and_write` returns it, for torch.compile."""
+    """Return an empty tensor of the shape of `rotate_and_write`'s result, for torch.compile."""
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 
@@ -111,7 +111,7 @@ def _write(
     states, owners, table, token_stride, head_stride, column,
     WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write one head of one token into the token's cache; a program for each."""
+    """Write one head of one token into the token's cache; one program per token and head."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims = tl.arange(0, BLOCK)
     row = table + tl.load(owners + token) * WIDTH
@@ -124,12 +124,12 @@ def _write(
 
 @torch.library.custom_op("lp_runtime::write", mutates_args=("table",))
 def write(key: torch.Tensor, value: torch.Tensor, owners: torch.Tensor, table: torch.Tensor, layer: int) -> None:
-    """Write keys and values behind the committed ones of their caches.
+    """Write keys and values after the committed ones of their caches.
 
     Args:
         key: [1, H, B, D]; the last dimension contiguous.
         value: [1, H, B, D]; likewise.
-        owners: [B] int64, row of the table of each token.
+        owners: [B] int64, each token's row in the table.
         table: [P, 4 + 2 layers] int64.
         layer: index of the layer.
     """

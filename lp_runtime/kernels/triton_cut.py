@@ -1,8 +1,8 @@
-"""A Triton kernel that finds which tokens top_k and top_p keep, without sorting.
+"""Triton kernel that finds which tokens top_k and top_p keep, without sorting.
 
-It keeps what transformers' TopKLogitsWarper and TopPLogitsWarper keep: of ties at the boundary those with the largest
-ids, as after a stable sort. The smallest score that is kept is searched by bisection over the bits of scores.
-Probabilities are summed as integers, so that the sum does not depend on its order.
+It keeps the same tokens as transformers' TopKLogitsWarper and TopPLogitsWarper: of ties at the boundary those with the
+largest ids, as after a stable sort. The smallest kept score is found by bisection over the bits of scores.
+Probabilities are summed as integers, so that the order of summation does not matter.
 
 Letters: n nodes, V vocabulary.
 """
@@ -16,21 +16,21 @@ import torch
 import triton
 import triton.language as tl
 
-CUT_BLOCK = 2048  # tokens that a program of the cut looks at at once
+CUT_BLOCK = 2048  # tokens that a program reads at once
 CUT_WARPS = 8
-MASS_BITS = 61  # of the sum of a row's probabilities in fixed point
-MARGIN_NATS = 0.1  # for the rounding of exponentials
-MIN_CUT_MASS = 1e-4  # of 1 - top_p: a smaller one is near the rounding of the probabilities
-NO_CUT_MASS = 1.0  # stands for "no top_p"; never read
-KEY_SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # low bits that a score's dtype leaves zero
+MASS_BITS = 61  # of the fixed-point sum of a row's probabilities, which must fit int64
+MARGIN_NATS = 0.1  # safety margin for the rounding of exponentials
+MIN_CUT_MASS = 1e-4  # smallest 1 - top_p: below this it is near the rounding error of the probabilities
+NO_CUT_MASS = 1.0  # placeholder without top_p; never read
+KEY_SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # low bits of float32 that are 0 in this dtype
 LEAST_KEY = tl.constexpr(-2139095041)  # `_key` of -inf
 
 
 class Cut(NamedTuple):
-    """Which tokens of each row may be sampled: those above a threshold, and the last of those at the threshold.
+    """Tokens of each row that may be sampled: those above a threshold, and the last ones at it.
 
     Attributes:
-        thresholds: [n] float32, in the units of `threshold_scale`.
+        thresholds: [n] float32: scaled scores if the logits are float32, else unscaled logits.
         first_ids: [n] int32; of the tokens at the threshold, those from this id on may be sampled.
     """
 
@@ -40,19 +40,20 @@ class Cut(NamedTuple):
 
 @triton.jit
 def _key(score):
-    """Return int32 that order as scores, float32, do."""
+    """Map float32 scores to int32 keys with the same order."""
     bits = score.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _cut_scores(logits, start, tokens, inside, inverse_temperature, SHIFT: tl.constexpr):
-    """Return (scores that the cut orders tokens by, scaled scores), float32; -inf outside.
+    """Return (scores that order the tokens, scaled scores), float32; -inf outside.
 
-    Both are scaled in float32. In half precision tokens are ordered by their logits, which scaling keeps apart.
+    float32 logits are ordered by their scaled scores, half-precision ones by the logits themselves: scaling in float32
+    keeps different ones different.
     """
     raw = tl.load(logits + start + tokens, mask=inside, other=float("-inf")).to(tl.float32)
-    raw = tl.where(raw == 0.0, 0.0, raw)  # there is a negative zero
+    raw = tl.where(raw == 0.0, 0.0, raw)  # turns -0.0 into 0.0, whose keys differ
     scaled = raw * inverse_temperature
     return (scaled if SHIFT == 0 else raw), scaled
 
@@ -62,9 +63,9 @@ def _find_cut(
     logits, thresholds, first_ids, inverse_temperature, cut_mass, reach, mass_unit, top_k, size, stride,
     HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Find the smallest score of a row that may be sampled; a program for each row.
+    """Find the smallest score of a row that may be sampled; one program per row.
 
-    Compiled without fused multiply-add: every pass over the row must compute the same numbers.
+    Compiled without fused multiply-add, because every pass over the row must compute the same numbers.
     """
     row = tl.program_id(0)
     start = row.to(tl.int64) * stride
@@ -77,7 +78,7 @@ def _find_cut(
     top_scaled = top if SHIFT == 0 else top * inverse_temperature
     top_key = (_key(top) >> SHIFT).to(tl.int64)
     least_key = tl.full([], LEAST_KEY >> SHIFT, tl.int64)
-    if HAS_TOP_K:  # the largest score that at least k tokens reach
+    if HAS_TOP_K:  # bisect for the largest score that at least k tokens reach
         low, high = least_key, top_key
         while low < high:
             middle = (low + high + 1) >> 1
@@ -92,7 +93,7 @@ def _find_cut(
         least_key = low
     low = least_key
     num_removed = tl.zeros([], tl.int64)
-    if HAS_TOP_P:  # the smallest score up to which there is more than the mass that is cut
+    if HAS_TOP_P:  # bisect for the smallest score such that the tokens up to it have more than the mass to cut
         mass = tl.zeros([BLOCK], tl.int64)
         for first in range(0, size, BLOCK):
             inside = first + places < size
@@ -141,25 +142,25 @@ def _find_cut(
 
 
 def can_cut(dtype: torch.dtype, top_p: float | None) -> bool:
-    """Whether `find_cut` takes logits of a dtype, and keeps exactly what transformers keeps with a top_p."""
+    """Whether `find_cut` supports a dtype and top_p, and keeps exactly the tokens that transformers keeps."""
     return dtype in KEY_SHIFTS and (top_p is None or 1 - top_p >= MIN_CUT_MASS)
 
 
 def find_cut(logits: torch.Tensor, inverse_temperature: float, top_k: int | None, top_p: float | None) -> Cut:
-    """Return which tokens TopKLogitsWarper, then TopPLogitsWarper keep of logits that are scaled before.
+    """Return the tokens of scaled logits that TopKLogitsWarper followed by TopPLogitsWarper would keep.
 
     Args:
         logits: [n, V] float32, bfloat16 or float16; the last dimension contiguous.
         inverse_temperature: factor of the logits, in float32.
         top_k: tokens to keep; None for all.
-        top_p: probability to keep, 1 - MIN_CUT_MASS at most; None for all.
+        top_p: probability mass to keep, at most 1 - MIN_CUT_MASS; None for all.
     """
     num_rows, size = logits.shape
     assert logits.stride(1) == 1 and can_cut(logits.dtype, top_p)
     thresholds = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     first_ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     cut_mass = NO_CUT_MASS if top_p is None else 1 - top_p
-    reach = MARGIN_NATS + math.log(size / cut_mass)  # all tokens so far below the first have less than the cut mass
+    reach = MARGIN_NATS + math.log(size / cut_mass)  # all tokens this far below the top one weigh less than the cut
     if KEY_SHIFTS[logits.dtype]:
         reach /= inverse_temperature
     mass_unit = 2.0 ** (MASS_BITS - math.ceil(math.log2(max(2, size))))
@@ -173,7 +174,7 @@ def find_cut(logits: torch.Tensor, inverse_temperature: float, top_k: int | None
 
 
 def cut_scores(logits: torch.Tensor, inverse_temperature: float, cut: Cut) -> torch.Tensor:
-    """Return [n, V] float32 scaled scores of logits, [n, V], with -inf for what a cut of them removes."""
+    """Return the scaled scores of logits, [n, V] float32, with -inf for the tokens that a cut removes."""
     scaled = logits.float() * inverse_temperature
     score = scaled if KEY_SHIFTS[logits.dtype] == 0 else logits.float()
     threshold, ids = cut.thresholds[:, None], torch.arange(logits.shape[1], device=logits.device)

@@ -1,8 +1,8 @@
-"""Triton kernels between matrix products, for the tokens of a tree.
+"""All Triton kernels in one module, and the kernel that gates the MLP.
 
-Those of triton_cache.py rotate queries and keys and write the caches, those of triton_attention.py attend, those of
-this module gate the MLP. Those of triton_strict.py, triton_norm.py, triton_sampling.py and triton_cut.py are found
-here, too. All need Triton (tests run them in its interpreter).
+triton_cache.py has the kernels that rotate queries and keys and write the caches; triton_attention.py and
+triton_strict.py have attention; triton_norm.py, triton_sampling.py and triton_cut.py the rest. All need Triton (tests
+run them in its interpreter).
 
 Letters: F the MLP's inner size.
 """
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lp_runtime.kernels.triton_attention import attend as attend  # all kernels are found in this module
+from lp_runtime.kernels.triton_attention import attend as attend  # `as` marks a re-export
 from lp_runtime.kernels.triton_cache import rotate_and_write as rotate_and_write
 from lp_runtime.kernels.triton_cache import write as write
 from lp_runtime.kernels.triton_cut import can_cut as can_cut
@@ -26,12 +26,12 @@ from lp_runtime.kernels.triton_sampling import pack_found as pack_found
 from lp_runtime.kernels.triton_sampling import sample_and_pack as sample_and_pack
 from lp_runtime.kernels.triton_strict import attend_strictly as attend_strictly
 
-GATE_BLOCK = 1024  # elements of a program
+GATE_BLOCK = 1024  # elements that a program computes
 
 
 @triton.jit
 def _gate(gate_up, output, size, BLOCK: tl.constexpr):
-    """Gate one block of the inner size of one token; a program for each token and each block."""
+    """Gate one block of one token's inner dimension; one program per token and block."""
     token = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
@@ -41,7 +41,7 @@ def _gate(gate_up, output, size, BLOCK: tl.constexpr):
 
 
 def gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return the SiLU of the first half of `gate_up` times the second: [..., F] of [..., 2 F], contiguous."""
+    """Return silu(first half) * second half of contiguous `gate_up`: [..., 2 F] to [..., F]."""
     size = gate_up.shape[-1] // 2
     output = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     _gate[(output.numel() // size, triton.cdiv(size, GATE_BLOCK))](gate_up, output, size, BLOCK=GATE_BLOCK)

@@ -1,7 +1,7 @@
-"""Triton kernels that sample from logits: Gumbel noise, the arg max and the top-k candidates.
+"""Triton kernels that sample from logits: Gumbel noise, the argmax and the top-k candidates.
 
-Logits are read where the model's head has written them, in its dtype; nothing of the size of the vocabulary is written.
-The noise is that of lp_runtime/sampling/gumbel.py, bit for bit: Philox4x32-10 and two logarithms in float64.
+Logits are read in place, in the dtype of the model's head; no tensor of the vocabulary's size is written. The noise
+equals that of lp_runtime/sampling/gumbel.py bit for bit: Philox4x32-10 and two logarithms in float64.
 
 Letters: n nodes, V vocabulary, K top-k candidates of a node, C chunks of the vocabulary.
 """
@@ -16,7 +16,7 @@ from lp_runtime.kernels.triton_cut import KEY_SHIFTS, Cut
 from lp_runtime.kernels.types import Noise, Packing
 from lp_runtime.lookahead import philox
 
-CHUNK = 2048  # tokens of the vocabulary that a program looks at
+CHUNK = 2048  # tokens of the vocabulary that a program scans
 
 MULTIPLIER_A, MULTIPLIER_B = map(tl.constexpr, philox.MULTIPLIERS)
 INCREMENT_A, INCREMENT_B = map(tl.constexpr, philox.KEY_INCREMENTS)
@@ -27,7 +27,7 @@ UNIFORM_UNIT = tl.constexpr(philox.UNIFORM_UNIT)
 
 @triton.jit
 def _gumbel(pairs, position, sample, key_low, key_high):
-    """Return Gumbel noise of token ids 2 i and 2 i + 1 for i in pairs, float32 each."""
+    """Return the Gumbel noise, float32, of token ids 2 i and of token ids 2 i + 1 for each i in pairs."""
     first, second = pairs.to(tl.uint32), tl.zeros_like(pairs).to(tl.uint32) + position
     third, fourth = tl.zeros_like(first) + sample, tl.zeros_like(first)
     for _ in tl.static_range(NUM_ROUNDS):
@@ -41,7 +41,7 @@ def _gumbel(pairs, position, sample, key_low, key_high):
 
 @triton.jit
 def _gumbel_of(upper, lower):
-    """Return Gumbel noise, float32, of two words of 32 random bits."""
+    """Convert two words of 32 random bits to Gumbel noise, float32."""
     bits = ((upper >> UNUSED_BITS).to(tl.int64) << HALF_BITS) | (lower >> UNUSED_BITS).to(tl.int64)
     uniform = (bits.to(tl.float64) + 0.5) * UNIFORM_UNIT
     return (-tl.log(-tl.log(uniform))).to(tl.float32)
@@ -54,10 +54,10 @@ def _scan_chunks(
     NUM: tl.constexpr, NO_TOKEN: tl.constexpr, DRAWS: tl.constexpr, HAS_CUT: tl.constexpr, SHIFT: tl.constexpr,
     IS_ODD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Find, in a chunk, the NUM largest scores and the largest sum of score and noise; of equals the lowest id first.
+    """Find a chunk's NUM largest scores and its largest sum of score and noise; ties go to the lowest id.
 
-    A program for each row and each chunk. Compiled without fused multiply-add: a score is rounded before its noise is
-    added. Chunks are of ids from `first` on, or, where that IS_ODD, from the id before it on: noise comes in pairs.
+    One program per row and chunk. Compiled without fused multiply-add: a score is rounded before its noise is added.
+    Chunks start at id `first`, or if that IS_ODD at the id before it, because noise comes in pairs.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     num_chunks = tl.num_programs(1)
@@ -74,7 +74,7 @@ def _scan_chunks(
         threshold, first_id = tl.load(thresholds + row), tl.load(first_ids + row)
         left = tl.where((score > threshold) | ((score == threshold) & (tokens >= first_id)), left, float("-inf"))
     best_place = row.to(tl.int64) * num_chunks + chunk
-    if DRAWS:
+    if DRAWS:  # add noise, instead of choosing the largest score
         if tl.max(left, 0) > float("-inf"):
             pairs = first // 2 + chunk * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
             position = tl.load(positions + row).to(tl.uint32)
@@ -83,7 +83,7 @@ def _scan_chunks(
             best = tl.max(noisy, 0)
             tl.store(best_values + best_place, best)
             tl.store(best_ids + best_place, tl.min(tl.where(noisy == best, tokens, NO_TOKEN), 0))
-        else:  # nothing of the chunk may be sampled
+        else:  # no token of the chunk may be sampled
             tl.store(best_values + best_place, float("-inf"))
             tl.store(best_ids + best_place, first + chunk * BLOCK)
     elif NUM == 0:
@@ -105,7 +105,7 @@ def _pack_rows(
     NUM: tl.constexpr, WIDTH: tl.constexpr, NO_TOKEN: tl.constexpr, MARGIN_UNIT: tl.constexpr, MAX_MARGIN: tl.constexpr,
     HAS_BEST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Pack the successor and the NUM largest of all chunks' scores, with their margins; a program for each row."""
+    """Pack the successor and the NUM largest scores of all chunks with margins; one program per row."""
     row = tl.program_id(0).to(tl.int64)
     if HAS_BEST:
         chunks = tl.arange(0, BLOCK_CHUNKS)
@@ -123,7 +123,7 @@ def _pack_rows(
         if not HAS_BEST:
             top_place = tl.min(tl.where(left == top, places, BLOCK), 0)
             successor = tl.min(tl.where(places == top_place, tokens, NO_TOKEN), 0)
-    successor = tl.where(successor < size, successor, 0)  # where no score is a number
+    successor = tl.where(successor < size, successor, 0)  # no token was found if all scores are NaN
     tl.store(packed + row * WIDTH, successor.to(tl.int64))
     for pair in tl.static_range(WIDTH - 1):
         word = tl.zeros([], tl.int64)
@@ -137,7 +137,7 @@ def _pack_rows(
                     found = tl.min(tl.where(places == place, tokens, NO_TOKEN), 0).to(tl.int64)
                     token = tl.where(is_there, found, token)
                     below = tl.minimum(tl.floor((top - best) * MARGIN_UNIT + 0.5), MAX_MARGIN)
-                    below = tl.where(best == top, 0.0, below)  # both may be infinite
+                    below = tl.where(best == top, 0.0, below)  # both may be infinite, and their difference NaN
                     margin = tl.where(is_there, below, MAX_MARGIN).to(tl.int64)
                     left = tl.where(places == place, float("-inf"), left)
                 word |= ((token << 8) | margin) << (32 * half)
@@ -151,14 +151,14 @@ def sample_and_pack(
     inverse_temperature: float = 1.0,
     cut: Cut | None = None,
 ) -> torch.Tensor:
-    """Sample each row's successor, find the row's likeliest tokens, and pack them and their margins behind it.
+    """Sample each row's successor, and pack it with the row's top-k candidates and their margins.
 
-    A token whose score is -inf is not among the likeliest.
+    A token whose score is -inf is never a candidate.
 
     Args:
         logits: [n, V] float32, bfloat16 or float16; the last dimension contiguous.
-        packing: how results are packed.
-        noise: added to the scaled logits before the successor is chosen; None for the largest of them.
+        packing: format of the result.
+        noise: added to the scaled logits before the successor is chosen; None to choose the largest logit.
         inverse_temperature: factor of the logits, in float32.
         cut: which tokens may be sampled; None for all.
 
@@ -177,18 +177,18 @@ def find_in_slice(
     first: int,
     num_tokens: int,
 ) -> torch.Tensor:
-    """Find, in a slice of the vocabulary, what `pack_found` needs of it.
+    """Scan one slice of the vocabulary; `pack_found` combines the results of all slices.
 
     Args:
-        logits: [n, v] of the slice; see `sample_and_pack`, as for what is not said here.
-        packing: how results will be packed.
-        noise: added before the successor is chosen.
+        logits: [n, v] of the slice; dtype and layout as for `sample_and_pack`.
+        packing: format of the final result.
+        noise: as for `sample_and_pack`.
         inverse_temperature: factor of the logits, in float32.
         first: the slice's first token id.
-        num_tokens: of the largest slice.
+        num_tokens: size of the largest slice, so that all slices have the same number of chunks.
 
     Returns:
-        [n, C (1 + max(K, 1))] int64 of C chunks: scores and token ids, half an integer each.
+        [n, C (1 + max(K, 1))] int64 for C chunks: each integer holds a score (upper half) and a token id (lower half).
     """
     num_chunks = triton.cdiv(num_tokens + 1, CHUNK)
     found = _scan(logits, packing, noise, inverse_temperature, None, num_chunks, first)
@@ -198,16 +198,13 @@ def find_in_slice(
 
 
 def pack_found(found: torch.Tensor, packing: Packing, noise: Noise | None, vocabulary_size: int) -> torch.Tensor:
-    """Return what `sample_and_pack` returns for the whole vocabulary, from what was found in its slices.
+    """Combine the results of all vocabulary slices into the result of `sample_and_pack`.
 
     Args:
-        found: [P, n, width] int64 of the slices, in the order of their token ids.
-        packing: as given to `find_in_slice`.
-        noise: likewise.
+        found: [P, n, width] int64, from `find_in_slice` of P slices, in the order of their token ids.
+        packing: the one passed to `find_in_slice`.
+        noise: the one passed to `find_in_slice`.
         vocabulary_size: V.
-
-    Returns:
-        [n, width] int64.
     """
     num_slices, num_rows, width = found.shape
     num = max(1, packing.num)
@@ -231,11 +228,10 @@ def _scan(
     num_chunks: int,
     first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Find the likeliest tokens of C chunks, and the one to be sampled.
+    """Find the likeliest tokens of each of C chunks, and the token to be sampled from it.
 
-    Returns:
-        (values, ids, best_values, best_ids): [n, C max(K, 1)] float32 and int32, and [n, C] of the same. The last two
-        are not written where there are candidates and no noise.
+    Returns (values, ids), [n, C max(K, 1)] float32 and int32, and (best_values, best_ids), [n, C] of the same dtypes.
+    The last two are not written if there are candidates but no noise.
     """
     num_rows, size = logits.shape
     assert logits.stride(1) == 1 and packing.width >= 1 + triton.cdiv(packing.num, 2)
@@ -246,8 +242,8 @@ def _scan(
     best_ids = torch.empty(best_values.shape, dtype=torch.int32, device=device)
     if not num_rows:
         return values, ids, best_values, best_ids
-    positions = best_ids if noise is None else noise.positions  # read where there is noise alone
-    thresholds, first_ids = (best_values, best_ids) if cut is None else cut  # likewise
+    positions = best_ids if noise is None else noise.positions  # a placeholder without noise: not read
+    thresholds, first_ids = (best_values, best_ids) if cut is None else cut  # placeholders without a cut
     seed, sample = (0, 0) if noise is None else (noise.seed, noise.sample)
     _scan_chunks[(num_rows, num_chunks)](
         logits, thresholds, first_ids, positions, values, ids, best_values, best_ids,
@@ -267,7 +263,7 @@ def _pack(
     noise: Noise | None,
     size: int,
 ) -> torch.Tensor:
-    """Return [n, width] int64, from what `_scan` found in all of V = `size` tokens."""
+    """Pack `_scan`'s results for all V = `size` tokens into [n, width] int64."""
     num, (num_rows, num_chunks) = packing.num, best_ids.shape
     packed = torch.empty((num_rows, packing.width), dtype=torch.int64, device=ids.device)
     if not num_rows:
@@ -282,6 +278,6 @@ def _pack(
 
 
 def _word(value: int) -> int:
-    """Return the lower 32 bits of an integer as a signed integer, so that all seeds are of one type to Triton."""
+    """Return the lower 32 bits of an integer as int32, so that Triton sees one type for all seeds."""
     low = value & 0xFFFFFFFF
     return low - (1 << 32) if low >> 31 else low

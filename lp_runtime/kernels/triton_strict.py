@@ -1,16 +1,16 @@
-"""Triton kernels for exactness=strict: a token's result depends on the token's path alone, bit for bit.
+"""Triton attention for exactness=strict: a token's result depends only on its path, bit for bit.
 
-Keys are attended to by blocks of P absolute positions, as model/attention/strict.py does it: which blocks there are,
-which kernel takes them, and the order of all sums follow from a token's position alone. So neither what else is fed,
-nor how many tokens, nor in which place of the pass a token stands, changes a bit of its result.
+Keys are attended to in blocks of P absolute positions, as in model/attention/strict.py. A token's position alone
+determines its blocks, the kernel that handles each block, and the order of all sums. So neither the other tokens of a
+pass, nor their number, nor a token's index in the pass changes a bit of its result.
 
     head   blocks 0 .. p // P - 2: committed for every token that sees them, read once for a tile of tokens. Part i
            attends to the blocks i, i + NUM_PARTS, i + 2 NUM_PARTS ... in this order
     tail   the last two blocks up to position p: keys gathered for each token, along its path; then the parts of the
            head are added, in order
 
-What a token does not see adds exact zeros. The number of parts is a constant: GPUs with other numbers of
-multiprocessors add in the same order.
+Keys that a token does not see add exact zeros. The number of parts is a constant, so that GPUs with different numbers
+of multiprocessors add in the same order.
 
 Letters: B tokens of a pass, padding included; H key/value heads, g query heads for each, D head size; P positions of a
 block; p a token's position; L committed tokens of its sequence. This module needs Triton (tests run it in Triton's
@@ -27,16 +27,16 @@ from lp_runtime.kernels.triton_attention import MIN_BLOCK, NO_LIMIT, blocks, fin
 from lp_runtime.kernels.triton_cache import HEADER
 
 NUM_PARTS = 16  # of the head: 128 tokens and 8 key/value heads with 4 query heads each are 1,024 programs
-MANY_ROWS = 1 << 10  # of a pass: what a program holds must not depend on how many there are
+MANY_ROWS = 1 << 10  # assumed rows of every pass: a program's block sizes must not depend on the actual number
 
 
 @triton.jit
 def _add_block(q, k, v, seen, scale, largest, weight_sum, sums):
-    """Attend to the keys of one block, and return (largest score, sum of weights, weighted sum of values) so far."""
+    """Attend to one block's keys; return the updated (largest score, weight sum, weighted value sum)."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     scores = tl.where(seen, scores, float("-inf"))
     larger = tl.maximum(largest, tl.max(scores, 1))
-    shift = tl.where(larger == float("-inf"), 0.0, larger)  # of rows that have seen nothing yet
+    shift = tl.where(larger == float("-inf"), 0.0, larger)  # rows that have seen no key yet: avoid NaN
     weights = tl.exp(scores - shift[:, None])
     fading = tl.exp(largest - shift)
     weight_sum = weight_sum * fading + tl.sum(weights, 1)
@@ -52,9 +52,9 @@ def _attend_head(
     GROUPS: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, POSITIONS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one part of the head; a program for each key/value head, each part and each tile.
+    """Attend to one part of the head; one program per key/value head, part and tile.
 
-    A part that has no block for any of the tile's tokens is not written.
+    A part without a block for any of the tile's tokens is not written.
     """
     head, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_heads = tl.num_programs(0)
@@ -106,7 +106,7 @@ def _attend_tail(
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, POSITIONS: tl.constexpr,
     HAS_SINKS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the tail, and add the parts of the head; a program for each token and each key/value head."""
+    """Attend to the tail, and add the parts of the head; one program per token and key/value head."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_queries = tl.num_programs(1) * GROUPS
     row = table + tl.load(owners + token) * WIDTH
@@ -131,10 +131,10 @@ def _attend_tail(
     num_blocks = tl.where(capacity > 0, 2 * POSITIONS // BLOCK_KEYS, 0)  # padding sees nothing
     for i in range(0, num_blocks):
         at = last * POSITIONS + i * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
-        is_key = (at >= low) & (at <= position)  # the lowest position is 0 or more
-        behind = at - num_committed
-        slot = tl.load(path + 1 + behind, mask=is_key & (behind >= 0), other=0)
-        slot = tl.where(behind >= 0, slot, at.to(tl.int64))
+        is_key = (at >= low) & (at <= position)  # low is 0 or more, so that negative positions are excluded
+        offset = at - num_committed  # in the token's path; negative for committed tokens
+        slot = tl.load(path + 1 + offset, mask=is_key & (offset >= 0), other=0)
+        slot = tl.where(offset >= 0, slot, at.to(tl.int64))
         cells = slot[:, None] * SIZE + dims[None, :]
         k = tl.load(keys + cells, mask=is_key[:, None] & inside[None, :], other=0.0)
         v = tl.load(values + cells, mask=is_key[:, None] & inside[None, :], other=0.0)
@@ -180,24 +180,23 @@ def attend_strictly(
     scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the attention of each sequence's tokens to its committed tokens and to their own ancestors.
+    """Return the attention of each sequence's tokens to its committed tokens and to their ancestors.
 
     Args:
         query: [1, g H, B, D]; the last dimension contiguous.
         num_heads: H.
         lowest: [B] int64, the lowest position that each token may see.
-        positions: [B] int64, at most P - 1 behind the sequence's committed tokens.
-        paths: [B, 1 + P] int64: L of the token's sequence, then where in its cache the keys of the token's path stand,
-            from position L up to the token's own.
-        owners: [B] int64, row of the table of each token.
-        table: [rows, 4 + 2 layers] int64, as triton_attention.py describes it; the keys and values of the tree have
-            been written.
+        positions: [B] int64, absolute; at most P - 1 after the sequence's committed tokens.
+        paths: [B, 1 + P] int64: L of the token's sequence, then the cache indices of the keys on the token's path, from
+            position L up to the token's own.
+        owners: [B] int64, each token's row in the table.
+        table: [rows, 4 + 2 layers] int64, see triton_attention.py; the tree's keys and values must have been written.
         layer: index of the layer.
         scale: factor of the scores.
-        sinks: [g H] one more score of each head in the softmax's sum, which no value belongs to; None for none.
+        sinks: [g H] attention sinks: an additional score per head in the softmax's sum, without a value. None for none.
 
     Returns:
-        [1, B, g H, D], of the query's type; 0 for padding.
+        [1, B, g H, D], in the query's dtype; 0 for padding.
     """
     assert query.stride(3) == 1 and paths.is_contiguous() and table.is_contiguous()
     assert sinks is None or sinks.is_contiguous()
@@ -227,11 +226,11 @@ def attend_strictly(
 
 
 def tail_warps(num_bytes: int) -> int:
-    """Return the number of warps of a program of `_attend_tail`, by the bytes of an element: no registers spill."""
+    """Return how many warps `_attend_tail` needs so that no registers spill, by bytes per element."""
     return 8 if num_bytes == 4 else 4
 
 
 @attend_strictly.register_fake
 def _attend_strictly_shapes(query: torch.Tensor, *args: object) -> torch.Tensor:
-    """Return a tensor as `attend_strictly` returns it, for torch.compile."""
+    """Return an empty tensor of the shape of `attend_strictly`'s result, for torch.compile."""
     return torch.empty(query.transpose(1, 2).shape, dtype=query.dtype, device=query.device)

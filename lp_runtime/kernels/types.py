@@ -1,4 +1,4 @@
-"""What the sampling kernel is told; it needs no Triton to say so.
+"""Arguments of the sampling kernel; separate from it, so that importing them does not need Triton.
 
 Letters: n nodes, K top-k candidates of a node.
 """
@@ -16,7 +16,7 @@ class Noise(NamedTuple):
     Attributes:
         seed: 0 to 2**64 - 1.
         sample: 0 to 2**32 - 1.
-        positions: [n] int64 absolute positions of the tokens to be sampled, below 2**32.
+        positions: [n] int64, absolute positions of the tokens to be sampled, below 2**32.
     """
 
     seed: int
@@ -25,14 +25,14 @@ class Noise(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """How results are packed; see lp_runtime/sampling/sampler.py.
+    """Format in which the sampling kernel packs its results; see lp_runtime/sampling/sampler.py.
 
     Attributes:
-        num: K, 0 for no candidates.
-        width: integers of a row, at least 1 + K / 2; those without candidates are 0.
-        no_token: packed where there are fewer than K tokens.
-        margin_unit: units of a margin in a nat.
-        max_margin: the largest margin.
+        num: K; 0 for no candidates.
+        width: integers per row, at least 1 + K / 2; unused ones are 0.
+        no_token: token id to pack if there are fewer than K tokens.
+        margin_unit: units per nat of a margin.
+        max_margin: largest margin, in units.
     """
 
     num: int

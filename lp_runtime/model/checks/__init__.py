@@ -1,1 +1,1 @@
-"""Checks that a model computes a token tree as it computes plain text."""
+"""Start-up checks that a model computes token trees or chains exactly as it computes plain text."""

@@ -1,4 +1,4 @@
-"""The start-up self-check of a model that is fed chains: does it go on from its cache as it computes plain text?"""
+"""Start-up self-check of a model that is fed chains: does it continue from its cache as in plain text?"""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from lp_runtime.model.hf.differences import TOLERANCES, difference_of
 from lp_runtime.model.kv_cache.slots import CacheSlot
 
 TEXT_TOKENS = 48
-CROSSED_BY = 32  # tokens of a chain that lie behind a length: how many keys others have may show late
+CROSSED_BY = 32  # tokens of a chain beyond a length: an effect that grows with the number of other keys may show late
 PROMPT_TOKENS = 28
-# How much further one token at a time, which is what `generate` feeds, may be from plain text: transformers' Nemotron-H
-# limits a time step in passes of several tokens alone, and is 1e-3 off in float32.
+# How much further from plain text a model may be that is fed one token at a time, as `generate` does: transformers'
+# Nemotron-H clamps a time step only in passes of several tokens, and is 1e-3 off in float32.
 ALONE_MULTIPLE = 100
-# Of each step: index of the first token that is fed, of the root, tokens of its chain that are right, and wrong ones.
-# So a chain that is wrong, one that is right at first, one that is right to its end, and what follows each of them.
+# Each step: index of the first token fed, index of the root, number of right tokens in its chain, number of wrong ones.
+# This covers chains that are wrong, right at first and right to the end, and the step that follows each of them.
 STEPS = ((28, 28, 0, 4), (28, 29, 2, 1), (28, 32, 3, 0), (36, 36, 2, 2), (36, 39, 0, 0), (40, 40, 5, 0))
 
 
 def check_chains(model: ChainRunner) -> float:
-    """Compare steps, some of whose chains are taken back, with a plain forward pass of the text.
+    """Check steps, some with rejected chains, against a plain pass of the text.
 
-    Returns:
-        the largest relative difference of a node's logits.
+    Returns the largest relative difference of a node's logits.
 
     Raises:
-        ModelError: if the difference is above the dtype's tolerance, or the model does not go on from its cache.
+        ModelError: if the difference is above the dtype's tolerance, or the model cannot continue from its cache.
     """
     name = type(model.model).__name__
     try:
@@ -45,14 +44,14 @@ def check_chains(model: ChainRunner) -> float:
                     worst, where = max(worst, _difference_at(model, slot, length)), f" around {field}={length}"
     except ModelError:
         raise
-    except Exception as error:  # any failure of a foreign model here means the same thing: it cannot be served
+    except Exception as error:  # whatever the model's code raises here, the model cannot be served
         raise ModelError(f"{name} cannot be fed chains of guesses: {first_line(error)}") from error
     tolerance = TOLERANCES.get(model.dtype)
     if tolerance is None:
         raise ModelError(f"{name} computes in {model.dtype}: must be one of {', '.join(map(str, TOLERANCES))}")
     if not worst <= tolerance:
         raise ModelError(
-            f"{name} failed the start-up self-check: several tokens that go on from its cache differ from plain text"
+            f"{name} failed the start-up self-check: several tokens fed after its cache differ from plain text"
             f"{where} by {worst:.2g} (allowed: {tolerance:g}); lookahead decoding would be wrong, so this model is"
             " refused"
         )
@@ -61,7 +60,7 @@ def check_chains(model: ChainRunner) -> float:
 
 @torch.inference_mode()
 def _worst_difference(model: ChainRunner, slot: CacheSlot) -> float:
-    """Return the largest relative difference between steps and plain text."""
+    """Return the largest relative difference between the logits of STEPS and of plain text."""
     longest = min(model.context_length or sys.maxsize, model.rotary_lengths.threshold)
     if longest < TEXT_TOKENS:
         raise ModelError(f"a context of {longest} tokens is too short to work in")
@@ -72,9 +71,9 @@ def _worst_difference(model: ChainRunner, slot: CacheSlot) -> float:
     worst = difference_of(model.prefill(slot, text[:PROMPT_TOKENS]), expected[PROMPT_TOKENS - 1 : PROMPT_TOKENS])
     for start, root, num_right, num_wrong in STEPS:
         tree = TokenTree(text[start : root + 1], max_depth=TEXT_TOKENS)
-        behind = text[root + 1 : root + 1 + num_right + num_wrong]
-        wrong = [(token + 1) % model.vocabulary_size for token in behind[num_right:]]
-        tree.add_branch(behind[:num_right] + wrong)
+        following = text[root + 1 : root + 1 + num_right + num_wrong]
+        wrong = [(token + 1) % model.vocabulary_size for token in following[num_right:]]
+        tree.add_branch(following[:num_right] + wrong)
         nodes = range(len(tree))
         logits = model.forward(StepInputs(slot, tree, nodes, nodes, start)).logits
         last = root + 1 + num_right
@@ -84,7 +83,10 @@ def _worst_difference(model: ChainRunner, slot: CacheSlot) -> float:
 
 @torch.inference_mode()
 def _difference_at(model: ChainRunner, slot: CacheSlot, length: int) -> float:
-    """Return the largest relative difference between a chain across a length and plain text."""
+    """Return the largest relative difference from plain text of a chain across a length.
+
+    Includes the difference of single tokens across it, divided by ALONE_MULTIPLE.
+    """
     rng = random.Random(length)
     start = length - BEFORE_THRESHOLD
     longest = length + CROSSED_BY if model.context_length is None else min(length + CROSSED_BY, model.context_length)
@@ -104,8 +106,10 @@ def _difference_at(model: ChainRunner, slot: CacheSlot, length: int) -> float:
 
 
 def _plain_logits(model: ChainRunner, text: Sequence[int], num_last: int) -> torch.Tensor:
-    """Return [num_last, V] float32 logits of a text's last tokens, fed without a cache; where rotary factors change on
-    the way, one token at a time."""
+    """Return [num_last, V] float32 logits of a text's last tokens, computed without a cache.
+
+    If rotary factors change within the text, its last tokens are fed one at a time instead.
+    """
     if model.rotary_lengths.threshold < len(text):
         return model.feed("text_one_by_one", [], text, len(text) - num_last + 1)
     keep = {"logits_to_keep": num_last} if model.passes.keeps_logits else {}

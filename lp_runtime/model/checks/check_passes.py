@@ -1,6 +1,6 @@
-"""The part of the start-up self-check that makes, captures and runs every pass of a fixed size.
+"""Start-up self-check of the fixed-size passes: makes, captures and runs each of them.
 
-What a size would do wrong is found at start, and not by a request; and no request ever waits for a capture.
+A wrong size is thus detected at start-up instead of during a request, and no request waits for a capture.
 """
 
 from __future__ import annotations
@@ -19,30 +19,25 @@ from lp_runtime.model.runner import ModelRunner
 MAX_PROMPT = 40  # tokens of the longest prompt
 MAX_DEPTH = 8  # of the trees
 MAX_BATCH = 3  # sequences
-MAX_TRIES = 20  # for each token of a tree
+MAX_TRIES = 20  # random insertions for each token of a tree
 
 
 def check_fixed_passes(model: ModelRunner, tolerance: float) -> float:
-    """Make every pass of a fixed size, and compare what it finds with passes of any size.
+    """Make every pass of a fixed size, and compare its logits with those of a pass of any size.
 
-    Args:
-        model: has passed the self-check with passes of any size, or with some of the fixed sizes.
-        tolerance: largest relative difference of a pass's logits.
-
-    Returns:
-        the largest relative difference.
+    The model must have passed the self-check before. Returns the largest relative difference.
 
     Raises:
-        ModelError: if a pass differs by more, cannot be captured, or finds no memory.
+        ModelError: if a pass differs by more than `tolerance`, cannot be captured, or runs out of memory.
     """
     try:
         return _worst_of_passes(model, tolerance)
     except torch.OutOfMemoryError as error:
-        raise ModelError("memory does not suffice to capture passes") from error
+        raise ModelError("not enough GPU memory to capture passes") from error
 
 
 def _worst_of_passes(model: ModelRunner, tolerance: float) -> float:
-    """Do what `check_fixed_passes` says, which names arguments, result and errors."""
+    """Do the work of `check_fixed_passes`, and let its out-of-memory errors through."""
     passes = model.fixed_passes
     assert passes is not None
     rng = random.Random(3)
@@ -79,10 +74,10 @@ def _some_tokens(rng: random.Random, model: ModelRunner, count: int) -> list[int
 
 
 def _tree(rng: random.Random, model: ModelRunner, size: int, num_left: int) -> TokenTree:
-    """Return a random tree of so many tokens, whose positions stay within what is left of the context."""
+    """Return a random tree of up to `size` tokens that fits the context's remaining `num_left` positions."""
     depth = max(1, min(MAX_DEPTH, num_left - 2))
     tree = TokenTree(_some_tokens(rng, model, 1), max_depth=depth)
-    for _ in range(MAX_TRIES * size):  # a token that is there already adds nothing
+    for _ in range(MAX_TRIES * size):  # adding a token that its parent already has changes nothing
         if len(tree) < size:
             tree.add(rng.randrange(len(tree)), rng.randrange(model.vocabulary_size))
     return tree

@@ -1,4 +1,4 @@
-"""The runner that a model needs, and its self-check: of token trees where they can be fed, else of chains."""
+"""Choice of a model's runner and self-check: token trees if the model supports them, else chains."""
 
 from __future__ import annotations
 
@@ -22,17 +22,12 @@ def make_runner(
     own_attention: bool = False,
     leading: LeadingShard | None = None,
 ) -> ModelRunner:
-    """Return the runner of a model: one that is fed token trees, or one that is fed chains.
+    """Make the runner that feeds a model token trees, or chains if it cannot be fed trees.
 
-    Args:
-        model: see ModelRunner.
-        prefill_chunk: see ModelRunner.
-        strict_tokens: see ModelRunner.
-        own_attention: see ModelRunner.
-        leading: see ModelRunner.
+    The arguments are those of ModelRunner.
 
     Raises:
-        ModelError: if the model can be fed neither, or chains alone with exactness=strict or in several shards.
+        ModelError: if the model can be fed neither, or only chains with exactness=strict or several shards.
     """
     if model.device.type == "cuda" and model.dtype == torch.float32:
         warn_of_tf32()
@@ -40,9 +35,9 @@ def make_runner(
     if reason is None:
         return ModelRunner(model, prefill_chunk, strict_tokens, own_attention, leading)
     if strict_tokens is not None:
-        raise ModelError(f"{reason}; it is fed chains of guesses, which exactness=strict cannot be computed with")
+        raise ModelError(f"{reason}; it is fed chains of guesses, which exactness=strict does not support")
     if leading is not None:
-        raise ModelError(f"{reason}; it is fed chains of guesses, which takes gpus_per_replica=1")
+        raise ModelError(f"{reason}; it is fed chains of guesses, which needs gpus_per_replica=1")
     try:
         return ChainRunner(model, prefill_chunk)
     except ModelError as error:
@@ -50,13 +45,9 @@ def make_runner(
 
 
 def check_runner(runner: ModelRunner) -> float:
-    """Check a model before its first request; captured passes that fail are done without.
+    """Self-check a model before its first request, and disable captured passes if only they fail.
 
-    Returns:
-        the largest relative difference of a node's logits.
-
-    Raises:
-        ModelError: if the model fails.
+    Returns the largest relative difference of a node's logits; raises ModelError if the model fails.
     """
     if not isinstance(runner, ChainRunner):
         return check_model_or_disable_graphs(runner)

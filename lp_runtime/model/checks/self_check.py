@@ -1,7 +1,7 @@
-"""The start-up self-check: does this model compute a token tree as it computes plain text?
+"""Start-up self-check: does this model compute a token tree as it computes plain text?
 
-Some architectures silently do not (position biases by index, recurrent layers): they are refused. Some do so only
-beyond a length: the check goes to every length that the configuration names (families.py), and a little further.
+Some architectures silently do not (position biases by index, recurrent layers) and are refused. Some fail only beyond a
+certain length, so the check goes to every length that the configuration names (support.py), and a little further.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from lp_runtime.model.support import likely_reason, thresholds_of
 log = logging.getLogger(__name__)
 
 SHORT_PROMPT = 24
-BEFORE_THRESHOLD = 6  # tokens that the first tree at a threshold stands before it
-CROSSED_BY = 8  # tokens that the check goes on behind a threshold
+BEFORE_THRESHOLD = 6  # tokens between the first tree at a threshold and the threshold
+CROSSED_BY = 8  # tokens by which the check continues past a threshold
 ACCEPTED = 3  # tokens that each step at a threshold commits
-NUM_DECOYS = 12  # branches before the accepted one: places reach a threshold long before positions do
-STRICT_LENGTHS = (20, 123, 190)  # before, across and behind borders of the blocks of strict.py
+NUM_DECOYS = 12  # branches before the accepted one, so that cache indices pass a threshold long before positions do
+STRICT_LENGTHS = (20, 123, 190)  # before, across and after block boundaries of strict.py
 LONG_STRICT_LENGTHS = (1500, 3000)
 LONGEST_PATH = 8
-LONGEST_TAIL = 10  # tokens that the check stands behind the prompt
+LONGEST_TAIL = 10  # tokens that the check needs after the prompt
 
 
 def check_model(model: ModelRunner) -> float:
-    """Compare two tree steps, with a commit between them, against plain forward passes of the text on each path.
+    """Compare tree steps with plain forward passes of the text on each path; refuse a model that differs.
 
-    Then decode across every length within the model's context beyond which the configuration says that the model may
-    attend otherwise. Where several sequences in one pass differ from plain text, `model.supports_batching` is turned
-    off.
+    Two tree steps with a commit between them come first. Then the check decodes across every length within the model's
+    context beyond which, by its configuration, the model may attend differently. If several sequences in one pass
+    differ from plain text, it sets `model.supports_batching` to False.
 
     Returns:
-        the largest relative difference of a node's logits.
+        The largest relative difference of a node's logits.
 
     Raises:
         ModelError: if the difference is above the dtype's tolerance, or the model cannot be fed a tree at all.
@@ -56,7 +56,7 @@ def check_model(model: ModelRunner) -> float:
             worst = _worst_difference(model, slot)
             for field, threshold in lengths_to_cross(model).items():
                 starts = [threshold - BEFORE_THRESHOLD]
-                if threshold == model.rotary_lengths.threshold:  # a longer prompt has other factors
+                if threshold == model.rotary_lengths.threshold:  # a longer prompt has other rotary factors
                     starts.append(threshold + 1)
                 for start in starts:
                     if worst <= TOLERANCES.get(model.dtype, 0.0):
@@ -64,7 +64,7 @@ def check_model(model: ModelRunner) -> float:
                         where = f" around {field}={threshold}"
     except ModelError:
         raise
-    except Exception as error:  # any failure of a foreign model here means the same thing: it cannot be served
+    except Exception as error:  # whatever the model's code raises here, the model cannot be served
         how = "" if model.strict_tokens is None else " with exactness=strict"
         reason = likely_reason(model.model) or first_line(error)
         raise ModelError(f"{name} cannot be fed a token tree{how}: {reason}") from error
@@ -77,7 +77,7 @@ def check_model(model: ModelRunner) -> float:
 
 
 def _what_differs(model: ModelRunner, worst: float, tolerance: float, where: str) -> str:
-    """Return what is wrong with a model whose tree steps differ from plain text, for a message."""
+    """Return the part of an error message that says how a model's tree steps differ from plain text."""
     if math.isnan(worst):
         return f"its logits are NaN{where}; check its weights and dtype"
     reason = likely_reason(model.model)
@@ -88,14 +88,7 @@ def _what_differs(model: ModelRunner, worst: float, tolerance: float, where: str
 
 
 def _check_other_passes(model: ModelRunner, tolerance: float) -> float:
-    """Check what else a model is fed in: strict passes, batches, passes of every fixed size.
-
-    Returns:
-        the largest relative difference of a captured pass; 0 without any.
-
-    Raises:
-        ModelError: if the model failed.
-    """
+    """Check strict, batched and fixed-size passes; return the largest difference of a captured one, or 0."""
     if model.strict_tokens is not None:
         _check_bits(model)
     if model.supports_batching:
@@ -105,13 +98,9 @@ def _check_other_passes(model: ModelRunner, tolerance: float) -> float:
 
 
 def check_model_or_disable_graphs(model: ModelRunner) -> float:
-    """Check a model as `check_model` does; where it fails with passes of fixed sizes, again with passes of any size.
+    """Run `check_model`; if it fails with fixed-size passes, disable these and check again.
 
-    Returns:
-        the largest relative difference of a node's logits.
-
-    Raises:
-        ModelError: if the model fails with passes of any size, too.
+    Returns the largest relative difference of a node's logits.
     """
     if model.graphs is not None:
         try:
@@ -126,7 +115,7 @@ def _worst_difference(model: ModelRunner, slot: CacheSlot) -> float:
     """Return the largest relative difference between tree steps and plain text."""
     rng = random.Random(0)
     longest = sys.maxsize if model.context_length is None else model.context_length
-    # Without a cache, a text in which rotary factors change is not what it is one token at a time.
+    # Stay below the rotary threshold: beyond it a text fed in one pass differs from one fed token by token.
     length = min(SHORT_PROMPT, min(longest, model.rotary_lengths.threshold) - LONGEST_TAIL)
     if length < 2:
         raise ModelError(f"a context of {model.context_length} tokens is too short to work in")
@@ -149,7 +138,7 @@ def _worst_difference(model: ModelRunner, slot: CacheSlot) -> float:
 
 
 def lengths_to_cross(model: ModelRunner) -> dict[str, int]:
-    """Return the lengths to decode across, each once, by a field of the configuration that names it."""
+    """Return the lengths to decode across, ascending, keyed by a config field that names the length."""
     longest = sys.maxsize if model.context_length is None else model.context_length
     thresholds = {"max_position_embeddings": model.rotary_lengths.threshold}
     thresholds |= thresholds_of(model.model.config.get_text_config())
@@ -163,25 +152,22 @@ def lengths_to_cross(model: ModelRunner) -> dict[str, int]:
 
 @torch.inference_mode()
 def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int, start: int) -> float:
-    """Decode around a length, in trees and one token at a time; return the largest relative difference of a node.
+    """Decode around a length in trees and token by token; return the largest relative difference.
 
-    Where the model itself fails at such lengths, a warning says so, and the difference is 0.
-
-    Args:
-        model: checked at shorter lengths.
-        slot: is fed; its content is lost.
-        threshold: in tokens.
-        start: tokens of the prompt.
+    If the model itself fails at such lengths, log a warning and return 0. `start` is the number of prompt tokens.
     """
     name = type(model.model).__name__
-    log.info("%s is checked around %d tokens", name, threshold)
+    log.info("checking %s around %d tokens", name, threshold)
     rng = random.Random(threshold)
     text = [rng.randrange(model.vocabulary_size) for _ in range(threshold + CROSSED_BY + ACCEPTED)]
     try:
         expected = _expected_logits(model, text, start)
-    except Exception as error:  # of a foreign model, at lengths that its configuration does not say it cannot have
+    except Exception as error:  # raised by the model's own code, at a length that its configuration allows
         log.warning(
-            "%s decodes no %d tokens by itself, and is not checked there: %s", name, len(text), first_line(error)
+            "%s cannot decode %d tokens even without trees; skipping the check there: %s",
+            name,
+            len(text),
+            first_line(error),
         )
         return 0.0
     model.begin(slot, len(text) + NUM_DECOYS * ACCEPTED)
@@ -203,7 +189,10 @@ def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int, start: i
 
 
 def _expected_logits(model: ModelRunner, text: Sequence[int], start: int) -> torch.Tensor:
-    """Return what `generate` computes of a text behind a prompt of `start` tokens, as Passes.text_one_by_one says."""
+    """Return the logits that `generate` computes for a text after a prompt of `start` tokens.
+
+    They are those of Passes.text_one_by_one; if `generate` re-feeds the text at the rotary threshold, so does this.
+    """
     lengths, end = model.rotary_lengths, model.rotary_lengths.threshold
     if not lengths.refeeds or not start <= end < len(text):
         return model.feed("text_one_by_one", [], text, start)
@@ -214,7 +203,7 @@ def _expected_logits(model: ModelRunner, text: Sequence[int], start: int) -> tor
 def _compare(
     model: ModelRunner, slot: CacheSlot, tree: TokenTree, branches: Sequence[list[int]], before: list[int]
 ) -> list[float]:
-    """Return the relative difference of each node's logits on each branch of a tree, fed behind `before`."""
+    """Feed a tree after `before`, and return the relative difference of each node's logits on each branch."""
     logits = model.forward(StepInputs.whole(slot, tree)).logits
     text = before + tree.tokens[: tree.root + 1]
     differences = []
@@ -227,12 +216,12 @@ def _compare(
 
 
 def _plain_logits(model: ModelRunner, tokens: list[int], num_last: int) -> torch.Tensor:
-    """Return [num_last, V] float32 logits of a text's last tokens, fed without a cache."""
+    """Return [num_last, V] float32 logits of a text's last tokens, computed without a cache."""
     return model.feed("text", [], tokens, num_last).float()
 
 
 def _check_batching(model: ModelRunner, tolerance: float) -> None:
-    """Compare two sequences fed in one pass with plain text; turn `supports_batching` off if they differ."""
+    """Compare two sequences in one pass with plain text; clear `supports_batching` if they differ."""
     rng = random.Random(2)
     batch, texts = [], []
     try:
@@ -246,7 +235,7 @@ def _check_batching(model: ModelRunner, tolerance: float) -> None:
         found = [each.logits for each in model.forward_batch(batch)]
         worst = max(difference_of(a, _plain_logits(model, b, 1)) for a, b in zip(found, texts, strict=True))
         reason = None if worst <= tolerance else f"they differ by {worst:.2g}"
-    except Exception as error:  # of a foreign model
+    except Exception as error:  # raised by the model's own code
         reason = first_line(error)
     if reason:
         log.warning("%s is fed one sequence at a time: %s", type(model.model).__name__, reason)
@@ -254,18 +243,14 @@ def _check_batching(model: ModelRunner, tolerance: float) -> None:
 
 
 def _check_bits(model: ModelRunner) -> None:
-    """Compare, bit for bit, a text's logits fed one token at a time and as a path through larger trees.
-
-    Raises:
-        ModelError: if any bit differs.
-    """
+    """Raise ModelError unless a text has equal logits, bit for bit, token by token and in larger trees."""
     rng = random.Random(1)
 
     def some_tokens(count: int) -> list[int]:
         return [rng.randrange(model.vocabulary_size) for _ in range(count)]
 
     longest = sys.maxsize if model.context_length is None else model.context_length
-    # Where kernels are chosen by size, as on GPUs, by a longer text, too.
+    # GPU libraries choose kernels by size, so check longer texts there too.
     for length in (*STRICT_LENGTHS, *(LONG_STRICT_LENGTHS if model.device.type == "cuda" else ())):
         if length + LONGEST_PATH > longest:
             continue

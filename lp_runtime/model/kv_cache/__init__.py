@@ -1,1 +1,1 @@
-"""Keys and values: one cache a slot, the pool of free slots, several slots in one pass."""
+"""KV caches: one per slot, the pool of free slots, the prefix cache, and several slots in one pass."""

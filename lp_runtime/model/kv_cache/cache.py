@@ -1,7 +1,7 @@
-"""The KV cache of one sequence: preallocated, holds committed tokens, is truncated in O(1).
+"""KV cache of one sequence: preallocated, holds committed tokens, truncated in O(1).
 
-A forward pass writes its keys and values behind the committed ones; committing moves the length, nothing else.
-Built on the cache interface of transformers. Letters: T tokens fed, H key/value heads, D head size.
+A forward pass writes its keys and values after the committed ones; committing only changes the length. Implements
+transformers' cache interface. Letters: T tokens fed, H key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ LayerStates = tuple[int, torch.Tensor, torch.Tensor]  # index of a layer, its ke
 
 @dataclass(frozen=True)
 class SavedStates:
-    """What layers carry from token to token, as it is at one point of a sequence. Nothing changes it.
+    """Immutable snapshot of the states that recurrent layers carry at one point of a sequence.
 
     Attributes:
-        layers: of each such layer its attributes by name; tensors in dictionaries are copies.
+        layers: the attributes of each such layer by name; tensors in dictionaries are copies.
     """
 
     layers: tuple[Mapping[str, object], ...]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors in the snapshot."""
         values = [value for layer in self.layers for value in layer.values()]
         tensors = [each for value in values for each in (value.values() if isinstance(value, dict) else (value,))]
         return sum(each.numel() * each.element_size() for each in tensors if isinstance(each, torch.Tensor))
 
 
 class _Length:
-    """How full a cache is, and where it lies; shared by all its layers.
+    """Number of tokens in a cache, and the addresses of its tensors; shared by all its layers.
 
     Attributes:
         value: committed tokens.
-        written: tokens written behind the committed ones that the next pass must not overwrite.
-        addresses: [layers, 2] int64, where each layer's keys and values begin in memory; 0 before they are allocated.
+        written: tokens after the committed ones that the next pass must not overwrite.
+        addresses: [layers, 2] int64, addresses of each layer's keys and values; 0 before they are allocated.
     """
 
     __slots__ = ("value", "written", "addresses")
@@ -57,19 +57,18 @@ class _Length:
 
 
 class TreeCacheLayer(CacheLayerMixin):
-    """One layer's keys and values, [1, H, capacity, D] each. What lies behind the committed length is scratch.
+    """Keys and values of one layer, [1, H, capacity, D] each; all after the committed length is scratch.
 
     Args:
-        capacity: tokens that fit.
-        length: the cache's.
+        capacity: in tokens.
+        length: shared by all layers of the cache.
         index: of the layer.
 
     Attributes:
-        capacity: tokens that fit.
-        arrays: keys and values as arrays on the tensors' memory, on a CPU in float32; else None.
+        arrays: numpy views of keys and values, on a CPU in float32; else None.
     """
 
-    is_sliding = False  # a sliding window is written into the step's mask
+    is_sliding = False  # sliding windows are applied by the step's mask
     keys: torch.Tensor
     values: torch.Tensor
 
@@ -80,7 +79,7 @@ class TreeCacheLayer(CacheLayerMixin):
         self._length, self._index = length, index
 
     def grow(self, capacity: int) -> None:
-        """Make `capacity` tokens fit; the committed ones are copied."""
+        """Reallocate for `capacity` tokens, and copy the committed ones."""
         self.capacity = capacity
         if self.is_initialized:
             length, old = self._length.value, (self.keys, self.values)
@@ -89,12 +88,7 @@ class TreeCacheLayer(CacheLayerMixin):
                 new[..., :length, :] = before[..., :length, :]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate the layer's tensors.
-
-        Args:
-            key_states: [1, H, any, D]; gives heads, size, dtype and device of the keys.
-            value_states: [1, H, any, D]; gives heads, size, dtype and device of the values.
-        """
+        """Allocate the layer's tensors like the given ones, [1, H, any, D], except for their length."""
 
         def empty(like: torch.Tensor) -> torch.Tensor:
             return like.new_empty((*like.shape[:-2], self.capacity, like.shape[-1]))
@@ -108,16 +102,9 @@ class TreeCacheLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the keys and values of T new tokens.
+        """Write keys and values of T new tokens, [1, H, T, D] each; ignores transformers' further arguments.
 
-        Args:
-            key_states: [1, H, T, D].
-            value_states: [1, H, T, D].
-            *args: of transformers' interface; not read.
-            **kwargs: of transformers' interface; not read.
-
-        Returns:
-            Views of all keys and values up to the new ones, [1, H, length, D].
+        Returns views of all keys and values up to and including the new ones, [1, H, length, D] each.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -128,7 +115,7 @@ class TreeCacheLayer(CacheLayerMixin):
         return self.keys[..., :end, :], self.values[..., :end, :]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (keys that `query_length` new tokens attend to, index of the first): what transformers' masks need."""
+        """Return (number of keys that `query_length` new tokens attend to, index of the first key)."""
         return self._length.value + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -136,19 +123,16 @@ class TreeCacheLayer(CacheLayerMixin):
         return self._length.value
 
     def get_max_length(self) -> int:
-        """Return the number of tokens that fit."""
+        """Return the capacity in tokens."""
         return self.capacity
 
 
 class TreeCache(Cache):
-    """The keys and values of one sequence in all layers.
+    """Keys and values of one sequence in all layers.
 
     Args:
         num_layers: decoder layers of the model.
-        capacity: tokens that fit: the committed ones and one step's.
-
-    Attributes:
-        capacity: tokens that fit.
+        capacity: in tokens: the committed ones and those of one step must fit.
     """
 
     def __init__(self, num_layers: int, capacity: int):
@@ -169,27 +153,24 @@ class TreeCache(Cache):
 
     @property
     def addresses(self) -> np.ndarray:
-        """[layers, 2] int64, where each layer's keys and values begin in memory; 0 of a layer that was not used yet."""
+        """[layers, 2] int64, addresses of each layer's keys and values; 0 for a layer that was not used yet."""
         return self._length.addresses
 
     def arrays(self, layer: int, num_heads: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a layer's keys and values as arrays, [1, H, capacity, D] each; on a CPU and in float32 only.
+        """Return numpy views of a layer's keys and values, [1, H, capacity, D] each; only on a CPU in float32.
 
-        Args:
-            layer: index of the layer, whose tensors are allocated if they are not yet.
-            num_heads: H.
-            size: D.
+        Allocates the layer's tensors, for `num_heads` heads H of `size` D, if they are not yet.
         """
         tree_layer = self._layers[layer]
         if not tree_layer.is_initialized:
-            nothing = torch.empty(1, num_heads, 0, size, dtype=torch.float32)
-            tree_layer.lazy_initialization(nothing, nothing)
+            example = torch.empty(1, num_heads, 0, size, dtype=torch.float32)
+            tree_layer.lazy_initialization(example, example)
         assert tree_layer.arrays is not None
         return tree_layer.arrays
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in all layers that have been used."""
+        """Bytes of one token's keys and values in all layers that have been used."""
         tensors = [each for layer in self._layers if layer.is_initialized for each in (layer.keys, layer.values)]
         return sum(each.numel() * each.element_size() for each in tensors) // self.capacity
 
@@ -198,54 +179,50 @@ class TreeCache(Cache):
         return self._layers[layer].keys, self._layers[layer].values
 
     def committed(self) -> Iterator[LayerStates]:
-        """Yield (index, keys, values) of each layer that has been used, [1, H, committed tokens, D] each: views."""
+        """Yield (index, keys, values) of each used layer: views, [1, H, committed tokens, D] each."""
         for index, layer in enumerate(self._layers):
             if layer.is_initialized:
                 yield index, layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
 
     def restore(self, states: Sequence[LayerStates], num_tokens: int) -> None:
-        """Commit the first `num_tokens` tokens of states that `committed` has yielded of another cache."""
+        """Copy and commit the first `num_tokens` tokens that `committed` yielded for another cache."""
         for layer, keys, values in states:
             self._layers[layer].update(keys[:, :, :num_tokens], values[:, :, :num_tokens])
         self.commit(num_tokens)
 
     def states(self) -> SavedStates | None:
-        """Return what layers carry behind the committed tokens; None if keys and values are all that there is."""
+        """Return the recurrent states after the committed tokens; None if the cache has no states."""
         return None
 
     def restore_states(self, states: SavedStates) -> None:
-        """Have the layers carry what those of another cache have carried behind equal tokens.
-
-        Args:
-            states: as `states` has returned it of a cache of the same model.
-        """
-        raise NotImplementedError("keys and values are all that there is")
+        """Restore recurrent states that `states` returned for a cache of the same model and the same tokens."""
+        raise NotImplementedError("this cache holds only keys and values")
 
     def keep_writing(self, num_tokens: int) -> None:
-        """Have the next forward pass write behind `num_tokens` more tokens, which the last one has written.
+        """Protect the next `num_tokens` uncommitted tokens: the next forward pass writes after them.
 
-        The next `commit` or `truncate` ends this.
+        The next `commit` or `truncate` ends the protection.
         """
         self._length.written += num_tokens
 
     def commit(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` of the tokens that were written since the last commit; forget the others."""
+        """Commit the first `num_tokens` of the tokens written since the last commit; discard the others."""
         assert self._length.value + num_tokens <= self.capacity
         self._length.value += num_tokens
         self._length.written = 0
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` committed tokens; forget the others."""
+        """Keep the first `length` committed tokens; discard the others."""
         assert length <= self._length.value
         self._length.value = length
         self._length.written = 0
 
     def place_at(self, length: int, written: int) -> None:
-        """Take over how full another cache is, whose tokens this one holds, too: that of another shard."""
+        """Copy the committed and written lengths of another shard's cache; this shard holds the same tokens."""
         self._length.value, self._length.written = length, written
 
     def repeat_first(self, length: int) -> None:
-        """Hold `length` tokens from now on, with the keys and values of the first one."""
+        """Fill the cache with `length` committed tokens that all have the keys and values of the first one."""
         for layer in self._layers:
             if layer.is_initialized:
                 for states in (layer.keys, layer.values):
@@ -253,25 +230,25 @@ class TreeCache(Cache):
         self.place_at(length, 0)
 
     def grow(self, capacity: int) -> None:
-        """Make `capacity` tokens fit; the committed ones are copied, layer by layer."""
+        """Reallocate for `capacity` tokens, layer by layer, and copy the committed ones."""
         self.capacity = capacity
         for layer in self._layers:
             layer.grow(capacity)
 
     def clear(self) -> None:
-        """Forget all tokens; the memory stays allocated."""
+        """Discard all tokens; the memory stays allocated."""
         self.truncate(0)
 
 
 @dataclass(frozen=True)
 class CacheCopy:
-    """A copy of what the cache of one sequence holds behind its committed tokens.
+    """Copy of one sequence's cache: keys and values of its committed tokens, and the states after them.
 
     Attributes:
         num_tokens: committed tokens.
-        attention: index, keys and values of each layer that has keys.
-        conv: index of a layer, index of a state in the layer, convolution state, [1, ...].
-        recurrent: index of a layer, index of a state in the layer, recurrent state, [1, ...].
+        attention: (index, keys, values) of each layer that has keys.
+        conv: (index of the layer, index of the state in the layer, convolution state [1, ...]).
+        recurrent: (index of the layer, index of the state in the layer, recurrent state [1, ...]).
     """
 
     num_tokens: int
@@ -281,7 +258,7 @@ class CacheCopy:
 
     @staticmethod
     def of(cache: TreeCache) -> CacheCopy:
-        """Return a copy of what a cache holds."""
+        """Copy the contents of a cache."""
         stateful = [
             (index, layer)
             for index, layer in enumerate(cache.layers)
@@ -299,14 +276,10 @@ class CacheCopy:
 
 
 def fill_cache(cache: Cache, rows: Sequence[CacheCopy], places: Sequence[torch.Tensor]) -> None:
-    """Write what the sequences of a batch hold into an empty cache.
+    """Write the caches of a batch's sequences into one empty cache of transformers.
 
-    Places that are no token of a row are zero. A state is that behind the row's last token.
-
-    Args:
-        cache: of transformers; empty.
-        rows: of each row, what its own cache holds.
-        places: of each row, the place of each token in the batch, [tokens] int64.
+    For each row of the batch, `places` has the column of each of its tokens, [tokens] int64; other columns become zero.
+    A row's states are those after its last token.
     """
     longest = max(int(place[-1]) for place in places) + 1
     for layers in zip(*(row.attention for row in rows), strict=True):
@@ -322,7 +295,7 @@ def fill_cache(cache: Cache, rows: Sequence[CacheCopy], places: Sequence[torch.T
 
 
 def _spread(states: torch.Tensor, places: torch.Tensor, length: int) -> torch.Tensor:
-    """Return [1, H, length, D] states with those given, [1, H, tokens, D], at some places, [tokens], and else zero."""
+    """Scatter [1, H, tokens, D] states to `places`, [tokens], of a zero tensor [1, H, length, D]."""
     spread = states.new_zeros((*states.shape[:2], length, states.shape[3]))
     spread[:, :, places] = states
     return spread

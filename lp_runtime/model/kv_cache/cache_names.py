@@ -1,6 +1,6 @@
-"""Caches of transformers' that a caller may see: their names in a call, and whether they can be filled.
+"""transformers caches that a caller passes or receives: keyword names, and whether we can fill them.
 
-A model takes its cache as `cache` since transformers 5.24, as `past_key_values` before.
+A model's forward calls its cache `cache` since transformers 5.24, and `past_key_values` before.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from lp_runtime.errors import ConfigError
 from lp_runtime.model.kv_cache.states import ATTENTION, BOTH
 
 KEYS_AND_VALUES = ("past_key_values", "cache")
-CACHE_NAMES = (*KEYS_AND_VALUES, "cache_params")  # the last one of models that carry a state alone, before 5.24
+CACHE_NAMES = (*KEYS_AND_VALUES, "cache_params")  # the last one: models with states only, before transformers 5.24
 RECURRENT = (
     LinearAttentionLayer,
     *BOTH,
-)  # as in ATTENTION, nothing is kept beside keys, values and states
+)  # these layers, like those of ATTENTION, hold nothing but keys, values and states
 
 
 def cache_name(model: PreTrainedModel) -> str | None:
-    """Return the keyword by which a model's forward takes a cache; None if it takes none."""
+    """Return the keyword by which a model's forward accepts a cache; None if it accepts none."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in CACHE_NAMES if name in parameters), None)
 
 
 def given_cache(arguments: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return (keyword, cache) of the cache among keyword arguments; the cache is None without any."""
+    """Return (keyword, cache) of the cache among keyword arguments; the cache is None if there is none."""
     for name in CACHE_NAMES:
         if arguments.get(name) is not None:
             return name, arguments[name]
@@ -48,19 +48,14 @@ def holds_tokens(cache: Cache | None) -> bool:
     try:
         if cache.get_seq_length() > 0:
             return True
-    except ValueError:  # transformers: of a cache without a layer of keys
+    except ValueError:  # transformers raises this for a cache without attention layers
         pass
     stateful = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
     return any(any(layer.has_previous_state.values()) for layer in stateful)
 
 
 def why_not_filled(config: PreTrainedConfig, cache: Cache) -> str | None:
-    """Return why keys, values, convolution states and recurrent states do not fill a cache; None if they do.
-
-    Args:
-        config: of the model that is to go on from the cache.
-        cache: empty.
-    """
+    """Return why an empty cache cannot hold a model's keys, values and recurrent states; None if it can."""
     needed = DynamicCache(config=config.get_text_config(decoder=True)).layers
     layers = [*cache.layers, *[None] * len(needed)]
     for need, layer in zip(needed, layers, strict=False):
@@ -73,15 +68,12 @@ def why_not_filled(config: PreTrainedConfig, cache: Cache) -> str | None:
 
 
 def cache_to_fill(config: PreTrainedConfig, arguments: Mapping[str, Any], is_own: bool) -> Cache | None:
-    """Return the empty cache among keyword arguments; None without one, or if `generate`'s own cannot be filled.
+    """Return the empty cache to fill among the forward's keyword arguments; None if there is none.
 
-    Args:
-        config: of the model that is to go on from the cache.
-        arguments: of the model's forward.
-        is_own: whether the caller has given the cache.
+    A cache that we cannot fill is ignored if `generate` made it.
 
     Raises:
-        ConfigError: if the caller's own cannot be filled.
+        ConfigError: if we cannot fill the cache, and the caller passed it (`is_own`).
     """
     name, cache = given_cache(arguments)
     reason = None if cache is None else why_not_filled(config, cache)

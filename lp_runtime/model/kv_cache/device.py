@@ -1,7 +1,7 @@
-"""The KV caches of the sequences of a pass of a fixed size: which they are, only the device knows.
+"""KV caches of the sequences in a fixed-size pass, reached through a table of addresses on the device.
 
-A captured pass must not contain the address of any cache. So keys and values are written, and attended to, through a
-table of addresses that each step's inputs bring along (model/forward/pass_inputs.py, kernels/triton_attention.py).
+A captured pass must not contain the address of any cache. So keys and values are written and attended to through a
+table of addresses that is part of each step's inputs (model/forward/pass_inputs.py, kernels/triton_attention.py).
 
 Letters: B tokens of a pass, padding included; H key/value heads, g query heads for each, D head size.
 """
@@ -16,14 +16,14 @@ from lp_runtime.model.kv_cache.stand_in import StandInCache, StandInLayer
 
 
 class DeviceInputs(NamedTuple):
-    """What a pass of a fixed size reads on the device beside token ids and positions; all int64.
+    """Inputs of attention in a fixed-size pass, on the device; all int64.
 
     Attributes:
         positions: [B] absolute positions.
-        owners: [B] row of `table` of each token.
-        table: [sequences + 1, 4 + 2 layers], as kernels/triton_attention.py describes it.
-        words: [B, W] bits: which tokens of its own sequence each token sees. With exactness=strict the paths of the
-            tokens, as kernels/triton_strict.py describes them.
+        owners: [B] each token's row in `table`.
+        table: [sequences + 1, 4 + 2 layers], see kernels/triton_attention.py.
+        words: [B, W] bit mask: which fed tokens of its sequence each token sees. With exactness=strict: the tokens'
+            paths, see kernels/triton_strict.py.
     """
 
     positions: torch.Tensor
@@ -33,14 +33,14 @@ class DeviceInputs(NamedTuple):
 
 
 class DeviceCache(StandInCache):
-    """Stands for the caches of all sequences of a pass of a fixed size.
+    """Cache passed to the model that writes to the caches of all sequences of a fixed-size pass.
 
     Args:
         num_layers: decoder layers of the model.
-        inputs: where the pass's inputs are on the device.
+        inputs: device tensors that hold each pass's inputs.
         kernels: the module kernels/triton_gpu.py.
         num_processors: multiprocessors of the device.
-        is_strict: whether attention is that of exactness=strict.
+        is_strict: whether to attend with exactness=strict.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class DeviceCache(StandInCache):
     ):
         self._inputs, self._kernels, self._num_processors = inputs, kernels, num_processors
         self._is_strict = is_strict
-        self._layer = 0  # that wrote last
+        self._layer = 0  # the layer that wrote last
         super().__init__(layers=[_DeviceLayer(self, index) for index in range(num_layers)])
 
     def rotate_and_write(
@@ -60,18 +60,9 @@ class DeviceCache(StandInCache):
         sin: torch.Tensor,
         layer: int,
     ) -> torch.Tensor:
-        """Rotate queries and keys, and write keys and values into the sequences' caches.
+        """Rotate queries and keys, write keys and values to the sequences' caches, and return the queries.
 
-        Args:
-            query: [1, B, g H, D].
-            key: [1, B, H, D].
-            value: [1, B, H, D].
-            cos: [1, B, D].
-            sin: [1, B, D].
-            layer: index of the layer.
-
-        Returns:
-            [1, B, g H, D] rotated queries.
+        Queries are [1, B, g H, D], keys and values [1, B, H, D], cos and sin [1, B, D].
         """
         self._layer = layer
         return self._kernels.rotate_and_write(
@@ -79,7 +70,7 @@ class DeviceCache(StandInCache):
         )
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
-        """Write keys and values, [1, H, B, D] each, into the sequences' caches, at a layer."""
+        """Write keys and values of a layer, [1, H, B, D] each, to the sequences' caches."""
         self._layer = layer
         if key.stride(3) != 1 or value.stride(3) != 1:
             key, value = key.contiguous(), value.contiguous()
@@ -88,7 +79,7 @@ class DeviceCache(StandInCache):
     def attend(
         self, query: torch.Tensor, num_heads: int, mask: torch.Tensor, scale: float, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Attend to committed tokens and ancestors in the layer that wrote last.
+        """Attend to committed tokens and ancestors in the layer that wrote last; return [1, B, g H, D].
 
         Args:
             query: [1, g H, B, D].
@@ -96,9 +87,6 @@ class DeviceCache(StandInCache):
             mask: [1, 1, 1, B] int64, the lowest position that each token may see.
             scale: factor of the scores.
             sinks: [g H] attention sinks; None for none.
-
-        Returns:
-            [1, B, g H, D]
         """
         positions, owners, table, words = self._inputs
         query = query if query.stride(3) == 1 else query.contiguous()
@@ -113,7 +101,7 @@ class DeviceCache(StandInCache):
 
 
 class _DeviceLayer(StandInLayer):
-    """One layer of the sequences' caches."""
+    """One layer of a DeviceCache."""
 
     def __init__(self, owner: DeviceCache, index: int):
         super().__init__()
@@ -122,10 +110,10 @@ class _DeviceLayer(StandInLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new keys and values, [1, H, B, D] each; return both, of which attention reads the shapes."""
+        """Write new keys and values, [1, H, B, D] each; return them, because attention reads their shapes."""
         self._owner.write(key_states, value_states, self._index)
         return key_states, value_states
 
     def get_max_length(self) -> int:
-        """Return -1: there is no limit that the host knows."""
+        """Return -1, transformers' value for no limit: the host does not know the capacities."""
         return -1

@@ -1,14 +1,14 @@
-"""The prefix cache: keys and values of finished sequences, found again by the longest common prefix of their tokens.
+"""Prefix cache: keys and values of finished sequences, looked up by longest common token prefix.
 
-A radix tree for each salt, and for each set of rotary factors where those change with a prompt's length. An edge is a
-segment: tokens that followed one another in a sequence, with their keys and values in tensors of their own. Where two
-sequences part, the later one's segment hangs below the token at which they part, so what they share is kept once.
-Running sequences keep their slots: a prefix is copied into a slot before the rest of a prompt is fed, and out of it
-when the sequence has ended. What is copied is what a prefill computes.
+There is a radix tree for each salt, and for each set of rotary factors if these change with a prompt's length. An edge
+is a segment: consecutive tokens of a sequence, with separate tensors for their keys and values. If two sequences
+diverge, the later one's segment is attached below the last token they share, so shared tokens are stored once. Running
+sequences keep their slots: a prefix is copied into a slot before the rest of a prompt is fed, and out of it when the
+sequence has ended. The copies equal what a prefill computes.
 
-Of layers that carry a state, keys and values of a prefix are not enough, and a state is that of one point. So states
-are kept at few points: where a prompt and where a sequence ended, and where a prompt parted from what was kept. A
-prefix ends at one of them.
+For layers that carry a state, a prefix needs that state in addition to keys and values, and a state belongs to one
+point of a sequence. States are therefore kept at few points only: at the end of a prompt, at the end of a sequence, and
+where a prompt diverged from the stored tokens. A prefix of such a model ends at one of these points.
 
 Letters: H key/value heads, n tokens of a segment, D head size.
 """
@@ -24,16 +24,15 @@ import torch
 from lp_runtime.model.hf.rotary_lengths import UNCHANGING, RotaryLengths
 from lp_runtime.model.kv_cache.cache import LayerStates, SavedStates, TreeCache
 
-MIN_TOKENS = 16  # of a prefix that is read, or of a segment: below, copying costs more than feeding
+MIN_TOKENS = 16  # of a prefix that is read, or of a segment: feeding fewer tokens is cheaper than copying them
 
 
 @dataclass
 class _Point:
-    """What layers carry behind a token.
+    """States of recurrent layers after a token.
 
     Attributes:
-        states: what they carry.
-        last_used: when the point was found or stored last, on the cache's own clock.
+        last_used: time at which the point was last read or stored, on the PrefixCache's clock.
     """
 
     states: SavedStates
@@ -42,17 +41,17 @@ class _Point:
 
 @dataclass(eq=False)
 class _Segment:
-    """Tokens that followed one another in a sequence.
+    """Edge of the radix tree: consecutive tokens of a sequence, with their keys and values.
 
     Attributes:
         tokens: [n] int64.
         states: (layer, keys, values) of each layer, [1, H, n, D] each; empty for a root.
-        parent: segment below which this one hangs; None for a root.
-        place: (tokens of the parent that precede this one, first token of this one): its key there.
-        children: segments that hang below this one, by their places.
-        points: what layers carry, by the number of the segment's tokens that it is behind; empty without such layers.
-        tag: names the draft tables of the last sequence that had this segment; 0 for none.
-        last_used: when the segment was found or stored last, on the cache's own clock.
+        parent: None for a root.
+        place: key in the parent's `children`: (number of the parent's tokens before this segment, its first token).
+        children: segments attached below this one, by `place`.
+        points: recurrent states, by the number of this segment's tokens they come after; empty without such layers.
+        tag: identifies the draft tables of the last sequence that had this segment; 0 for none.
+        last_used: time at which the segment was last read or stored, on the PrefixCache's clock.
     """
 
     tokens: np.ndarray
@@ -67,27 +66,27 @@ class _Segment:
 
 @dataclass(frozen=True)
 class Prefix:
-    """What the cache has of a sequence. Its keys and values stay readable, whatever the cache drops meanwhile.
+    """Cached prefix of a prompt; its keys and values stay readable even if the cache evicts them.
 
     Attributes:
         num_tokens: length of the prefix.
-        tag: names the draft tables of a sequence that began with it; 0 for none.
-        num_shared: tokens that the prompt has in common with what is kept, whether they can be read or not.
+        tag: identifies the draft tables of a sequence that began with it; 0 for none.
+        num_shared: tokens that the prompt shares with the stored ones, including those that cannot be read.
     """
 
     num_tokens: int = 0
     tag: int = 0
     num_shared: int = 0
-    _parts: tuple[tuple[_Segment, int], ...] = ()  # segments, and how many tokens of each
-    _points: tuple[tuple[int, SavedStates], ...] = ()  # lengths that have states, the longest first, with them
+    _parts: tuple[tuple[_Segment, int], ...] = ()  # (segment, number of its tokens used)
+    _points: tuple[tuple[int, SavedStates], ...] = ()  # (length, states after that many tokens), longest first
 
     @property
     def lengths(self) -> list[int]:
-        """Lengths that the prefix can be cut to, the longest first; of one without states any, so its own alone."""
+        """Lengths that have stored states, longest first; for a model without states, only the prefix's own."""
         return [length for length, _ in self._points] if self._points else [self.num_tokens]
 
     def cut(self, num_tokens: int) -> Prefix:
-        """Return the first `num_tokens` tokens of the prefix; with states, 0 or one of `lengths`."""
+        """Return the prefix cut to `num_tokens` tokens; with states that must be 0 or one of `lengths`."""
         parts, left = [], num_tokens
         for segment, size in self._parts:
             if left > 0:
@@ -98,12 +97,12 @@ class Prefix:
 
     @property
     def tokens(self) -> list[int]:
-        """The prefix's token ids."""
+        """Token ids of the prefix."""
         return [token for segment, size in self._parts for token in segment.tokens[:size].tolist()]
 
     @torch.inference_mode()
     def copy_into(self, cache: TreeCache) -> None:
-        """Commit the prefix's keys, values and states to a cache that is empty."""
+        """Copy the prefix's keys, values and states into an empty cache, and commit them."""
         for segment, size in self._parts:
             cache.restore(segment.states, size)
         if self._points:
@@ -111,20 +110,19 @@ class Prefix:
 
 
 class PrefixCache:
-    """Keeps the keys and values of finished sequences. The least recently used segments leave first.
+    """Keys and values of finished sequences, shared by prefix and evicted least recently used first.
 
     Args:
-        max_bytes: of all that is kept, at most.
-        memory_bytes: of what is kept and of the slots' memory together, at most.
-        token_bytes: that one token takes in all layers.
-        prompt_chunk: tokens of a prompt that one pass feeds, where the bits of keys and values depend on that: whole
-            chunks of prompts are kept and read alone then. None to keep and read any tokens.
-        keeps_states: whether layers carry states; a prefix can be read up to a point at which they are kept then.
-        lengths: at which the model's rotary factors change: keys with other factors than a prompt's are not read.
+        max_bytes: limit of the stored bytes.
+        memory_bytes: limit of the stored bytes and the slots' memory together.
+        token_bytes: bytes of one token in all layers.
+        prompt_chunk: tokens of a prompt that one pass feeds, if the bits of keys and values depend on that: then only
+            whole chunks of prompts are stored and read. None to store and read any number of tokens.
+        keeps_states: whether layers carry states; a prefix can then be read only up to a point with stored states.
+        lengths: at which the model's rotary factors change; keys with other factors than a prompt's are not read.
 
     Attributes:
-        num_bytes: of what is kept.
-        keeps_states: as given.
+        num_bytes: bytes stored now.
     """
 
     def __init__(
@@ -140,25 +138,21 @@ class PrefixCache:
         self._max_bytes, self._memory_bytes, self._token_bytes = max_bytes, memory_bytes, token_bytes
         self._limit = max_bytes
         self._prompt_chunk = prompt_chunk
-        self._roots: dict[tuple[str, int], _Segment] = {}  # by salt, and by the row of the keys' rotary factors
+        self._roots: dict[tuple[str, int], _Segment] = {}  # by (salt, row of the keys' rotary factors)
         self._clock = 0
 
     def reserve(self, slot_tokens: int) -> None:
-        """Leave memory for slots: drop what does not fit beside them.
-
-        Args:
-            slot_tokens: capacity of all slots together, in tokens.
-        """
+        """Set the limit so that slots of `slot_tokens` tokens in all fit, and evict what exceeds it."""
         self._limit = min(self._max_bytes, max(0, self._memory_bytes - slot_tokens * self._token_bytes))
         self._evict(self._limit, self._clock + 1)
 
     def find(self, tokens: Sequence[int], salt: str, prompt_length: int = 0) -> Prefix:
-        """Return the longest prefix of a prompt that is kept, and shorter than the prompt; empty if it is of no use.
+        """Return the longest stored prefix that is shorter than the prompt; empty if too short to be useful.
 
         Args:
-            tokens: of the prompt.
-            salt: only what was stored with the same salt is found.
-            prompt_length: P of the sequence.
+            tokens: token ids of the prompt.
+            salt: only tokens stored with the same salt are found.
+            prompt_length: P of the sequence (hf/rotary_lengths.py).
         """
         parts = self._match(np.array(tokens, np.int64), (salt, self._lengths.row(prompt_length)))
         num_shared = min(sum(size for _, size in parts), len(tokens) - 1)
@@ -170,12 +164,7 @@ class PrefixCache:
         return Prefix(len(tokens), parts[-1][0].tag, num_shared, tuple(parts), points).cut(num_tokens)
 
     def _points_of(self, parts: Sequence[tuple[_Segment, int]], limit: int) -> tuple[tuple[int, SavedStates], ...]:
-        """Return (length, states) of the points on the way through some segments, the longest first.
-
-        Args:
-            parts: segments from a root down, and how many tokens of each.
-            limit: points behind more tokens do not count.
-        """
+        """Return (length, states) of the points up to `limit` tokens along a path of segments, longest first."""
         points, start = [], 0
         for segment, size in parts:
             points += [(start + place, point) for place, point in segment.points.items() if place <= size]
@@ -195,24 +184,24 @@ class PrefixCache:
         tag: int = 0,
         prompt_length: int = 0,
     ) -> None:
-        """Copy what a sequence has and this cache has not, if memory is free for it.
+        """Copy the tokens of a sequence that are not stored yet, if there is memory for them.
 
         Args:
-            cache: of a sequence whose prompt is fed, or that has ended.
-            tokens: ids of all tokens that are committed there.
+            cache: of a sequence whose prompt has been fed, or that has ended.
+            tokens: ids of all tokens committed in `cache`.
             num_prefilled: how many of them were fed as a prompt, not as a tree.
             salt: of the sequence.
-            tag: names the sequence's draft tables; 0 for none.
-            prompt_length: P of the sequence; what has other factors than its prompt is not kept.
+            tag: identifies the sequence's draft tables; 0 for none.
+            prompt_length: P of the sequence; tokens with other rotary factors than its prompt's are not stored.
         """
         length = len(tokens) if self._prompt_chunk is None else self._whole_chunks(num_prefilled)
         length, key = self._lengths.num_alike(prompt_length, length), (salt, self._lengths.row(prompt_length))
         ids = np.array(tokens[:length], np.int64)
         parts = self._match(ids, key)
         start = sum(size for _, size in parts)
-        room = self._limit - (length - start) * self._token_bytes
+        limit = self._limit - (length - start) * self._token_bytes
         fits = length * self._token_bytes <= self._limit
-        if length - start >= MIN_TOKENS and fits and self._evict(room, self._clock):
+        if length - start >= MIN_TOKENS and fits and self._evict(limit, self._clock):
             parent, size = parts[-1] if parts else (self._roots.setdefault(key, _Segment(ids[:0])), 0)
             states = [
                 (layer, keys[:, :, start:length].clone(), values[:, :, start:length].clone())
@@ -228,13 +217,7 @@ class PrefixCache:
             segment.tag = tag or segment.tag
 
     def _store_point(self, parts: Sequence[tuple[_Segment, int]], length: int, states: SavedStates | None) -> None:
-        """Keep what layers carry behind `length` tokens, if all those are kept and memory is free for it.
-
-        Args:
-            parts: segments from a root down, and how many tokens of each.
-            length: tokens.
-            states: what layers carry; None for nothing.
-        """
+        """Store the states after `length` tokens, if all these tokens are stored and there is memory."""
         if states is None or not parts or sum(size for _, size in parts) < length:
             return
         segment, place = parts[-1]
@@ -245,11 +228,11 @@ class PrefixCache:
             self.num_bytes += states.num_bytes
 
     def _whole_chunks(self, num_tokens: int) -> int:
-        """Return how many of some tokens are in whole chunks of a prompt, where that matters."""
+        """Round a number of tokens down to whole prompt chunks, if only these are stored."""
         return num_tokens if self._prompt_chunk is None else num_tokens // self._prompt_chunk * self._prompt_chunk
 
     def _match(self, tokens: np.ndarray, key: tuple[str, int]) -> list[tuple[_Segment, int]]:
-        """Return the segments, and how many tokens of each, that tokens begin with; they count as used now."""
+        """Return the path of (segment, number of matching tokens) for `tokens`, and mark it as used now."""
         self._clock += 1
         parts: list[tuple[_Segment, int]] = []
         segment, size, start = self._roots.get(key), 0, 0
@@ -265,14 +248,9 @@ class PrefixCache:
         return parts
 
     def _evict(self, limit: int, before: int) -> bool:
-        """Drop states, and segments that nothing hangs below, the least recently used first, down to `limit` bytes.
+        """Evict states and leaf segments, least recently used first, until at most `limit` bytes are stored.
 
-        Args:
-            limit: bytes.
-            before: what was used at this time of the clock, or later, stays.
-
-        Returns:
-            whether no more than `limit` bytes are kept.
+        Only entries last used before the time `before` are evicted. Returns whether the limit was reached.
         """
         while self.num_bytes > limit:
             unused = [each for each in self._droppable() if each[0] < before]
@@ -284,7 +262,7 @@ class PrefixCache:
         return True
 
     def _droppable(self) -> Iterator[tuple[int, _Segment, int]]:
-        """Yield (when it was used last, segment, place of a point in it; 0 for a segment below which nothing hangs)."""
+        """Yield what can be evicted: (last used, segment, place of a point in it, or 0 for a leaf itself)."""
         for segment in self._segments():
             for place, point in segment.points.items():
                 yield point.last_used, segment, place
@@ -292,7 +270,7 @@ class PrefixCache:
                 yield segment.last_used, segment, 0
 
     def _drop_point(self, segment: _Segment, place: int) -> None:
-        if point := segment.points.pop(place, None):  # it may have gone with its segment
+        if point := segment.points.pop(place, None):  # None if it was dropped with its segment
             self.num_bytes -= point.states.num_bytes
 
     def _drop(self, leaf: _Segment) -> None:
@@ -305,7 +283,7 @@ class PrefixCache:
             self._roots = {key: root for key, root in self._roots.items() if root.children}
 
     def _segments(self) -> Iterator[_Segment]:
-        """Yield all segments but the roots."""
+        """Yield all segments except the roots."""
         stack = list(self._roots.values())
         while stack:
             segment = stack.pop()

@@ -1,4 +1,4 @@
-"""KV-cache slots: each holds the keys and values of one sequence. The pool keeps the free ones for reuse."""
+"""KV-cache slots, each for one sequence, and the pool that keeps free slots for reuse."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lp_runtime.model.kv_cache.prefix_cache import Prefix, PrefixCache
 
 @dataclass
 class CacheSlot:
-    """A place for one sequence's keys and values.
+    """Memory for one sequence's keys and values, and the tokens that it holds.
 
     Attributes:
         tokens: token ids whose keys and values are committed in `cache`.
-        num_prefilled: leading tokens of `tokens` that were fed as a prompt, not as a tree.
-        prompt_length: P: tokens of the prompt that the sequence has, or will have; see model/hf/rotary_lengths.py.
-        undecided: token ids that were fed behind `tokens` as a chain of guesses: kept or taken back at the next pass.
+        num_prefilled: number of leading `tokens` that were fed as a prompt, not as a tree.
+        prompt_length: P, prompt tokens of the sequence, including those not fed yet; see model/hf/rotary_lengths.py.
+        undecided: token ids fed after `tokens` as a chain of guesses; the next pass commits them or takes them back.
     """
 
     _cache: TreeCache | None = None
@@ -37,18 +37,18 @@ class CacheSlot:
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit into the slot's memory; 0 before memory was allocated."""
+        """Capacity of the slot's memory in tokens; 0 before memory was allocated."""
         return 0 if self._cache is None else self._cache.capacity
 
     def reset(
         self, make_cache: Callable[[int], TreeCache], capacity: int, length: int = 0, prompt_length: int = 0
     ) -> None:
-        """Empty the slot but for its first tokens, and make `capacity` tokens fit.
+        """Empty the slot except for its first `length` tokens, and make `capacity` tokens fit.
 
         Args:
-            make_cache: returns an empty cache with a capacity in tokens.
-            capacity: tokens; memory is allocated anew only if the present capacity is smaller.
-            length: committed tokens to keep; they are copied where memory is allocated anew.
+            make_cache: returns an empty cache of a capacity in tokens.
+            capacity: in tokens; memory is reallocated only if the current capacity is smaller.
+            length: committed tokens to keep; they are copied if memory is reallocated.
             prompt_length: P of the next sequence.
         """
         if self.capacity < capacity and length:
@@ -64,66 +64,60 @@ class CacheSlot:
         self.tokens, self.undecided, self.prompt_length = self.tokens[:length], [], prompt_length
 
     def num_known(self, tokens: Sequence[int], prompt_length: int, lengths: RotaryLengths) -> int:
-        """Return how many of a text's first tokens the slot holds.
-
-        Args:
-            tokens: of the text.
-            prompt_length: P of the text.
-            lengths: at which the model's rotary factors change; keys that have others are not counted.
-        """
+        """Return how many of a text's first tokens the slot holds, with the rotary factors of P."""
         is_alike = lengths.row(self.prompt_length) == lengths.row(prompt_length)
         return len(os.path.commonprefix([self.tokens, list(tokens)])) if is_alike else 0
 
     def told(self, lengths: RotaryLengths) -> int:
-        """Return the length that the next pass must be told: see RotaryLengths.told."""
+        """Return the text length whose rotary factors the next pass must use; see RotaryLengths.told."""
         return lengths.told(self.prompt_length, len(self.tokens))
 
     def commit(self, tokens: Sequence[int], keeps_any: bool = True) -> None:
-        """Keep the first tokens that the last pass has fed, which are these, or none of them; forget the others."""
+        """Commit `tokens`, the first ones that the last pass fed, or none of them; discard the others."""
         self.cache.commit(len(tokens) if keeps_any else 0)
         if keeps_any:
             self.tokens += tokens
 
     def restore(self, prefix: Prefix) -> None:
-        """Commit a prefix to the slot, which is empty, as if a prompt's first tokens had been fed."""
+        """Copy a cached prefix into the empty slot, as if it had been fed as the start of a prompt."""
         prefix.copy_into(self.cache)
         self.tokens = prefix.tokens
         self.num_prefilled = len(self.tokens)
 
 
 class SlotPool:
-    """The free slots of a model. Their memory is reused, and what they hold may be a prefix of the next sequence.
+    """Pool of a model's free slots, whose memory and matching tokens the next sequence reuses.
 
     Args:
-        padded: maps tokens that must fit to the capacity that a slot is allocated with.
+        padded: maps the number of tokens that must fit to the capacity to allocate.
 
     Attributes:
-        prefixes: keys and values of finished sequences; they leave where slots need the memory. None to keep none.
+        prefixes: keys and values of finished sequences, evicted when slots need the memory. None for no prefix cache.
     """
 
     def __init__(self, padded: Callable[[int], int]):
         self.prefixes: PrefixCache | None = None
         self._padded = padded
         self._free: list[CacheSlot] = []
-        self._in_use: dict[int, tuple[CacheSlot, int]] = {}  # by id: slots, and tokens that must fit
+        self._in_use: dict[int, tuple[CacheSlot, int]] = {}  # by id(slot): (slot, tokens that must fit)
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit into all slots together, free or in use."""
+        """Capacity in tokens of all slots together, free or in use."""
         in_use = sum(max(slot.capacity, capacity) for slot, capacity in self._in_use.values())
         return in_use + sum(slot.capacity for slot in self._free)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in a slot, of all layers; 0 if no free slot has been used yet."""
+        """Bytes of one token in all layers of a slot; 0 if no free slot has been used yet."""
         return next((slot.cache.bytes_per_token for slot in self._free if slot.capacity), 0)
 
     def acquire(self, capacity: int = 0, tokens: Sequence[int] = ()) -> CacheSlot:
-        """Take a slot out of the pool.
+        """Take a slot out of the pool, or make one.
 
-        Prefers, in this order: the slot that holds the longest prefix of `tokens`; one whose capacity suffices; the
-        smallest that suffices. If no capacity suffices, the largest slot is taken and all
-        other free slots are dropped, so that their memory can be allocated again.
+        Prefers, in this order: the slot that holds the longest prefix of `tokens`; one that is large enough; the
+        smallest of these, or the largest if none is large enough. If the chosen slot is too small, all other free slots
+        are dropped, so that their memory can be allocated again.
 
         Args:
             capacity: tokens that the sequence will need.
@@ -148,7 +142,7 @@ class SlotPool:
         return best
 
     def release(self, slot: CacheSlot) -> None:
-        """Put a slot back."""
+        """Return a slot to the pool."""
         self._in_use.pop(id(slot), None)
         self._free.append(slot)
         if self.prefixes is not None:
@@ -156,7 +150,7 @@ class SlotPool:
 
     @contextmanager
     def borrowed(self, capacity: int = 0, tokens: Sequence[int] = ()) -> Iterator[CacheSlot]:
-        """Acquire a slot for the duration of a `with` block. Arguments as in `acquire`."""
+        """Acquire a slot for the duration of a `with` block; the arguments are those of `acquire`."""
         slot = self.acquire(capacity, tokens)
         try:
             yield slot

@@ -1,7 +1,7 @@
-"""The cache of a sequence that is fed as chains: keys and values, and the states that recurrent layers carry.
+"""Cache of a sequence that is fed as chains: keys and values, and the states of recurrent layers.
 
-Keys and values are cut back by a length, as in a TreeCache. A state cannot be cut back: it is saved where a chain of
-guesses begins, and restored where the chain was not accepted whole. Built on the cache interface of transformers.
+Keys and values are truncated by a length, as in a TreeCache. A state cannot be truncated: it is saved before a chain of
+guesses is fed, and restored if the chain was not accepted whole. Implements transformers' cache interface.
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ from transformers.cache_utils import (
 from lp_runtime.model.kv_cache.cache import SavedStates, TreeCache, TreeCacheLayer
 
 if TYPE_CHECKING:
-    from transformers.cache_utils import DummyLayer  # of a layer that keeps nothing; not in transformers 5.17
+    from transformers.cache_utils import DummyLayer  # cache of a layer that keeps nothing; not in transformers 5.17
 
     AnyLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
-ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)  # a window is written into the mask that the model makes
+ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)  # windows are applied by the model's mask
 BOTH = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 
 
 class TreeStateLayer(LinearAttentionLayer, TreeCacheLayer):  # type: ignore[misc, override]  # as transformers' own such layers
-    """A layer that has attention and a state.
+    """Cache layer of a decoder layer that has both attention and a recurrent state.
 
-    Args:
-        keys_and_values: a layer of the same cache, whose length and place this one takes over.
-        number_of_states: of the layer.
+    Replaces `keys_and_values`, a layer of the same cache, and takes its length and index.
     """
 
     is_compileable = False
@@ -47,19 +45,19 @@ class TreeStateLayer(LinearAttentionLayer, TreeCacheLayer):  # type: ignore[misc
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Allocate keys and values, which come by place, or a state, which comes by name: transformers' convention."""
+        """Allocate keys and values, which transformers passes by position, or a state, passed by keyword."""
         if args:
             TreeCacheLayer.lazy_initialization(self, *args)
         else:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
     def reset(self) -> None:
-        """Forget the state; keys and values are forgotten by the cache's length."""
+        """Reset the state; the cache's length already discards keys and values."""
         LinearAttentionLayer.reset(self)
 
 
 def _saved(layer: AnyLayer) -> dict[str, object]:
-    """Return a layer's attributes by name; tensors in dictionaries, which the layer writes in place, are copied."""
+    """Return a layer's attributes by name; tensors in dictionaries, which it writes in place, are copied."""
     names = vars(LinearAttentionLayer()) if isinstance(layer, TreeStateLayer) else vars(layer)
     attributes: dict[str, object] = {}
     for name in names:
@@ -69,7 +67,7 @@ def _saved(layer: AnyLayer) -> dict[str, object]:
 
 
 def _restore(layer: AnyLayer, attributes: Mapping[str, object]) -> None:
-    """Make a layer what it, or another cache's layer in its place, was when it was saved."""
+    """Restore a layer's attributes from `_saved` of the same layer, or of that layer in another cache."""
     live = vars(layer)
     for name, saved in attributes.items():
         if isinstance(saved, dict):
@@ -80,12 +78,12 @@ def _restore(layer: AnyLayer, attributes: Mapping[str, object]) -> None:
 
 
 def _copy(value: object) -> object:
-    """Return a copy of a tensor, and anything else as it is."""
+    """Clone a tensor; return anything else unchanged."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _write(live: dict[object, object], key: object, saved: object) -> None:
-    """Write a saved value to its place in a layer's dictionary, into the tensor that is there if that fits."""
+    """Write a saved value into a layer's dictionary, in place if there is a tensor of the same shape."""
     now = live.get(key)
     if isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor) and now.shape == saved.shape:
         now.copy_(saved)
@@ -97,14 +95,14 @@ class StateCache(TreeCache):
     """Keys, values and states of one sequence in all layers.
 
     Args:
-        config: the model's (text) configuration, which names the kind of each layer.
-        capacity: tokens that fit: the committed ones and one step's.
+        config: the model's (text) configuration, which determines the kind of each layer.
+        capacity: in tokens: the committed ones and those of one step must fit.
     """
 
     def __init__(self, config: PreTrainedConfig, capacity: int):
         kinds = DynamicCache(config=config).layers
         super().__init__(len(kinds), capacity)
-        self._stateful: list[AnyLayer] = []  # layers that are more than keys and values
+        self._stateful: list[AnyLayer] = []  # layers with more than keys and values
         for index, layer in enumerate(kinds):
             if isinstance(layer, BOTH):
                 layer = TreeStateLayer(self._layers[index], layer.number_of_states)
@@ -115,11 +113,11 @@ class StateCache(TreeCache):
         self._saved: SavedStates | None = None
 
     def save_states(self) -> None:
-        """Save the states as they are behind the committed tokens, unless they are saved."""
+        """Save the states after the committed tokens, unless they are saved already."""
         self._saved = self.states()
 
     def take_back(self) -> None:
-        """Take back what was fed since the states were saved."""
+        """Undo what was fed since the states were saved."""
         if self._saved is not None:
             self.restore_states(self._saved)
         self.truncate(self.length)
@@ -127,19 +125,19 @@ class StateCache(TreeCache):
     def states(self) -> SavedStates:
         return self._saved or SavedStates(tuple(_saved(layer) for layer in self._stateful))
 
-    @torch.inference_mode()  # as states are written
+    @torch.inference_mode()  # states are inference tensors: writing them in place requires this mode
     def restore_states(self, states: SavedStates) -> None:
         for layer, attributes in zip(self._stateful, states.layers, strict=True):
             _restore(layer, attributes)
 
     def commit(self, num_tokens: int) -> None:
-        """Keep all `num_tokens` tokens that were fed since the last commit: their states can be saved now."""
+        """Commit all `num_tokens` tokens fed since the last commit; states saved before them become invalid."""
         super().commit(num_tokens)
         self._saved = None
 
-    @torch.inference_mode()  # as states are written
+    @torch.inference_mode()  # as for restore_states
     def clear(self) -> None:
-        """Forget all tokens; the memory stays allocated."""
+        """Discard all tokens and states; the memory stays allocated."""
         super().clear()
         self._saved = None
         for layer in self._stateful:

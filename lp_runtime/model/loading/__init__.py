@@ -1,1 +1,1 @@
-"""From a checkpoint to a model on its device."""
+"""Loading: from a checkpoint to a model on its device or devices."""

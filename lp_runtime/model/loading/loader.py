@@ -1,4 +1,4 @@
-"""Loads a model or a tokenizer from a directory or a hub id, and reports every failure in one line."""
+"""Loader of models and tokenizers from a directory or hub id; reports every failure in one line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lp_runtime.model.hf.location import check_location
 from lp_runtime.model.tensor_parallel.slicing import check_shards, own_plan
 from lp_runtime.utils.warnings import WITHOUT_WARNINGS, SharedContext
 
-WHOLE = ShardPlace()  # a process that holds a whole model
+WHOLE = ShardPlace()  # of a process that holds a whole model
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -33,7 +33,7 @@ def _quiet() -> Iterator[None]:
         library.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        with WITHOUT_WARNINGS:  # packages that are imported on the way print notices, too
+        with WITHOUT_WARNINGS:  # packages imported during loading print notices too
             yield
     finally:
         for library, verbosity in zip(libraries, verbosities, strict=True):
@@ -42,25 +42,25 @@ def _quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-# Silences progress bars, notices and warnings of transformers and the hub, for the duration of a `with` block.
+# Context manager that silences progress bars, notices and warnings of transformers and the hub.
 QUIET = SharedContext(_quiet)
 
 
 def load_model(
     config: ModelConfig, device: torch.device, dtype: str, place: ShardPlace = WHOLE, timeout: float = 600.0
 ) -> PreTrainedModel:
-    """Load a causal LM in eval mode, or this shard's slices of it, as transformers leaves them.
+    """Load a causal LM in eval mode, or this shard's slices of it in the form transformers leaves them.
 
     Args:
-        config: where the model is, and how it is loaded.
-        device: the replica's device, which the model is put on unless `config.device_map` says otherwise.
-        dtype: "auto" is the checkpoint's on CUDA and float32 on a CPU; else a name in DTYPES.
-        place: which shard of its replica this process is; `slice_model` makes a model of what is returned to a shard.
+        config: the model's location and loading options.
+        device: receives the model, unless `config.device_map` says otherwise.
+        dtype: a name in DTYPES; "auto" is the checkpoint's dtype on CUDA and float32 on a CPU.
+        place: which shard of its replica this process is; pass a shard's result on to `slice_model`.
         timeout: seconds within which all shards of the replica must have loaded.
 
     Raises:
         ModelError: if anything is missing, broken or does not match the architecture.
-        LaunchError: if the shards of the replica do not meet.
+        LaunchError: if the shards of the replica do not all connect.
     """
     check_location(config)
     options = _load_options(config, device, dtype)
@@ -71,13 +71,13 @@ def load_model(
                 options |= _slice_options(config, place)
                 stack.enter_context(loading_group(place, device, timeout))
             loaded = AutoModelForCausalLM.from_pretrained(config.location, **options)
-            model, loading = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)  # a pair, with output_loading_info
+            model, loading = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)  # output_loading_info gives a pair
             if config.device_map is None and model.device != device:
                 model = model.to(device)  # type: ignore[arg-type]  # its decorator hides that it is a method
             model = model.eval()
     except LookaheadError:
         raise
-    except Exception as error:  # from_pretrained raises what its many back ends raise
+    except Exception as error:  # from_pretrained lets any exception of its many back ends through
         what = (
             "cannot be loaded" if Path(config.location).is_dir() else "no such directory, and no such model on the hub"
         )
@@ -87,12 +87,7 @@ def load_model(
 
 
 def without_memory(config: ModelConfig, dtype: str) -> PreTrainedModel:
-    """Return a model as it would be loaded, on torch's meta device: names, shapes and no weights.
-
-    Args:
-        config: where the model is.
-        dtype: "auto" is the checkpoint's; else a name in DTYPES.
-    """
+    """Build a model on the meta device: names and shapes, no weights; dtype "auto" is the checkpoint's."""
     remote = {"trust_remote_code": config.trust_remote_code}
     with QUIET:
         hf_config = AutoConfig.from_pretrained(config.location, revision=config.revision or "main", **remote)
@@ -110,17 +105,13 @@ def _load_options(config: ModelConfig, device: torch.device, dtype: str) -> dict
         "trust_remote_code": config.trust_remote_code,
         "attn_implementation": None if config.attn_implementation == "auto" else config.attn_implementation,
         "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # _check_weights reports them, in one line
+        "ignore_mismatched_sizes": True,  # _check_weights reports them in one line
         **{name: value for name, value in optional.items() if value is not None},
     }
 
 
 def _slice_options(config: ModelConfig, place: ShardPlace) -> dict[str, Any]:
-    """Return the keyword arguments that have `from_pretrained` load slices, which it puts on the shard's device.
-
-    Raises:
-        ModelError: if the model cannot be sliced, as far as its configuration tells.
-    """
+    """Return the arguments for `from_pretrained` to load slices; ModelError if it cannot be sliced."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
     hf_config = AutoConfig.from_pretrained(
@@ -131,15 +122,7 @@ def _slice_options(config: ModelConfig, place: ShardPlace) -> dict[str, Any]:
 
 
 def _check_weights(config: ModelConfig, loading: dict[str, Any]) -> None:
-    """Refuse a checkpoint that lacks weights: transformers has filled them with random ones.
-
-    Args:
-        config: names the model in the message.
-        loading: what `from_pretrained` reports with `output_loading_info`.
-
-    Raises:
-        ModelError: if weights are missing, or have another shape than the architecture's.
-    """
+    """Refuse a checkpoint with missing or misshapen weights, which transformers fills with random numbers."""
     for kind in ("missing_keys", "mismatched_keys"):
         if names := sorted(key if isinstance(key, str) else key[0] for key in loading.get(kind, ())):
             what = "lack" if kind == "missing_keys" else "have the wrong shape for"
@@ -148,14 +131,7 @@ def _check_weights(config: ModelConfig, loading: dict[str, Any]) -> None:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer.
-
-    Args:
-        config: where the model is.
-
-    Raises:
-        ModelError: if the tokenizer is missing or broken.
-    """
+    """Load a model's tokenizer; ModelError if it is missing or broken."""
     check_location(config)
     try:
         with QUIET:
@@ -167,7 +143,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Return a model's end-of-sequence ids: its generation config's, else its configuration's; empty without any."""
+    """Return the end-of-sequence ids of a model's generation config, else of its config; may be empty."""
     for config in (model.generation_config, model.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:

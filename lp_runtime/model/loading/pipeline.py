@@ -1,4 +1,4 @@
-"""Which layers of a model lie on which GPU of a replica that one process runs: pipeline, in transformers' device maps.
+"""Pipeline placement: which layers of a model go to which GPU of a single-process replica.
 
 Letters: P GPUs.
 """
@@ -22,9 +22,9 @@ class Part(NamedTuple):
     """Modules that stay together on one GPU.
 
     Attributes:
-        names: of modules, and of parameters that lie in none of them.
-        num_bytes: of their parameters and buffers.
-        num_layers: decoder layers among them.
+        names: of modules, and of parameters and buffers outside of these modules.
+        num_bytes: size of their parameters and buffers; a tensor shared between parts counts in the first only.
+        num_layers: decoder layers among the modules.
     """
 
     names: tuple[str, ...]
@@ -33,11 +33,9 @@ class Part(NamedTuple):
 
 
 def parts_of(model: PreTrainedModel) -> list[Part]:
-    """Return a model's parts in the order in which a pass runs them: what comes before the decoder layers, each of the
-    layers, and what comes after. A head that shares the embedding's weights lies with it.
+    """Split a model into parts in execution order: all before the decoder layers, each layer, the rest.
 
-    Args:
-        model: may lie on torch's meta device.
+    A head that shares the embedding's weights stays with the embedding. The model may be on torch's meta device.
 
     Raises:
         ModelError: if the decoder layers are not in one list.
@@ -59,10 +57,13 @@ def parts_of(model: PreTrainedModel) -> list[Part]:
 
 
 def _around(model: nn.Module, path: str) -> tuple[list[str], list[str]]:
-    """Return the names of what a pass runs before a model's list of layers, and after it. What has no weights, such as
-    rotary embeddings, is taken to be before, and so is what shares weights with something that is."""
-    beside = _beside(model, path)
-    weights = {name: _weights(each) for name, each in beside}
+    """Return the names of modules and tensors that a pass uses before a model's list of layers, and after.
+
+    Items without weights, such as rotary embeddings, count as before, and so do items that share weights with an item
+    registered before the list.
+    """
+    outside = _outside(model, path)
+    weights = {name: _weights(each) for name, each in outside}
     names = list(weights)
     place = names.index(path)
     first = set[int]().union(*(weights[name] for name in names[:place]))
@@ -72,13 +73,15 @@ def _around(model: nn.Module, path: str) -> tuple[list[str], list[str]]:
 
 
 def _weights(item: nn.Module | torch.Tensor) -> set[int]:
-    """Return the ids of the parameters of a module; of a tensor, its own."""
+    """Return the `id()` of each parameter of a module, or of the tensor itself."""
     return {id(item)} if isinstance(item, torch.Tensor) else {id(each) for each in item.parameters()}
 
 
-def _beside(model: nn.Module, path: str) -> list[tuple[str, nn.Module | torch.Tensor]]:
-    """Return (name, module or tensor) of the list of layers and of all that lies beside it and beside its ancestors, in
-    the order of registration."""
+def _outside(model: nn.Module, path: str) -> list[tuple[str, nn.Module | torch.Tensor]]:
+    """Return (name, module or tensor) of the list of layers at `path` and of everything outside of it.
+
+    Modules that contain the list are descended into; all others are listed whole, in registration order.
+    """
     found: list[tuple[str, nn.Module | torch.Tensor]] = []
 
     def walk(module: nn.Module, prefix: str) -> None:
@@ -95,7 +98,7 @@ def _beside(model: nn.Module, path: str) -> list[tuple[str, nn.Module | torch.Te
 
 
 def _bytes_of(model: nn.Module, names: Sequence[str], seen: set[int]) -> int:
-    """Return the bytes of tensors that were not seen before."""
+    """Return the bytes of the named tensors that are not in `seen` yet, and add them to it."""
     total = 0
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if id(tensor) not in seen and any(name == each or name.startswith(f"{each}.") for each in names):
@@ -105,12 +108,7 @@ def _bytes_of(model: nn.Module, names: Sequence[str], seen: set[int]) -> int:
 
 
 def stages_of(parts: Sequence[Part], num_gpus: int) -> list[int]:
-    """Return the GPU of each part, ascending, such that the GPUs hold about equally many bytes.
-
-    Args:
-        parts: see `parts_of`.
-        num_gpus: P.
-    """
+    """Return the GPU index of each part, ascending, so that the GPUs hold about the same number of bytes."""
     total, begun = sum(each.num_bytes for each in parts), 0
     stages = []
     for part in parts:
@@ -121,29 +119,20 @@ def stages_of(parts: Sequence[Part], num_gpus: int) -> list[int]:
 
 
 def device_map_of(parts: Sequence[Part], devices: Sequence[torch.device]) -> dict[str, str]:
-    """Return the device of every part, as from_pretrained takes it.
-
-    Args:
-        parts: see `parts_of`.
-        devices: [P] of the replica's process.
-    """
+    """Return the `device_map` for `from_pretrained` that distributes the parts over P devices."""
     stages = stages_of(parts, len(devices))
     return {name: str(devices[stage]) for part, stage in zip(parts, stages, strict=True) for name in part.names}
 
 
 def load_in_stages(config: ModelConfig, device: torch.device, num_gpus: int, dtype: str) -> PreTrainedModel:
-    """Load a model whose layers lie on several GPUs of this process; between them, accelerate's hooks move what is
-    computed. On a CPU all lie there.
+    """Load a model with its layers spread over several GPUs of this process.
 
-    Args:
-        config: where the model is, and how it is loaded.
-        device: of the first layers; those that follow are on the GPUs with the next indices.
-        num_gpus: P.
-        dtype: see `load_model`.
+    The layers start on `device` and continue on the GPUs with the next indices; accelerate's hooks move activations
+    between them. On a CPU all layers are on the CPU.
 
     Raises:
         ConfigError: if this process sees too few GPUs.
-        ModelError: if the model cannot be loaded, or divided.
+        ModelError: if the model cannot be loaded or divided into parts.
     """
     devices = [device] * num_gpus
     if device.type == "cuda":
@@ -158,6 +147,6 @@ def load_in_stages(config: ModelConfig, device: torch.device, num_gpus: int, dty
         parts = parts_of(without_memory(config, dtype))
     except LookaheadError:
         raise
-    except Exception as error:  # what configurations and the library's many models raise
+    except Exception as error:  # configurations and transformers' many models raise anything
         raise ModelError(f"model.path={config.location}: cannot be loaded: {first_line(error)}") from error
     return load_model(dataclasses.replace(config, device_map=device_map_of(parts, devices)), device, dtype)

@@ -1,7 +1,7 @@
-"""How many bytes a model takes on each GPU of a replica, before any weight is read.
+"""Memory that a model needs on each GPU of a replica, computed before any weight is read.
 
-The model is built without memory for its weights (torch's meta device), so names and shapes are those that loading will
-have; the tensor-parallel plan says which of them are split. Quantized checkpoints are taken at the size of their files.
+The model is built on torch's meta device, so names and shapes are those that loading will produce; the tensor-parallel
+plan says which of them are split. Quantized checkpoints count with the size of their files.
 
 Letters: P shards.
 """
@@ -26,21 +26,21 @@ from lp_runtime.model.tensor_parallel.slicing import check_shards, is_split, own
 
 log = logging.getLogger(__name__)
 
-LOGITS_BYTES = 4  # of a logit in float32, which samplers compute with
-HEADER_LENGTH = struct.Struct("<Q")  # bytes of the JSON header that a safetensors file begins with
+LOGITS_BYTES = 4  # of one logit: samplers compute in float32
+HEADER_LENGTH = struct.Struct("<Q")  # first field of a safetensors file: the length of its JSON header in bytes
 
 
 class ModelSize(NamedTuple):
-    """What a model takes.
+    """Memory needs of a model, in bytes, from which those of each GPU are computed.
 
     Attributes:
-        config: the model's.
-        parts: the model's, for pipeline; none if its layers are in no list.
-        split: bytes of each parameter's rows or columns that shards divide, and how many there are.
-        whole: bytes of what every shard has whole.
-        token_bytes: of a token's keys and values in all layers, on one GPU.
-        pass_bytes: of the logits of the largest step, which captured passes keep.
-        context_tokens: of prompt and output together, which a replica must hold.
+        config: the model's Hugging Face configuration.
+        parts: for pipeline parallelism; empty if the layers are not in one list.
+        split: (bytes of a row or column, number of them) of each parameter that shards divide.
+        whole: bytes of all tensors that every shard holds in full.
+        token_bytes: of one token's keys and values in all layers, not divided.
+        pass_bytes: of the logits of the largest step, which captured passes keep allocated.
+        context_tokens: prompt and output tokens, together, that a replica must be able to hold.
     """
 
     config: PreTrainedConfig
@@ -52,7 +52,7 @@ class ModelSize(NamedTuple):
     context_tokens: int
 
     def weight_bytes(self, num_shards: int) -> int:
-        """Return the bytes of weights on each of P GPUs; of the fullest, where they are not divided evenly."""
+        """Return the bytes of weights on each of P GPUs; if they are not divided evenly, on the fullest."""
         return self.whole + sum(row * -(-number // num_shards) for row, number in self.split)
 
     def cache_bytes_per_token(self, num_shards: int) -> int:
@@ -60,18 +60,15 @@ class ModelSize(NamedTuple):
         return self.token_bytes // num_shards if splits_keys(self.config) else self.token_bytes
 
     def needed_bytes(self, num_shards: int, num_bytes: int = 0) -> int:
-        """Return the bytes that must be free on each of P GPUs before slices are loaded.
+        """Return the bytes that must be free on each of P GPUs to load the model in slices (tensor parallel).
 
-        Args:
-            num_shards: P.
-            num_bytes: further ones, of exchanges.
+        Includes `num_bytes` for NCCL's buffers.
         """
         cache = bytes_of_tokens(self.context_tokens, self.cache_bytes_per_token(num_shards))
         return self.weight_bytes(num_shards) + self.pass_bytes + cache + num_bytes
 
     def needed_for_layers(self, num_gpus: int, num_bytes: int = 0) -> int:
-        """Return the bytes that must be free on each of P GPUs before whole layers are loaded; arguments as those of
-        `needed_bytes`."""
+        """Return the same as `needed_bytes` for loading the model by whole layers (pipeline)."""
         stages = stages_of(self.parts, num_gpus)
         weights, layers = [0] * num_gpus, [0] * num_gpus
         for part, stage in zip(self.parts, stages, strict=True):
@@ -82,26 +79,22 @@ class ModelSize(NamedTuple):
         return max(map(sum, zip(weights, caches, strict=True))) + self.pass_bytes + num_bytes
 
     def check_shards(self, num_shards: int) -> None:
-        """Refuse a P that the model cannot be sliced into.
-
-        Raises:
-            ModelError: naming what cannot be divided.
-        """
+        """Raise ModelError, naming what cannot be divided, if the model cannot be sliced into P shards."""
         if num_shards > 1:
             check_shards(self.config, num_shards)
 
 
 def size_of_model(config: ModelConfig, dtype: str, context_tokens: int | None = None) -> ModelSize | None:
-    """Return what a model takes on GPUs; reads its configuration, and headers of safetensors files if it is quantized.
+    """Compute a model's memory needs from its configuration and, if quantized, the headers of its files.
 
     Args:
-        config: where the model is.
-        dtype: "auto" is the checkpoint's; else a name in loader.DTYPES.
-        context_tokens: of prompt and output together, which a replica must hold; None for the model's context length,
-            at most DEFAULT_CONTEXT_TOKENS.
+        config: the model's location.
+        dtype: a name in loader.DTYPES; "auto" is the checkpoint's dtype.
+        context_tokens: prompt and output tokens, together, that a replica must be able to hold; None for the model's
+            context length, at most DEFAULT_CONTEXT_TOKENS.
 
     Returns:
-        its size; None if that cannot be told, as of a model whose configuration is broken: loading says why.
+        None if the configuration is broken, for example; loading the model then reports the reason.
     """
     try:
         check_location(config)
@@ -121,8 +114,8 @@ def size_of_model(config: ModelConfig, dtype: str, context_tokens: int | None = 
             return ModelSize(parts=parts, split=(), whole=num_bytes, **others)
         split, whole = _divided_bytes(model)
         return ModelSize(parts=parts, split=split, whole=whole, **others)
-    except Exception as error:  # what configurations and the library's many models raise
-        log.debug("the size of %s cannot be told: %s", config.location, first_line(error))
+    except Exception as error:  # configurations and transformers' many models raise anything
+        log.debug("the size of %s cannot be determined: %s", config.location, first_line(error))
         return None
 
 
@@ -134,7 +127,7 @@ def _parts(model: PreTrainedModel) -> tuple[Part, ...]:
 
 
 def _divided_bytes(model: PreTrainedModel) -> tuple[tuple[tuple[int, int], ...], int]:
-    """Return (bytes of a row, rows) of each parameter that shards divide, and the bytes of all that they do not."""
+    """Return (bytes of a row, number of rows) of each parameter that shards divide, and the other bytes."""
     plan = dict(model.tp_plan or {}) | (own_plan(model.config) or {})
     split, whole = [], sum(each.nbytes for each in model.buffers())
     for name, tensor in model.named_parameters():
@@ -152,9 +145,10 @@ def _is_quantized(config: PreTrainedConfig) -> bool:
 
 
 def _cached_numbers(config: PreTrainedConfig) -> int:
-    """Return how many numbers the keys and values of a token are, in all layers, by a (text) configuration.
+    """Return the number of elements of a token's keys and values in all layers, by a (text) configuration.
 
-    Latent attention is cached as the keys and values that it stands for. Layers with a state count as if they had keys.
+    Latent attention counts with its expanded keys and values, because these are cached. Layers with a recurrent state
+    count as if they had keys.
     """
     heads, size = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
     if not heads:
@@ -168,7 +162,7 @@ def _cached_numbers(config: PreTrainedConfig) -> int:
 
 
 def safetensors_bytes(folder: str) -> int:
-    """Return the bytes of all tensors of a directory's safetensors files; 0 where there are none, as of a hub id."""
+    """Return the bytes of all tensors in a directory's safetensors files; 0 for a hub id or without files."""
     total = 0
     for path in Path(folder).glob("*.safetensors"):
         with path.open("rb") as file:

@@ -1,4 +1,6 @@
-"""Blocks of a decoder layer that compute what transformers' do, in fewer, larger operations; fusing.py puts them in.
+"""Fused norm, MLP, attention and decoder layer: transformers' results in fewer, larger operations.
+
+fusing.py puts them into a model.
 
 Letters: T tokens, L committed tokens, E hidden size, H key/value heads, g query heads for each, D head size, F the
 MLP's inner size.
@@ -24,11 +26,7 @@ from lp_runtime.model.kv_cache.device import DeviceCache
 
 
 class FusedNorm(nn.Module):
-    """Root-mean-square normalization over the last dimension, computed in float32.
-
-    Args:
-        norm: runs LlamaRMSNorm's code; the weight is shared.
-    """
+    """RMS normalization over the last dimension, computed in float32; shares the weight of a LlamaRMSNorm."""
 
     def __init__(self, norm: LlamaRMSNorm):
         super().__init__()
@@ -41,15 +39,15 @@ class FusedNorm(nn.Module):
         self._on_host = norm.weight.detach().float().numpy() if norm.weight.is_cpu else None
         self._least = (scale * self.variance_epsilon**0.5).to(norm.weight.device)
         self._kernels = kernels_for(norm.weight.device)
-        self._ahead: tuple[torch.Tensor, torch.Tensor] | None = None  # a sum, and the sum normalized
+        self._ahead: tuple[torch.Tensor, torch.Tensor] | None = None  # (sum, normalized sum), set by add_ahead
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return [..., E] normalized, in the dtype of the input."""
+        """Normalize [..., E], in the dtype of the input."""
         if self._ahead is not None:
             (total, normed), self._ahead = self._ahead, None
-            if total is hidden_states:
+            if total is hidden_states:  # else the model passed on another tensor than the sum
                 return normed
-        if hidden_states.is_cuda:  # where this is one kernel
+        if hidden_states.is_cuda:  # there torch's rms_norm is a single kernel
             return nn.functional.rms_norm(hidden_states, self._shape, self.weight, self.variance_epsilon)
         if self._on_host is not None and numba_cpu.takes(hidden_states):
             return numba_cpu.norm(hidden_states, self._on_host, self.variance_epsilon)
@@ -58,7 +56,7 @@ class FusedNorm(nn.Module):
         return normed.to(hidden_states.dtype)
 
     def after_adding(self, states: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (states + added, the normalized sum), [..., E] each."""
+        """Add two tensors and normalize the sum: return (sum, normalized sum), [..., E] each."""
         if self._kernels is not None and self._kernels.can_add_and_norm(states, added, self.weight):
             return self._kernels.add_and_norm(states, added, self.weight, self.variance_epsilon)
         if self._on_host is not None and numba_cpu.takes(states) and numba_cpu.takes(added):
@@ -67,21 +65,21 @@ class FusedNorm(nn.Module):
         return total, self(total)
 
     def add_ahead(self, states: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-        """Return states + added, [..., E], and keep the normalized sum for the next call, if that is with this sum.
+        """Return states + added, [..., E], and keep its normalized form for the next `forward`.
 
-        So the layer before a norm adds and normalizes at once, though the model passes nothing but the sum on.
+        The layer before the norm thus adds and normalizes in one operation, although the model passes on only the sum.
+        `forward` uses the kept result only if it is called with this very sum.
         """
-        if torch.compiler.is_compiling():  # which fuses the two itself
+        if torch.compiler.is_compiling():  # torch.compile fuses the two operations itself
             return states + added
         self._ahead = self.after_adding(states, added)
         return self._ahead[0]
 
 
 class FusedMLP(nn.Module):
-    """A gated MLP, [..., E] to [..., E]: one product gives gate and up, [..., 2 F].
+    """Gated MLP, [..., E] to [..., E], whose gate and up projections are one matmul, [..., 2 F].
 
-    Args:
-        mlp: runs LlamaMLP's code; the down projection is shared.
+    Shares the down projection of the MLP that it replaces.
     """
 
     def __init__(self, mlp: LlamaMLP):
@@ -102,13 +100,11 @@ class FusedMLP(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Attention of a decoder layer, [1, T, E] to [1, T, E].
+    """Attention of a decoder layer, [1, T, E] to [1, T, E], with one merged QKV projection.
 
-    One product gives queries, keys and values, [..., (g + 2) H D]. Queries and keys are rotated in one operation; where
-    a kernel does that, the kernel also writes keys and values into the cache.
-
-    Args:
-        attention: has LlamaAttention's attributes, as Mistral's and Qwen's do; the output projection is shared.
+    One matmul computes queries, keys and values, [..., (g + 2) H D]. Queries and keys are rotated in one operation;
+    where a kernel does that, it also writes keys and values into the cache. Replaces blocks with LlamaAttention's
+    attributes, as Mistral's and Qwen's have, and shares their output projection.
     """
 
     def __init__(self, attention: LlamaAttention):
@@ -132,18 +128,18 @@ class FusedAttention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend as the block that is replaced does.
+        """Attend like the block that this one replaces.
 
         Args:
             hidden_states: [1, T, E].
             position_embeddings: cosines and sines, [1, T, D] each.
-            attention_mask: as the model's attention function takes it.
-            cache: keys and values are written into it; None for none.
+            attention_mask: passed to the model's attention function unchanged.
+            cache: receives keys and values; None: attend without a cache.
             past_key_values: name of `cache` before transformers 5.24.
-            **kwargs: of the attention function.
+            **kwargs: passed to the attention function.
 
         Returns:
-            (output, attention weights): [1, T, E], and what the attention function gives.
+            (output, attention weights): [1, T, E], and whatever weights the attention function returns.
         """
         cache = past_key_values if cache is None else cache
         shape = hidden_states.shape[:-1]
@@ -166,16 +162,10 @@ class FusedAttention(nn.Module):
     def _rotated_on_host(
         self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: TreeCache
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rotate queries and keys, and write keys and values into the cache, by the CPU kernels.
+        """Rotate queries and keys and write keys and values into the cache, with the CPU kernels.
 
-        Args:
-            states: [1, T, (g + 2) H, D] queries, keys and values.
-            cos: [1, T, D].
-            sin: [1, T, D].
-            cache: written to.
-
-        Returns:
-            (queries, keys, values): [1, g H, T, D], and all that the cache then holds, [1, H, L + T, D] each.
+        Takes `states` of [1, T, (g + 2) H, D]; returns rotated queries, [1, g H, T, D], and the cache's whole keys and
+        values, [1, H, L + T, D] each.
         """
         num_queries, num_keys, _ = self._sizes
         query = key = value = states.numpy()
@@ -194,7 +184,7 @@ class FusedAttention(nn.Module):
     def _norm(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values, [1, T, heads, D] each, normalized if the model does that (as Qwen3)."""
+        """Normalize queries and keys, [1, T, heads, D] each, if the model does (Qwen3); return all three."""
         if self.q_norm is None or self.k_norm is None:
             return query, key, value
         return self.q_norm(query), self.k_norm(key), value
@@ -202,7 +192,7 @@ class FusedAttention(nn.Module):
     def _rotated(
         self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values, [1, T, heads, D] each, of [1, T, (g + 2) H, D]; the first two rotated."""
+        """Split [1, T, (g + 2) H, D] into queries, keys and values; rotate queries and keys."""
         num_queries, num_keys, _ = self._sizes
         if self.q_norm is not None:
             query, key, value = self._norm(*states.split(self._sizes, 2))
@@ -213,12 +203,10 @@ class FusedAttention(nn.Module):
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer, [1, T, E] to [1, T, E], made of FusedNorm, FusedAttention and FusedMLP.
+    """Decoder layer, [1, T, E] to [1, T, E], made of FusedNorm, FusedAttention and FusedMLP.
 
-    Where `precede` has named the norm that follows the layer, that norm is computed with the layer's last addition.
-
-    Args:
-        layer: runs LlamaDecoderLayer's code; its blocks, which have been replaced before, are shared.
+    Shares the blocks of the layer that it replaces, which must be fused ones already. If `precede` has named the norm
+    that follows the layer, the layer's last addition computes that norm too.
     """
 
     def __init__(self, layer: LlamaDecoderLayer):
@@ -227,12 +215,12 @@ class FusedLayer(nn.Module):
         self.self_attn = cast(FusedAttention, layer.self_attn)
         self.post_attention_layernorm = cast(FusedNorm, layer.post_attention_layernorm)
         self.mlp = cast(FusedMLP, layer.mlp)
-        if hasattr(layer, "attention_type"):  # some models read it from their layers
+        if hasattr(layer, "attention_type"):  # some models read this attribute of their layers
             self.attention_type = layer.attention_type
-        self._next_norm: tuple[FusedNorm, ...] = ()  # in a tuple: the norm is another module's, not this one's
+        self._next_norm: tuple[FusedNorm, ...] = ()  # in a tuple, so that torch does not register it as a submodule
 
     def precede(self, norm: FusedNorm) -> None:
-        """Have the layer's last addition compute `norm`, too, whose input the layer's output is."""
+        """Fuse `norm`, which normalizes this layer's output, with the layer's last addition."""
         self._next_norm = (norm,)
 
     def forward(
@@ -244,9 +232,9 @@ class FusedLayer(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return the layer's output, [1, T, E]; arguments as those of `FusedAttention.forward`."""
+        """Return the layer's output, [1, T, E]; the arguments are those of `FusedAttention.forward`."""
         assert position_embeddings is not None
-        # Forward methods are called directly: what torch does around a module takes as long as some of the blocks.
+        # Call the forward methods directly: nn.Module.__call__ takes as long as some of the blocks.
         normed = self.input_layernorm.forward(hidden_states)
         cache = past_key_values if cache is None else cache
         output, _ = self.self_attn.forward(normed, position_embeddings, attention_mask, cache, **kwargs)
@@ -256,26 +244,20 @@ class FusedLayer(nn.Module):
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return the rotary embedding x cos + (-x2, x1) sin, x1 and x2 the halves of x.
-
-    Args:
-        states: x, [1, T, heads, D].
-        cos: [1, T, D].
-        sin: [1, T, D].
-    """
+    """Apply rotary embedding to x, [1, T, heads, D]: x cos + (-x2, x1) sin, x1 and x2 the halves of x."""
     half = states.shape[-1] // 2
     return torch.addcmul(states * cos.unsqueeze(2), states.roll(half, -1), _signed(sin))
 
 
-@functools.lru_cache(maxsize=4)  # by identity: all layers of a pass are given the same sines
+@functools.lru_cache(maxsize=4)  # tensors hash by identity: all layers of a pass receive the same sines
 def _signed(sin: torch.Tensor) -> torch.Tensor:
-    """Return sines, [1, T, D], with the first half of them negated, [1, T, 1, D]."""
+    """Negate the first half of the sines: [1, T, D] to [1, T, 1, D]."""
     first, second = sin.chunk(2, -1)
     return torch.cat((-first, second), -1).unsqueeze(2)
 
 
 def _merge(*linears: nn.Linear) -> nn.Linear:
-    """Return one linear layer whose outputs are those of several layers, one behind the other."""
+    """Merge linear layers into one whose output is the concatenation of theirs."""
     first, num_outputs = linears[0], sum(each.out_features for each in linears)
     merged = nn.Linear(first.in_features, num_outputs, first.bias is not None, device="meta", dtype=first.weight.dtype)
     merged.weight = nn.Parameter(torch.cat([each.weight.detach() for each in linears]), requires_grad=False)

@@ -1,9 +1,9 @@
-"""Replaces transformers' blocks by blocks that give equal results in fewer, larger operations (fused_blocks.py).
+"""Replacement of transformers' blocks by fused ones (fused_blocks.py) with equal results.
 
 For the few tokens of a step an operation costs more to launch than to compute: a layer of transformers' Llama launches
-some forty, most of them for norms and rotary embeddings. A block is replaced, instance by instance, where its class
-runs the very code of one of the library's blocks that are known here, and where both give equal output for random
-input. All other blocks stay; no class is changed.
+about forty, most of them for norms and rotary embeddings. A block instance is replaced if its class runs exactly the
+code of one of the known transformers blocks, and if both give equal output for random input. All other blocks stay;
+no class is changed.
 
 Letters: E hidden size, D head size.
 """
@@ -31,13 +31,13 @@ from lp_runtime.model.modules.packed_linear import is_hooked, is_plain, places_o
 
 log = logging.getLogger(__name__)
 
-Block = Any  # an nn.Module whose submodules and weights are read: torch declares them as Tensor | Module
+Block = Any  # an nn.Module; not typed as one, because torch declares its attributes as Tensor | Module
 
 ATTENTIONS = (llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, qwen3.Qwen3Attention)
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-NUM_TOKENS = 3  # of the input that blocks are compared by
+NUM_TOKENS = 3  # of the random input that a block and its replacement are compared on
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of outputs, relative to their norm
-FUSED_BLOCKS = {  # of a layer, all of whose blocks have been replaced
+FUSED_BLOCKS = {  # children of a layer whose blocks have all been replaced
     "self_attn": FusedAttention,
     "mlp": FusedMLP,
     "input_layernorm": FusedNorm,
@@ -46,13 +46,9 @@ FUSED_BLOCKS = {  # of a layer, all of whose blocks have been replaced
 
 
 def fuse_blocks(model: nn.Module) -> int:
-    """Replace the blocks of a model that are known here, one by one; each one's old weights are freed before the next.
+    """Replace a model's known blocks in place, and return how many were replaced.
 
-    Args:
-        model: changed in place.
-
-    Returns:
-        The number of blocks that were replaced.
+    Blocks are replaced one by one; the old weights of each are freed before the next.
     """
     kinds = (
         (_is_attention, FusedAttention, _attention_input),
@@ -68,8 +64,8 @@ def fuse_blocks(model: nn.Module) -> int:
                 replacement = fused(block)
                 if not _agree(block, replacement, make_input(block)):
                     continue
-            except Exception as error:  # the block only looks like a known one, or memory does not suffice for both
-                log.info("%s stays as it is: %s", type(block).__name__, first_line(error))
+            except Exception as error:  # the block only looks like a known one, or too little memory for both
+                log.info("%s is not fused: %s", type(block).__name__, first_line(error))
                 continue
             setattr(parent, name, replacement)
             count += 1
@@ -78,15 +74,15 @@ def fuse_blocks(model: nn.Module) -> int:
 
 
 def _chain_layers(model: nn.Module) -> None:
-    """Tell layers which norm follows them: the next layer's first one, or the last one, behind all layers.
+    """Register with each fused layer the norm after it: the next layer's first, or the model's final one.
 
-    What a model passes to that norm may be another tensor than the layer's output; the norm is computed anew then.
+    If the model passes another tensor than the layer's output to that norm, the norm computes its result itself.
     """
     for parent in model.modules():
         layers = getattr(parent, "layers", None)
         if not isinstance(layers, nn.ModuleList) or not all(type(layer) is FusedLayer for layer in layers):
             continue
-        fused: list[FusedLayer] = list(layers)  # type: ignore[arg-type]  # as was just checked
+        fused: list[FusedLayer] = list(layers)  # type: ignore[arg-type]  # checked above
         norms = [*(layer.input_layernorm for layer in fused[1:]), getattr(parent, "norm", None)]
         for layer, norm in zip(fused, norms, strict=True):
             if type(norm) is FusedNorm:
@@ -112,9 +108,9 @@ def _is_mlp(module: Block) -> bool:
 
 
 def _is_layer(module: Block) -> bool:
-    """Whether a module is a decoder layer, of replaced blocks, that FusedLayer can replace.
+    """Whether a module is a decoder layer, with its blocks already fused, that FusedLayer can replace.
 
-    On a GPU only where the kernels run: its passes are captured, and FusedLayer alone would gain nothing.
+    On a GPU this requires the Triton kernels: passes are captured there, and FusedLayer without them gains nothing.
     """
     blocks = {name: type(child) for name, child in module.named_children()}
     return (
@@ -131,7 +127,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _can_merge(*linears: Block) -> bool:
-    """Whether modules are plain linear layers of one dtype, on one device, all with biases or all without."""
+    """Whether modules are plain linear layers of one dtype and device, all with biases or all without."""
     return (
         all(map(is_plain, linears)) and len({(x.weight.dtype, x.weight.device, x.bias is None) for x in linears}) == 1
     )
@@ -143,17 +139,17 @@ def _runs_code_of(module: nn.Module, known: type[nn.Module]) -> bool:
 
 
 def _same_code(left: Callable | None, right: Callable) -> bool:
-    """Whether two functions differ in annotations, docstrings and names at most; False if the first is None."""
+    """Whether two functions differ at most in annotations, docstring and name; False if `left` is None."""
     if left is None:
         return False
     one, other = inspect.unwrap(left).__code__, inspect.unwrap(right).__code__
     names = ("co_code", "co_names", "co_varnames", "co_freevars")
-    # The first constant is the docstring, if there is one.
+    # Skip the first constant: it is the docstring, if there is one.
     return one.co_consts[1:] == other.co_consts[1:] and all(getattr(one, x) == getattr(other, x) for x in names)
 
 
 def _global(module: nn.Module, name: str) -> Callable | None:
-    """Return what a global name stands for in a module's forward; None if it stands for nothing."""
+    """Look up a global name as a module's forward method sees it; None if it is not defined."""
     return inspect.unwrap(type(module).forward).__globals__.get(name)
 
 
@@ -184,7 +180,7 @@ def _layer_input(layer: Block) -> dict[str, object]:
 
 
 def _random(like: torch.Tensor, size: int) -> torch.Tensor:
-    """Return normal random numbers, [1, NUM_TOKENS, size], in the dtype and on the device of `like`."""
+    """Return normally distributed numbers, [1, NUM_TOKENS, size], with the dtype and device of `like`."""
     generator = torch.Generator().manual_seed(size)
     return torch.randn(1, NUM_TOKENS, size, generator=generator).to(like)
 

@@ -1,11 +1,11 @@
-"""Linear layers on a CPU with their weights packed once, in the order of oneDNN or of MKL.
+"""CPU linear layers whose weights are packed once, in the layout of oneDNN or MKL.
 
-torch's matrix product reads a layer's weights as they lie in the checkpoint: for one token through a kernel of its own,
-for several by packing all of them anew at every call, which costs more than the product. Packed once, a few tokens
-cost hardly more than one. The results differ in the order of sums only.
+torch's matmul reads weights in checkpoint order. For one token it has a special kernel; for several it repacks all
+weights at every call, which costs more than the product. With weights packed once, a few tokens cost hardly more than
+one. The results differ only in the order of sums.
 
-Which of the two libraries is faster, and for small layers whether either is, depends on the CPU: a call to oneDNN takes
-some microseconds more than one to MKL, whose kernels are fast on Intel's CPUs.
+Which library is faster, and for small layers whether packing pays at all, depends on the CPU: a call to oneDNN takes a
+few microseconds more than one to MKL, whose kernels are fast on Intel CPUs.
 """
 
 from __future__ import annotations
@@ -18,27 +18,24 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-NUM_TOKENS = 16  # oneDNN packs for products of so many tokens; other numbers work as well
-MKL_NUM_TOKENS = 64  # MKL packs for products of so many tokens; a large layer with more would be packed anew
+NUM_TOKENS = 16  # number of tokens oneDNN optimizes the packing for; other numbers work as well
+MKL_NUM_TOKENS = 64  # the same for MKL, which repacks a large layer at every call with more tokens than this
 NUM_SAMPLED_WEIGHTS = 64  # of a layer, kept unpacked
-SMALL_BYTES = 256 << 20  # of weights; with more, packed ones were faster on every CPU that was tried
-SAMPLE_BYTES = 128 << 20  # of a large model's weights that orders are tried on: more than most CPU caches hold
-NUM_TRIALS = 5  # timed passes of each choice, in turn
-MAX_TRIAL_SECONDS = 1.0  # after this no further round of trials begins: a large model's take a second each
+SMALL_BYTES = 256 << 20  # of weights; above this, packed weights were faster on every CPU we tried
+SAMPLE_BYTES = 128 << 20  # of a large model's weights that the trial uses: more than most CPU caches hold
+NUM_TRIALS = 5  # timed passes of each choice, interleaved
+MAX_TRIAL_SECONDS = 1.0  # start no further round of trials after this: a large model's rounds take a second each
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of outputs, relative to their norm
-HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # torch has no public way to ask for a module's hooks
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # torch has no public API to query a module's hooks
 
 Layers = TypeVar("Layers")  # a list of modules
 
 
 @dataclass(frozen=True)
 class WeightInfo:
-    """What can be said of weights that are packed. It is no tensor, so that a model that computes with it fails.
+    """Shape [out_features, in_features], dtype and device of packed weights.
 
-    Attributes:
-        shape: [out_features, in_features].
-        dtype: of the weights.
-        device: of the weights.
+    Not a tensor, so that a model that computes with a layer's `weight` directly fails.
     """
 
     shape: torch.Size
@@ -47,18 +44,17 @@ class WeightInfo:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer, [..., in_features] to [..., out_features], that keeps its weights in oneDNN's packed order only.
+    """Linear layer, [..., in_features] to [..., out_features], whose weights are packed for oneDNN.
+
+    The unpacked weights are not kept.
 
     Args:
-        linear: a layer on a CPU, in one of `dtypes`; it is not changed.
+        linear: a layer on a CPU, in one of `dtypes`; not changed.
 
     Attributes:
         dtypes: dtypes of weights that can be packed.
-        in_features: numbers of an input.
-        out_features: numbers of an output.
-        weight: what is known of the weights.
-        bias: [out_features]; None without one.
-        sample: a few of the weights, for whoever must tell models apart.
+        weight: describes the weights; it is not a tensor.
+        sample: a few of the weights, unpacked; the model's fingerprint (calibration.py) reads them.
 
     Raises:
         RuntimeError: if the library cannot pack weights of the layer's dtype on this CPU.
@@ -77,7 +73,7 @@ class PackedLinear(nn.Module):
         self.register_buffer("sample", weight.flatten()[::stride][:NUM_SAMPLED_WEIGHTS].clone(), persistent=False)
 
     def _pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return weights, [out_features, in_features], in the library's own order."""
+        """Return weights, [out_features, in_features], in the library's packed layout."""
         return torch.ops.mkldnn._reorder_linear_weight(weight, NUM_TOKENS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -85,15 +81,15 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
     def extra_repr(self) -> str:
-        """Return the layer's sizes, for torch's representation of a model."""
+        """Return the layer's sizes for torch's `repr` of a model."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 class MKLPackedLinear(PackedLinear):
-    """A linear layer, [..., in_features] to [..., out_features], that keeps its weights in MKL's packed order only.
+    """Linear layer, [..., in_features] to [..., out_features], with weights only in MKL's packed layout.
 
     Args:
-        linear: a layer on a CPU, in one of `dtypes`; it is not changed.
+        linear: a layer on a CPU, in one of `dtypes`; not changed.
 
     Raises:
         RuntimeError: if MKL cannot pack the layer's weights on this CPU.
@@ -106,31 +102,25 @@ class MKLPackedLinear(PackedLinear):
         self._like_weight = linear.weight.detach().new_zeros(1).expand(linear.weight.shape)  # MKL reads its shape only
 
     def _pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return weights, [out_features, in_features], in MKL's own order."""
+        """Return weights, [out_features, in_features], in MKL's packed layout."""
         return torch.ops.mkl._mkl_reorder_linear_weight(weight, MKL_NUM_TOKENS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + bias, [..., out_features]."""
-        num_tokens = x.numel() // self.in_features  # with any other number torch would not use the packed weights
+        num_tokens = x.numel() // self.in_features  # with any other number torch ignores the packed weights
         return torch.ops.mkl._mkl_linear(x, self._packed, self._like_weight, self.bias, num_tokens)
 
 
 def pack_linears(model: nn.Module, packed: type[PackedLinear] = PackedLinear) -> int:
-    """Replace a model's plain linear layers on the CPU by packed ones, one by one; each one's old weights are freed.
+    """Replace a model's plain CPU linear layers by packed ones, and return how many were replaced.
 
-    Layers of other classes, dtypes and devices stay, and so do all layers of a dtype that the library cannot pack on
-    this CPU, or not correctly. (oneDNN packs bfloat16 only on CPUs with AVX-512.)
-
-    Args:
-        model: changed in place.
-        packed: the class of the packed layers.
-
-    Returns:
-        The number of layers that were replaced.
+    Layers are replaced one by one, and the old weights of each are freed. Layers of other classes, dtypes and devices
+    stay, as do all layers of a dtype that the library cannot pack correctly on this CPU. (oneDNN packs bfloat16 only on
+    CPUs with AVX-512.)
     """
     if not torch.backends.mkldnn.is_available():
         return 0
-    count, tried = 0, dict.fromkeys(packed.dtypes, False)  # whether a layer of each dtype was packed and agreed
+    count, tried = 0, dict.fromkeys(packed.dtypes, False)  # by dtype: whether one packed layer agreed
     for parent, name in places_of(model, lambda module: _can_pack(module, packed.dtypes)):
         linear = getattr(parent, name)
         dtype = linear.weight.dtype
@@ -150,23 +140,17 @@ def pack_linears(model: nn.Module, packed: type[PackedLinear] = PackedLinear) ->
 
 
 def pack_if_faster(model: nn.Module) -> int:
-    """Pack a causal LM's plain linear layers on the CPU in the order that is measured to be the fastest.
+    """Pack a causal LM's plain CPU linear layers in the fastest layout, and return how many are packed.
 
-    A small model is timed as a whole, and stays unpacked if that is the fastest. Of a large one a few layers are timed,
-    as both orders of all layers would take much memory.
-
-    Args:
-        model: changed in place.
-
-    Returns:
-        The number of layers that are packed.
+    The model is changed in place. A small model is timed as a whole, and stays unpacked if that is fastest. Of a large
+    one only a few layers are timed, because both layouts of all layers would take too much memory.
     """
     places = places_of(model, lambda module: _can_pack(module, PackedLinear.dtypes))
     plain = [getattr(parent, name) for parent, name in places]
     if sum(map(_num_bytes, plain)) > SMALL_BYTES:
         packed = _faster_order(plain)
         del plain
-        return pack_linears(model, packed) + pack_linears(model)  # oneDNN packs the other dtypes
+        return pack_linears(model, packed) + pack_linears(model)  # oneDNN packs the dtypes that MKL cannot
     choices = [plain]
     for packed in (MKLPackedLinear, PackedLinear):
         if pack_linears(model, packed):
@@ -183,7 +167,7 @@ def pack_if_faster(model: nn.Module) -> int:
 
 
 def _faster_order(linears: list[nn.Linear]) -> type[PackedLinear]:
-    """Return the packed class that computes the first of some layers faster."""
+    """Return the packed class that is faster, timed on the first layers, up to SAMPLE_BYTES of weights."""
     sample, num_bytes = [], 0
     for linear in linears:
         if linear.weight.dtype in MKLPackedLinear.dtypes and num_bytes < SAMPLE_BYTES:
@@ -203,7 +187,7 @@ def _num_bytes(linear: nn.Linear) -> int:
 
 
 def _fastest(choices: list[Layers], seconds: Callable[[Layers], float]) -> int:
-    """Return the index of the choice of layers that takes the fewest seconds; the last one if a choice fails."""
+    """Return the index of the choice of layers that takes the least time; the last one if any fails."""
     best = [float("inf")] * len(choices)
     started = time.perf_counter()
     try:
@@ -214,20 +198,20 @@ def _fastest(choices: list[Layers], seconds: Callable[[Layers], float]) -> int:
                     best[index] = min(best[index], taken)
             if trial and time.perf_counter() - started > MAX_TRIAL_SECONDS:
                 break
-    except Exception:  # of a foreign model, which the self-check will report better
+    except Exception:  # raised by the model's own code; the self-check reports it better
         return len(choices) - 1
     return best.index(min(best))
 
 
 def _put(places: list[tuple[nn.Module, str]], layers: list[nn.Module]) -> None:
-    """Set the modules at some places of a model."""
+    """Put layers at the given places, as returned by `places_of`."""
     for (parent, name), layer in zip(places, layers, strict=True):
         setattr(parent, name, layer)
 
 
 @torch.inference_mode()
 def _seconds_of_a_pass(model: nn.Module) -> float:
-    """Return how long a forward pass of NUM_TOKENS tokens takes, in seconds."""
+    """Return the seconds that a forward pass of NUM_TOKENS tokens takes."""
     ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64)
     started = time.perf_counter()
     model(input_ids=ids, use_cache=False)
@@ -236,7 +220,7 @@ def _seconds_of_a_pass(model: nn.Module) -> float:
 
 @torch.inference_mode()
 def _seconds_of_layers(layers: list[PackedLinear]) -> float:
-    """Return how long layers, one after another, take for one token and for some, in seconds."""
+    """Return the seconds that layers take one after another, summed over inputs of 1, 16 and 32 tokens."""
     taken = 0.0
     for num_tokens in (1, NUM_TOKENS, 2 * NUM_TOKENS):
         inputs = [torch.ones(num_tokens, layer.in_features) for layer in layers]
@@ -248,36 +232,32 @@ def _seconds_of_layers(layers: list[PackedLinear]) -> float:
 
 
 def places_of(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> list[tuple[nn.Module, str]]:
-    """Return where a model has modules that are wanted: for each the parent module, and the name in the parent.
+    """Return the (parent module, name in the parent) of each submodule for which `is_wanted` is true.
 
-    The wanted modules are not referenced, so that the weights of each are freed as soon as it is replaced.
-
-    Args:
-        model: is searched.
-        is_wanted: asked about every module below the model.
+    Holds no reference to the submodules themselves, so that the weights of each are freed when it is replaced.
     """
     return [(parent, name) for parent in model.modules() for name, child in parent.named_children() if is_wanted(child)]
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module is exactly torch's linear layer, with an ordinary weight parameter and without hooks."""
+    """Whether a module is exactly nn.Linear, with an ordinary weight parameter and without hooks."""
     return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not is_hooked(module)
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a module runs more than its class's forward: hooks, or a forward of its own."""
+    """Whether a module runs other code than its class's forward: hooks, or a forward set on the instance."""
     attributes = vars(module)
     return "forward" in attributes or any(attributes.get(name) for name in HOOKS)
 
 
 def _can_pack(module: nn.Module, dtypes: tuple[torch.dtype, ...]) -> bool:
-    """Whether a module is a plain linear layer on a CPU, with weights in one of some dtypes."""
+    """Whether a module is a plain linear layer on a CPU, with weights in one of `dtypes`."""
     return is_plain(module) and module.weight.device.type == "cpu" and module.weight.dtype in dtypes
 
 
 @torch.inference_mode()
 def _agree(linear: nn.Linear, packed: PackedLinear) -> bool:
-    """Whether the outputs of a layer and of its packed form differ by rounding only."""
+    """Whether the outputs of a layer and its packed form differ by rounding only."""
     x = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(0)).to(linear.weight.dtype)
     expected, actual = linear(x).float(), packed(x).float()
     return bool((actual - expected).norm() <= TOLERANCES[linear.weight.dtype] * expected.norm())

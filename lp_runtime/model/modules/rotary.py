@@ -1,10 +1,11 @@
-"""Rotary embeddings whose factors change with the length of the text, for each token of a pass by its own length.
+"""Rotary embeddings whose factors depend on the text's length, chosen per token instead of per pass.
 
-transformers' module ("dynamic" and "longrope") takes the factors of all tokens of a pass by the largest position in it.
-A tree's pass holds positions beyond the committed text, a long prompt comes in chunks, and a batch has several texts:
-so a module of ours stands in its place. It looks the factors of each token up by L(p) (rotary_lengths.py), in a table
-that the library's own functions have filled, and leaves the rest to the library's code. There are operations on tensors
-alone, so that a pass can be captured. No class is patched: instances are replaced, in a model of our own or in a view.
+transformers' module ("dynamic" and "longrope") chooses the factors of all tokens of a pass by the largest position in
+it. That is wrong here: a tree's pass holds positions beyond the committed text, a long prompt comes in chunks, and a
+batch has several texts. So RotaryByLength replaces it. It looks up the factors of each token by L(p)
+(rotary_lengths.py), in a table filled by transformers' own functions, and leaves the rest to transformers' code. It
+uses only tensor operations, so that a pass can be captured. No class is patched: instances are replaced, in a model
+that we own or in a view.
 
 Letters: T tokens fed, D numbers of a rotated head, n rows of a table.
 """
@@ -29,24 +30,24 @@ from lp_runtime.model.modules.packed_linear import is_hooked, places_of
 
 log = logging.getLogger(__name__)
 
-Rotary = Any  # an nn.Module whose attributes are read: torch declares them as Tensor | Module
+Rotary = Any  # an nn.Module; not typed as one, because torch declares its attributes as Tensor | Module
 
 DYNAMIC, LONG = "dynamic", "longrope"
-REFEEDING_TYPES = ("phi3",)  # their prepare_inputs_for_generation drops the cache at a length, to feed all tokens anew
-REFEEDS_SINCE = (5, 20)  # version of transformers; before, it dropped the cache and fed the last token alone
+REFEEDING_TYPES = ("phi3",)  # their prepare_inputs_for_generation drops the cache at a length and re-feeds all tokens
+REFEEDS_SINCE = (5, 20)  # version of transformers; earlier ones dropped the cache and fed only the last token
 
 
 class RotaryByLength(nn.Module):
-    """Stands in place of a rotary embedding whose factors change with the length.
+    """Replacement of a rotary embedding whose factors change with the text's length.
 
     Args:
-        library: transformers' module, which is not changed. Its forward must take the factors from `inv_freq` alone.
+        library: transformers' module, not changed. Its forward must read the factors from `inv_freq` only.
 
     Attributes:
-        library: a copy of the module, which computes with the factors that it is given before every pass.
-        threshold: a text of up to so many tokens has the factors of row 0.
-        factors: [n, D / 2] float32: row i is of a text of threshold + i tokens, the last one of longer ones, too.
-        prompt_length: P of the tokens that are fed; 0 where none of a prompt is.
+        library: a copy of the module; `forward` sets its `inv_freq` before running it.
+        threshold: longest text, in tokens, that has the factors of row 0.
+        factors: [n, D / 2] float32: row i is for a text of threshold + i tokens, the last row also for longer ones.
+        prompt_length: P of the tokens that are fed; 0 if each token uses its own length.
     """
 
     factors: torch.Tensor
@@ -60,11 +61,9 @@ class RotaryByLength(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        """Return what the library's module returns, each token with the factors of its own length.
+        """Return what transformers' module returns, with the factors of each token's length.
 
-        Args:
-            x: gives dtype and device.
-            position_ids: [..., T] int64.
+        Of `x` only dtype and device are used. Positions are [..., T] int64.
         """
         lengths = (position_ids + 1).clamp_min(self.prompt_length)
         rows = (lengths - self.threshold).clamp(0, len(self.factors) - 1)
@@ -73,18 +72,18 @@ class RotaryByLength(nn.Module):
 
 
 def _changes(rope_type: object) -> bool:
-    """Whether factors of a kind change with the length; transformers takes any "dynamic" in the name for one."""
+    """Whether a rope type's factors change with the length; like transformers, any with "dynamic" counts."""
     return isinstance(rope_type, str) and (DYNAMIC in rope_type or rope_type == LONG)
 
 
 def _has_changing_factors(module: nn.Module) -> bool:
-    """Whether a module is a rotary embedding whose factors change with the length, of any kind of layers."""
+    """Whether a module is a rotary embedding whose factors change with the length, for any layer type."""
     rope_type = getattr(module, "rope_type", None)
     return any(map(_changes, rope_type.values() if isinstance(rope_type, dict) else [rope_type]))
 
 
 def _fresh(library: Rotary) -> Rotary:
-    """Return a copy of a rotary embedding as it was before it was used."""
+    """Return a copy of a rotary embedding, reset to its state before first use."""
     module: Rotary = view_of(library)
     module.inv_freq = library.original_inv_freq.to(library.inv_freq.device, copy=True)
     if DYNAMIC in library.rope_type:
@@ -93,9 +92,9 @@ def _fresh(library: Rotary) -> Rotary:
 
 
 def _table(library: Rotary) -> tuple[int, torch.Tensor]:
-    """Return a threshold, and the factors of texts of so many tokens, and of more, as [n, D / 2] float32.
+    """Return (threshold, factors [n, D / 2] float32): row i is for a text of threshold + i tokens.
 
-    A "dynamic" table ends at as many tokens as vLLM lets such a model have.
+    A "dynamic" table ends at the context length that vLLM allows such a model.
     """
     config, original, device = library.config, library.original_inv_freq, library.inv_freq.device
     function = ROPE_INIT_FUNCTIONS[library.rope_type]
@@ -105,22 +104,22 @@ def _table(library: Rotary) -> tuple[int, torch.Tensor]:
         return threshold, torch.stack([original, long.to(library.inv_freq.dtype)]).float()
     threshold = config.max_position_embeddings
     longest = int(threshold * max(1.0, config.rope_parameters["factor"]))
-    # One length at a time, as the library: several numbers are raised to a power by another function than one, and the
-    # last bits differ.
+    # One length at a time, like transformers: torch's vectorized power function differs from the scalar one in the
+    # last bits.
     lengths = torch.arange(threshold + 1, longest + 1, device=device)
     return threshold, torch.stack([original.float(), *(function(config, device, seq_len=each)[0] for each in lengths)])
 
 
 def replace_rotaries(model: PreTrainedModel, may_refeed: bool = True) -> RotaryLengths:
-    """Put a RotaryByLength in place of each rotary embedding of a model whose factors change with the length.
+    """Replace each rotary embedding of a model whose factors change with the length by a RotaryByLength.
 
     Args:
-        model: changed in place: all of its rotary embeddings are replaced, or none.
-        may_refeed: whether all tokens of a text may be fed anew at a length, where `generate` does.
+        model: changed in place; either all of these rotary embeddings are replaced or none.
+        may_refeed: whether the caller can re-feed a whole text at the length at which `generate` does.
 
     Returns:
-        The lengths at which factors change; UNCHANGING if nothing was replaced. The model must be used where they do
-        not change, then.
+        The lengths at which factors change; UNCHANGING if nothing was replaced. In that case use the model only for
+        lengths at which its factors do not change.
     """
     _put_back(model)
     places = places_of(model, _has_changing_factors)
@@ -140,23 +139,23 @@ def replace_rotaries(model: PreTrainedModel, may_refeed: bool = True) -> RotaryL
 
 
 def _refeeds(model: PreTrainedModel, libraries: Sequence[Rotary]) -> bool:
-    """Whether `generate` drops a model's keys at the length at which factors of its rotary embeddings change."""
+    """Whether `generate` drops a model's cache at the length at which its rotary factors change."""
     is_long = any(each.rope_type == LONG for each in libraries)
     return is_long and model.config.get_text_config().model_type in REFEEDING_TYPES
 
 
 def _replacement(library: Rotary) -> RotaryByLength | None:
-    """Return what can stand in place of a rotary embedding; None if its code does not allow that, or has more to do."""
+    """Return the replacement of a rotary embedding; None if its code does not allow one or does more."""
     try:
         replacement = None if is_hooked(library) else RotaryByLength(library)
         return replacement if replacement is not None and _agrees(replacement) else None
-    except (AttributeError, KeyError, RuntimeError, TypeError):  # of a foreign module, or one with factors by layer
+    except (AttributeError, KeyError, RuntimeError, TypeError):  # an unknown module, or one with factors per layer type
         return None
 
 
 @torch.no_grad()
 def _agrees(replacement: RotaryByLength) -> bool:
-    """Whether a module gives, bit for bit, what the library's gives for one token at a time, and for a prompt."""
+    """Whether a replacement equals transformers' module bit for bit, for single tokens and for a prompt."""
     threshold, library = replacement.threshold, replacement.library
     x = torch.zeros(1, device=library.inv_freq.device)
     for length in sorted({threshold - 1, threshold, threshold + 1, threshold + len(replacement.factors) - 1}):
@@ -164,7 +163,7 @@ def _agrees(replacement: RotaryByLength) -> bool:
         expected = _parts(_fresh(library)(x, places))
         behind_prompt = copy.copy(replacement)
         behind_prompt.prompt_length = length
-        # The last token beside one that is far ahead, and one that is far behind.
+        # The last token in one pass with a much earlier and a much later one: neither may change its factors.
         among = torch.tensor([[0, length - 1, 2 * threshold]], device=x.device)
         found = [*_parts(behind_prompt(x, places)), *(each[:, 1] for each in _parts(replacement(x, among)))]
         if not all(map(torch.equal, found, [*expected, *(each[:, 2] for each in expected)])):
@@ -173,12 +172,12 @@ def _agrees(replacement: RotaryByLength) -> bool:
 
 
 def _parts(output: Any) -> tuple[torch.Tensor, ...]:
-    """Return what a rotary embedding returns, [1, T, D] each: cosines and sines, or complex numbers."""
+    """Return a rotary embedding's output as a tuple: cosines and sines, or complex numbers, [1, T, D]."""
     return output if isinstance(output, tuple) else (output,)
 
 
 def view_behind(model: PreTrainedModel, prompt_length: int) -> PreTrainedModel:
-    """Return a view of a model for tokens of a prompt of so many tokens."""
+    """Return a view of a model for passes that feed tokens of a prompt of `prompt_length` tokens."""
     view = view_of(model)
     for module in view.modules():
         if isinstance(module, RotaryByLength):
@@ -187,13 +186,13 @@ def view_behind(model: PreTrainedModel, prompt_length: int) -> PreTrainedModel:
 
 
 def library_view(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a view of a model that has transformers' own rotary embeddings, as fresh ones are."""
+    """Return a view of a model with transformers' own rotary embeddings, reset to their initial state."""
     view = view_of(model)
     _put_back(view)
     return view
 
 
 def _put_back(model: PreTrainedModel) -> None:
-    """Put transformers' own rotary embeddings in place of those of `replace_rotaries`."""
+    """Undo `replace_rotaries`: restore transformers' rotary embeddings."""
     for parent, name in places_of(model, lambda module: isinstance(module, RotaryByLength)):
         setattr(parent, name, _fresh(getattr(parent, name).library))

@@ -1,8 +1,8 @@
-"""Chunked scans of state-space layers (Mamba 2, arXiv 2405.21060), as long as what is fed.
+"""Chunk size of state-space layers (Mamba 2, arXiv 2405.21060) fitted to the number of tokens fed.
 
-Without CUDA kernels transformers fills a text up to whole chunks, of 256 tokens for most models, and computes matrices
-of chunk x chunk for every head: 26 ms a layer for 8 tokens of a step, and 1 ms in a chunk of 8 (32 heads, 2 cores of an
-AMD EPYC). How a text is cut into chunks changes its result by rounding alone.
+Without CUDA kernels transformers pads a text to whole chunks, of 256 tokens for most models, and computes matrices of
+chunk x chunk for every head: 26 ms per layer for a step of 8 tokens, compared with 1 ms in a chunk of 8 (32 heads, 2
+cores of an AMD EPYC). The chunk size changes the result by rounding only.
 
 Letters: T tokens fed.
 """
@@ -15,16 +15,14 @@ from transformers import PreTrainedModel
 
 from lp_runtime.model.hf.view import view_of
 
-MAX_CHUNK = 64  # for prompts: 512 tokens take 35 ms a layer so, 53 ms in chunks of 256 and 83 ms in chunks of 16
+MAX_CHUNK = 64  # tokens; a prompt of 512 takes 35 ms per layer in these, 53 ms in chunks of 256, 83 ms in chunks of 16
 
 
 class FittedScans:
-    """Chooses, for each pass, the view of a model whose chunks are as long as what is fed.
+    """Views of a model with smaller chunks; each pass uses the one that fits its number of tokens.
 
-    On a GPU, where kernels choose how they work, and for models without such layers, it is always the model itself.
-
-    Args:
-        model: in eval mode; only read.
+    On a GPU, where the kernels choose their own chunks, and for models without such layers, this is always the model
+    itself. The model is not changed.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -34,7 +32,7 @@ class FittedScans:
         self._views: dict[int, PreTrainedModel] = {}
 
     def model_for(self, num_tokens: int) -> PreTrainedModel:
-        """Return what runs T tokens of each text."""
+        """Return the view that runs passes of T tokens per text, or the model itself."""
         chunk = min(MAX_CHUNK, 1 << (num_tokens - 1).bit_length())
         if chunk >= self._own_chunk:
             return self._model
@@ -47,5 +45,5 @@ class FittedScans:
 
 
 def _scanning(model: PreTrainedModel) -> list[Any]:
-    """Return the layers, modules with a chunk_size, that scan in chunks."""
+    """Return the layers that scan in chunks: modules with a chunk_size."""
     return [module for module in model.modules() if type(getattr(module, "chunk_size", None)) is int]

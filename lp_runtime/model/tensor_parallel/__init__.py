@@ -1,1 +1,1 @@
-"""One model on several processes, its shards: each holds a slice of every layer."""
+"""Tensor parallelism: one model on several processes, its shards, each with a slice of every layer."""

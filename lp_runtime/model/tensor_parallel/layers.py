@@ -1,4 +1,4 @@
-"""Modules of a sliced model that put together what the shards of a replica compute.
+"""Modules of a sliced model that combine the outputs of a replica's shards.
 
 Letters: P shards, T tokens, V vocabulary, E hidden size.
 """
@@ -14,15 +14,7 @@ from lp_runtime.distributed.reducers import Reducer
 
 
 class SliceModule(nn.Module):
-    """A module whose shards each hold a slice, and whose output is the whole module's.
-
-    Args:
-        sliced: holds this shard's slice.
-        reducer: puts outputs together.
-
-    Attributes:
-        sliced: see Args.
-    """
+    """Base class of modules that hold this shard's slice but return the output of the whole module."""
 
     def __init__(self, sliced: nn.Module, reducer: Reducer):
         super().__init__()
@@ -35,30 +27,26 @@ class SliceModule(nn.Module):
 
 
 class RowwiseLinear(SliceModule):
-    """A linear layer whose weights are split by inputs: each shard has its part of the input, and the shards' outputs
-    are summed. The bias, which every shard has, is added once.
+    """Linear layer whose weights are split by input features; the shards' outputs are summed.
+
+    Every shard has the bias; it is added once, to the sum.
 
     Args:
-        linear: this shard's part.
-        reducer: sums outputs.
-        splits_input: whether every shard is given the whole input, and takes its part of it.
-        first: the first of this shard's inputs.
-
-    Attributes:
-        in_features: numbers of this shard's part of an input.
-        out_features: numbers of an output.
-        bias: [out_features]; None without one.
+        linear: this shard's slice.
+        reducer: sums the shards' outputs.
+        splits_input: whether `forward` receives the whole input, and selects this shard's part itself.
+        first: index of the first input feature of this shard.
     """
 
     def __init__(self, linear: nn.Linear, reducer: Reducer, splits_input: bool = False, first: int = 0):
         super().__init__(linear, reducer)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        linear.bias = None  # type: ignore[assignment]  # as torch has it for a layer without one
+        linear.bias = None  # type: ignore[assignment]  # torch's value for a layer without bias
         self._first = first if splits_input else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the whole layer's output, [..., out_features], of [..., in_features]."""
+        """Return the whole layer's output, [..., out_features]."""
         if self._first is not None:
             x = x[..., self._first : self._first + self.in_features]
         total = self._reducer.all_reduce(self.sliced(x))
@@ -67,29 +55,22 @@ class RowwiseLinear(SliceModule):
 
 @dataclass
 class OutputMode:
-    """What a GatheredLinear returns; its views (model/hf/view.py) have it, too.
-
-    Attributes:
-        is_whole: whether that is the whole output, and not this shard's part of it alone.
-    """
+    """Whether a GatheredLinear returns its whole output or this shard's part; shared with its views."""
 
     is_whole: bool = True
 
 
 class GatheredLinear(SliceModule):
-    """A linear layer whose weights are split by outputs, and whose output is put together: the head, by vocabulary.
+    """Linear layer whose weights are split by output features, and whose output is gathered: the LM head.
 
     Args:
-        linear: this shard's part.
-        reducer: puts outputs together.
-        sizes: [P] outputs of each shard's part, the largest first.
-        shard: this shard's number.
+        linear: this shard's slice.
+        reducer: gathers the shards' outputs.
+        sizes: [P] output features of each shard, the largest first.
+        shard: index of this shard.
 
     Attributes:
-        out_features: numbers of the whole output.
-        sizes: as given.
-        shard: as given.
-        mode: what `forward` returns.
+        out_features: size of the whole output.
     """
 
     def __init__(self, linear: nn.Linear, reducer: Reducer, sizes: list[int], shard: int):
@@ -98,27 +79,24 @@ class GatheredLinear(SliceModule):
         self.sizes, self.shard, self.mode = sizes, shard, OutputMode()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the whole layer's output, [..., out_features], or this shard's part of it."""
+        """Return the whole layer's output, [..., out_features], or this shard's part of it; see `mode`."""
         part = self.sliced(x)
         return self.put_together(part) if self.mode.is_whole else part
 
     def put_together(self, part: torch.Tensor) -> torch.Tensor:
-        """Return all shards' parts of an output side by side, [..., out_features]."""
+        """Gather and concatenate all shards' parts of an output, [..., out_features]."""
         parts = self.gather(nn.functional.pad(part, (0, self.sizes[0] - part.shape[-1])))
         return torch.cat([each[..., :size] for each, size in zip(parts, self.sizes, strict=True)], -1)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return all shards' tensors, of one shape, [P, ...]."""
+        """Gather the tensors of all shards, which must have the same shape, into [P, ...]."""
         return self._reducer.all_gather(tensor)
 
 
 class VocabularyEmbedding(SliceModule):
-    """An embedding that is split by vocabulary: the shard that has a token looks it up, the others add zeros.
+    """Embedding split by vocabulary: the shard that holds a token looks it up, the others add zeros.
 
-    Args:
-        embedding: this shard's part.
-        reducer: sums outputs.
-        first: id of the first token of this shard's part.
+    This shard's slice begins at token id `first`.
     """
 
     def __init__(self, embedding: nn.Embedding, reducer: Reducer, first: int):

@@ -1,9 +1,10 @@
-"""Makes a shard of a model that transformers has loaded slice by slice.
+"""Conversion of a model that transformers loaded in slices into a shard of our own.
 
-transformers' tensor-parallel plan of a family says which layer is split how, and its loader reads each process's part
-of every weight from the checkpoint. What it leaves are DTensors and wrapped forward methods that call collectives of
-the default process group. Here they become plain parameters, and modules that sum by means of the replica's own link
-(layers.py): so blocks are fused and linear layers packed as in a whole model, and a lost shard is noticed at once.
+transformers' tensor-parallel plan of a model family says how each layer is split, and its loader reads each process's
+part of every weight from the checkpoint. The result has DTensors, and wrapped forward methods that call collectives of
+the default process group. This module turns them into plain parameters, and into modules that sum over the replica's
+own link (layers.py). Blocks can then be fused and linear layers packed as in a whole model, and a lost shard is noticed
+at once.
 
 Letters: P shards.
 """
@@ -22,16 +23,16 @@ from lp_runtime.distributed.shards import ShardLink, ShardPlace
 from lp_runtime.errors import ModelError
 from lp_runtime.model.tensor_parallel.layers import GatheredLinear, RowwiseLinear, VocabularyEmbedding
 
-# Styles of transformers' plans whose modules compute with their slices as they are: what follows them sums.
+# Styles of transformers' plans. Modules of the local ones just compute with their slices; a later module sums.
 PACKED_STYLES = ("packed_colwise", "packed_rowwise")
 LOCAL_STYLES = ("colwise", *PACKED_STYLES, "local_params", "replicate", "replicated_with_grad_allreduce")
 SUMMED_STYLES = ("moe_tp_experts", "all_reduce")  # of modules whose outputs are summed
 ROW_STYLES = ("rowwise", "rowwise_split_input", "rowwise_rep")
 GATHERED_STYLES = ("colwise_gather_output", "colwise_rep")
 STYLES = (*LOCAL_STYLES, *SUMMED_STYLES, *ROW_STYLES, *GATHERED_STYLES, "embedding_rowwise")
-KEYS = ("k_proj", "qkv_proj", "query_key_value")  # layers whose outputs hold keys
-WHOLE_BIASES = ("down_proj_bias",)  # of experts: every shard has them, and adds them to a part of a sum
-# Plans of types of models for which transformers has none. In gpt_oss an expert's gate and up columns alternate.
+KEYS = ("k_proj", "qkv_proj", "query_key_value")  # layers whose outputs contain keys
+WHOLE_BIASES = ("down_proj_bias",)  # of experts: every shard has the full bias, and adds it to its part of a sum
+# Plans for model types that have none in transformers. In gpt_oss an expert's gate and up columns alternate.
 OWN_PLANS = {
     "gpt_oss": {
         "model.embed_tokens": "embedding_rowwise",
@@ -49,29 +50,21 @@ OWN_PLANS = {
 }
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
-Weights = dict[int, tuple[torch.Tensor, nn.Parameter]]  # DTensors and the slices that have replaced them, by id
+Weights = dict[int, tuple[torch.Tensor, nn.Parameter]]  # by id(DTensor): (DTensor, the slice that replaces it)
 
 
 def own_plan(config: PreTrainedConfig) -> dict[str, str] | None:
-    """Return our plan for a type of model for which transformers has none; None for all others."""
+    """Return our tensor-parallel plan for a model type that has none in transformers; None for all others."""
     plan = OWN_PLANS.get(config.model_type)
     if plan is None:
         return None
-    from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES  # imports DTensor, for seconds
+    from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES  # takes seconds: imports DTensor
 
-    return {name: style for name, style in plan.items() if style in ALL_PARALLEL_STYLES}  # before 5.23 it has fewer
+    return {name: style for name, style in plan.items() if style in ALL_PARALLEL_STYLES}  # fewer before 5.23
 
 
 def check_shards(config: PreTrainedConfig, num_shards: int) -> None:
-    """Refuse a model that cannot be sliced, as far as its configuration tells.
-
-    Args:
-        config: the model's.
-        num_shards: P.
-
-    Raises:
-        ModelError: naming what cannot be divided.
-    """
+    """Raise ModelError, naming what cannot be divided, if a configuration rules out P shards."""
     text = config.get_text_config()
     what = f"gpus_per_replica={num_shards}: {text.model_type}"
     if any(getattr(each, "quantization_config", None) is not None for each in (config, text)):
@@ -86,28 +79,25 @@ def check_shards(config: PreTrainedConfig, num_shards: int) -> None:
 
 
 def splits_keys(config: PreTrainedConfig) -> bool:
-    """Whether shards of a model divide its keys and values, and not only its weights, by its configuration.
+    """Whether the shards of a model divide its keys and values, in addition to its weights.
 
-    Plans of some types (phi3, olmo2) put queries, keys and values together on every shard.
+    Plans of some types (phi3, olmo2) gather queries, keys and values on every shard.
     """
     plan = own_plan(config) or getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
     return any(name.rpartition(".")[2] in KEYS and style == "colwise" for name, style in plan.items())
 
 
 def is_split(plan: dict[str, str], name: str, num_dimensions: int) -> int | None:
-    """Return the dimension by which shards divide a parameter; None if every shard has it whole.
+    """Return the dimension in which shards divide a parameter; None if every shard holds it whole.
 
-    Args:
-        plan: styles by names of modules and parameters, with * for numbers of layers.
-        name: the parameter's.
-        num_dimensions: of the parameter.
+    The plan maps names of modules and parameters, with * for layer numbers, to styles.
     """
     pattern = LAYER_NUMBER.sub("*", name)
     style = plan.get(pattern)
     if style is None:
         module = plan.get(pattern.rpartition(".")[0])
-        style = None if module in SUMMED_STYLES else module  # which are of outputs; weights have styles of their own
-    if style in ROW_STYLES or style == "packed_rowwise":  # of inputs: the last dimension, of which a bias has none
+        style = None if module in SUMMED_STYLES else module  # these only say that outputs are summed
+    if style in ROW_STYLES or style == "packed_rowwise":  # split by input, the last dimension; a bias has no inputs
         return num_dimensions - 1 if num_dimensions > 1 else None
     if style in ("colwise", "packed_colwise", *GATHERED_STYLES):
         return max(0, num_dimensions - 2)
@@ -115,11 +105,11 @@ def is_split(plan: dict[str, str], name: str, num_dimensions: int) -> int | None
 
 
 def _divided(config: PreTrainedConfig, plan: dict[str, str]) -> dict[str, int]:
-    """Return the numbers of a (text) configuration that must be multiples of P, by name."""
+    """Return the fields of a (text) configuration that must be multiples of P, with their values."""
     numbers: dict[str, int] = {}
     if splits_keys(config):
         for name in ("num_attention_heads", "num_key_value_heads"):
-            numbers[name] = getattr(config, name, None) or 0  # without the second there are as many as of the first
+            numbers[name] = getattr(config, name, None) or 0  # without key/value heads there are as many as of heads
     if config.model_type in OWN_PLANS or any(style in PACKED_STYLES for style in plan.values()):
         width = "moe_intermediate_size" if hasattr(config, "moe_intermediate_size") else "intermediate_size"
         numbers[width] = getattr(config, width)
@@ -133,20 +123,12 @@ def _check_styles(what: str, plan: dict[str, str]) -> None:
 
 
 def slice_model(model: PreTrainedModel, link: ShardLink) -> None:
-    """Make a model that was loaded by transformers' tensor-parallel plan compute by means of a replica's link.
-
-    Args:
-        model: changed in place.
-        link: between the shards.
-
-    Raises:
-        ModelError: if the plan has a style that is not supported.
-    """
+    """Turn a model that transformers loaded in slices into a shard that reduces over `link`, in place."""
     place, plan = link.place, dict(model.tp_plan)
     _check_styles(f"gpus_per_replica={place.num_shards}: {model.config.model_type}", plan)
     weights: Weights = {}
     for module in model.modules():
-        vars(module).pop("forward", None)  # the library's wrapper
+        vars(module).pop("forward", None)  # transformers' wrapper, which would call its own collectives
         _keep_slices(module, weights)
     for name, module in list(model.named_modules()):
         style = plan.get(LAYER_NUMBER.sub("*", name))
@@ -159,23 +141,22 @@ def slice_model(model: PreTrainedModel, link: ShardLink) -> None:
 
 
 def _keep_slices(module: nn.Module, weights: Weights) -> None:
-    """Replace the DTensors of a module by parameters that are this shard's slices; tied ones stay tied."""
+    """Replace a module's DTensors by plain parameters with this shard's slices; tied weights stay tied."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        if hasattr(parameter, "to_local"):  # a DTensor, whose module takes seconds to import
+        if hasattr(parameter, "to_local"):  # a DTensor; importing its class takes seconds
             if id(parameter) not in weights:
                 part = parameter.to_local().detach()
                 if part.untyped_storage().nbytes() > part.numel() * part.element_size():
-                    part = part.clone()  # the rest is a mapped checkpoint's
+                    part = part.clone()  # the slice is a view into a memory-mapped checkpoint: release that
                 weights[id(parameter)] = parameter, nn.Parameter(part, requires_grad=False)
             setattr(module, name, weights[id(parameter)][1])
 
 
 def _replaced(module: nn.Module, style: str, reducer: Reducer, place: ShardPlace) -> nn.Module:
-    """Return what stands for a module of a style: the module, told the sizes of its slice, or around it one that puts
-    outputs together."""
+    """Set a module's sizes to those of its slice, and wrap it if the shards' outputs must be combined."""
     if isinstance(module, nn.Embedding):
         chunk = _chunk(module.num_embeddings, place)
-        module.num_embeddings, module.padding_idx = len(module.weight), None  # an index that this part may not have
+        module.num_embeddings, module.padding_idx = len(module.weight), None  # this slice may lack the padding index
         return VocabularyEmbedding(module, reducer, chunk * place.shard)
     if not isinstance(module, nn.Linear):
         return module
@@ -191,17 +172,17 @@ def _replaced(module: nn.Module, style: str, reducer: Reducer, place: ShardPlace
 
 
 def _chunk(size: int, place: ShardPlace) -> int:
-    """Return how much of a dimension each shard has; the last ones may have less."""
+    """Return the size of each shard's part of a dimension; the last shards may have less."""
     return -(-size // place.num_shards)
 
 
 def _add_biases_once(module: nn.Module, place: ShardPlace) -> None:
-    """Clear the biases that every shard adds to an output that is summed, on all shards but the first."""
+    """Zero WHOLE_BIASES on all shards except the first, so that the sum of the outputs contains each once."""
     for name, parameter in module.named_parameters(recurse=False):
         if name in WHOLE_BIASES and not place.is_leader:
             parameter.data.zero_()
 
 
 def _sum_output(reducer: Reducer, module: nn.Module, arguments: object, output: torch.Tensor) -> torch.Tensor:
-    """Return the sum of all shards' outputs: a forward hook."""
+    """Forward hook that sums the outputs of all shards."""
     return reducer.all_reduce(output)
