@@ -91,9 +91,7 @@ class Calibration:
     def times(self, num_tokens: int, num_committed: int = 0) -> np.ndarray:
         """Return [R, num_tokens + 1] int64 nanoseconds of each replica's step of 0, 1, 2 ... tokens.
 
-        Args:
-            num_tokens: tokens of the largest step.
-            num_committed: length of the context that the steps follow.
+        The steps follow a context of `num_committed` tokens.
         """
         num_more = max(0, num_committed - num_context_tokens(self._model))
         found = []
@@ -131,8 +129,7 @@ class Calibration:
     def prepare_vocabulary(self, seconds: float | None = None) -> None:
         """Query the vocabulary for a limited time if calibration is gradual, else completely.
 
-        Args:
-            seconds: minimum duration if gradual; by default START_SECONDS, once per process.
+        If gradual, it takes at least `seconds`; by default START_SECONDS, once per process.
         """
         self.vocabulary()
         prior = self._vocabulary_prior()

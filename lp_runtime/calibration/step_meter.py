@@ -137,8 +137,7 @@ class _StepMeter:
     def _first_round(self) -> tuple[list[int], float]:
         """Run steps of every size, up to limits of cost, memory and (after MIN_MEASURED_TOKENS) time.
 
-        Returns:
-            ([points] nanoseconds of the sizes, the `time.perf_counter` value at which measuring should end).
+        Returns ([points] nanoseconds of the sizes, the `time.perf_counter` value at which measuring should end).
         """
         deadline = time.perf_counter() + MEASURE_SECONDS
         self._begin()
@@ -174,8 +173,7 @@ class _StepMeter:
     def _prefix_ns(self, durations: Mapping[int, int]) -> tuple[int, int]:
         """Return what PREFIX_UNIT more committed tokens add to a one-token step, and to each further token.
 
-        Args:
-            durations: nanoseconds of steps after the short context, by number of tokens.
+        `durations` are nanoseconds of steps after the short context, by number of tokens.
         """
         num_long, num_short = self._num_long(), len(self._context)
         one, several = LONG_SIZES

@@ -173,14 +173,10 @@ class VocabularyPrior:
     # Agreement, on all replicas at once.
 
     def agree(self, min_new: int | None = None) -> None:
-        """Share the replicas' new results if there are enough of them.
+        """Share the replicas' new results if there are at least `min_new`, or all that were missing.
 
-        Args:
-            min_new: new tokens that are enough; None for 1 / MIN_NEW_PART of the vocabulary, or for any number on a
-                replica without peers. All tokens still missing are always enough.
-
-        Raises:
-            ReplicaError: if a peer is gone.
+        None stands for 1 / MIN_NEW_PART of the vocabulary, or for any number on a replica without peers. Raises
+        ReplicaError if a peer is gone.
         """
         if not self._has_begun:
             self._begin()

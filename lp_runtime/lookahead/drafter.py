@@ -52,12 +52,9 @@ class VerificationResult:
 
     @classmethod
     def from_root(cls, root: int, successors: np.ndarray, top_k: np.ndarray | None = None) -> VerificationResult:
-        """Return a result for the whole tree from the results of the nodes from the root on.
+        """Return a result for the whole tree from [n] int64 successors of the nodes from the root on.
 
-        Args:
-            root: index of the root; pending tokens before it get -1.
-            successors: [n] int64 token ids.
-            top_k: [n, ENTRY] int32, see VerificationResult.
+        The pending tokens before the root get -1. `top_k`: see VerificationResult.
         """
         if root:
             from_root, successors = successors, np.empty(root + len(successors), np.int64)
@@ -94,12 +91,9 @@ class Counts:
         self.latest = np.zeros(0, dtype=np.int64)
 
     def add(self, sources: np.ndarray, depths: np.ndarray, path: Sequence[int]) -> None:
-        """Count one step.
+        """Count one step: the source rows and depths, [m] int64, of the nodes below the root.
 
-        Args:
-            sources: [m] int64 row of each node below the root.
-            depths: [m] int64 depth of each node below the root.
-            path: indices of the accepted nodes among these m.
+        `path` has the indices of the accepted nodes among these m.
         """
         columns = np.minimum(depths, MAX_DEPTH_COUNTED) - 1
         np.add.at(self.fed, (sources, columns), 1)
@@ -218,15 +212,9 @@ class CountingDrafter(Drafter):
     ) -> tuple[TokenTree, int]:
         """Start a tree with the pending tokens and the tokens that the constraint forces.
 
-        Args:
-            tokens: see `propose`.
-            num_cached: see `propose`.
-            max_depth: see `propose`.
-            guide: see `propose`.
-            budget: largest number of nodes, including pending tokens; None for no limit besides max_nodes.
-
-        Returns:
-            (tree, node): the tree, and its last certain node, below which guesses begin.
+        Returns (tree, node): the tree, and its last certain node, below which guesses begin. The tree has at most
+        `budget` nodes, including pending tokens; None for no limit besides max_nodes. The other arguments are those of
+        `propose`.
         """
         if guide is None:
             return TokenTree(tokens[num_cached:], max_depth, budget), len(tokens) - num_cached - 1
@@ -237,13 +225,7 @@ class CountingDrafter(Drafter):
         return tree, self._forced[-1] if self._forced else tree.root
 
     def count(self, tree: TokenTree, path: Sequence[int], claims: Sequence[Iterable[int]]) -> None:
-        """Count one step.
-
-        Args:
-            tree: the step's tree.
-            path: the accepted nodes.
-            claims: the nodes of each source; a node counts for the first source that claims it.
-        """
+        """Count one step by source: a node counts for the first of the `claims` that contains it."""
         sources = np.full(len(tree), -1)
         for source, claimed in reversed(list(enumerate(claims))):
             sources[list(claimed)] = source

@@ -31,14 +31,9 @@ MAX_SAMPLE = WORD_MASK  # a sample's index is one 32-bit word of the counter
 
 
 def philox(counter: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
-    """Compute Philox4x32-10.
+    """Return Philox4x32-10 of a counter, [4, ...] int64 words of 32 bits, as random words of equal shape.
 
-    Args:
-        counter: [4, ...] int64, words of 32 bits.
-        key: two words of 32 bits.
-
-    Returns:
-        [4, ...] int64, words of 32 random bits.
+    `key` are two words of 32 bits.
     """
     shape = (2, *[1] * (counter.dim() - 1))
 
@@ -58,7 +53,7 @@ def philox(counter: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
 def uniforms(
     seed: int, sample: int, positions: Sequence[int], vocabulary_size: int, device: torch.device, first: int = 0
 ) -> torch.Tensor:
-    """Return uniform numbers in (0, 1) with 52 bits, bitwise equal on every device.
+    """Return [m, V] float64 uniform numbers in (0, 1) with 52 bits, bitwise equal on every device.
 
     Args:
         seed: 0 to 2**64 - 1.
@@ -67,9 +62,6 @@ def uniforms(
         vocabulary_size: V.
         device: where the numbers are computed.
         first: first of the V token ids to return numbers for.
-
-    Returns:
-        [m, V] float64.
     """
     # One counter yields the bits of two neighbouring token ids.
     pairs = torch.arange(first // 2, (first + vocabulary_size + 1) // 2, device=device)
@@ -114,15 +106,12 @@ class GumbelNoise:
 
 
 def sample_successors(scores: torch.Tensor, positions: Sequence[int], noise: GumbelNoise | None) -> torch.Tensor:
-    """Sample the successors of n nodes.
+    """Sample the successors of n nodes; return [n] int64 token ids.
 
     Args:
         scores: [n, V] float32 processed logits; -inf for tokens that must not be sampled.
         positions: [n] absolute positions of the tokens to be sampled.
         noise: None for greedy decoding: the likeliest token, on ties the lowest id, like `generate(do_sample=False)`.
-
-    Returns:
-        [n] int64 token ids.
     """
     return largest(scores if noise is None or not positions else scores + noise.at(positions))
 

@@ -56,20 +56,10 @@ def build_processors(
     eos_token_ids: Collection[int],
     processors: Sequence[LogitsProcessor] = (),
 ) -> LogitsProcessorList:
-    """Return a request's logits processors in transformers' order.
+    """Return a request's logits processors, including the caller's `processors`, in transformers' order.
 
-    They are captured from a call of `generate` whose decoding loop is replaced.
-
-    Args:
-        model: a loaded model.
-        prompt_ids: token ids of the prompt.
-        sampling: settings that override the model's defaults.
-        max_new_tokens: largest number of tokens to generate.
-        eos_token_ids: tokens that end the request; some processors use them.
-        processors: the caller's own processors.
-
-    Raises:
-        ConfigError: if transformers refuses a value.
+    They are captured from a call of `generate` whose decoding loop is replaced. `sampling` overrides the model's
+    defaults. Raises ConfigError if transformers refuses a value.
     """
     captured = LogitsProcessorList()
 

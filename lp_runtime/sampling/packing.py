@@ -45,10 +45,8 @@ def unpack_kernel() -> Callable[[np.ndarray, int, np.ndarray], None]:
 def pack_top_k(scores: np.ndarray, num: int, packed: np.ndarray) -> None:
     """Find and pack each row's likeliest tokens with their margins, in one pass over the scores.
 
-    Args:
-        scores: [n, V] float32; tokens with score -inf are left out.
-        num: K.
-        packed: [n, width] int64; all columns but the first are written.
+    `scores` are [n, V] float32; tokens with score -inf are left out. `num` is K. All columns of `packed`, [n, width]
+    int64, but the first are written.
     """
     ids, values = np.empty(num + 1, dtype=np.int64), np.empty(num + 1, dtype=np.float32)
     for row in range(scores.shape[0]):
@@ -58,13 +56,10 @@ def pack_top_k(scores: np.ndarray, num: int, packed: np.ndarray) -> None:
 
 @compiled(makes_arrays=True)
 def find_top_k(scores: np.ndarray, num: int, ids: np.ndarray, values: np.ndarray) -> None:
-    """Find each row's likeliest tokens, as `pack_top_k` does.
+    """Find each row's likeliest tokens, likeliest first; `scores` are [n, V] float32.
 
-    Args:
-        scores: [n, V] float32.
-        num: K.
-        ids: [n, K] int64, receives token ids, likeliest first; NO_TOKEN if there are fewer.
-        values: [n, K] float32, receives their scores; -inf if there are fewer.
+    Writes `ids`, [n, K] int64, and their scores to `values`, [n, K] float32; NO_TOKEN and -inf if there are fewer than
+    K.
     """
     row_ids, row_values = np.empty(num + 1, dtype=np.int64), np.empty(num + 1, dtype=np.float32)
     for row in range(scores.shape[0]):
@@ -77,11 +72,7 @@ def find_top_k(scores: np.ndarray, num: int, ids: np.ndarray, values: np.ndarray
 def pack_found(ids: np.ndarray, values: np.ndarray, num: int, packed: np.ndarray) -> None:
     """Pack the likeliest of the tokens found in all slices of the vocabulary, like `pack_top_k`.
 
-    Args:
-        ids: [n, m] int64 token ids; of equal scores the lower id comes first.
-        values: [n, m] float32 their scores; tokens with score -inf are left out.
-        num: K.
-        packed: [n, width] int64; all columns but the first are written.
+    `ids` are [n, m] int64, of equal scores the lower id first; `values` are [n, m] float32 scores, -inf for none.
     """
     best_ids, best_values = np.empty(num + 1, dtype=np.int64), np.empty(num + 1, dtype=np.float32)
     for row in range(ids.shape[0]):
@@ -117,12 +108,8 @@ def _scan_row(line: np.ndarray, num: int, ids: np.ndarray, values: np.ndarray) -
 def insert_candidate(ids: np.ndarray, values: np.ndarray, num: int, token: int, score: float) -> None:
     """Insert a token among a row's candidates by its score, and drop the last one.
 
-    Args:
-        ids: [K + 1] int64 token ids.
-        values: [K + 1] float32 scores, the largest first.
-        num: K.
-        token: token id to insert.
-        score: larger than that of the last candidate.
+    `ids` are [K + 1] int64 and `values` [K + 1] float32, the largest first. `score` must be larger than the last
+    candidate's; `num` is K.
     """
     rank = num - 1
     while rank > 0 and values[rank - 1] < score:
@@ -133,14 +120,9 @@ def insert_candidate(ids: np.ndarray, values: np.ndarray, num: int, token: int, 
 
 @inlined
 def pack_words(ids: np.ndarray, values: np.ndarray, num: int, packed: np.ndarray, row: int) -> None:
-    """Write a row's candidates and their margins, two per integer, to the columns from 1 on.
+    """Write a row's candidates and their margins to `packed`, two per integer, from column 1 on.
 
-    Args:
-        ids: [K + 1] int64 token ids.
-        values: [K + 1] float32 scores, the largest first.
-        num: K.
-        packed: [n, width] int64, written to.
-        row: the row to write.
+    `ids` are [K + 1] int64 and `values` [K + 1] float32 scores, the largest first; `num` is K.
     """
     for rank in range(0, num, 2):
         word = np.int64(0)
@@ -159,10 +141,8 @@ def pack_words(ids: np.ndarray, values: np.ndarray, num: int, packed: np.ndarray
 def unpack_top_k(packed: np.ndarray, num: int, entries: np.ndarray) -> None:
     """Unpack top-k candidates and margins into entries in the layout of best_first/tables.py.
 
-    Args:
-        packed: [n, width] int64.
-        num: number of packed candidates; margins are only unpacked if this is K of tables.py.
-        entries: [n, ENTRY] int32; completely written, -1 for missing values.
+    `entries`, [n, ENTRY] int32, are completely written, -1 for missing values. `num` candidates are packed; margins are
+    only unpacked if that is K of tables.py.
     """
     for row in range(len(packed)):
         for place in range(ENTRY):

@@ -24,15 +24,7 @@ class NewTextPenalty:
         self._presence, self._frequency, self._prompt_length = presence, frequency, prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the penalized scores.
-
-        Args:
-            input_ids: [b, l] int64 prompt and new text of each row.
-            scores: [b, V] float32, not changed.
-
-        Returns:
-            [b, V] float32.
-        """
+        """Return penalized copies of `scores`, [b, V] float32, for prompts and new texts `input_ids`, [b, l]."""
         new = input_ids[:, self._prompt_length :]
         counts = torch.zeros_like(scores).scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
         return scores - self._frequency * counts - self._presence * (counts > 0)

@@ -168,10 +168,7 @@ class TreeProcessors:
             masks: [1, words], see `__call__`.
 
         Returns:
-            [1, V] float32 scores.
-
-        Raises:
-            ConfigError, RequestError: see `__call__`.
+            [1, V] float32 scores. Errors as of `__call__`.
         """
         return self._in_order(logits, prefix, lambda scores: apply_masks(scores, masks))
 
@@ -179,14 +176,7 @@ class TreeProcessors:
         """Repeat an earlier call of the processors, for a prefix whose next token is already known.
 
         The constraint's mask is left out, because it is no longer known. A request's own processors still see the same
-        scores as before, unless they come after warpers.
-
-        Args:
-            logits: [1, V] float32, not changed.
-            prefix: [l] prompt and committed tokens.
-
-        Raises:
-            ConfigError, RequestError: see `__call__`.
+        scores as before, unless they come after warpers. Arguments and errors as of `process_next`.
         """
         self._in_order(logits, prefix, lambda scores: scores)
 

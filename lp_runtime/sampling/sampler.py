@@ -145,19 +145,9 @@ class Sampler:
     ) -> tuple[torch.Tensor, Scores]:
         """Sample along the accepted path, calling the processors once per committed token and in order.
 
-        Successors of nodes off the path are sampled from unprocessed logits, because drafters learn from them.
-
-        Args:
-            found: logits of the n nodes.
-            tree: the step's tree.
-            nodes: [n] indices into the tree: all nodes from the root on.
-            tokens: see `sample`.
-            with_top_k: see `sample`.
-            may_follow: whether the accepted path may continue with a node.
-            masks: see `sample`.
-
-        Returns:
-            (packed, scores): see `sample`.
+        Successors of nodes off the path are sampled from unprocessed logits, because drafters learn from them. `nodes`
+        must be all nodes from the root on; `may_follow` says whether the accepted path may continue with a node. The
+        other arguments and the result are those of `sample`.
         """
         logits = found.logits
         scores = logits.clone()
@@ -252,13 +242,9 @@ class Sampler:
     def unpack(
         self, packed: np.ndarray, with_top_k: bool = True
     ) -> tuple[np.ndarray, list[float] | None, np.ndarray | None]:
-        """Unpack the results of n nodes.
+        """Unpack the results of n nodes from `packed`, [n, width] int64.
 
         A log-probability is the model's own: of the token under softmax(logits), before processors and noise.
-
-        Args:
-            packed: [n, width] int64.
-            with_top_k: the argument of `sample`.
 
         Returns:
             (successors, logprobs, entries): [n] int64; a list of n, or None if not requested; [n, ENTRY] int32 top-k
@@ -284,12 +270,7 @@ class Sampler:
 def sample_greedily(logits: torch.Tensor, kernels: ModuleType) -> torch.Tensor:
     """Sample greedily on a GPU, packed like a Sampler with K top-k candidates; does not synchronize.
 
-    Args:
-        logits: [n, V] in the model's dtype.
-        kernels: lp_runtime.kernels.triton_gpu.
-
-    Returns:
-        [n, width] int64.
+    `logits` are [n, V] in the model's dtype; `kernels` is lp_runtime.kernels.triton_gpu. Returns [n, width] int64.
     """
     if not kernels.can_cut(logits.dtype, None):
         logits = logits.float()
@@ -304,8 +285,7 @@ def _positions(tree: TokenTree, nodes: Sequence[int] | np.ndarray, tokens: Seque
 def top_k(scores: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the `num` likeliest tokens of each row of `scores`, [n, V] float32, and their margins.
 
-    Returns:
-        (ids, margins): [n, K] int64 each; an id is NO_TOKEN if there are fewer.
+    Both are [n, K] int64; an id is NO_TOKEN if there are fewer.
     """
     top, ids = scores.topk(min(num, scores.shape[-1]), dim=-1)
     margins = (

@@ -66,12 +66,8 @@ class VocabularySlice:
     def find(self, logits: torch.Tensor, draw: Draw) -> torch.Tensor:
         """Find the slice's token that would be sampled, and its top-k candidates.
 
-        Args:
-            logits: [n, v] in the model's dtype.
-            draw: how successors are sampled.
-
-        Returns:
-            [n, width] int64 with the same width on all slices: token ids and their scores, half an integer each.
+        `logits` are [n, v] in the model's dtype. Returns [n, width] int64 with the same width on all slices: token ids
+        and their scores, half an integer each.
         """
         if kernels := kernels_for(self.device):
             if not kernels.can_cut(logits.dtype, None):
@@ -96,14 +92,9 @@ class VocabularySlice:
         return torch.from_numpy((values.view(np.int32).astype(np.int64) << HALF_BITS) | (ids + self._first))
 
     def pack(self, found: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """Merge the results of all slices.
+        """Merge the results of `find` for all slices, [P, n, width] int64 in the order of token ids.
 
-        Args:
-            found: [P, n, width] int64 results of `find`, in the order of token ids.
-            draw: the argument of `find`.
-
-        Returns:
-            [n, width] int64 packed successors in the layout of sampling/sampler.py, without log-probabilities.
+        Returns [n, width] int64 packed successors in the layout of sampling/sampler.py, without log-probabilities.
         """
         if kernels := kernels_for(self.device):
             with on(self.device):

@@ -123,10 +123,7 @@ class ChainBudget(StepBudget):
     def settle(self, shares: Shares, path: Sequence[int], num_pending: int) -> int:
         """Record which replicas keep what they fed; return by how many tokens the state of all advanced.
 
-        Args:
-            shares: [R] the step's shares.
-            path: the nodes that the committed tokens follow, from the root on.
-            num_pending: pending tokens of the tree.
+        `path` has the nodes that the committed tokens follow, from the root on.
         """
         ahead = []
         for rank, share in enumerate(shares):

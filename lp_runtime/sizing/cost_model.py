@@ -84,16 +84,9 @@ def interpolate(tokens: Sequence[int], nanoseconds: Sequence[int], num_tokens: i
 
 
 def times_behind(times: np.ndarray, prefix_ns: Sequence[int] | np.ndarray, num_tokens: int) -> np.ndarray:
-    """Return step times for a longer context than the one they were measured with.
+    """Return step times, [M + 1] int64 ns, for a context `num_tokens` longer than when they were measured.
 
-    Args:
-        times: [M + 1] int64 nanoseconds of 0, 1, 2 ... tokens.
-        prefix_ns: [2] nanoseconds that PREFIX_UNIT more committed tokens add to a step of one token, and to each
-            further token.
-        num_tokens: additional committed tokens.
-
-    Returns:
-        [M + 1] int64 nanoseconds.
+    `prefix_ns`, [2], are what PREFIX_UNIT more committed tokens add to a step of one token, and to each further token.
     """
     more = np.maximum(np.arange(len(times)) - 1, 0) * int(prefix_ns[1]) + int(prefix_ns[0])
     return times + more * num_tokens // PREFIX_UNIT

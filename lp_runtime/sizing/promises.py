@@ -53,12 +53,10 @@ class Promises:
         return expected
 
     def observe(self, path_probabilities: np.ndarray, num_pending: int, accepted: Sequence[int]) -> None:
-        """Learn from the nodes that a step fed.
+        """Learn from the nodes that a step fed; the first `num_pending`, the pending tokens, do not count.
 
-        Args:
-            path_probabilities: [T] int64 of these nodes, fixed point of PATH_PROBABILITY_BITS.
-            num_pending: number of pending tokens, the first nodes; they are not counted.
-            accepted: indices of the nodes on the accepted path.
+        `path_probabilities` are [T] int64, fixed point of PATH_PROBABILITY_BITS; `accepted` are the nodes on the
+        accepted path.
         """
         _observe(path_probabilities, num_pending, np.array(accepted, np.int64), self.kept, self.promised)
 
@@ -79,12 +77,9 @@ def _level_of(of_node, num_levels):
 
 @inlined
 def correct(path_probability, kept, promised):
-    """Return a corrected path probability, fixed point of EXPECTED_BITS.
+    """Return a corrected path probability, fixed point of EXPECTED_BITS; see Promises.
 
-    Args:
-        path_probability: fixed point of PATH_PROBABILITY_BITS.
-        kept: [L] see Promises.
-        promised: [L] see Promises.
+    `path_probability` is fixed point of PATH_PROBABILITY_BITS.
     """
     of_node = path_probability >> (PATH_PROBABILITY_BITS - EXPECTED_BITS)
     level = _level_of(of_node, len(kept))

@@ -78,10 +78,7 @@ def inlined(function: Callable | None = None, *, makes_arrays: bool = False) -> 
     """Mark a function for inlining into its compiled callers; Python callers run it as plain Python.
 
     It gets no entry point for Python and no cache file. Those are two thirds of the time to compile a small function.
-
-    Args:
-        function: the function; None to return a decorator.
-        makes_arrays: see `compiled`.
+    `makes_arrays` is as in `compiled`; without `function`, a decorator is returned.
     """
     if function is None:
         return functools.partial(inlined, makes_arrays=makes_arrays)

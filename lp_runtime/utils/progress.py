@@ -22,11 +22,7 @@ class Progress:
         self._started = time.monotonic()
 
     def begin(self, what: str) -> None:
-        """Announce that the next stage begins; calls after the last stage are ignored.
-
-        Args:
-            what: the stage, in a few words.
-        """
+        """Announce that the next stage, `what` in a few words, begins; ignored after the last stage."""
         if self._num_begun == self._num_stages:
             return
         self._num_begun += 1

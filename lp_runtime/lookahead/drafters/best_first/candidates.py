@@ -47,16 +47,9 @@ from lp_runtime.utils.jit import inlined
 
 @inlined
 def match_text(text: TextIndex, nodes: Nodes, root: Int, node: Int) -> tuple[Int, Int]:
-    """Find the longest match in the text of the context that ends at a node.
+    """Find the longest match in the text (which ends at the root) of the context that ends at `node`.
 
-    Args:
-        text: its last token is the root.
-        nodes: the tree.
-        root: index of the root.
-        node: index of the node.
-
-    Returns:
-        (place, length): the place in the text after the match, and its number of tokens; length 0 without a match.
+    Returns (place, length): the place in the text after the match, and its number of tokens; length 0 without a match.
     """
     found, length = find_ngram(text, nodes.hashes, node)
     if length < MAX_GRAM:
@@ -82,19 +75,9 @@ def match_text(text: TextIndex, nodes: Nodes, root: Int, node: Int) -> tuple[Int
 def collect(
     drafts: DraftArrays, noise: Noise, position: Int, nodes: Nodes, root: Int, node: Int, candidates: Candidates
 ) -> Int:
-    """Write the candidates that may follow a node, with features; tokens may occur several times.
+    """Write the candidates that may follow `node` at `position`, with features; return the number of rows.
 
-    Args:
-        drafts: the draft tables.
-        noise: the sampling noise.
-        position: absolute position of the token after the node.
-        nodes: the tree.
-        root: index of the root.
-        node: index of the node.
-        candidates: `tokens` and `features` are written.
-
-    Returns:
-        Number of rows written.
+    Only `candidates.tokens` and `.features` are written; a token may occur several times.
     """
     # Rows have a fixed length, so that loops over them are compiled to vector instructions.
     num_rows = collect_match(drafts.text, noise, position, nodes, root, node, candidates)
@@ -189,16 +172,9 @@ def collect_position(drafts: DraftArrays, position: Int, token: Int, candidates:
 def collect_entry(
     entries: np.ndarray, row: Int, base: Int, noise: Noise, position: Int, candidates: Candidates, to: Int
 ) -> None:
-    """Write an entry's candidates with features by rank and margin, both after adding any noise.
+    """Write row `to` of the candidates from row `row` of `entries`, [n, ENTRY] int32.
 
-    Args:
-        entries: [n, ENTRY] int32.
-        row: index of the entry.
-        base: first feature of the entry's source.
-        noise: the sampling noise.
-        position: absolute position of the candidates.
-        candidates: `tokens` and `features` are written.
-        to: the row to write.
+    Their features, from `base` on, are by rank and margin, both after adding any noise.
     """
     features, bins = candidates.features, candidates.bins
     for rank in range(K):

@@ -186,27 +186,16 @@ class DraftTables:
     def load(cls, data: bytes, num_bytes: int, vocabulary_size: int) -> DraftTables:
         """Return draft tables from the bytes that `dump` returned.
 
-        Args:
-            data: result of `dump`.
-            num_bytes: required size of the tables.
-            vocabulary_size: required vocabulary size of the model.
-
-        Raises:
-            ValueError: if `data` is something else, damaged, or of another size, version or vocabulary.
+        Raises ValueError if they are something else, damaged, or of another size, version or vocabulary.
         """
         draft_tables = cls(num_bytes)
         draft_tables.restore(_read_arrays(data, num_bytes, vocabulary_size), vocabulary_size)
         return draft_tables
 
     def restore(self, arrays: Mapping[str, np.ndarray], vocabulary_size: int) -> None:
-        """Replace the content by saved arrays.
+        """Replace the content by the arrays saved by `dump`; all token ids must be below `vocabulary_size`.
 
-        Args:
-            arrays: the arrays saved by `dump`, by name.
-            vocabulary_size: all token ids must be below it.
-
-        Raises:
-            ValueError: if an array is missing, has another shape or dtype, or contains an unknown token id.
+        Raises ValueError if an array is missing, has another shape or dtype, or contains an unknown token id.
         """
         for name, target in self._saved().items():
             value = arrays.get(name)

@@ -193,12 +193,8 @@ def _moved(
 ) -> guided.Limits:
     """Return the limits after some nodes of the tree were removed: those nodes are refused from now on.
 
-    Args:
-        limits: limits before the removal.
-        tokens: [T] int64 token ids before.
-        parents: [T] int64 indices of parents before.
-        places: [T] int64 new index of each node from the root on, -1 if it was removed.
-        root: index of the root.
+    `tokens` and `parents`, [T] int64, are from before the removal. `places`, [T] int64, has the new index of each node
+    from the root on, -1 if it was removed.
     """
     removed = np.flatnonzero(places[root:] < 0) + root
     refused = np.concatenate([limits.refused, np.stack([parents[removed], tokens[removed]], axis=1)])

@@ -129,16 +129,10 @@ def factor_of(expected: Int, observed: Int, start: Int) -> Int:
 
 @compiled
 def merge(rates: Rates, candidates: Candidates, num_rows: Int, floor: Int) -> Int:
-    """Merge candidates with the same token, in the order in which their tokens were first collected.
+    """Merge candidates with the same token, in the order of first collection; return how many there are.
 
-    Args:
-        rates: the estimates.
-        candidates: `merged`, `best`, `agreeing` and `first` are written.
-        num_rows: number of collected rows.
-        floor: tokens are left out if the highest probabilities of all their features are below this, of ONE.
-
-    Returns:
-        Number of merged candidates.
+    Tokens are left out if all their features' highest probabilities are below `floor`, of ONE. Writes `merged`, `best`,
+    `agreeing` and `first`.
     """
     flat, merged, first = candidates.flat, candidates.merged, candidates.first
     num, in_order = 0, True
@@ -170,12 +164,8 @@ def merge(rates: Rates, candidates: Candidates, num_rows: Int, floor: Int) -> In
 def choose_best(rates: Rates, candidates: Candidates, num_rows: Int, floor: Int, known: Int) -> None:
     """Set a merged candidate's feature with the best estimate, and where its token was first collected.
 
-    Args:
-        rates: the estimates.
-        candidates: `best` and `first` are written.
-        num_rows: number of collected rows.
-        floor: of features with equal estimates, those with a highest probability of at least this are preferred.
-        known: index of the merged candidate.
+    Of features with equal estimates, those with a highest probability of at least `floor` are preferred. Writes `best`
+    and `first` of the merged candidate with index `known`.
     """
     token = candidates.merged[known]
     best, best_rate, best_is_weak, first = candidates.best[known], np.int64(-1), True, -1
@@ -229,13 +219,8 @@ def share_of(estimate: Int, place: Int, is_root: bool) -> Int:
 def share_out(rates: Rates, candidates: Candidates, num: Int, is_root: bool) -> None:
     """Sort a context's `num` merged candidates by estimate, best first, and write their `probabilities`.
 
-    Only one token comes, so each candidate gets its part of the probability that better ones leave.
-
-    Args:
-        rates: the estimates, calibrated.
-        candidates: `merged`, `best`, `agreeing`, `estimates` and `probabilities` are written.
-        num: number of merged candidates.
-        is_root: whether the context ends at the root.
+    Only one token comes, so each candidate gets its part of the probability that better ones leave. `rates` must be
+    calibrated; `is_root` says whether the context ends at the root.
     """
     rank(rates, candidates, num)
     left = np.int64(ONE)
@@ -248,15 +233,7 @@ def share_out(rates: Rates, candidates: Candidates, num: Int, is_root: bool) -> 
 
 @compiled
 def count_shares(rates: Rates, candidates: Candidates, num: Int, is_root: bool, token: Int) -> None:
-    """Count a context's merged candidates, best first, up to the one that came.
-
-    Args:
-        rates: written to.
-        candidates: candidates of the context; sorted in place.
-        num: number of merged candidates.
-        is_root: whether the context ends at the root.
-        token: the token that came.
-    """
+    """Count a context's merged candidates, best first, up to the one that came, `token`; sorts them."""
     rank(rates, candidates, num)
     for i in range(num):
         estimate = candidates.estimates[i]

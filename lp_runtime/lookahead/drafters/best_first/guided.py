@@ -56,17 +56,9 @@ def plant_root(drafts: DraftArrays, nodes: Nodes, root: Int) -> None:
 
 @compiled
 def plant(nodes: Nodes, size: Int, parent: Int, chain: np.ndarray, max_nodes: Int) -> Int:
-    """Add a chain of forced tokens below a node, reusing nodes that exist already.
+    """Add a chain of forced tokens, [m] int64, below node `parent`; return the new number of nodes.
 
-    Args:
-        nodes: the tree.
-        size: number of nodes.
-        parent: index of the node.
-        chain: [m] int64 token ids.
-        max_nodes: largest number of nodes.
-
-    Returns:
-        The new number of nodes.
+    Nodes that exist already are reused. `size` is the number of nodes before.
     """
     for token in chain:
         probability = nodes.path_probabilities[parent] - (nodes.path_probabilities[parent] >> DOUBT_BITS)
@@ -90,12 +82,8 @@ def plant(nodes: Nodes, size: Int, parent: Int, chain: np.ndarray, max_nodes: In
 def prune(nodes: Nodes, is_node_allowed: np.ndarray, places: np.ndarray, root: Int, size: Int) -> Int:
     """Remove the nodes that are not allowed; return the new number of nodes.
 
-    Args:
-        nodes: the tree.
-        is_node_allowed: [n] bool for each node from the root on; false below a node that is not allowed.
-        places: [T] int64, receives the new index of each node from the root on, -1 if it was removed.
-        root: index of the root.
-        size: number of nodes, T.
+    `is_node_allowed`, [n] bool from the root on, must be false below a node that is not allowed. `places`, [T] int64,
+    receives the new index of each node from the root on, -1 if it was removed. `size` is T.
     """
     num_kept = root + 1
     places[root] = root

@@ -41,16 +41,8 @@ def store_results(
 ) -> None:
     """Store all nodes' top-k candidates by context, and their successors by position, from the root on.
 
-    If contexts are equal, the first node's candidates are kept.
-
-    Args:
-        drafts: the draft tables.
-        position: absolute position of the token after the root.
-        nodes: the tree.
-        root: index of the root.
-        successors: [T] int64 successor of each node.
-        entries: [n, ENTRY] int32 top-k candidates; stamp and origin are written into them.
-        stamp: the step's stamp.
+    If contexts are equal, the first node's candidates are kept. `position` is that of the token after the root;
+    `successors` are [T] int64; `entries`, [n, ENTRY] int32, get the step's stamp and origin.
     """
     table = drafts.top_k
     for i in range(len(entries) - 1, -1, -1):
@@ -66,12 +58,8 @@ def store_results(
 def store_prompt(table: TopKTable, tokens: np.ndarray, entries: np.ndarray, hashes: np.ndarray, stamp: Int) -> None:
     """Store the top-k candidates of a prompt's last n tokens by context.
 
-    Args:
-        table: the table of top-k candidates.
-        tokens: [P] int64 the prompt.
-        entries: [n, ENTRY] int32 top-k candidates; stamp and origin are written into them.
-        hashes: [1, NUM_HASHES] int64 scratch.
-        stamp: the prefill's stamp.
+    `tokens` are [P] int64; `entries`, [n, ENTRY] int32, get the prefill's stamp and origin; `hashes`, [1, NUM_HASHES]
+    int64, are scratch.
     """
     hashes[:] = 0
     hashes[0, 0] = EMPTY_HASH
@@ -101,16 +89,7 @@ def accept(
 ) -> Int:
     """Follow the model's choices from the root; see lp_runtime.lookahead.tree.accept.
 
-    Args:
-        tokens: [T] int64 token ids.
-        parents: [T] int64 index of each node's parent.
-        root: index of the root.
-        size: T.
-        successors: [T] int64 successor of each node; only read from the root on.
-        path: receives the root and the accepted nodes.
-
-    Returns:
-        Number of nodes written to `path`.
+    Writes the root and the accepted nodes to `path`, and returns their number. Arrays are [T] int64; `size` is T.
     """
     path[0] = node = root
     num = 1
@@ -125,13 +104,7 @@ def accept(
 def count(nodes: Nodes, root: Int, size: Int, path: np.ndarray, fed: np.ndarray, accepted: np.ndarray) -> None:
     """Count a step's nodes below the root by source and depth; see lp_runtime.lookahead.drafter.Counts.
 
-    Args:
-        nodes: the tree.
-        root: index of the root.
-        size: T.
-        path: [m] int64 the root and the accepted nodes.
-        fed: [sources, MAX_DEPTH_COUNTED] int64, incremented.
-        accepted: [sources, MAX_DEPTH_COUNTED] int64, incremented.
+    `path`, [m] int64, has the root and the accepted nodes; `fed` and `accepted` are incremented; `size` is T.
     """
     for node in range(root + 1, size):
         fed[nodes.sources[node], min(nodes.depths[node], fed.shape[1]) - 1] += 1

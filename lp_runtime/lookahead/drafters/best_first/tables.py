@@ -138,14 +138,9 @@ def extend_hash(value: Int, token: Int) -> Int:
 
 @compiled
 def extend_hashes(rows: np.ndarray, row: Int, token: Int, extended_rows: np.ndarray, extended: Int) -> None:
-    """Write all hashes of a context extended by one token.
+    """Write all hashes of the context in `rows[row]`, extended by a token, to `extended_rows[extended]`.
 
-    Args:
-        rows: [n, NUM_HASHES] int64 hashes of contexts.
-        row: which of them to extend.
-        token: the token.
-        extended_rows: [m, NUM_HASHES] int64, written to; may be `rows`.
-        extended: the row to write; may be `row`.
+    Both arrays are [n, NUM_HASHES] int64, and may be the same.
     """
     # Rows are passed by index: views would be reference-counted, which costs more than the hashes.
     for length in range(MAX_GRAM, 0, -1):
@@ -168,11 +163,7 @@ def find_slot(keys: np.ndarray, key: Int) -> Int:
 def claim_slot(keys: np.ndarray, rows: np.ndarray, column: Int, key: Int) -> Int:
     """Return the slot to store a key in: its existing slot, else an empty one or the oldest of its bucket.
 
-    Args:
-        keys: [slots] int64.
-        rows: [slots, ...] content of each slot.
-        column: the column of `rows` that holds the age; the smallest is the oldest.
-        key: the key.
+    `rows[slot, column]` is the age of a slot's content; the smallest is the oldest.
     """
     first = (key & (len(keys) // WAYS - 1)) * WAYS
     for slot in range(first, first + WAYS):
@@ -224,16 +215,10 @@ def gumbel(noise: Noise, position: Int, token: Int) -> Int:
 
 @inlined
 def find_ngram(text: TextIndex, rows: np.ndarray, row: Int) -> tuple[Int, Int]:
-    """Find the longest n-gram in the text that ends a context.
+    """Find the longest n-gram in the text that ends the context whose hashes are `rows[row]`.
 
-    Args:
-        text: the text.
-        rows: [n, NUM_HASHES] int64 hashes of contexts.
-        row: which of them to look up.
-
-    Returns:
-        (place, length): the place in the text after the n-gram, and its number of tokens, 0 to MAX_GRAM; -1 and 0 if
-        there is none.
+    Returns (place, length): the place in the text after the n-gram, and its number of tokens, up to MAX_GRAM; -1 and 0
+    if there is none.
     """
     found, length = np.int64(-1), 0
     for i in range(1, NUM_HASHES):

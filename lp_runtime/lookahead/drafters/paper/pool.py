@@ -54,13 +54,7 @@ class NGramPool:
             del bucket[next(iter(bucket))]
 
     def insert_text(self, tokens: Sequence[int], first: int, first_end: int) -> None:
-        """Insert the n-grams of `tokens` between two bounds, in order.
-
-        Args:
-            tokens: token ids.
-            first: index of the first token that an n-gram may begin with.
-            first_end: index of the first token that an n-gram may end with.
-        """
+        """Insert the n-grams that begin at index `first` or later and end at `first_end` or later, in order."""
         size = self.ngram_size
         for end in range(max(first + size, first_end + 1), len(tokens) + 1):
             self.insert(tokens[end - size : end])

@@ -55,13 +55,8 @@ class Window:
     def ngrams(self, tree: TokenTree, slots: Slots, successors: Sequence[int]) -> list[tuple[int, ...]]:
         """Return the n-grams that a step completed, one for each column whose last level was fed.
 
-        Args:
-            tree: the step's tree.
-            slots: what `place` returned for the step.
-            successors: [T] the token that follows each node.
-
-        Returns:
-            Tuples of N token ids; empty until the window is full.
+        Each has N token ids; there are none until the window is full. `slots` are what `place` returned for the step;
+        `successors`, [T], follow the tree's nodes.
         """
         if not self.is_full:
             return []
@@ -74,10 +69,7 @@ class Window:
     def advance(self, slots: Slots, successors: Sequence[int], num_committed: int) -> None:
         """Append the step's new level, drop the oldest if the window is full, and slide past committed tokens.
 
-        Args:
-            slots: what `place` returned for the step.
-            successors: [T] the token that follows each node.
-            num_committed: tokens that the step committed, >= 1.
+        `slots` are what `place` returned for the step; `successors`, [T], follow the tree's nodes.
         """
         new_level = [None if node is None else successors[node] for node in slots[-1]]
         slide = num_committed
