@@ -237,8 +237,7 @@ def accept(tree: TokenTree, successors: Sequence[int] | np.ndarray) -> tuple[lis
 
     Returns:
         (accepted, path): the accepted tokens, and the nodes that carry all but the last of them. The last accepted
-            token
-        is the bonus token, the successor of the last node reached.
+        token is the bonus token, the successor of the last node reached.
     """
     accepted: list[int] = []
     path: list[int] = []

@@ -97,8 +97,7 @@ class Sampler:
 
         Returns:
             (packed, scores): [n, width] int64 for `unpack`; and a function that returns the [n, V] float32 processed
-                logits
-            that were sampled from, to be called before the next pass.
+            logits that were sampled from, to be called before the next pass.
         """
         kernels, truncation = kernels_for(found.device), self._processors.truncation
         is_greedy = self.noise is None and self._processors.is_empty
