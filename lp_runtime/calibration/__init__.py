@@ -1,1 +1,1 @@
-"""What is measured of a model before and between requests: step times, the vocabulary prior."""
+"""Measurements of a model taken before and between requests: step times and the vocabulary prior."""

@@ -1,4 +1,4 @@
-"""Asks a replica's model about the vocabulary between requests."""
+"""Background queries for the vocabulary prior, run while no request uses the model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from lp_runtime.distributed.transport.group import Group
 
 
 class BackgroundPrior:
-    """Completes the vocabulary prior while no request uses the model, where the replica's settings want the prior.
+    """Completes the vocabulary prior between requests, if the settings ask for one.
 
     Args:
-        calibration: gradual; has been prepared.
+        calibration: gradual, and already prepared.
         group: the replicas that share the prior.
-        settings: the replica's own.
-        after_use: whether to begin after the next request: slots may hold what a request goes on with.
+        after_use: whether to wait for the next request first, because slots may hold what it will resume from.
     """
 
     def __init__(self, calibration: Calibration, group: Group, settings: LookaheadConfig, after_use: bool):
@@ -28,18 +27,18 @@ class BackgroundPrior:
             self._worker.start(after_use)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context in which the model is not asked."""
+        """Return a context in which the prior does not use the model."""
         return nullcontext() if self._worker is None else self._worker.paused()
 
     def close(self) -> None:
-        """End the asking, and keep what was found."""
+        """Stop querying the model; save the results if this replica is alone."""
         if self._worker is not None:
             self._worker.stop()
-            if self._group.is_alone:  # others may wait for a new group
+            if self._group.is_alone:  # in a group, others may be waiting to form a new one: do not delay them
                 self._calibration.save_vocabulary()
 
     def _work(self) -> bool:
-        """Ask about a slice of the vocabulary; return whether this replica has more to ask."""
+        """Query a slice of the vocabulary; return whether this replica has more to query."""
         has_more = self._calibration.ask_vocabulary()
         if not has_more:
             self._calibration.save_vocabulary()

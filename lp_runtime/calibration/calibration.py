@@ -1,7 +1,7 @@
-"""Calibration: what a replica measures of its model before it drafts.
+"""Measurements that a replica makes of its model before it drafts.
 
-It measures how long a step of so many tokens takes (step_meter.py), and asks the model which tokens follow each token
-of the vocabulary alone (vocabulary_prior.py). Both are kept on disk.
+They are the duration of a step of n tokens (step_meter.py), and which tokens the model predicts after each token of the
+vocabulary (vocabulary_prior.py). Both are cached on disk.
 
 Letters: V vocabulary, R replicas, M tokens of the largest measured step.
 """
@@ -26,20 +26,20 @@ from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sizing.cost_model import interpolate, times_behind
 
-SWEEP_SECONDS = 8.0  # that asking about the vocabulary at once may take, about; what is left of it is left out
-START_SECONDS = 1.0  # that asking may take of a start, where the rest is asked between requests
-FORMAT_VERSION = 7  # of the files, and of what passes do: one more where either changes
+SWEEP_SECONDS = 8.0  # approximate limit of querying the whole vocabulary at once; the rest is left out
+START_SECONDS = 1.0  # time to query the vocabulary at start, if the rest is queried between requests
+FORMAT_VERSION = 7  # of cached files; increment it when their layout or the work of a pass changes
 
 
 @dataclass
 class Measured:
-    """What a process has measured of a model.
+    """Measurements of a model that a process keeps across groups.
 
     Attributes:
-        steps: durations of steps; None before they were measured.
-        vocabulary: what the model has said of tokens; None before it was asked.
-        is_started: whether the process has taken its time at start to ask about the vocabulary.
-        fingerprint: digest of the model; None before it was needed.
+        steps: durations of steps; None if not measured yet.
+        vocabulary: the model's predictions after single tokens; None if not queried yet.
+        is_started: whether the process has already queried the vocabulary for START_SECONDS.
+        fingerprint: digest of the model; None until it is needed.
     """
 
     steps: StepMeasurement | None = None
@@ -49,15 +49,14 @@ class Measured:
 
 
 class Calibration:
-    """One replica's measurements, made when first asked for; every replica must ask for the same at the same time.
+    """Lazy measurements of one replica; all replicas must request the same measurement at the same time.
 
     Args:
-        model: this replica's.
-        group: the replicas that must agree on what was measured.
-        cache_dir: folder that keeps what was measured; None to measure at every start.
-        known: what was measured before in this process; filled in.
-        is_gradual: whether `vocabulary` returns what is known so far, and somebody calls `ask_vocabulary` between
-            requests; else the first call asks about the whole vocabulary.
+        group: the replicas that must agree on the measurements.
+        cache_dir: folder that caches measurements; None to measure at every start.
+        known: earlier measurements of this process; updated in place.
+        is_gradual: whether `vocabulary` returns what is known so far and the caller runs `ask_vocabulary` between
+            requests; otherwise the first call queries the whole vocabulary.
     """
 
     def __init__(
@@ -90,11 +89,9 @@ class Calibration:
         return self._steps
 
     def times(self, num_tokens: int, num_committed: int = 0) -> np.ndarray:
-        """Return [R, num_tokens + 1] nanoseconds of every replica's step of 0, 1, 2 ... tokens.
+        """Return [R, num_tokens + 1] int64 nanoseconds of each replica's step of 0, 1, 2 ... tokens.
 
-        Args:
-            num_tokens: of the largest step.
-            num_committed: tokens behind which steps are fed.
+        The steps follow a context of `num_committed` tokens.
         """
         num_more = max(0, num_committed - num_context_tokens(self._model))
         found = []
@@ -105,18 +102,17 @@ class Calibration:
         return np.stack(found)
 
     def max_step_tokens(self) -> int:
-        """Return M, the tokens of the largest step that was measured on all replicas."""
+        """Return M, the largest number of step tokens measured on all replicas."""
         return min(int(steps.tokens[-1]) for steps in self._all_steps())
 
     def harvest_ns(self) -> int:
-        """Return how many nanoseconds longer a prefill takes, on the slowest replica, for each token whose top-k
-        candidates it finds."""
+        """Return the prefill time of collecting one token's top-k candidates, in ns, on the slowest replica."""
         return max(int(steps.harvest_ns) for steps in self._all_steps())
 
     def vocabulary(self) -> np.ndarray:
-        """Return the vocabulary prior, [V, ENTRY] as draft tables store top-k candidates; equal on all replicas.
+        """Return the vocabulary prior, [V, ENTRY] entries of the draft tables; equal on all replicas.
 
-        Of tokens that the model was not asked about yet there are none. All replicas call this at the same request.
+        Rows of tokens not queried yet are empty. All replicas must call this at the same request.
         """
         prior = self._vocabulary_prior()
         if self._is_gradual:
@@ -131,10 +127,9 @@ class Calibration:
         return prior.entries()
 
     def prepare_vocabulary(self, seconds: float | None = None) -> None:
-        """Ask about the vocabulary for a while if it is asked gradually, else for as long as it takes.
+        """Query the vocabulary for a limited time if calibration is gradual, else completely.
 
-        Args:
-            seconds: how long, at least; by default START_SECONDS, once a process.
+        If gradual, it takes at least `seconds`; by default START_SECONDS, once per process.
         """
         self.vocabulary()
         prior = self._vocabulary_prior()
@@ -147,19 +142,19 @@ class Calibration:
                 prior.save()
 
     def ask_vocabulary(self) -> bool:
-        """Ask about some tokens, between requests and on this replica alone; return whether there is more to ask.
+        """Query a slice of the vocabulary on this replica alone; return whether there is more to query.
 
-        What is found takes effect when all replicas next call `vocabulary`.
+        For use between requests. The results take effect when all replicas next call `vocabulary`.
         """
         return self._vocabulary_prior().ask_once()
 
     @property
     def has_vocabulary(self) -> bool:
-        """Whether all replicas know of all tokens, so that nobody need ask."""
+        """Whether all replicas know the predictions of all tokens."""
         return self._vocabulary_prior().is_complete
 
     def save_vocabulary(self) -> None:
-        """Keep on disk what is known of the vocabulary, if that is more than is kept."""
+        """Save the known part of the vocabulary prior to disk, if it has grown."""
         self._vocabulary_prior().save()
 
     def _vocabulary_prior(self) -> VocabularyPrior:
@@ -172,9 +167,9 @@ class Calibration:
         return self._prior
 
     def _fingerprint(self) -> str:
-        """Return a digest of the model: its configuration, some of its weights, dtype, passes and library versions.
+        """Return a digest of the model: configuration, sampled weights, dtype, passes and library versions.
 
-        It is computed once a process: every group that a replica joins needs it.
+        It is computed once per process: every group that a replica joins needs it.
         """
         if self._known.fingerprint is None:
             self._known.fingerprint = self._digest_of_model()
@@ -188,13 +183,13 @@ class Calibration:
         digest.update(repr((parts, model.config.to_json_string())).encode())
         for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            with contextlib.suppress(Exception):  # what is on no device, or quantized, need not be readable like this
+            with contextlib.suppress(Exception):  # meta and quantized tensors may not support this
                 sample = tensor.detach().flatten()[:: max(1, tensor.numel() // 64)][:64]
                 digest.update(sample.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def _machine(self) -> str:
-        """Return a digest of what steps are timed on."""
+        """Return a digest of the hardware and thread settings that steps are timed on."""
         device = self._model.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {os.cpu_count()}"
         what = f"{name} {torch.get_num_threads()} {self._group.size}"
@@ -202,5 +197,5 @@ class Calibration:
 
 
 def _graphs(model: ModelRunner) -> dict[str, bool] | None:
-    """Return how a model's trees are fed in passes of fixed sizes, as files have named it since version 1."""
+    """Return the settings of the model's captured passes, in the form used in digests since version 1."""
     return None if model.graphs is None else model.graphs._asdict()

@@ -1,4 +1,4 @@
-"""Files of what was measured: arrays by name, in one folder."""
+"""On-disk cache of measurements: named arrays in files of one folder."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ log = logging.getLogger(__name__)
 
 
 class CalibrationFiles:
-    """Keeps arrays in files, as far as the folder allows it: what cannot be kept is measured again.
+    """Loads and stores arrays in a folder; failures are not fatal, as they only cause a new measurement.
 
     Args:
-        folder: where files are kept; None to keep nothing.
+        folder: None to store nothing.
     """
 
     def __init__(self, folder: str | None):
         self._folder: Path | None = None
         if folder is not None:
-            with contextlib.suppress(RuntimeError):  # there is no home folder
+            with contextlib.suppress(RuntimeError):  # "~" cannot be expanded: no home folder
                 self._folder = Path(folder).expanduser()
 
     def load(self, name: str, keys: Sequence[str]) -> dict[str, np.ndarray] | None:
-        """Return the arrays of a file by key; None if there is no such file, or a damaged one."""
+        """Return a file's arrays by key; None if the file is missing or damaged."""
         if self._folder is None:
             return None
         try:
@@ -38,16 +38,16 @@ class CalibrationFiles:
         except (OSError, ValueError, KeyError, EOFError):
             return None
         except Exception:  # a damaged archive
-            log.warning("%s is damaged and will be made again", self._folder / name)
+            log.warning("%s is damaged and will be measured again", self._folder / name)
             return None
 
     def store(self, name: str, arrays: dict[str, np.ndarray]) -> None:
-        """Write arrays to a file. A failure is logged, not raised."""
+        """Write arrays to a file; a failure is logged, not raised."""
         if self._folder is None:
             return
         data = io.BytesIO()
-        np.savez_compressed(data, **arrays)  # type: ignore[arg-type]  # numpy's own allow_pickle is not among them
+        np.savez_compressed(data, **arrays)  # type: ignore[arg-type]  # no array is named allow_pickle, numpy's keyword
         try:
             write_whole(self._folder / name, data.getvalue())
         except OSError as error:
-            log.warning("%s cannot be kept: %s", self._folder / name, error.strerror or error)
+            log.warning("%s cannot be written: %s", self._folder / name, error.strerror or error)

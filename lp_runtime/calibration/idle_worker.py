@@ -1,8 +1,8 @@
-"""Work that is done in slices while nobody else needs the model.
+"""Background work on the model, done in slices while no request uses it.
 
-A thread does it that ends whenever the model is in use. With OpenMP each thread that computes has a team of threads of
-its own, and while there are more threads in teams than cores, all teams wait asleep: the passes of a request would take
-a third longer beside a thread that does nothing.
+The worker thread ends whenever the model is in use, because even an idle thread slows it down. With OpenMP each
+computing thread has its own team of threads. While the teams have more threads than there are cores, all teams sleep
+when they wait, and a request's passes take a third longer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 
 
 class IdleWorker:
-    """Does a piece of work slice by slice, between the times when the model is in use.
+    """Runs a piece of work slice by slice while the model is idle.
 
     Args:
-        work: does one slice; returns whether there is more to do. After a slice that returns False, the next one is
-            done when the model has been in use again. An exception ends the work.
-        name: of the thread.
+        work: does one slice and returns whether there is more to do. After False, it is called again once the model has
+            been in use. An exception ends the work for good.
+        name: name of the thread.
     """
 
     def __init__(self, work: Callable[[], bool], name: str):
@@ -39,7 +39,7 @@ class IdleWorker:
         self._thread: threading.Thread | None = None
 
     def start(self, after_use: bool = False) -> None:
-        """Begin to work; `stop` ends it, at the interpreter's exit if nobody calls it before.
+        """Start working; `stop` ends it, at the latest when the interpreter exits.
 
         Args:
             after_use: whether the first slice waits until the model has been in use.
@@ -51,7 +51,7 @@ class IdleWorker:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Use the model in the `with` block: a slice that has begun is waited for, and no other begins."""
+        """Reserve the model for the `with` block: wait for the running slice, and start no other."""
         with self._lock:
             self._num_users += 1
         self._join()
@@ -64,14 +64,14 @@ class IdleWorker:
                 self._begin_if_idle()
 
     def stop(self) -> None:
-        """End the work, after the slice that has begun."""
+        """End the work after the running slice."""
         atexit.unregister(self.stop)
         with self._lock:
             self._is_over = True
         self._join()
 
     def _begin_if_idle(self) -> None:
-        """Start a thread if there is something to do and nobody uses the model; called with the lock."""
+        """Start a thread if there is work and the model is idle; the caller holds the lock."""
         if self._may_work() and self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -80,22 +80,22 @@ class IdleWorker:
         return self._has_work and not self._is_over and self._num_users == 0
 
     def _join(self) -> None:
-        """Wait until no thread works."""
+        """Wait until the thread, if any, has ended."""
         thread = self._thread
         if thread is not None:
             thread.join()
 
     def _run(self) -> None:
-        torch.set_num_threads(self._num_threads)  # else a new thread computes with all cores
+        torch.set_num_threads(self._num_threads)  # the setting is per thread; by default a thread uses all cores
         while self._goes_on():
             try:
                 self._has_work = self._work()
-            except Exception as error:  # what is done when nobody waits for it must not end what others wait for
+            except Exception as error:  # background work must not end a process that serves requests
                 log.warning("%s: ended early: %s", self._name, first_line(error))
                 self._is_over = True
 
     def _goes_on(self) -> bool:
-        """Whether the thread may begin another slice; if not, another thread may take its place."""
+        """Return whether the thread may run another slice; if not, a later thread replaces it."""
         with self._lock:
             if not self._may_work():
                 self._thread = None

@@ -1,4 +1,4 @@
-"""Measures how long a replica's steps take, by their number of tokens."""
+"""Measurement of a replica's step durations by number of tokens."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from lp_runtime.sizing.cost_model import PREFIX_UNIT
 
 GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens of measured steps
 CONTEXT_TOKENS = 256  # cached while steps are measured
-MEASURE_SECONDS = 2.0  # that measuring may take, about
-MIN_MEASURED_TOKENS = 16  # steps of so many tokens are measured whatever it takes
-MIN_ROUNDS, MAX_ROUNDS = 1, 5  # after the first, in which steps of all sizes are compiled
-NUM_WARM = 4  # steps of one token that are not timed, in each round: those behind a long pass are slow on a CPU
-MAX_COST_MULTIPLE = 12  # no step is measured that costs this multiple of one token's: none so large ever pays
-BRANCH_TOKENS = 8  # of a measured tree's branches, as drafted trees have about
-MAX_POINTS = 64  # measured steps of a replica
-HEADER = 4  # integers of a row before them
-LONG_TOKENS = 4096  # cached while it is measured what more committed tokens cost
-LONG_SIZES = (1, 16)  # tokens of the steps that tell it
+MEASURE_SECONDS = 2.0  # approximate time limit of measuring
+MIN_MEASURED_TOKENS = 16  # steps of up to this many tokens are measured even past the time limit
+MIN_ROUNDS, MAX_ROUNDS = 1, 5  # not counting the first round, which compiles steps of all sizes
+NUM_WARM = 4  # untimed one-token steps at the start of each round: on a CPU, steps after a long pass are slow
+MAX_COST_MULTIPLE = 12  # stop at steps that cost this multiple of a one-token step: none that large ever pays
+BRANCH_TOKENS = 8  # length of a measured tree's branches, about that of drafted trees
+MAX_POINTS = 64  # largest number of step sizes measured on a replica
+HEADER = 4  # integers of a row before the points
+LONG_TOKENS = 4096  # cached tokens while the cost of a long context is measured
+LONG_SIZES = (1, 16)  # tokens of the steps measured with a long context
 LONG_ROUNDS = 3
-NOISE_SHARE = 20  # two steps that differ by less than one part in so many may be alike
-MAX_LONG_NS = 100_000_000  # of a step of one token; where it takes longer, that is not measured
-MAX_LONG_SHARE = 8  # of the free memory, one part in so many for that
-HARVESTED_TOKENS = 32  # of the prompts whose prefill is timed with and without their top-k candidates
+NOISE_SHARE = 20  # a difference of less than 1/20 between two steps counts as noise
+MAX_LONG_NS = 100_000_000  # the long context is not measured if a one-token step takes longer than this
+MAX_LONG_SHARE = 8  # the long context may use 1/8 of the free memory
+HARVESTED_TOKENS = 32  # length of the prompts whose prefill is timed with and without top-k candidates
 HARVEST_ROUNDS = 3
 
 
 class StepMeasurement(NamedTuple):
-    """Measured steps of one replica.
+    """Measured step durations of one replica.
 
     Attributes:
         tokens: [points] tokens of each measured step, ascending.
-        nanoseconds: [points] the shortest duration of each.
-        num_padded: [] up to so many tokens a pass is padded to the next of `tokens`; 0 for none.
-        harvest_ns: [] how much longer a prefill takes for each token whose top-k candidates are found.
+        nanoseconds: [points] shortest duration of each.
+        num_padded: [] passes of up to this many tokens are padded to the next size in `tokens`; 0 for none.
+        harvest_ns: [] additional prefill time for each token whose top-k candidates are collected.
         prefix_ns: [2] what PREFIX_UNIT more committed tokens add to a step of one token, and to each further token.
     """
 
@@ -59,7 +59,7 @@ class StepMeasurement(NamedTuple):
 
 
 def row_of(steps: StepMeasurement) -> np.ndarray:
-    """Return measured steps as [HEADER + 2 MAX_POINTS] int64, for a gather."""
+    """Pack measured steps into [HEADER + 2 * MAX_POINTS] int64, for a gather."""
     row = np.zeros(HEADER + 2 * MAX_POINTS, dtype=np.int64)
     row[0], row[1], row[2:HEADER] = steps.num_padded, steps.harvest_ns, steps.prefix_ns
     points = row[HEADER:].reshape(2, MAX_POINTS)
@@ -68,58 +68,54 @@ def row_of(steps: StepMeasurement) -> np.ndarray:
 
 
 def measurement_of(row: np.ndarray) -> StepMeasurement:
-    """Return measured steps from what `row_of` returned."""
+    """Unpack measured steps from a row made by `row_of`."""
     tokens, nanoseconds = row[HEADER:].reshape(2, MAX_POINTS)
     num_points = int((tokens > 0).sum())
     return StepMeasurement(tokens[:num_points], nanoseconds[:num_points], row[0], row[1], row[2:HEADER])
 
 
 def make_greedy_sampler(model: ModelRunner) -> Sampler:
-    """Return a sampler of a model's likeliest tokens, with K top-k candidates."""
+    """Return a greedy sampler with K top-k candidates."""
     return Sampler(TreeProcessors([], model.device), None, num_top_k=K)
 
 
 def num_context_tokens(model: ModelRunner) -> int:
-    """Return how many tokens are committed while a model's steps are measured."""
+    """Return the number of tokens in the context while a model's steps are measured."""
     return max(1, min(CONTEXT_TOKENS, (model.context_length or CONTEXT_TOKENS) // 4))
 
 
 def _clearly_more(duration: int, other: int) -> int:
-    """Return by how much a step takes longer than another one; 0 where that may be noise."""
+    """Return how much longer `duration` is than `other`; 0 if the difference may be noise."""
     return duration - other if duration > other + other // NOISE_SHARE else 0
 
 
 def measure_steps(model: ModelRunner) -> StepMeasurement:
-    """Measure how long this replica takes to feed a tree, sample the successors and read them back."""
+    """Measure how long this replica takes to feed trees, sample the successors and read them back."""
     with model.slots.borrowed() as slot:
         return _StepMeter(model, slot).measure()
 
 
 class _StepMeter:
-    """Times steps of various sizes behind a short context.
-
-    Args:
-        model: this replica's.
-        slot: is fed; its content is lost.
-    """
+    """Times steps of various sizes after a short context; the slot's content is overwritten."""
 
     def __init__(self, model: ModelRunner, slot: CacheSlot):
         self._model, self._slot, self._sampler = model, slot, make_greedy_sampler(model)
         num_context = num_context_tokens(model)
         self._context = [i % model.vocabulary_size for i in range(num_context)]
-        # A step commits a token, and there are three of each size: positions stay within a short context, too.
+        # Each step commits a token and each size runs three times; keep positions within a model's short context.
         length = model.context_length
         max_tokens = GRID[-1] if length is None else length - num_context - 3 * len(GRID) - 8
-        # A pass of a fixed size costs what it is padded to: those sizes are measured, and no others among them.
+        # A padded pass costs as much as its padded size, so up to the largest one only those sizes are measured.
         limit = max(1, min(GRID[-1], max_tokens))
         padded = [size for size in model.pass_sizes if size <= limit]
         self._num_padded = padded[-1] if padded else 0
         self._sizes = [*padded, *(size for size in GRID if self._num_padded < size <= limit)]
 
     def measure(self) -> StepMeasurement:
-        """Return the durations of steps, as many as there is time for: of each size the shortest that was seen.
+        """Measure as many steps as time allows and return the shortest duration of each size.
 
-        What disturbs a step makes it longer, and one that seems dear is never taken, so nothing later would tell.
+        Disturbances only make a step longer. A size that seems too slow would never be used, so no later step would
+        correct its duration.
         """
         durations, deadline = self._first_round()
         sizes = self._sizes[: len(durations)]
@@ -139,10 +135,9 @@ class _StepMeter:
         )
 
     def _first_round(self) -> tuple[list[int], float]:
-        """Run steps of every size that may pay and fits into the memory and, beyond some, into the time.
+        """Run steps of every size, up to limits of cost, memory and (after MIN_MEASURED_TOKENS) time.
 
-        Returns:
-            ([points] nanoseconds of the sizes, the time of `time.perf_counter` at which measuring should end).
+        Returns ([points] nanoseconds of the sizes, the `time.perf_counter` value at which measuring should end).
         """
         deadline = time.perf_counter() + MEASURE_SECONDS
         self._begin()
@@ -150,7 +145,7 @@ class _StepMeter:
         for size in self._sizes:
             try:
                 warming_up = time.perf_counter()
-                self._step(size)  # the first of each size compiles and captures, whatever that takes
+                self._step(size)  # the first step of a size compiles and captures; this time does not count
                 deadline += time.perf_counter() - warming_up
                 durations.append(self._step(size))
                 if time.perf_counter() < deadline:
@@ -163,7 +158,7 @@ class _StepMeter:
         return durations, deadline
 
     def _harvest_ns(self) -> int:
-        """Return how many nanoseconds longer a prefill takes for each token whose top-k candidates are found."""
+        """Return the additional prefill time, in ns, for each token whose top-k candidates are collected."""
         prompt = self._context[:HARVESTED_TOKENS]
         durations: dict[bool, list[int]] = {False: [], True: []}
         for _ in range(HARVEST_ROUNDS):
@@ -176,10 +171,9 @@ class _StepMeter:
         return max(0, min(durations[True]) - min(durations[False])) // len(prompt)
 
     def _prefix_ns(self, durations: Mapping[int, int]) -> tuple[int, int]:
-        """Return what PREFIX_UNIT more committed tokens add to a step of one token, and to each further token.
+        """Return what PREFIX_UNIT more committed tokens add to a one-token step, and to each further token.
 
-        Args:
-            durations: nanoseconds of steps behind the short context, by their number of tokens.
+        `durations` are nanoseconds of steps after the short context, by number of tokens.
         """
         num_long, num_short = self._num_long(), len(self._context)
         one, several = LONG_SIZES
@@ -189,7 +183,7 @@ class _StepMeter:
         slot, self._slot = (
             self._slot,
             CacheSlot(),
-        )  # of its own: its keys and values are nobody's, and its memory is freed
+        )  # a temporary slot: its keys and values are dummies, and its memory is freed afterwards
         try:
             self._begin(num_long)
             for _ in range(NUM_WARM):
@@ -206,7 +200,7 @@ class _StepMeter:
         return of_one * PREFIX_UNIT // (num_long - num_short), each * PREFIX_UNIT // (num_long - num_short)
 
     def _num_long(self) -> int:
-        """Return how many committed tokens to pretend when measuring what many of them cost; 0 for none."""
+        """Return the length of the dummy context for measuring a long context's cost; 0 or less for none."""
         model = self._model
         if not self._can_pretend:
             return 0
@@ -216,7 +210,7 @@ class _StepMeter:
         return min(LONG_TOKENS, affordable, longest - LONG_ROUNDS * sum(LONG_SIZES) - NUM_WARM - 8)
 
     def _begin(self, num_pretended: int = 0) -> None:
-        """Empty the slot except for the context, or for `num_pretended` tokens with the first one's keys and values."""
+        """Reset the slot to the context, or to `num_pretended` copies of its first token's keys and values."""
         num_tokens = max(len(self._context), num_pretended)
         self._model.begin(self._slot, num_tokens + 3 * len(self._sizes) + NUM_WARM + self._sizes[-1])
         if not self._can_pretend:
@@ -228,11 +222,14 @@ class _StepMeter:
 
     @property
     def _can_pretend(self) -> bool:
-        """Whether a slot can be filled without a prefill. What is free on a replica's other GPUs is not known."""
+        """Whether a slot can be filled with dummy keys and values instead of a prefill.
+
+        Not on a replica of several GPUs: the free memory of the other GPUs is unknown.
+        """
         return not self._model.feeds_chains and self._model.leading is None
 
     def _step(self, size: int) -> int:
-        """Run a step of so many tokens; return its nanoseconds."""
+        """Run a step of `size` tokens and return its duration in nanoseconds."""
         model = self._model
         nodes = np.arange(size)
         branch_tokens = size if model.feeds_chains else BRANCH_TOKENS

@@ -1,11 +1,12 @@
-"""The vocabulary prior: which tokens a model says follow each token, asked bit by bit and equal on all replicas.
+"""The vocabulary prior: which tokens a model predicts after each token, equal on all replicas.
 
-A model says little of use behind the first token of a text: attention rests on that place, whatever stands there
-(attention sinks, arXiv 2309.17453). So every token is asked about behind a common one. On SmolLM2-135M-Instruct 34 to
-38% of a text's tokens are then among the eight candidates behind the token before, and 18% without.
+A model predicts little of use after the first token of a text: attention concentrates on that position, whatever the
+token is (attention sinks, arXiv 2309.17453). So every token is queried after a common first token. On
+SmolLM2-135M-Instruct, 34 to 38% of a text's tokens are then among the eight candidates of the token before; without the
+first token it is 18%.
 
-Each replica asks its model about a part of the vocabulary, in slices of a tenth of a second, whenever it has time. What
-it finds takes effect once all replicas have it: they share it when they agree, at a request's start.
+Each replica queries its model about a part of the vocabulary, in slices of a tenth of a second, when it is idle. The
+results take effect once all replicas have them: they are shared at the start of a request.
 
 Letters: V vocabulary, R replicas, K top-k candidates.
 """
@@ -29,24 +30,24 @@ from lp_runtime.model.runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
-SLICE_SECONDS = 0.1  # that a request waits at most, about, for a slice that has begun
-MAX_ASKING_SECONDS = 120.0  # of a process; what is left of the vocabulary then is left out
+SLICE_SECONDS = 0.1  # target duration of a slice: about the longest that a request waits for one
+MAX_ASKING_SECONDS = 120.0  # total query time of a process; after that the rest of the vocabulary is left out
 FIRST_SLICE_TOKENS = 64
 MIN_SLICE_TOKENS = 8
-MAX_SLICE_TOKENS = {"cpu": 256, "cuda": 1024}  # a GPU is busy with so many
-MAX_SLICE_LOGITS = 1 << 28  # numbers
-MIN_NEW_PART = 8  # replicas share what is new once it is one part of so many of the vocabulary, or all that is left
-NUM_SPACED = 64  # tokens, evenly spaced in the vocabulary, of which the likeliest successors tell a common token
-NO_CANDIDATES = -1  # packed: a token that nothing is known to follow
+MAX_SLICE_TOKENS = {"cpu": 256, "cuda": 1024}  # enough to keep the device busy
+MAX_SLICE_LOGITS = 1 << 28  # largest number of logits (tokens x V) of a slice
+MIN_NEW_PART = 8  # replicas share new results once they are 1/8 of the vocabulary, or all that was missing
+NUM_SPACED = 64  # evenly spaced tokens; the most frequent of their likeliest successors is the common token
+NO_CANDIDATES = -1  # packed candidates of a token that was not queried
 
 
 @dataclass
 class Answers:
-    """What a model has said of tokens.
+    """The model's predictions after single tokens.
 
     Attributes:
-        packed: [V, width] int64 as a Sampler packs results; 0 where nothing is known.
-        is_known: [V] bool.
+        packed: [V, width] int64 as packed by a Sampler; 0 if unknown.
+        is_known: [V] bool, whether each token was queried.
     """
 
     packed: np.ndarray
@@ -54,42 +55,41 @@ class Answers:
 
     @staticmethod
     def width_of(num_top_k: int) -> int:
-        """Return the integers of a token with so many top-k candidates."""
+        """Return the packed width, in int64, of a token with `num_top_k` candidates."""
         return 1 + -(-num_top_k // 2)
 
     @classmethod
     def none(cls, vocabulary_size: int, width: int) -> Answers:
-        """Return what is known before anything was asked."""
+        """Return answers in which no token is known."""
         return cls(np.zeros((vocabulary_size, width), np.int64), np.zeros(vocabulary_size, np.bool_))
 
     @property
     def num_known(self) -> int:
-        """Tokens that the model was asked about."""
+        """Number of tokens queried so far."""
         return int(self.is_known.sum())
 
     def add(self, tokens: np.ndarray, packed: np.ndarray) -> None:
-        """Learn of tokens, [m]; of a token that stands there twice the last row of `packed`, [m, width], counts."""
+        """Store the rows `packed`, [m, width], of `tokens`, [m]; the last row of a repeated token counts."""
         self.packed[tokens] = packed
         self.is_known[tokens] = True
 
     def digest(self) -> int:
-        """Return 63 bits of what is known."""
+        """Return a 63-bit digest of the content."""
         whole = hashlib.blake2b(self.packed.tobytes() + self.is_known.tobytes(), digest_size=8).digest()
         return int.from_bytes(whole, "big") >> 1
 
 
 class VocabularyPrior:
-    """Asks a model about the vocabulary, and shares what is found with the other replicas.
+    """Queries a model about the vocabulary and shares the results with the other replicas.
 
     Args:
-        model: this replica's.
         group: the replicas that must agree.
-        known: what this process knows; filled in.
-        files: where what is known is kept, by rank 0.
-        name: of the file.
+        known: results of this process; updated in place.
+        files: cache on disk, written by rank 0.
+        name: name of the cache file.
 
     Attributes:
-        is_settled: whether nobody will ask further; kept by the owner.
+        is_settled: set by the owner once no more queries will follow.
     """
 
     def __init__(self, model: ModelRunner, group: Group, known: Answers, files: CalibrationFiles, name: str):
@@ -98,11 +98,11 @@ class VocabularyPrior:
         self._sampler = make_greedy_sampler(model)
         self._agreed = Answers.none(*known.packed.shape)
         self._has_begun = False
-        self._entries: np.ndarray | None = None  # of what is agreed
+        self._entries: np.ndarray | None = None  # cached result of `entries`
         self._num_saved = 0
         self._common_token: int | None = None
         self._max_tokens = min(MAX_SLICE_TOKENS[model.device.type], max(1, MAX_SLICE_LOGITS // model.vocabulary_size))
-        # Of the next slice. A model that is fed chains computes each text by itself, from its first token on.
+        # Size of the next slice. A model fed with chains computes each text separately, from its first token.
         first_tokens = MIN_SLICE_TOKENS if model.feeds_chains else FIRST_SLICE_TOKENS
         self._num_tokens = min(first_tokens, self._max_tokens)
         self._seconds_left = MAX_ASKING_SECONDS
@@ -110,11 +110,11 @@ class VocabularyPrior:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all replicas know of all tokens."""
+        """Whether all replicas have the predictions of all tokens."""
         return bool(self._agreed.is_known.all())
 
     def entries(self) -> np.ndarray:
-        """Return [V, ENTRY] int32 entries of what is agreed, as draft tables store top-k candidates."""
+        """Return the shared results, [V, ENTRY] int32 entries of the draft tables."""
         if self._entries is None:
             packed = self._agreed.packed.copy()
             packed[~self._agreed.is_known, 1:] = NO_CANDIDATES
@@ -123,16 +123,16 @@ class VocabularyPrior:
             self._entries = entries
         return self._entries
 
-    # Asking, on this replica alone.
+    # Queries, on this replica alone.
 
     def ask(self, seconds: float) -> None:
-        """Ask about this replica's part of what is not known, for so long, but at least one slice."""
+        """Query this replica's part of the unknown tokens for `seconds`, at least one slice."""
         end = time.perf_counter() + seconds
         while self.ask_once() and time.perf_counter() < end:
             pass
 
     def ask_once(self) -> bool:
-        """Ask about one slice of this replica's part of what is not known; return whether some of it is left."""
+        """Query one slice of this replica's part of the unknown tokens; return whether more is left."""
         unknown = np.flatnonzero(~self._known.is_known)
         mine = unknown[unknown % self._group.size == self._group.rank]
         tokens = mine[: self._num_tokens]
@@ -141,7 +141,7 @@ class VocabularyPrior:
         started = time.perf_counter()
         try:
             self._known.add(tokens, self._ask_about(tokens))
-        except torch.OutOfMemoryError:  # what is asked for is less the next time, and then nothing
+        except torch.OutOfMemoryError:  # retry with the smallest slices; give up if those fail, too
             self._seconds_left = 0.0 if self._num_tokens == MIN_SLICE_TOKENS else self._seconds_left
             self._num_tokens = self._max_tokens = MIN_SLICE_TOKENS
             return self._seconds_left > 0
@@ -154,33 +154,29 @@ class VocabularyPrior:
         return len(mine) > len(tokens) and self._seconds_left > 0
 
     def _ask_about(self, tokens: np.ndarray) -> np.ndarray:
-        """Return [m, width] packed top-k candidates after each of tokens, [m], behind a common token."""
+        """Return [m, width] packed top-k candidates after each of `tokens`, [m], preceded by a common token."""
         if self._common_token is None:
             size = self._model.vocabulary_size
             num_spaced = min(NUM_SPACED, self._num_tokens)
-            packed = self._ask_behind(size // 2, np.arange(num_spaced) * size // num_spaced)
+            packed = self._candidates_after(size // 2, np.arange(num_spaced) * size // num_spaced)
             self._common_token = int(np.bincount(self._sampler.unpack(packed)[0]).argmax())
-        return self._ask_behind(self._common_token, tokens)
+        return self._candidates_after(self._common_token, tokens)
 
-    def _ask_behind(self, first: int, tokens: np.ndarray) -> np.ndarray:
-        """Return [m, width] packed top-k candidates after each of tokens, [m], in a text of `first` and this token."""
+    def _candidates_after(self, first: int, tokens: np.ndarray) -> np.ndarray:
+        """Return [m, width] packed top-k candidates after each two-token text (`first`, token)."""
         with self._model.slots.borrowed() as slot:
             self._model.begin(slot, 1 + len(tokens))
             found = self._model.logits_after_each(slot, tokens.tolist(), [first])
             packed, _ = self._sampler.sample(found, TokenTree([0], max_depth=1), [0] * len(tokens), [0])
             return packed.cpu().numpy()
 
-    # Agreeing, on all replicas at once.
+    # Agreement, on all replicas at once.
 
     def agree(self, min_new: int | None = None) -> None:
-        """Share what replicas have found since the last time, if that is enough to be worth it.
+        """Share the replicas' new results if there are at least `min_new`, or all that were missing.
 
-        Args:
-            min_new: tokens that are enough; None for one part of MIN_NEW_PART of the vocabulary. All that is left is
-                enough, too, and on a replica alone anything is.
-
-        Raises:
-            ReplicaError: if a peer is gone.
+        None stands for 1 / MIN_NEW_PART of the vocabulary, or for any number on a replica without peers. Raises
+        ReplicaError if a peer is gone.
         """
         if not self._has_begun:
             self._begin()
@@ -196,34 +192,34 @@ class VocabularyPrior:
             return
         block = np.full((counts.max(), 1 + agreed.packed.shape[1]), -1, dtype=np.int64)
         block[: len(new), 0], block[: len(new), 1:] = new, self._known.packed[new]
-        rows = gather_rows(block.reshape(-1), group).reshape(-1, block.shape[1])[::-1]  # rank 0's last, which count
+        rows = gather_rows(block.reshape(-1), group).reshape(-1, block.shape[1])[::-1]  # rank 0 last: its rows win
         rows = rows[rows[:, 0] >= 0]
-        self._take(rows[:, 0], rows[:, 1:])
+        self._adopt(rows[:, 0], rows[:, 1:])
 
     def _begin(self) -> None:
-        """Begin with what all replicas know alike, else with what rank 0 or its disk knows."""
+        """Start from what all replicas equally know, else from what rank 0 or its cache file knows."""
         known, group = self._known, self._group
-        # Replicas that were in different groups may have asked the model each in their own way.
+        # Replicas from different groups may have queried the model with different common tokens or slices.
         digests = gather_rows(np.array([known.digest()]), group)
         if (digests == digests[0]).all() and known.is_known.all():
-            self._take(np.arange(len(known.packed)), known.packed)
+            self._adopt(np.arange(len(known.packed)), known.packed)
         else:
             if group.rank == 0:
                 self._load()
             tokens = np.flatnonzero(known.is_known)
-            self._take(*broadcast_object((tokens, known.packed[tokens]), group))
+            self._adopt(*broadcast_object((tokens, known.packed[tokens]), group))
         self._has_begun = True
 
-    def _take(self, tokens: np.ndarray, packed: np.ndarray) -> None:
-        """Learn what all replicas know from now on."""
+    def _adopt(self, tokens: np.ndarray, packed: np.ndarray) -> None:
+        """Store results that all replicas have from now on."""
         self._agreed.add(tokens, packed)
         self._known.add(tokens, packed)
         self._entries = None
 
-    # Keeping.
+    # Cache on disk.
 
     def _load(self) -> None:
-        """Add what the file knows to what this process knows."""
+        """Add the cache file's results to those of this process."""
         saved = self._files.load(self._name, ("packed", "is_known"))
         if saved is None or saved["packed"].shape != self._known.packed.shape:
             return
@@ -232,10 +228,10 @@ class VocabularyPrior:
         self._num_saved = int(saved["is_known"].sum())
 
     def save(self) -> None:
-        """Write what is known to the file, on rank 0, if that is more than the file has."""
+        """Write the results to the cache file, on rank 0, if they have grown."""
         answers = self._known if self._group.is_alone else self._agreed
         if self._group.rank == 0 and answers.num_known > self._num_saved:
             self._files.store(self._name, {"packed": answers.packed, "is_known": answers.is_known})
             self._num_saved = answers.num_known
             if not answers.is_known.all():
-                log.info("%d of the vocabulary's %d tokens were asked about", answers.num_known, len(answers.is_known))
+                log.info("%d of the vocabulary's %d tokens were queried", answers.num_known, len(answers.is_known))

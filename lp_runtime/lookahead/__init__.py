@@ -1,1 +1,1 @@
-"""The algorithm: token tree, decoding state, drafters, acceptance. No torch, no model, no communication."""
+"""The algorithm: token tree, decoding state, drafters, acceptance. No torch, model or communication."""

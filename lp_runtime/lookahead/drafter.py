@@ -1,7 +1,7 @@
-"""The interface of drafters: a drafter proposes what may follow, and learns from each step's verification result.
+"""The drafter interface: a drafter proposes trees of guesses and learns from each step's results.
 
-A drafter decides how many steps a sequence takes, never which tokens it has: a guess is committed only where the model
-agrees. Everything a drafter answers is a function of what all replicas share.
+A drafter affects how many steps a sequence takes, never its tokens: a guess is committed only if the model agrees. All
+results of a drafter are functions of data that all replicas share.
 
 Letters: T nodes in the tree, n of them from the root on, K top-k candidates of a node.
 """
@@ -19,16 +19,16 @@ import numpy as np
 from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree, accept
 
-MAX_DEPTH_COUNTED = 16  # columns of Counts; deeper nodes are rare and count in the last one
+MAX_DEPTH_COUNTED = 16  # columns of Counts; deeper nodes are rare and are counted in the last one
 
 
 class NoiseKey(NamedTuple):
-    """What tells how a request's successors are sampled.
+    """Seed, sample and temperature, which determine the noise that a request is sampled with.
 
     Attributes:
         seed: 0 to 2**64 - 1.
-        sample: index of one of several samples of a prompt.
-        temperature: what the model's logits are divided by, more than 0.
+        sample: index among several samples of a prompt.
+        temperature: divisor of the model's logits, more than 0.
     """
 
     seed: int
@@ -38,13 +38,13 @@ class NoiseKey(NamedTuple):
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """What the exchange tells of every node of a step's tree.
+    """Result of a step: each node's successor and, if requested, its top-k candidates.
 
     Attributes:
-        successors: [T] the token that follows each node, valid from the root on; an int64 array is used as it is.
-        top_k: [n, ENTRY] int32 top-k candidates of the nodes from the root on, and their margins, as
-            best_first/tables.py lays them out: the K likeliest successors by the scores they are sampled from, before
-            noise, -1 where there are fewer. None where the drafter did not ask for them.
+        successors: [T] the token that follows each node, valid from the root on; an int64 array is not copied.
+        top_k: [n, ENTRY] int32 top-k candidates and margins of the nodes from the root on, in the layout of
+            best_first/tables.py: the K likeliest successors by the scores they are sampled from, before noise, -1 if
+            there are fewer. None if the drafter did not request them.
     """
 
     successors: Sequence[int] | np.ndarray
@@ -52,12 +52,9 @@ class VerificationResult:
 
     @classmethod
     def from_root(cls, root: int, successors: np.ndarray, top_k: np.ndarray | None = None) -> VerificationResult:
-        """Return a result from successors of the nodes from the root on; those of the pending tokens before it are -1.
+        """Return a result for the whole tree from [n] int64 successors of the nodes from the root on.
 
-        Args:
-            root: index of the root.
-            successors: [n] int64 token ids.
-            top_k: [n, ENTRY] int32, see VerificationResult.
+        The pending tokens before the root get -1. `top_k`: see VerificationResult.
         """
         if root:
             from_root, successors = successors, np.empty(root + len(successors), np.int64)
@@ -66,21 +63,21 @@ class VerificationResult:
 
     @cached_property
     def successor_array(self) -> np.ndarray:
-        """[T] int64 successors."""
+        """[T] int64 successors, contiguous."""
         return np.ascontiguousarray(self.successors, np.int64)
 
 
 @dataclass
 class Counts:
-    """How many nodes were fed and accepted, by source and depth: [sources, MAX_DEPTH_COUNTED].
+    """Numbers of fed and accepted nodes by source and depth, [sources, MAX_DEPTH_COUNTED].
 
-    Column d counts depth d + 1; the last column counts all deeper nodes, too.
+    Column d counts depth d + 1; the last column also counts all deeper nodes.
 
     Attributes:
-        sources: names of the rows: where a node's token came from.
+        sources: names of the rows: the origin of a node's token.
         fed: [sources, MAX_DEPTH_COUNTED] int64 nodes below the root.
         accepted: [sources, MAX_DEPTH_COUNTED] int64 nodes on the committed path.
-        latest: [a] int64 row of each node on the committed path of the latest step, from the root down.
+        latest: [a] int64 rows of the nodes on the latest step's committed path, from the root down.
     """
 
     sources: tuple[str, ...]
@@ -94,12 +91,9 @@ class Counts:
         self.latest = np.zeros(0, dtype=np.int64)
 
     def add(self, sources: np.ndarray, depths: np.ndarray, path: Sequence[int]) -> None:
-        """Count one step.
+        """Count one step: the source rows and depths, [m] int64, of the nodes below the root.
 
-        Args:
-            sources: [m] int64 row of each node below the root.
-            depths: [m] int64 depth of each node below the root.
-            path: indices into `sources` of the accepted nodes.
+        `path` has the indices of the accepted nodes among these m.
         """
         columns = np.minimum(depths, MAX_DEPTH_COUNTED) - 1
         np.add.at(self.fed, (sources, columns), 1)
@@ -108,7 +102,7 @@ class Counts:
             np.add.at(self.accepted, (self.latest, columns[path]), 1)
 
     def latest_sources(self) -> list[str]:
-        """Return the name of the source of each node on the committed path of the latest step."""
+        """Return the source names of the nodes on the latest step's committed path."""
         return [self.sources[row] for row in self.latest]
 
 
@@ -116,9 +110,9 @@ class Drafter(ABC):
     """Proposes the trees of one request.
 
     Attributes:
-        num_top_k: K, how many top-k candidates of every node the drafter wants to know; 0 for none.
-        learns_prompt: whether `learn_prompt` makes use of the top-k candidates behind a prompt's tokens.
-        max_nodes: largest number of nodes of a tree, the root counted; pending tokens before it may come on top.
+        num_top_k: K, the number of top-k candidates that the drafter needs of every node; 0 for none.
+        learns_prompt: whether `learn_prompt` uses the top-k candidates of prompt tokens.
+        max_nodes: largest number of nodes of a tree, including the root; pending tokens before it may be added.
         max_committed: largest number of tokens that one step commits.
         counts: nodes fed and accepted so far, by source and depth.
     """
@@ -147,41 +141,30 @@ class Drafter(ABC):
         Args:
             tokens: prompt and committed tokens; the last one is the root.
             num_cached: leading tokens that are cached; the others are pending.
-            max_depth: largest depth below the root of a node.
-            tree_size_hint: largest number of nodes to propose, where the drafter can choose; None for its own limit.
-            guide: the constraint that the text is under; no node stands in the tree that the guide forbids. None
-                without one.
+            max_depth: largest depth of a node below the root.
+            tree_size_hint: largest useful number of nodes; None for the drafter's own limit.
+            guide: constraint of the text, which excludes forbidden nodes; None without one.
         """
 
     def keep(self, tree: TokenTree, nodes: np.ndarray) -> TokenTree:
-        """Return the tree of some nodes of the tree that was proposed last, which is fed in its place.
-
-        Args:
-            tree: what `propose` returned last.
-            nodes: see `TokenTree.part`.
-        """
+        """Reduce the tree proposed last to some of its nodes (see `TokenTree.part`), which are fed instead."""
         return tree.part(nodes)
 
     def accept(self, tree: TokenTree, found: VerificationResult) -> tuple[list[int], list[int]]:
-        """Return (accepted, path): see lp_runtime.lookahead.tree.accept.
-
-        Args:
-            tree: what `propose` returned last.
-            found: the tree's verification result.
-        """
+        """Return (accepted, path) of the tree proposed last; see lp_runtime.lookahead.tree.accept."""
         return accept(tree, found.successors)
 
     def may_accept(self, node: int) -> bool:
-        """Whether `accept` may go on to a node of the tree that was proposed last."""
+        """Return whether `accept` may continue to a node of the tree proposed last."""
         return True
 
     def learn_prompt(self, tokens: Sequence[int], entries: np.ndarray) -> None:  # noqa: B027 (most have no use for it)
-        """Learn what a forward pass found behind the prompt's last tokens; called once, before the first step.
+        """Learn from top-k candidates of the prompt; called at most once, before the first step.
 
         Args:
             tokens: [P] the prompt.
-            entries: [n, ENTRY] int32 top-k candidates behind its last n tokens, n <= P, as best_first/tables.py lays
-                them out.
+            entries: [n, ENTRY] int32 top-k candidates after its last n tokens, n <= P, in the layout of
+                best_first/tables.py.
         """
 
     @abstractmethod
@@ -205,19 +188,19 @@ class Drafter(ABC):
         """Learn from a step.
 
         Args:
-            tokens: prompt and committed tokens, this step's included.
+            tokens: prompt and committed tokens, including this step's.
             tree: the step's tree.
             found: the tree's verification result.
-            committed: the step's committed tokens.
-            path: the nodes that carry them, from below the root: of all committed tokens, or of all but the last one.
+            committed: the tokens that this step committed.
+            path: the nodes below the root that carry them: for all committed tokens, or all but the last one.
         """
 
 
 class CountingDrafter(Drafter):
-    """A drafter whose trees grow node by node, and that counts nodes by the sets of nodes that its sources claim.
+    """Base of drafters that add nodes one by one and count them by source.
 
     Args:
-        *sources: names of where a node's token may come from, beside the constraint, which comes last.
+        *sources: names of the sources of tokens; "forced", for the constraint's tokens, is added as the last one.
     """
 
     def __init__(self, *sources: str):
@@ -227,17 +210,11 @@ class CountingDrafter(Drafter):
     def start_tree(
         self, tokens: Sequence[int], num_cached: int, max_depth: int, budget: int | None, guide: Guide | None
     ) -> tuple[TokenTree, int]:
-        """Begin a tree with the pending tokens, and with what a constraint says must follow.
+        """Start a tree with the pending tokens and the tokens that the constraint forces.
 
-        Args:
-            tokens: see `propose`.
-            num_cached: see `propose`.
-            max_depth: see `propose`.
-            guide: see `propose`.
-            budget: largest number of nodes, pending tokens included; None for no limit beside max_nodes.
-
-        Returns:
-            (tree, node): the tree; the last node that is certain, below which guesses begin.
+        Returns (tree, node): the tree, and its last certain node, below which guesses begin. The tree has at most
+        `budget` nodes, including pending tokens; None for no limit besides max_nodes. The other arguments are those of
+        `propose`.
         """
         if guide is None:
             return TokenTree(tokens[num_cached:], max_depth, budget), len(tokens) - num_cached - 1
@@ -248,13 +225,7 @@ class CountingDrafter(Drafter):
         return tree, self._forced[-1] if self._forced else tree.root
 
     def count(self, tree: TokenTree, path: Sequence[int], claims: Sequence[Iterable[int]]) -> None:
-        """Count one step.
-
-        Args:
-            tree: the step's tree.
-            path: the accepted nodes.
-            claims: the nodes that each source claims; the first source that claims a node is the one it counts for.
-        """
+        """Count one step by source: a node counts for the first of the `claims` that contains it."""
         sources = np.full(len(tree), -1)
         for source, claimed in reversed(list(enumerate(claims))):
             sources[list(claimed)] = source

@@ -1,7 +1,7 @@
-"""The decoding state, which every replica holds alike: propose a tree, then advance by what the step decided.
+"""The decoding state, equal on every replica: propose a tree, then advance by the step's result.
 
-Both are functions of the state and of integers that all replicas share, so equal states stay equal. Which nodes stand
-in a tree is the drafter's choice (drafter.py). It never changes what is committed.
+Both are functions of the state and of integers that all replicas share, so equal states stay equal. The drafter
+(drafter.py) chooses the nodes of a tree. This never changes what is committed.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from lp_runtime.lookahead.drafter import Drafter, VerificationResult
 from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree
 
-DIGEST_BYTES = 7  # 56 bits: an int64 of the exchange holds a digest whatever its sign
+DIGEST_BYTES = 7  # 56 bits, so that a digest fits an int64 of the exchange as a non-negative number
 
 
 @dataclass(frozen=True)
 class DecodingRules:
-    """What fixes a request's decoding besides its prompt.
+    """Everything besides the prompt that determines a request's decoding.
 
     Attributes:
         max_new_tokens: largest number of tokens to commit, >= 1.
-        eos_token_ids: decoding stops after any of these; empty to go on to max_new_tokens.
-        drafting: how trees are proposed, as text; part of the digest.
-        drawing: everything else that decides which successors are sampled, as text; part of the digest.
-        refed_at: tokens of a text behind which the model computes all of it anew: no tree goes on from a shorter text
-            to a longer one. None for a model that never does.
+        eos_token_ids: decoding stops after any of these; empty to continue to max_new_tokens.
+        drafting: settings of the drafter as text; part of the digest.
+        drawing: all other settings that affect which successors are sampled, as text; part of the digest.
+        refed_at: text length after which the model recomputes the whole text: no tree may cross from a shorter text to
+            a longer one. None for models that never do.
     """
 
     max_new_tokens: int
@@ -41,23 +41,23 @@ class DecodingRules:
 
 
 Stop = Callable[[Sequence[int]], int | None]
-"""Maps the tokens that a step is about to commit to how many to keep if decoding stops within them, else None."""
+"""Maps the tokens about to be committed to how many of them to keep if decoding stops there, else to None."""
 
 Fit = Callable[[TokenTree, np.ndarray], int]
-"""Maps a tree and its path probabilities, [T] int64, in whose order nodes stand, to how many first nodes to feed."""
+"""Maps a tree and its nodes' path probabilities, [T] int64 descending, to the number of leading nodes to feed."""
 
 Select = Callable[[TokenTree], np.ndarray]
-"""Maps a tree to the ascending indices, [m] int64, of the nodes to feed: see `TokenTree.part`."""
+"""Maps a tree to the ascending indices, [m] int64, of the nodes to feed; see `TokenTree.part`."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """One step's tree.
+    """One step's tree and digest.
 
     Attributes:
-        tree: the token tree, T nodes; nothing is added to it any more.
-        digested_before: bytes that are digested ahead of the tree: the request, or the previous step's digest.
-        num_cached: tokens of the sequence before the tree's first one.
+        tree: complete; no nodes are added later.
+        digested_before: bytes to digest before the tree: the request, or the previous step's digest.
+        num_cached: number of the sequence's tokens before the tree's first one.
     """
 
     tree: TokenTree
@@ -66,9 +66,9 @@ class Proposal:
 
     @cached_property
     def digest(self) -> int:
-        """Digest of the state that proposed this tree, 0 to 2**56 - 1; replicas whose digests differ have diverged.
+        """Digest of the proposing state, 0 to 2**56 - 1; if digests differ, replicas have diverged.
 
-        Computed on first access, which comes after the forward pass was launched: a GPU does not wait for it.
+        Computed at first access, which comes after the forward pass is launched, so that a GPU does not wait for it.
         """
         content = self.digested_before + self.tree.content()
         return int.from_bytes(hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest(), "big")
@@ -79,22 +79,20 @@ class DecodingState:
 
     Args:
         prompt: token ids, at least one.
-        rules: what fixes the request's decoding besides its prompt.
-        drafter: proposes trees; has not begun another request.
-        stop: a condition beyond the rules', asked once a step about the tokens that the rules leave. It must answer
-            alike on all replicas.
-        committed: new tokens that an earlier attempt at the request has committed. With any, the state starts behind
-            them with all tokens but the last cached, and there is no prefill to advance by.
-        is_alone: whether no other replica holds this state. Its digests are then not chained from step to step.
-        guide: the constraint that the new text is under, before the first of `committed`; None without one.
+        rules: everything besides the prompt that determines decoding.
+        drafter: a drafter that has not begun another request.
+        stop: a further stop condition, called once per step with the tokens that the rules leave. Its results must be
+            equal on all replicas.
+        committed: new tokens committed by an earlier attempt. If there are any, the state starts after them, with all
+            tokens but the last one cached, and without a prefill.
+        is_alone: whether no other replica holds this state; its digests are then not chained from step to step.
+        guide: constraint of the new text, in its state before the first of `committed`; None without one.
 
     Attributes:
-        rules: what fixes the request's decoding besides its prompt.
-        drafter: proposes trees.
         prompt_length: tokens of the prompt.
         tokens: prompt and committed tokens.
         num_cached: leading tokens whose keys and values every replica has cached; the rest are pending.
-        num_steps: steps so far, the prefill's included.
+        num_steps: steps so far, including the prefill.
         finish_reason: None while unfinished, then "eos", "stop" or "length".
     """
 
@@ -132,25 +130,26 @@ class DecodingState:
 
     @property
     def digest(self) -> int:
-        """Digest of the steps so far, equal on all replicas; 0 where no other replica holds this state."""
+        """Digest of the steps so far, equal on all replicas; 0 if no other replica holds this state."""
         return self._digest
 
     @property
     def pending(self) -> list[int]:
-        """Tokens whose keys and values are not cached yet."""
+        """Committed tokens whose keys and values are not cached yet."""
         return self.tokens[self.num_cached :]
 
     def propose(
         self, fit: Fit | None = None, tree_size_hint: int | None = None, select: Select | None = None
     ) -> Proposal:
-        """Return the tree of the next step. No node stands where its successor could not be committed.
+        """Return the tree of the next step; every node's successor could still be committed.
+
+        `fit` and `select` must return equal results on all replicas.
 
         Args:
-            fit: says how many of the tree's nodes to feed; asked if the drafter estimates path probabilities. It must
-                answer alike on all replicas. None to feed all.
-            tree_size_hint: largest number of nodes to propose, where the drafter can choose; None for its own limit.
-            select: says which of the nodes to feed, in place of `fit`; asked of every drafter's tree. It must answer
-                alike on all replicas.
+            fit: returns how many leading nodes to feed; called if the drafter estimates path probabilities. None to
+                feed all.
+            tree_size_hint: largest useful number of nodes; None for the drafter's own limit.
+            select: returns the nodes to feed, instead of `fit`; called for trees of every drafter.
         """
         depth = self.rules.max_new_tokens - (len(self.tokens) - self.prompt_length) - 1
         if self.rules.refed_at is not None and len(self.tokens) <= self.rules.refed_at:
@@ -169,11 +168,9 @@ class DecodingState:
         return self._proposal(TokenTree(self.pending, max_depth=0))
 
     def masks(self, tree: TokenTree, nodes: np.ndarray) -> np.ndarray | None:
-        """Return which tokens may follow some nodes of a step's tree, [m, words]: see Guide; None without a constraint.
+        """Return [m, words] masks of the tokens that may follow `nodes`, [m] from the root on; see Guide.
 
-        Args:
-            tree: the step's tree.
-            nodes: [m] indices of the nodes, from the root on.
+        None without a constraint.
         """
         if self._guide is None:
             return None
@@ -182,21 +179,21 @@ class DecodingState:
 
     @property
     def has_forced(self) -> bool:
-        """Whether a constraint says what must come next."""
+        """Whether a constraint determines the next token."""
         return self._guide is not None and bool(self._guide.forced(1))
 
     def _proposal(self, tree: TokenTree) -> Proposal:
-        """Return a proposal whose digest covers the steps so far."""
+        """Return a proposal whose digest covers all steps so far."""
         return Proposal(tree, b"%d %d " % (self._digest, self.num_cached), self.num_cached)
 
     def propose_prefill(self) -> Proposal:
-        """Return the prefill's step as a tree of one node, the prompt's last token. Its digest covers the request."""
+        """Return the prefill's step, a tree of the prompt's last token; its digest covers the request."""
         rules = replace(self.rules, eos_token_ids=frozenset())
         request = repr((self.tokens, rules, sorted(self.rules.eos_token_ids)))
         return Proposal(TokenTree(self.tokens[-1:], max_depth=0), request.encode())
 
     def _resume(self, committed: Sequence[int]) -> None:
-        """Commit tokens of an earlier attempt and count them as cached, all but the last."""
+        """Commit tokens of an earlier attempt and count all but the last as cached."""
         for token in committed:
             self._commit([token])
         assert len(self.new_tokens) == len(committed)
@@ -207,11 +204,9 @@ class DecodingState:
         self._chain(self.propose_prefill())
 
     def advance_prefill(self, proposal: Proposal, found: VerificationResult) -> list[int]:
-        """Count the whole prompt as cached, commit its successor and return the committed token in a list.
+        """Count the prompt as cached; commit and return its successor, as a list of one token.
 
-        Args:
-            proposal: what `propose_prefill` returned.
-            found: the verification result of the prompt's last token.
+        `proposal` is from `propose_prefill`; `found` is the verification result of the prompt's last token.
         """
         self._chain(proposal)
         self.num_cached = self.prompt_length
@@ -222,12 +217,13 @@ class DecodingState:
     def advance(
         self, proposal: Proposal, found: VerificationResult, caches_pending: bool = True
     ) -> tuple[list[int], list[int]]:
-        """Advance by one step: accept tokens, cut them by the rules, commit the rest, then advance the drafter.
+        """Advance by one step: accept tokens, cut them by the rules, commit the rest, advance the drafter.
 
         Args:
             proposal: what `propose` returned for this step.
-            found: the verification result of the tree.
-            caches_pending: whether every replica has cached the step's pending tokens; if not, `count_cached` is told.
+            found: the tree's verification result.
+            caches_pending: whether every replica has cached the step's pending tokens; if not, the caller uses
+                `count_cached`.
 
         Returns:
             (committed, nodes): the committed tokens, at least one, and the node that each of them follows.
@@ -242,15 +238,15 @@ class DecodingState:
         return committed, [tree.root, *path][: len(committed)]
 
     def count_cached(self, num_tokens: int) -> None:
-        """Count so many more leading tokens as cached on every replica."""
+        """Count `num_tokens` more leading tokens as cached on every replica."""
         self.num_cached += num_tokens
 
     def _chain(self, proposal: Proposal) -> None:
-        """Make the digest of a proposal part of the next one's."""
+        """Include a proposal's digest in the next one's."""
         self._digest = 0 if self._is_alone else proposal.digest
 
     def _commit(self, accepted: list[int]) -> list[int]:
-        """Commit tokens up to max_new_tokens, the first end-of-sequence token and the stop condition; return them."""
+        """Commit tokens up to max_new_tokens, the first EOS token and the stop condition; return them."""
         num_left = self.rules.max_new_tokens - (len(self.tokens) - self.prompt_length)
         committed = accepted[:num_left]
         for i, token in enumerate(committed):

@@ -16,31 +16,27 @@ PATH_PROBABILITY_BITS = 40  # path probabilities are fixed point, 1 << 40 is cer
 
 
 class TokenTree:
-    """A tree of tokens in feeding order: every parent stands before its children.
+    """A tree of tokens in feeding order: parents come before their children.
 
     The first P nodes are the pending tokens, a chain. The last of them is the root, the last committed token. All other
-    nodes are guesses of what follows. A node sees itself and its ancestors (the lookahead mask of the paper, section
-    3.3, figure 2(b), is a special case), and its position is the root's plus its depth. Siblings never carry the same
-    token: adding a token twice under one parent returns the node that carries it.
+    nodes are guesses. A node attends to itself and its ancestors (the paper's lookahead mask, section 3.3, figure 2(b),
+    is a special case), and its position is the root's plus its depth. Siblings never carry the same token: adding a
+    token twice under one parent returns the existing node.
 
     Args:
         pending: [P] token ids of the pending tokens, at least one.
-        max_depth: no node is added below this depth.
-        max_nodes: no node is added to a tree of this many nodes; None for no limit.
-        arrays: (tokens, parents, depths), [T] int64 each and contiguous, of a tree that is complete: no node can be
-            added to it. None for a tree that starts with the pending tokens alone.
-        path_probabilities: [T] int64, see Attributes; None where the drafter does not estimate them.
-        digest: a number that tells `arrays` apart from other trees'; None to digest the arrays themselves.
-        guide: the constraint that the text is under; tokens that the guide forbids are not added. None without one.
+        arrays: (tokens, parents, depths), [T] int64 each and contiguous, of a complete tree, to which no node can be
+            added. None for a tree that starts with the pending tokens alone.
+        digest: a number that identifies `arrays`; None to digest the arrays themselves.
 
     Attributes:
         root: index of the root, P - 1.
         max_depth: no node is added below this depth.
         max_nodes: no node is added to a tree of this many nodes; None for no limit.
-        guide: see Args.
-        path_probabilities: [T] int64, estimated probability that each node is on the accepted path, fixed point of
-            PATH_PROBABILITY_BITS; None where the drafter does not estimate them. With estimates, nodes stand in
-            descending order of them, so that any first nodes of a tree are the best tree of their number.
+        guide: constraint of the text; tokens that it forbids are not added. None without one.
+        path_probabilities: [T] int64 estimated probability that each node is on the accepted path, fixed point of
+            PATH_PROBABILITY_BITS; None if the drafter does not estimate them. Nodes are sorted by them, descending: the
+            first k nodes are the best tree of k nodes.
     """
 
     __slots__ = (
@@ -73,7 +69,7 @@ class TokenTree:
         self.max_nodes = max_nodes
         self.path_probabilities = path_probabilities
         self.guide = guide
-        # Lists of a tree that comes as arrays are made when they are asked for: of most trees they are not.
+        # Lists of a tree given as arrays are made lazily: most trees never need them.
         self._tokens: list[int] | None = None if arrays else list(pending)
         self._parents: list[int] | None = None if arrays else list(range(-1, len(pending) - 1))
         self._depths: list[int] | None = None if arrays else list(range(1 - len(pending), 1))
@@ -92,7 +88,7 @@ class TokenTree:
         max_depth: int,
         digest: int | None = None,
     ) -> TokenTree:
-        """Return a complete tree that holds on to the given arrays; no node can be added to it.
+        """Return a complete tree that refers to the given arrays; no node can be added to it.
 
         Args:
             tokens: [T] int64 token ids, contiguous; siblings must differ.
@@ -100,27 +96,25 @@ class TokenTree:
             depths: [T] int64 depth below the root: 0 for the root, negative for the pending tokens before it.
             path_probabilities: [T] int64, see TokenTree.
             root: index of the root.
-            max_depth: the depth that no node is below.
-            digest: a number that tells tokens and parents apart from other trees'; None to digest the arrays
-                themselves.
+            max_depth: largest depth of a node.
+            digest: a number that identifies tokens and parents; None to digest the arrays themselves.
         """
         return cls(tokens[: root + 1], max_depth, None, (tokens, parents, depths), path_probabilities, digest)
 
     def part(self, nodes: np.ndarray) -> TokenTree:
-        """Return the tree of some of this tree's nodes.
+        """Return the tree of some nodes: [m] int64 ascending indices, closed under parents.
 
-        Args:
-            nodes: [m] int64 ascending indices: all pending tokens, and the parent of every node from the root on.
+        They must include all pending tokens, and the parent of every node after the root.
         """
         tokens, parents, depths = self.arrays()
-        places = np.full(len(tokens) + 1, -1, np.int64)  # the last one stands for the parent of the first token, -1
+        places = np.full(len(tokens) + 1, -1, np.int64)  # the last element maps parent -1, of the first token, to -1
         places[nodes] = np.arange(len(nodes))
         arrays = tokens[nodes], places[parents[nodes]], depths[nodes]
         probabilities = None if self.path_probabilities is None else self.path_probabilities[nodes]
         return TokenTree(tokens[: self.root + 1], self.max_depth, None, arrays, probabilities)
 
     def truncate(self, num_nodes: int) -> None:
-        """Keep the first `num_nodes` nodes only, which must include the pending tokens."""
+        """Keep only the first `num_nodes` nodes, which must include the pending tokens."""
         assert num_nodes > self.root
         if num_nodes >= len(self):
             return
@@ -177,7 +171,7 @@ class TokenTree:
         return self._children.get((node, token))
 
     def content(self) -> bytes:
-        """Return bytes that differ between trees of equal P with different tokens or parents."""
+        """Return bytes that differ between trees with different tokens or parents but equal P."""
         if self._digest is not None:
             return b"%d %d" % (self._digest, len(self))
         if self._arrays is not None:
@@ -185,20 +179,15 @@ class TokenTree:
         return array("q", self.tokens + self.parents).tobytes()
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (tokens, parents, depths), [T] int64 each; the caller must not write to them."""
+        """Return (tokens, parents, depths), [T] int64 each; the caller must not modify them."""
         if self._arrays is not None:
             return self._arrays
         return np.array(self.tokens, np.int64), np.array(self.parents, np.int64), np.array(self.depths, np.int64)
 
     def add(self, parent: int, token: int) -> int | None:
-        """Return the child of `parent` that carries `token`, and add it first if there is none.
+        """Return the child of `parent`, the root or a node below it, that carries `token`; add it if needed.
 
-        Args:
-            parent: index of the root or of a node below it.
-            token: token id.
-
-        Returns:
-            The child's index, or None where max_depth, max_nodes or the guide forbids a new node.
+        None if max_depth, max_nodes or the guide forbids a new node.
         """
         assert self._arrays is None
         key = (parent, token)
@@ -217,7 +206,7 @@ class TokenTree:
         return node
 
     def add_branch(self, tokens: Sequence[int], below: int | None = None) -> list[int]:
-        """Add a chain of tokens under the root or the node `below`, as far as is allowed; return its nodes."""
+        """Add a chain of tokens under the root or node `below`, until one is refused; return its nodes."""
         nodes: list[int] = []
         node = self.root if below is None else below
         for token in tokens:
@@ -229,7 +218,7 @@ class TokenTree:
         return nodes
 
     def path(self, node: int) -> list[int]:
-        """Return the token ids on the way from the root, excluded, down to `node`, included."""
+        """Return the token ids from the root, excluded, down to `node`, included."""
         tokens = []
         while node != self.root:
             tokens.append(self.tokens[node])
@@ -238,18 +227,17 @@ class TokenTree:
 
 
 def accept(tree: TokenTree, successors: Sequence[int] | np.ndarray) -> tuple[list[int], list[int]]:
-    """Follow the model's own choices from the root down, through guesses and window nodes alike.
+    """Follow the model's choices from the root down through the tree.
 
     Paper: algorithm 2 (greedy verification), here over a whole tree, and with the bonus token of a full match kept.
 
     Args:
-        tree: the tree that was verified, T nodes.
-        successors: [T] the token that follows each node; read from the root on only.
+        tree: the verified tree, T nodes.
+        successors: [T] the token that follows each node; only read from the root on.
 
     Returns:
-        (accepted, path): the accepted tokens, of which the last is the bonus token (the successor of the last node
-        reached, which no node had guessed), and the nodes that carry the ones before it: len(path) == len(accepted) -
-        1.
+        (accepted, path): the accepted tokens, and the nodes that carry all but the last of them. The last accepted
+        token is the bonus token, the successor of the last node reached.
     """
     accepted: list[int] = []
     path: list[int] = []

@@ -1,1 +1,1 @@
-"""How a node's successor is sampled from its logits: processors, Gumbel noise, top-k candidates."""
+"""Sampling of successors from logits: processors, Gumbel noise, top-k candidates."""

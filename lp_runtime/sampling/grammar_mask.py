@@ -1,8 +1,8 @@
-"""The mask of a constraint on scores: of the tokens that it forbids, none can be chosen.
+"""Masks of a constraint on scores: forbidden tokens cannot be chosen.
 
-The mask stands behind all processors and before the warpers: nothing behind it can allow a token again, and what the
-warpers keep, they keep of the tokens that are allowed. Where the other processors have excluded every allowed token,
-the constraint wins, and the allowed tokens have equal scores.
+The mask is applied after all processors and before the warpers: no later processor can allow a token again, and warpers
+choose among allowed tokens only. If the processors have excluded every allowed token, the constraint wins, and the
+allowed tokens get equal scores.
 
 Letters: n rows, V vocabulary.
 """
@@ -34,17 +34,17 @@ WARPERS = (
 
 
 class GrammarMask:
-    """Stands among a request's processors where the mask of its constraint is applied; see TreeProcessors."""
+    """Placeholder among a request's processors for its constraint's mask, applied by TreeProcessors."""
 
     prefix_only = True
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores as they are: the mask of a node is not known from its prefix alone."""
+        """Return the scores unchanged: a node's mask cannot be computed from its prefix alone."""
         return scores
 
 
 def with_grammar_mask(processors: Iterable[LogitsProcessor]) -> list[LogitsProcessor]:
-    """Return processors with a GrammarMask before the first warper."""
+    """Return the processors with a GrammarMask inserted before the first warper."""
     masked = list(processors)
     place = next((place for place, each in enumerate(masked) if isinstance(each, WARPERS)), len(masked))
     masked.insert(place, GrammarMask())
@@ -52,11 +52,11 @@ def with_grammar_mask(processors: Iterable[LogitsProcessor]) -> list[LogitsProce
 
 
 def apply_masks(scores: torch.Tensor, masks: np.ndarray | None) -> torch.Tensor:
-    """Return scores with those of forbidden tokens set to -inf.
+    """Set the scores of forbidden tokens to -inf and return the scores.
 
     Args:
-        scores: [n, V] float32, may be changed.
-        masks: [n, ceil(V / 32)] int32, a bit for each token.
+        scores: [n, V] float32, may be changed in place.
+        masks: [n, ceil(V / 32)] int32, one bit per token; 1 allows it.
     """
     assert masks is not None, "a request with a constraint has masks"
     if scores.device.type == "cpu":
@@ -73,20 +73,20 @@ def apply_masks(scores: torch.Tensor, masks: np.ndarray | None) -> torch.Tensor:
 
 @functools.cache
 def _mask_kernel() -> Callable[[np.ndarray, np.ndarray], None]:
-    """Return `_mask` for arguments of its types."""
+    """Return `_mask` compiled for its argument types."""
     return bound(_mask, np.zeros((1, 1), np.float32), np.zeros((1, 1), np.int32))
 
 
 @compiled
 def _mask(scores: np.ndarray, masks: np.ndarray) -> None:
-    """Do what `apply_masks` does, on a CPU."""
+    """Apply masks on a CPU, in place; see `apply_masks`."""
     size = scores.shape[1]
     for row in range(scores.shape[0]):
         is_empty = True
         for word in range(masks.shape[1]):
             bits = masks[row, word]
             first, last = 32 * word, min(32 * word + 32, size)
-            if bits == -1 and not is_empty:
+            if bits == -1 and not is_empty:  # all are allowed, and one is known to have a score
                 continue
             for token in range(first, last):
                 if (bits >> (token - first)) & 1 == 0:

@@ -1,11 +1,11 @@
-"""Gumbel noise that every replica can compute: a hash of (seed, sample, position, token id); sampling is an argmax.
+"""Gumbel noise that every replica can compute: a hash of (seed, sample, position, token id).
 
-argmax(scores + Gumbel noise) is a sample of softmax(scores). The noise belongs to the position, not to the step or the
-replica that samples. So one seed gives one output however the work is shared; a guess is accepted exactly when it
-equals the sampled token; and what will be sampled at a position can be guessed beforehand with that position's noise.
+argmax(scores + Gumbel noise) is a sample of softmax(scores). The noise belongs to the position, not to a step or
+replica. So one seed gives one output however the work is shared, a guess is accepted exactly if it equals the sampled
+token, and drafters can predict what will be sampled at a position from that position's noise.
 
-The hash is Philox4x32-10 (lp_runtime/lookahead/philox.py) in int64 tensor operations: CPUs and GPUs agree on every bit
-of the uniform numbers.
+The hash is Philox4x32-10 (lp_runtime/lookahead/philox.py) in int64 tensor operations. CPUs and GPUs compute bitwise
+equal uniform numbers.
 
 Letters: n nodes, V vocabulary, m positions.
 """
@@ -27,18 +27,13 @@ from lp_runtime.lookahead.philox import (
 )
 from lp_runtime.utils.tensors import tensor_on
 
-MAX_SAMPLE = WORD_MASK  # a sample's index is one word of the counter
+MAX_SAMPLE = WORD_MASK  # a sample's index is one 32-bit word of the counter
 
 
 def philox(counter: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
-    """Return Philox4x32-10 of a counter.
+    """Return Philox4x32-10 of a counter, [4, ...] int64 words of 32 bits, as random words of equal shape.
 
-    Args:
-        counter: [4, ...] int64, words of 32 bits.
-        key: two words of 32 bits.
-
-    Returns:
-        [4, ...] int64 words of 32 random bits.
+    `key` are two words of 32 bits.
     """
     shape = (2, *[1] * (counter.dim() - 1))
 
@@ -48,7 +43,7 @@ def philox(counter: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
     multipliers, keys, increments = column(MULTIPLIERS), column(key), column(KEY_INCREMENTS)
     even, odd = counter[0::2], counter[1::2]  # words 0 and 2, words 1 and 3
     for _ in range(NUM_ROUNDS):
-        product = even * multipliers  # wraps around at 64 bits; all of them count
+        product = even * multipliers  # wraps around at 64 bits; the sign bit is used, too
         even = ((product >> WORD_BITS) & WORD_MASK).flip(0) ^ odd ^ keys
         odd = (product & WORD_MASK).flip(0)
         keys = (keys + increments) & WORD_MASK
@@ -58,20 +53,17 @@ def philox(counter: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
 def uniforms(
     seed: int, sample: int, positions: Sequence[int], vocabulary_size: int, device: torch.device, first: int = 0
 ) -> torch.Tensor:
-    """Return uniform numbers in (0, 1) of 52 bits, equal on every device.
+    """Return [m, V] float64 uniform numbers in (0, 1) with 52 bits, bitwise equal on every device.
 
     Args:
         seed: 0 to 2**64 - 1.
-        sample: index of one of several samples of a prompt, 0 to MAX_SAMPLE.
+        sample: index among several samples of a prompt, 0 to MAX_SAMPLE.
         positions: [m] absolute positions of the tokens to be sampled.
         vocabulary_size: V.
         device: where the numbers are computed.
-        first: the first token id that a number is wanted of: those of V ids from it on are returned.
-
-    Returns:
-        [m, V] float64.
+        first: first of the V token ids to return numbers for.
     """
-    # One counter makes the bits of two neighbouring token ids.
+    # One counter yields the bits of two neighbouring token ids.
     pairs = torch.arange(first // 2, (first + vocabulary_size + 1) // 2, device=device)
     counter = torch.zeros((4, len(positions), len(pairs)), dtype=torch.int64, device=device)
     counter[0] = pairs
@@ -84,18 +76,14 @@ def uniforms(
 
 
 class GumbelNoise:
-    """The noise of one sample, by absolute position; rows are kept while positions near them are asked for.
+    """The noise of one sample by absolute position; recent rows are cached.
 
     Args:
         seed: 0 to 2**64 - 1.
-        sample: index of one of several samples of a prompt, 0 to MAX_SAMPLE.
+        sample: index among several samples of a prompt, 0 to MAX_SAMPLE.
         vocabulary_size: V.
-        device: where the noise is computed and kept.
-        first: the first of the V token ids whose noise is wanted; more than 0 for a slice of a vocabulary.
-
-    Attributes:
-        seed: as given.
-        sample: as given.
+        device: where the noise is computed and cached.
+        first: first of the V token ids; more than 0 for a slice of a vocabulary.
     """
 
     def __init__(self, seed: int, sample: int, vocabulary_size: int, device: torch.device, first: int = 0):
@@ -109,7 +97,7 @@ class GumbelNoise:
         if missing := sorted(set(positions) - self._row_of.keys()):
             uniform = uniforms(self.seed, self.sample, missing, self._vocabulary_size, self._device, self._first)
             new = -(-uniform.log()).log()
-            # Positions before this step's will not be asked for again.
+            # Positions before this step's are not needed again.
             kept = [position for position in self._row_of if position >= min(positions)]
             rows = self._rows.index_select(0, tensor_on(self._device, [self._row_of[position] for position in kept]))
             self._rows = torch.cat([rows, new.float()])
@@ -118,24 +106,20 @@ class GumbelNoise:
 
 
 def sample_successors(scores: torch.Tensor, positions: Sequence[int], noise: GumbelNoise | None) -> torch.Tensor:
-    """Sample the successors of n nodes.
+    """Sample the successors of n nodes; return [n] int64 token ids.
 
     Args:
         scores: [n, V] float32 processed logits; -inf for tokens that must not be sampled.
         positions: [n] absolute positions of the tokens to be sampled.
-        noise: the sample's noise; None for greedy decoding: the likeliest token, the lowest id of equals, which is what
-            `generate(do_sample=False)` picks.
-
-    Returns:
-        [n] int64 token ids.
+        noise: None for greedy decoding: the likeliest token, on ties the lowest id, like `generate(do_sample=False)`.
     """
     return largest(scores if noise is None or not positions else scores + noise.at(positions))
 
 
 def largest(scores: torch.Tensor) -> torch.Tensor:
-    """Return [n] int64 index of the largest score in each row of `scores`, [n, V] float32; of equals the first.
+    """Return [n] int64 indices of each row's largest score, on ties the first; scores are [n, V] float32.
 
-    On a CPU numpy computes it, several times faster than torch.
+    On a CPU numpy does this several times faster than torch.
     """
     if scores.device.type == "cpu":
         return torch.from_numpy(scores.numpy().argmax(axis=-1))

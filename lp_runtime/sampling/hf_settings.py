@@ -1,4 +1,4 @@
-"""transformers' generation settings: a model's defaults, the caller's settings over them, and their processors."""
+"""transformers' generation settings: a model's defaults, the caller's overrides, and their processors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lp_runtime.errors import ConfigError, first_line
 from lp_runtime.sampling.types import LogitsProcessor
 from lp_runtime.utils.warnings import WITHOUT_WARNINGS
 
-# Defaults of a model's generation_config.json that are applied unless overridden. The others are about beams, caches
-# and outputs, which are not ours to set, or are read elsewhere (end-of-sequence ids).
+# Defaults from a model's generation_config.json that apply unless overridden. The others concern beams, caches and
+# outputs, which do not apply here, or are read elsewhere (end-of-sequence ids).
 APPLIED_DEFAULTS = (
     "do_sample",
     "temperature",
@@ -43,7 +43,7 @@ APPLIED_DEFAULTS = (
 
 
 def defaults_of(model: PreTrainedModel) -> dict[str, object]:
-    """Return what a model's generation_config.json sets of APPLIED_DEFAULTS, by name."""
+    """Return the APPLIED_DEFAULTS that a model's generation_config.json sets, by name."""
     values = model.generation_config.to_dict()
     return {name: values[name] for name in APPLIED_DEFAULTS if values.get(name) is not None}
 
@@ -56,18 +56,10 @@ def build_processors(
     eos_token_ids: Collection[int],
     processors: Sequence[LogitsProcessor] = (),
 ) -> LogitsProcessorList:
-    """Return a request's logits processors in transformers' own order, from a call of `generate` that does not decode.
+    """Return a request's logits processors, including the caller's `processors`, in transformers' order.
 
-    Args:
-        model: a loaded model.
-        prompt_ids: token ids of the prompt.
-        sampling: settings that override the model's defaults.
-        max_new_tokens: largest number of tokens to generate.
-        eos_token_ids: tokens that the request stops after; some processors look at them.
-        processors: the caller's own.
-
-    Raises:
-        ConfigError: if transformers refuses a value.
+    They are captured from a call of `generate` whose decoding loop is replaced. `sampling` overrides the model's
+    defaults. Raises ConfigError if transformers refuses a value.
     """
     captured = LogitsProcessorList()
 
@@ -77,14 +69,14 @@ def build_processors(
     try:
         with WITHOUT_WARNINGS:
             ids = torch.tensor([list(prompt_ids)], dtype=torch.int64, device=model.device)
-            _without_inapplicable_defaults(model, eos_token_ids).generate(  # type: ignore[operator]  # of a mixin that PreTrainedModel does not name
+            _without_inapplicable_defaults(model, eos_token_ids).generate(  # type: ignore[operator]  # from a mixin unknown to the type checker
                 ids,
                 attention_mask=torch.ones_like(ids),
                 generation_config=_generation_config(model, sampling, max_new_tokens, eos_token_ids),
                 logits_processor=LogitsProcessorList(processors),
                 custom_generate=capture,
             )
-    except Exception as error:  # transformers checks values in many places, in its own words
+    except Exception as error:  # transformers validates values in many places, with various exceptions
         raise ConfigError(f"sampling: {first_line(error)}") from error
     return captured
 
@@ -92,8 +84,8 @@ def build_processors(
 def _without_inapplicable_defaults(model: PreTrainedModel, eos_token_ids: Collection[int]) -> PreTrainedModel:
     """Return a copy of a model without the defaults that this call of `generate` would refuse.
 
-    Stop strings and token healing want a tokenizer: the engine looks for stop strings itself, and prompts are fed as
-    they are. A growing score of the end-of-sequence tokens wants at least one of them.
+    Stop strings and token healing require a tokenizer; but the engine looks for stop strings itself, and prompts are
+    fed unchanged. A growing score of the end-of-sequence tokens requires at least one of them.
     """
     stand_in = copy.copy(model)
     stand_in.generation_config = copy.copy(model.generation_config)
@@ -107,12 +99,12 @@ def _without_inapplicable_defaults(model: PreTrainedModel, eos_token_ids: Collec
 def _generation_config(
     model: PreTrainedModel, sampling: SamplingConfig, max_new_tokens: int, eos_token_ids: Collection[int]
 ) -> GenerationConfig:
-    """Return the caller's settings for `generate`, which fills in the model's own defaults, then transformers'."""
+    """Return the caller's settings for `generate`, which adds the model's defaults, then transformers'."""
     defaults = model.generation_config
     given = {
         "do_sample": sampling.draws(defaults_of(model)),
         "temperature": sampling.temperature or None,
-        # transformers' own default is 50, which nobody asked for; a model's file may
+        # transformers' default of 50 is not wanted; a model's file may set a value
         "top_k": defaults.top_k or 0 if sampling.top_k is None else sampling.top_k,
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
@@ -127,15 +119,15 @@ def _generation_config(
         max_new_tokens=max_new_tokens,
         num_beams=1,
         num_return_sequences=1,
-        eos_token_id=sorted(eos_token_ids) or [-1],  # None would be the model's
-        pad_token_id=0,  # nothing is padded; None is warned about
+        eos_token_id=sorted(eos_token_ids) or [-1],  # None would mean the model's default
+        pad_token_id=0,  # unused, but None causes a warning
         **{name: value for name, value in given.items() if value is not None},
     )
 
 
 def _sequence_bias(sampling: SamplingConfig) -> dict[tuple[int], float] | None:
-    """Return the logit biases as transformers wants them, or None without any.
+    """Return the logit biases in transformers' format; None if there are none.
 
-    Lists, its other way, cannot name token 0 before transformers 5.23.
+    A dict, because transformers before 5.23 does not accept token 0 in a list.
     """
     return {(token,): float(bias) for token, bias in sampling.logit_bias.items()} if sampling.logit_bias else None

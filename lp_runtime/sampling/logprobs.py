@@ -1,4 +1,4 @@
-"""Packing of the likeliest tokens' log-probabilities into the integers that travel; sampler.py says where they lie.
+"""Packing of the likeliest tokens' log-probabilities into int64, in the layout of sampler.py.
 
 Letters: n nodes, V vocabulary.
 """
@@ -12,11 +12,7 @@ from lp_runtime.sampling.packing import HALF_BITS, HALF_MASK
 
 
 def pack_top_logprobs(logits: torch.Tensor, num: int) -> torch.Tensor:
-    """Return the likeliest tokens of each row with their log-probabilities, packed.
-
-    Args:
-        logits: [n, V] float32.
-        num: tokens of each row, <= V.
+    """Pack the `num` likeliest tokens of each row of `logits`, [n, V] float32, with log-probabilities.
 
     Returns:
         [n, num] int64, token id << 32 | bits of the float32 log-probability, likeliest first.
@@ -26,7 +22,7 @@ def pack_top_logprobs(logits: torch.Tensor, num: int) -> torch.Tensor:
 
 
 def unpack_top_logprobs(packed: np.ndarray) -> list[tuple[tuple[int, float], ...]]:
-    """Return (token id, log-probability) pairs of each row of what `pack_top_logprobs` returns, [n, num]."""
+    """Return the (token id, log-probability) pairs of each row packed by `pack_top_logprobs`, [n, num]."""
     ids = (packed >> HALF_BITS).tolist()
     values = (packed & HALF_MASK).astype(np.uint32).view(np.float32).tolist()
     return [tuple(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]

@@ -1,4 +1,4 @@
-"""Packing of top-k candidates into the integers that travel, on a CPU; sampler.py says how they are laid out.
+"""Packing of top-k candidates into int64 on a CPU, in the layout of sampler.py.
 
 Letters: n nodes, V vocabulary, K top-k candidates.
 """
@@ -14,16 +14,16 @@ from lp_runtime.lookahead.drafters.best_first.tables import ENTRY, ID_BITS, MARG
 from lp_runtime.utils.jit import bound, compiled, compiles, inlined
 
 MAX_VOCABULARY = 1 << ID_BITS
-NO_TOKEN = MAX_VOCABULARY - 1  # packed where a node has fewer than K candidates
+NO_TOKEN = MAX_VOCABULARY - 1  # token id packed for missing candidates of a node with fewer than K
 MARGIN_BITS = 8
-HALF_BITS = 32  # of a packed integer: a candidate with its margin, or a successor
+HALF_BITS = 32  # half of a packed integer: a candidate with its margin, or a successor
 HALF_MASK = (1 << HALF_BITS) - 1
-BLOCK = 64  # scores that are compared at once on a CPU
+BLOCK = 64  # scores compared in one vectorized loop
 
 
 @compiles
 def compile_sampler() -> None:
-    """Compile how a lone GPU's or CPU's candidates are packed, or load that from disk."""
+    """Compile the packing of candidates for one GPU or CPU, or load its code from disk."""
     packed = np.zeros((1, 2), np.int64)
     pack_kernel()(np.zeros((1, 3), np.float32), 2, packed)
     unpack_kernel()(packed, 2, np.empty((1, ENTRY), np.int32))
@@ -31,24 +31,22 @@ def compile_sampler() -> None:
 
 @functools.cache
 def pack_kernel() -> Callable[[np.ndarray, int, np.ndarray], None]:
-    """Return `pack_top_k` for arguments of its types."""
+    """Return `pack_top_k` compiled for its argument types."""
     return bound(pack_top_k, np.zeros((1, 1), np.float32), 0, np.zeros((1, 1), np.int64))
 
 
 @functools.cache
 def unpack_kernel() -> Callable[[np.ndarray, int, np.ndarray], None]:
-    """Return `unpack_top_k` for arguments of its types."""
+    """Return `unpack_top_k` compiled for its argument types."""
     return bound(unpack_top_k, np.zeros((1, 1), np.int64), 0, np.zeros((1, 1), np.int32))
 
 
 @compiled(makes_arrays=True)
 def pack_top_k(scores: np.ndarray, num: int, packed: np.ndarray) -> None:
-    """Find the likeliest tokens of each row on a CPU and pack them with their margins, in one pass over the scores.
+    """Find and pack each row's likeliest tokens with their margins, in one pass over the scores.
 
-    Args:
-        scores: [n, V] float32; a token whose score is -inf is not among the likeliest.
-        num: K.
-        packed: [n, width] int64; all but the first column is written.
+    `scores` are [n, V] float32; tokens with score -inf are left out. `num` is K. All columns of `packed`, [n, width]
+    int64, but the first are written.
     """
     ids, values = np.empty(num + 1, dtype=np.int64), np.empty(num + 1, dtype=np.float32)
     for row in range(scores.shape[0]):
@@ -58,13 +56,10 @@ def pack_top_k(scores: np.ndarray, num: int, packed: np.ndarray) -> None:
 
 @compiled(makes_arrays=True)
 def find_top_k(scores: np.ndarray, num: int, ids: np.ndarray, values: np.ndarray) -> None:
-    """Find the likeliest tokens of each row on a CPU, as `pack_top_k` does.
+    """Find each row's likeliest tokens, likeliest first; `scores` are [n, V] float32.
 
-    Args:
-        scores: [n, V] float32.
-        num: K.
-        ids: [n, K] int64, written with token ids, the likeliest first; NO_TOKEN where there are fewer.
-        values: [n, K] float32, written with their scores; -inf where there are fewer.
+    Writes `ids`, [n, K] int64, and their scores to `values`, [n, K] float32; NO_TOKEN and -inf if there are fewer than
+    K.
     """
     row_ids, row_values = np.empty(num + 1, dtype=np.int64), np.empty(num + 1, dtype=np.float32)
     for row in range(scores.shape[0]):
@@ -75,13 +70,9 @@ def find_top_k(scores: np.ndarray, num: int, ids: np.ndarray, values: np.ndarray
 
 @compiled(makes_arrays=True)
 def pack_found(ids: np.ndarray, values: np.ndarray, num: int, packed: np.ndarray) -> None:
-    """Pack the likeliest of tokens that were found in slices of the vocabulary, as `pack_top_k` does of all tokens.
+    """Pack the likeliest of the tokens found in all slices of the vocabulary, like `pack_top_k`.
 
-    Args:
-        ids: [n, m] int64 token ids; of equal scores the lower id comes first.
-        values: [n, m] float32 their scores; those at -inf are not among the likeliest.
-        num: K.
-        packed: [n, width] int64; all but the first column is written.
+    `ids` are [n, m] int64, of equal scores the lower id first; `values` are [n, m] float32 scores, -inf for none.
     """
     best_ids, best_values = np.empty(num + 1, dtype=np.int64), np.empty(num + 1, dtype=np.float32)
     for row in range(ids.shape[0]):
@@ -95,7 +86,7 @@ def pack_found(ids: np.ndarray, values: np.ndarray, num: int, packed: np.ndarray
 
 @inlined(makes_arrays=True)
 def _scan_row(line: np.ndarray, num: int, ids: np.ndarray, values: np.ndarray) -> None:
-    """Find the likeliest tokens of one row, [V] float32; `ids`, [K + 1], and `values`, [K + 1], are written."""
+    """Write one row's likeliest tokens to `ids`, [K + 1], and `values`, [K + 1]; `line` is [V] float32."""
     ids[:] = NO_TOKEN
     values[:] = -np.inf
     smallest = values[num - 1]
@@ -103,7 +94,7 @@ def _scan_row(line: np.ndarray, num: int, ids: np.ndarray, values: np.ndarray) -
         block = line[start : start + BLOCK]
         if block.size == BLOCK:
             num_larger = np.int32(0)
-            for place in range(BLOCK):  # of most blocks no more than this is done, many tokens at once
+            for place in range(BLOCK):  # compiled to vector instructions; most blocks need no more than this
                 num_larger += np.int32(block[place] > smallest)
             if num_larger == 0:
                 continue
@@ -117,12 +108,8 @@ def _scan_row(line: np.ndarray, num: int, ids: np.ndarray, values: np.ndarray) -
 def insert_candidate(ids: np.ndarray, values: np.ndarray, num: int, token: int, score: float) -> None:
     """Insert a token among a row's candidates by its score, and drop the last one.
 
-    Args:
-        ids: [K + 1] int64 token ids.
-        values: [K + 1] float32 scores, the largest first.
-        num: K.
-        token: token id.
-        score: larger than that of the last candidate.
+    `ids` are [K + 1] int64 and `values` [K + 1] float32, the largest first. `score` must be larger than the last
+    candidate's; `num` is K.
     """
     rank = num - 1
     while rank > 0 and values[rank - 1] < score:
@@ -133,14 +120,9 @@ def insert_candidate(ids: np.ndarray, values: np.ndarray, num: int, token: int, 
 
 @inlined
 def pack_words(ids: np.ndarray, values: np.ndarray, num: int, packed: np.ndarray, row: int) -> None:
-    """Write a row's candidates and their margins, two to an integer, from column 1 on.
+    """Write a row's candidates and their margins to `packed`, two per integer, from column 1 on.
 
-    Args:
-        ids: [K + 1] int64 token ids.
-        values: [K + 1] float32 scores, the largest first.
-        num: K.
-        packed: [n, width] int64, written to.
-        row: the row to write.
+    `ids` are [K + 1] int64 and `values` [K + 1] float32 scores, the largest first; `num` is K.
     """
     for rank in range(0, num, 2):
         word = np.int64(0)
@@ -157,12 +139,10 @@ def pack_words(ids: np.ndarray, values: np.ndarray, num: int, packed: np.ndarray
 
 @compiled
 def unpack_top_k(packed: np.ndarray, num: int, entries: np.ndarray) -> None:
-    """Unpack top-k candidates and their margins into entries as best_first/tables.py lays them out.
+    """Unpack top-k candidates and margins into entries in the layout of best_first/tables.py.
 
-    Args:
-        packed: [n, width] int64.
-        num: how many candidates travelled; with fewer than K of tables.py, margins are left out.
-        entries: [n, ENTRY] int32; all of it is written, with -1 where there is nothing.
+    `entries`, [n, ENTRY] int32, are completely written, -1 for missing values. `num` candidates are packed; margins are
+    only unpacked if that is K of tables.py.
     """
     for row in range(len(packed)):
         for place in range(ENTRY):

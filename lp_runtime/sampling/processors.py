@@ -1,4 +1,4 @@
-"""transformers' logits processors on a token tree: each node's logits are processed with that node's own prefix.
+"""transformers' logits processors for token trees: each node is processed with its own prefix.
 
 Letters: n nodes, V vocabulary, L committed tokens.
 """
@@ -23,7 +23,7 @@ from lp_runtime.sampling.truncation import truncation_of
 from lp_runtime.sampling.types import LogitsProcessor
 from lp_runtime.utils.tensors import tensor_on
 
-# Processors that look at the scores alone, row by row: one call for all nodes, whatever their prefixes.
+# Processors that use the scores only, row by row: one call for all nodes, whatever their prefixes.
 CONTEXT_FREE = (
     library.TemperatureLogitsWarper,
     library.TopKLogitsWarper,
@@ -37,7 +37,7 @@ CONTEXT_FREE = (
     library.InfNanRemoveLogitsProcessor,
     library.LogitNormalization,
 )
-# Processors that treat the rows of a batch alike, each with its own prefix: one call for all nodes of a depth.
+# Processors that process each row of a batch with its own prefix: one call for all nodes of a depth.
 ROW_BY_ROW = (
     library.RepetitionPenaltyLogitsProcessor,
     library.NoRepeatNGramLogitsProcessor,
@@ -51,21 +51,21 @@ ROW_BY_ROW = (
     library.SuppressTokensAtBeginLogitsProcessor,
     NewTextPenalty,
 )
-# Processors that need more than one prompt's tokens and scores in a call.
+# Processors that need more than one prompt's tokens and scores per call.
 UNSUPPORTED = (library.ClassifierFreeGuidanceLogitsProcessor, library.WhisperTimeStampLogitsProcessor)
 # Processors that cannot be copied for each row of a batch: this one holds the whole model.
 ONE_PROMPT = (library.UnbatchedClassifierFreeGuidanceLogitsProcessor,)
-# Processors made from the prompt, of which a padded batch has several.
+# Processors made from the prompt; a padded batch has several prompts.
 OF_THE_PROMPT = (library.EncoderRepetitionPenaltyLogitsProcessor, library.EncoderNoRepeatNGramLogitsProcessor)
-# Processors that depend on their arguments alone, but do with one row at a time: one call a node.
+# Stateless processors that must be called for one row at a time: one call per node.
 PREFIX_ONLY = (*OF_THE_PROMPT, library.WatermarkLogitsProcessor)
 
 
 def is_ordered(processor: object) -> bool:
-    """Whether a processor must be called as `generate` calls it: once a committed token, in order.
+    """Return whether a processor must be called once per committed token, in order, as `generate` does.
 
-    That is any processor that may keep a state between calls: one that is not known here, and that does not say
-    `prefix_only = True` of itself (its scores depend on its two arguments alone). A subclass may do anything.
+    That is any processor that may keep state between calls: one that is unknown here and does not declare `prefix_only
+    = True` (its scores depend on its two arguments only). Subclasses of known processors count as unknown.
     """
     known = (*CONTEXT_FREE, *ROW_BY_ROW, *PREFIX_ONLY)
     return type(processor) not in known and not getattr(processor, "prefix_only", False)
@@ -76,17 +76,15 @@ class TreeProcessors:
 
     Args:
         processors: called as processor(input_ids [b, l] int64, scores [b, V] float32) -> [b, V].
-        device: the logits' device.
-        reports: whether an exception of a processor is raised as a RequestError, the request's fault, instead of as it
-            is.
+        reports: whether a processor's exceptions are the request's fault and are raised as RequestError.
 
     Attributes:
         device: the logits' device.
-        are_ordered: whether a processor must be called once a committed token, in order: by `process_next` only.
-        truncation: what the processors do, where that is no more than to scale and to cut; else None.
+        are_ordered: whether a processor must be called once per committed token, in order: use `process_next` only.
+        truncation: the processors' effect, if it is limited to temperature, top_k and top_p; else None.
 
     Raises:
-        ConfigError: if one of them cannot process one prompt at a time.
+        ConfigError: if a processor cannot work on one prompt at a time.
     """
 
     def __init__(self, processors: Iterable[LogitsProcessor], device: torch.device, reports: bool = False):
@@ -101,7 +99,7 @@ class TreeProcessors:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no processors, so that logits come out as they are."""
+        """Whether there are no processors, so that logits stay unchanged."""
         return not self._processors
 
     def __call__(
@@ -112,7 +110,7 @@ class TreeProcessors:
         tokens: Sequence[int],
         masks: np.ndarray | None = None,
     ) -> torch.Tensor:
-        """Process the logits of some nodes, none of whose processors is ordered.
+        """Process the logits of some nodes; no processor may be ordered.
 
         Args:
             logits: [n, V] float32, not changed.
@@ -126,7 +124,7 @@ class TreeProcessors:
 
         Raises:
             ConfigError: if a processor returns scores of another shape.
-            RequestError: if a processor raises, and the processors were made with `reports`.
+            RequestError: if a processor raises and `reports` was set.
         """
         if not len(nodes) or not self._processors:
             return logits
@@ -150,7 +148,7 @@ class TreeProcessors:
         return scores
 
     def without_prefixes(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return [n, V] float32 scores: logits, [n, V], as processors that look at nothing but scores leave them."""
+        """Apply only the processors that use no prefix; return [n, V] float32 scores for `logits`, [n, V]."""
         scores = logits.clone() if self._processors else logits
         no_prefixes = torch.empty((len(logits), 0), dtype=torch.int64, device=self.device)
         for processor in self._processors:
@@ -162,7 +160,7 @@ class TreeProcessors:
     def process_next(
         self, logits: torch.Tensor, prefix: Sequence[int], masks: np.ndarray | None = None
     ) -> torch.Tensor:
-        """Process the logits behind a prefix, as `generate` does for every new token.
+        """Process the logits after a prefix, as `generate` does for every new token.
 
         Args:
             logits: [1, V] float32, not changed.
@@ -170,32 +168,22 @@ class TreeProcessors:
             masks: [1, words], see `__call__`.
 
         Returns:
-            [1, V] float32 scores.
-
-        Raises:
-            ConfigError, RequestError: see `__call__`.
+            [1, V] float32 scores. Errors as of `__call__`.
         """
         return self._in_order(logits, prefix, lambda scores: apply_masks(scores, masks))
 
     def replay(self, logits: torch.Tensor, prefix: Sequence[int]) -> None:
-        """Call the processors as they were called behind a prefix, whose next token is known.
+        """Repeat an earlier call of the processors, for a prefix whose next token is already known.
 
-        A constraint's mask is left out: it is not known any more. What a request's own processors see is what they saw,
-        unless they stand behind warpers.
-
-        Args:
-            logits: [1, V] float32, not changed.
-            prefix: [l] prompt and committed tokens.
-
-        Raises:
-            ConfigError, RequestError: see `__call__`.
+        The constraint's mask is left out, because it is no longer known. A request's own processors still see the same
+        scores as before, unless they come after warpers. Arguments and errors as of `process_next`.
         """
         self._in_order(logits, prefix, lambda scores: scores)
 
     def _in_order(
         self, logits: torch.Tensor, prefix: Sequence[int], mask: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Do what `process_next` says; `mask` applies a constraint's mask."""
+        """Process logits as `process_next` does; `mask` applies a constraint's mask."""
         scores = logits.clone()
         ids = tensor_on(self.device, prefix)[None]
         for processor in self._processors:
@@ -203,25 +191,25 @@ class TreeProcessors:
         return scores
 
     def _call(self, processor: LogitsProcessor, prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return what a processor makes of one row of scores, [1, V], behind a prefix, [1, l]."""
+        """Apply a processor to one row of scores, [1, V], after a prefix, [1, l]."""
         with self._guarded(processor):
             processed = processor(prefix, scores)
         if processed.shape != scores.shape:
             raise ConfigError(
-                f"{type(processor).__name__}: of scores of shape {tuple(scores.shape)} it made"
-                f" {tuple(processed.shape)}; it must do with one prompt at a time"
+                f"{type(processor).__name__}: returned shape {tuple(processed.shape)} for scores of shape"
+                f" {tuple(scores.shape)}; it must work on one prompt at a time"
             )
         return processed
 
     def _guarded(self, processor: object) -> AbstractContextManager:
-        """Return a context that turns a processor's exceptions into RequestErrors, if that is asked for."""
+        """Return a context that turns a processor's exceptions into RequestErrors, if `reports` is set."""
         what = f"{type(processor).__name__} failed"
         return unforeseen_as(RequestError, what) if self._reports else nullcontext()
 
     def _groups(
         self, tree: TokenTree, nodes: Sequence[int] | np.ndarray, tokens: Sequence[int]
     ) -> list[tuple[list[int], torch.Tensor, torch.Tensor]]:
-        """Return (rows, rows on the device, prefixes) of the nodes of each depth: [b], [b] and [b, L + depth]."""
+        """Group nodes by depth: return (rows [b], rows on the device [b], prefixes [b, L + depth]) of each."""
         known = len(self._ids)
         added = tensor_on(self.device, tokens[known:])
         self._ids = torch.cat([self._ids, added])
@@ -236,10 +224,10 @@ class TreeProcessors:
         return groups
 
 
-# A user's function from a row and its prefix to the tokens that may follow.
+# A user's function that maps a row and its prefix to the tokens that may follow.
 Allowed = Callable[[int, torch.Tensor], list[int]]
 
-# Attribute in which a processor counts from the padded length, which a row alone does not have.
+# Attribute that a processor bases on the padded length; a single row has no padding.
 COUNTS_FROM = {
     library.MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
     library.ForcedEOSTokenLogitsProcessor: "max_length",
@@ -251,24 +239,24 @@ COUNTS_FROM = {
 def of_row(
     processors: Iterable[LogitsProcessor], row: int, padding: int, pads_min_length: bool
 ) -> list[LogitsProcessor]:
-    """Return the processors of a batch as they would be for one row of it alone, without padding.
+    """Return a batch's processors adapted to one of its rows alone, without padding.
 
     Args:
-        processors: the batch's.
+        processors: the batch's processors.
         row: index of the row.
-        padding: tokens of padding that the row has.
-        pads_min_length: whether a minimal length counts the padding.
+        padding: number of padding tokens of the row.
+        pads_min_length: whether a minimum length includes the padding.
 
     Raises:
-        ConfigError: if a processor works for a whole batch only.
+        ConfigError: if a processor only works for a whole batch.
     """
     alone = []
     for processor in processors:
         if type(processor) is library.RepetitionPenaltyLogitsProcessor:
-            if isinstance(processor.prompt_ignore_length, torch.Tensor):  # it ignores the padding
+            if isinstance(processor.prompt_ignore_length, torch.Tensor):  # set to ignore the padding
                 processor = library.RepetitionPenaltyLogitsProcessor(processor.penalty)
         elif type(processor) is library.PrefixConstrainedLogitsProcessor:
-            allowed = processor._prefix_allowed_tokens_fn  # transformers keeps the user's function nowhere else
+            allowed = processor._prefix_allowed_tokens_fn  # transformers has no public attribute for it
             processor = library.PrefixConstrainedLogitsProcessor(partial(_allowed_tokens, allowed, row), num_beams=1)
         elif isinstance(processor, OF_THE_PROMPT):
             raise ConfigError(f"{type(processor).__name__}: is for one prompt without padding at a time")
@@ -283,11 +271,7 @@ def of_row(
 
 
 def _copied(processor: LogitsProcessor) -> LogitsProcessor:
-    """Return a copy of a processor that may keep a state, for one row of a batch.
-
-    Raises:
-        ConfigError: if the copy might share the state, or cannot be made.
-    """
+    """Copy a processor that may keep state, for one row of a batch; ConfigError if that is not possible."""
     name = getattr(processor, "__name__", type(processor).__name__)
     if isinstance(processor, (FunctionType, *ONE_PROMPT)):
         raise ConfigError(
@@ -296,31 +280,24 @@ def _copied(processor: LogitsProcessor) -> LogitsProcessor:
         )
     try:
         return copy.deepcopy(processor)
-    except Exception as error:  # of a foreign class
+    except Exception as error:  # a user's class may raise anything
         raise ConfigError(f"{name}: cannot be copied for each row of a batch: {first_line(error)}") from error
 
 
 def _allowed_tokens(allowed: Allowed, row: int, _: int, prefix: torch.Tensor) -> list[int]:
-    """Return the tokens that a user's function allows behind a prefix, in one row of a batch."""
+    """Return the tokens that a user's function allows after a prefix in one row of a batch."""
     return allowed(row, prefix)
 
 
 def _shifted(processor: LogitsProcessor, name: str, padding: int) -> LogitsProcessor:
-    """Return a copy of a processor, with an attribute that counts from the padded length made smaller."""
+    """Return a copy of a processor with an attribute reduced by the length of the padding."""
     shifted = copy.copy(processor)
     setattr(shifted, name, getattr(processor, name) - padding)
     return shifted
 
 
 def check_processors(processors: Iterable[object]) -> None:
-    """Refuse processors that cannot process a tree.
-
-    Args:
-        processors: what a caller gave as processors.
-
-    Raises:
-        ConfigError: if a processor cannot be called, or needs more than one prompt in a call.
-    """
+    """Raise a ConfigError if a processor is not callable, or needs more than one prompt per call."""
     for processor in processors:
         if not callable(processor):
             raise ConfigError(f"processors: {processor!r} is not a LogitsProcessor")

@@ -1,10 +1,10 @@
-"""How one request's successors are sampled from logits, on the replica that owns the nodes.
+"""Sampling of a request's successors from logits, on the replica that owns the nodes.
 
-The outcome of a node is packed into `width` integers of 64 bits, which travel:
+The result of a node is packed into `width` int64 values, which travel in the exchange:
 
-    successor (32 bits) | log-probability of the successor (32, where asked for)
-    candidate (24 bits) | margin (8) | candidate | margin, and so on, two top-k candidates to an integer
-    token (32) | log-probability (32), and so on, the likeliest tokens by the model's own logits (where asked for)
+    successor (32 bits) | log-probability of the successor (32, if requested)
+    candidate (24 bits) | margin (8) | candidate | margin, and so on, two top-k candidates per integer
+    token (32) | log-probability (32), and so on, the likeliest tokens by the model's logits (if requested)
 
 A margin is how far a token's log-probability lies below the likeliest one's, in sixteenths of a nat, at most 255.
 Letters: n nodes, V vocabulary, K top-k candidates.
@@ -36,18 +36,14 @@ GREEDY_PACKING = Packing(K, 1 + -(-K // 2), NO_TOKEN, UNITS_PER_NAT, MAX_MARGIN)
 
 
 class Sampler:
-    """Processes logits, adds noise, chooses the largest score, and packs the outcome.
+    """Processes logits, adds noise, chooses the largest score, and packs the result.
 
     Args:
         processors: applied to every node's logits.
-        noise: the sample's noise; None for greedy decoding.
-        with_logprobs: whether the log-probability of the sampled token travels with it.
-        num_top_k: K, how many top-k candidates travel with a successor; 0 for none.
-        num_top_logprobs: how many of the likeliest tokens travel with their log-probabilities; 0 for none.
-
-    Attributes:
-        noise: the sample's noise; None for greedy decoding.
-        num_top_k: K.
+        noise: None for greedy decoding.
+        with_logprobs: whether to return the sampled token's log-probability.
+        num_top_k: K, the number of top-k candidates to return; 0 for none.
+        num_top_logprobs: how many of the likeliest tokens to return with their log-probabilities; 0 for none.
     """
 
     def __init__(
@@ -66,17 +62,17 @@ class Sampler:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether successors must be sampled by `sample_in_order`."""
+        """Whether successors must be sampled with `sample_in_order`."""
         return self._processors.are_ordered
 
     @property
     def width(self) -> int:
-        """Integers of 64 bits that travel for a node."""
+        """Packed size of a node's result, in int64."""
         return self._top_logprobs_column + self._num_top_logprobs
 
     @property
     def _top_logprobs_column(self) -> int:
-        """First of a node's integers that holds a log-probability of the likeliest tokens."""
+        """Index of the first packed integer with a likeliest token's log-probability."""
         return 1 + -(-self.num_top_k // 2)
 
     @torch.no_grad()
@@ -92,11 +88,11 @@ class Sampler:
         """Sample the successors of some nodes.
 
         Args:
-            found: logits of the n nodes, and what a captured pass has sampled of them; read only where that is not all.
+            found: logits of the n nodes, and possibly the captured pass's own greedy samples.
             tree: the step's tree.
             nodes: [n] indices into the tree, from the root on.
             tokens: prompt and committed tokens; the last of them is the root.
-            with_top_k: whether to find top-k candidates; False in a step whose candidates nobody looks at.
+            with_top_k: whether to return top-k candidates; False in a step in which they are not used.
             masks: [n, words] int32 bits of the tokens that a constraint allows; None without one.
 
         Returns:
@@ -123,7 +119,7 @@ class Sampler:
     def _sampled_by(
         self, kernels: ModuleType, truncation: Truncation, found: StepLogits, noise: Noise | None, with_top_k: bool
     ) -> tuple[torch.Tensor, Scores]:
-        """Sample by kernels that scale and cut logits themselves; result as that of `sample`."""
+        """Sample with kernels that apply temperature and cutoffs themselves; returns the same as `sample`."""
         inverse, cut = truncation.inverse_temperature, None
         with on(found.device):
             if truncation.cuts and len(found):
@@ -146,21 +142,11 @@ class Sampler:
         may_follow: Callable[[int], bool],
         masks: np.ndarray | None = None,
     ) -> tuple[torch.Tensor, Scores]:
-        """Sample successors along the accepted path, calling the processors once a committed token and in order.
+        """Sample along the accepted path, calling the processors once per committed token and in order.
 
-        Successors of nodes off the path are sampled from the logits as they are: drafters learn from them.
-
-        Args:
-            found: logits of the n nodes.
-            tree: the step's tree.
-            nodes: [n] indices into the tree: all, from the root on.
-            tokens: see `sample`.
-            with_top_k: see `sample`.
-            may_follow: whether the accepted path may go on to a node.
-            masks: see `sample`.
-
-        Returns:
-            (packed, scores): see `sample`.
+        Successors of nodes off the path are sampled from unprocessed logits, because drafters learn from them. `nodes`
+        must be all nodes from the root on; `may_follow` says whether the accepted path may continue with a node. The
+        other arguments and the result are those of `sample`.
         """
         logits = found.logits
         scores = logits.clone()
@@ -175,11 +161,9 @@ class Sampler:
         return self._sampled(found, scores, tree, nodes, tokens, with_top_k), lambda: scores
 
     def replay(self, logits: torch.Tensor, prefix: Sequence[int]) -> None:
-        """Call ordered processors as they were called for a token that is committed already.
+        """Repeat the ordered processors' calls for a token that is already committed.
 
-        Args:
-            logits: [1, V] float32, behind the prefix.
-            prefix: [l] the tokens before that token.
+        `logits`, [1, V] float32, follow `prefix`, the tokens before that one.
         """
         self._processors.replay(logits, prefix)
 
@@ -192,7 +176,7 @@ class Sampler:
         tokens: Sequence[int],
         with_top_k: bool,
     ) -> torch.Tensor:
-        """Return [n, width] packed successors, sampled from processed logits, `scores`; arguments as in `sample`."""
+        """Sample from processed logits, `scores`; return [n, width] packed successors; see `sample`."""
         if kernels := kernels_for(scores.device):
             with on(scores.device):
                 noise = self._noise_of(tree, nodes, tokens, scores.device)
@@ -203,17 +187,16 @@ class Sampler:
         return self._add_logprobs(packed, found)
 
     def pack_candidates(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return [n, width] integers for `unpack`: the top-k candidates of rows of logits, and no successors.
+        """Pack the top-k candidates of `logits`, [n, V] float32, without successors: [n, width] for `unpack`.
 
-        Args:
-            logits: [n, V] float32 behind any texts; processors that look at a text are left out.
+        Processors that use a prefix are left out, so the rows may follow any texts.
         """
         scores = self._processors.without_prefixes(logits)
         packed = self._pack(scores, torch.zeros(len(logits), dtype=torch.int64, device=logits.device), with_top_k=True)
         return torch.nn.functional.pad(packed, (0, self.width - packed.shape[1]))
 
     def _add_logprobs(self, packed: torch.Tensor, found: StepLogits) -> torch.Tensor:
-        """Return [n, width] integers: packed successors with the log-probabilities that are wanted."""
+        """Add the requested log-probabilities to packed successors; return [n, width] integers."""
         if self._with_logprobs and len(packed):
             logits, first = found.logits, packed[:, :1]
             logprobs = logits.gather(1, first)[:, 0] - logits.logsumexp(dim=-1)
@@ -226,18 +209,21 @@ class Sampler:
     def _noise_of(
         self, tree: TokenTree, nodes: Sequence[int] | np.ndarray, tokens: Sequence[int], device: torch.device
     ) -> Noise | None:
-        """Return what the sampling kernel must know of the noise of n nodes' successors; None for greedy decoding."""
+        """Return the noise's parameters for the sampling kernel; None for greedy decoding."""
         if self.noise is None:
             return None
         return Noise(self.noise.seed, self.noise.sample, tensor_on(device, _positions(tree, nodes, tokens)))
 
     def _packing(self, with_top_k: bool) -> Packing:
-        """Return how the sampling kernel packs results."""
+        """Return the packing for the sampling kernel."""
         width = self._top_logprobs_column
         return Packing(self.num_top_k if with_top_k else 0, width, NO_TOKEN, UNITS_PER_NAT, MAX_MARGIN)
 
     def _pack(self, scores: torch.Tensor, first: torch.Tensor, with_top_k: bool) -> torch.Tensor:
-        """Return [n, 1 + ceil(K / 2)] int64: `first`, [n], and the top-k candidates of `scores`, [n, V], if wanted."""
+        """Pack successors, `first` [n], with the top-k candidates of `scores`, [n, V].
+
+        Returns [n, 1 + ceil(K / 2)] int64; without `with_top_k`, the candidates' columns are zeros.
+        """
         if not (self.num_top_k and with_top_k):
             return torch.nn.functional.pad(first[:, None], (0, self._top_logprobs_column - 1))
         if scores.device.type == "cpu":
@@ -255,17 +241,13 @@ class Sampler:
     def unpack(
         self, packed: np.ndarray, with_top_k: bool = True
     ) -> tuple[np.ndarray, list[float] | None, np.ndarray | None]:
-        """Return the outcome of n nodes from the integers that travelled.
+        """Unpack the results of n nodes from `packed`, [n, width] int64.
 
         A log-probability is the model's own: of the token under softmax(logits), before processors and noise.
 
-        Args:
-            packed: [n, width] int64.
-            with_top_k: as given to `sample`.
-
         Returns:
-            (successors, logprobs, entries): [n] int64; a list of n, or None if they do not travel; [n, ENTRY] int32
-            top-k candidates as best_first/tables.py lays them out, or None if they do not travel.
+            (successors, logprobs, entries): [n] int64; a list of n, or None if not requested; [n, ENTRY] int32 top-k
+            candidates in the layout of best_first/tables.py, or None if not requested.
         """
         first = packed[:, 0]
         logprobs = (first >> HALF_BITS).astype(np.int32).view(np.float32).tolist() if self._with_logprobs else None
@@ -276,26 +258,18 @@ class Sampler:
         return first & HALF_MASK, logprobs, entries
 
     def unpack_top_logprobs(self, packed: np.ndarray) -> list[tuple[tuple[int, float], ...]] | None:
-        """Return the likeliest tokens of n nodes and their log-probabilities under softmax(logits), likeliest first.
+        """Unpack the likeliest tokens of n nodes and their log-probabilities under softmax(logits).
 
-        Args:
-            packed: [n, width] int64.
-
-        Returns:
-            n tuples of (token id, log-probability); None if they do not travel.
+        Returns n tuples of (token id, log-probability) pairs, likeliest first, for `packed`, [n, width] int64; None if
+        not requested.
         """
         return unpack_top_logprobs(packed[:, self._top_logprobs_column :]) if self._num_top_logprobs else None
 
 
 def sample_greedily(logits: torch.Tensor, kernels: ModuleType) -> torch.Tensor:
-    """Return what a Sampler of K top-k candidates, without processors, noise and log-probabilities, packs.
+    """Sample greedily on a GPU, packed like a Sampler with K top-k candidates; does not synchronize.
 
-    Args:
-        logits: [n, V] in the model's dtype, on a GPU; nothing waits for them.
-        kernels: lp_runtime.kernels.triton_gpu.
-
-    Returns:
-        [n, width] int64.
+    `logits` are [n, V] in the model's dtype; `kernels` is lp_runtime.kernels.triton_gpu. Returns [n, width] int64.
     """
     if not kernels.can_cut(logits.dtype, None):
         logits = logits.float()
@@ -303,19 +277,14 @@ def sample_greedily(logits: torch.Tensor, kernels: ModuleType) -> torch.Tensor:
 
 
 def _positions(tree: TokenTree, nodes: Sequence[int] | np.ndarray, tokens: Sequence[int]) -> list[int]:
-    """Return the absolute positions of n nodes' successors: the root is token len(tokens) - 1."""
+    """Return the absolute positions of n nodes' successors; the root is token len(tokens) - 1."""
     return [len(tokens) + tree.depths[node] for node in nodes]
 
 
 def top_k(scores: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the likeliest tokens of each row, and their margins.
+    """Return the `num` likeliest tokens of each row of `scores`, [n, V] float32, and their margins.
 
-    Args:
-        scores: [n, V] float32.
-        num: K.
-
-    Returns:
-        (ids, margins): [n, K] int64 each; an id is NO_TOKEN where there are fewer.
+    Both are [n, K] int64; an id is NO_TOKEN if there are fewer.
     """
     top, ids = scores.topk(min(num, scores.shape[-1]), dim=-1)
     margins = (

@@ -1,5 +1,7 @@
-"""Sampling from a vocabulary whose slices lie on several shards: each finds what its slice may give, and what they
-found, a few integers a node, is put together. The outcome is that of sampling from all logits, bit for bit.
+"""Sampling from a vocabulary that is divided into slices, one on each shard.
+
+Each shard finds the best tokens of its slice; these few integers per node are then merged. The result equals sampling
+from all logits, bit for bit.
 
 Letters: n nodes, V vocabulary, P slices, v tokens of one of them, K top-k candidates.
 """
@@ -22,15 +24,15 @@ from lp_runtime.sampling.truncation import Truncation
 from lp_runtime.utils.jit import compiles
 from lp_runtime.utils.tensors import tensor_on
 
-MAX_NOISES = 64  # samples whose noise is remembered: of requests that are decoded together
+MAX_NOISES = 64  # cached noises: at least one for each request that is decoded at the same time
 
 
 class Draw(NamedTuple):
-    """How the successors of n nodes are sampled; can be sent to another process.
+    """Sampling parameters for the successors of n nodes; can be sent to another process.
 
     Attributes:
         packing: how results are packed.
-        truncation: what the logits are scaled by; it cuts nothing.
+        truncation: its temperature scales the logits; it has no cutoffs.
         key: (seed, sample) of the noise; None for greedy decoding.
         positions: [n] absolute positions of the tokens to be sampled.
     """
@@ -42,37 +44,30 @@ class Draw(NamedTuple):
 
 
 class VocabularySlice:
-    """Samples from one slice of a vocabulary, and from what was found in all of them.
+    """Samples from one slice of a vocabulary, and merges the results of all slices.
 
     Args:
-        index: which of the slices it is.
-        sizes: [P] tokens of each slice, the largest first, in the order of their token ids.
-        device: of the logits.
-
-    Attributes:
-        device: as given.
+        index: index of this slice.
+        sizes: [P] tokens of each slice, the largest first, in the order of token ids.
+        device: device of the logits.
     """
 
     def __init__(self, index: int, sizes: Sequence[int], device: torch.device):
         self._first, self._size, self.device = sum(sizes[:index]), sizes[index], device
         self._vocabulary_size, self._largest_size = sum(sizes), sizes[0]
-        self._noises: dict[tuple[int, int], GumbelNoise] = {}  # the one that was used last at the end
+        self._noises: dict[tuple[int, int], GumbelNoise] = {}  # by last use, the latest at the end
         compile_slices()
 
     @property
     def can_find(self) -> bool:
-        """Whether `find` and `pack` work on the device; if not, all logits must be put together."""
+        """Whether `find` and `pack` support the device; if not, all logits must be gathered."""
         return self.device.type == "cpu" or kernels_for(self.device) is not None
 
     def find(self, logits: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """Find the token of the slice that would be sampled, and its likeliest ones.
+        """Find the slice's token that would be sampled, and its top-k candidates.
 
-        Args:
-            logits: [n, v] in the model's dtype.
-            draw: how successors are sampled.
-
-        Returns:
-            [n, width] int64, of one width on all slices: token ids and their scores, half an integer each.
+        `logits` are [n, v] in the model's dtype. Returns [n, width] int64 with the same width on all slices: token ids
+        and their scores, half an integer each.
         """
         if kernels := kernels_for(self.device):
             if not kernels.can_cut(logits.dtype, None):
@@ -97,14 +92,9 @@ class VocabularySlice:
         return torch.from_numpy((values.view(np.int32).astype(np.int64) << HALF_BITS) | (ids + self._first))
 
     def pack(self, found: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """Put together what was found in all slices.
+        """Merge the results of `find` for all slices, [P, n, width] int64 in the order of token ids.
 
-        Args:
-            found: [P, n, width] int64, in the order of the slices' token ids.
-            draw: as given to `find`.
-
-        Returns:
-            [n, width] int64 packed successors, as sampling/sampler.py lays them out, without log-probabilities.
+        Returns [n, width] int64 packed successors in the layout of sampling/sampler.py, without log-probabilities.
         """
         if kernels := kernels_for(self.device):
             with on(self.device):
@@ -112,7 +102,7 @@ class VocabularySlice:
         words, num = found.transpose(0, 1).numpy(), draw.packing.num  # [n, P, width]
         ids, values = words & HALF_MASK, (words >> HALF_BITS).astype(np.int32).view(np.float32)
         packed = np.zeros((len(words), draw.packing.width), np.int64)
-        winners = values[:, :, 0].argmax(axis=-1)  # of equals the first slice: its ids are the lowest
+        winners = values[:, :, 0].argmax(axis=-1)  # on ties the first slice, which has the lowest ids
         packed[:, 0] = ids[np.arange(len(words)), winners, 0]
         if num:
             flat = (len(words), num * words.shape[1])
@@ -120,7 +110,7 @@ class VocabularySlice:
         return torch.from_numpy(packed)
 
     def _noise(self, key: tuple[int, int]) -> GumbelNoise:
-        """Return the slice's part of a sample's noise."""
+        """Return this slice's part of a sample's noise, cached."""
         noise = self._noises.pop(key, None) or GumbelNoise(*key, self._size, self.device, self._first)
         self._noises[key] = noise
         if len(self._noises) > MAX_NOISES:
@@ -128,25 +118,24 @@ class VocabularySlice:
         return noise
 
     def _kernel_noise(self, draw: Draw) -> Noise | None:
-        """Return what a kernel must know of the noise."""
+        """Return the noise's parameters for a kernel."""
         return None if draw.key is None else Noise(*draw.key, tensor_on(self.device, draw.positions))
 
 
 @compiles
 def compile_slices() -> None:
-    """Compile how candidates are found in slices and packed, or load that from disk."""
+    """Compile finding candidates in slices and packing them, or load the code from disk."""
     ids, values = np.zeros((1, 2), np.int64), np.zeros((1, 2), np.float32)
     find_top_k(np.zeros((1, 3), np.float32), 2, ids, values)
     pack_found(ids, values, 2, np.zeros((1, 2), np.int64))
 
 
 class SlicedLogits(StepLogits):
-    """Logits of nodes that stay on the shards, a slice on each, until somebody asks for all.
+    """Logits that stay on the shards, a slice on each, until all of them are needed.
 
     Args:
-        vocabulary: this shard's slice.
-        read: has all shards put together the logits of rows `start` to `stop` of their last pass, [n, V].
-        find: has all shards find what a draw needs in rows `start` to `stop` of their last pass, [P, n, width].
+        read: gathers the logits of rows `start` to `stop` of the shards' last pass, [n, V].
+        find: runs `VocabularySlice.find` on all shards for rows `start` to `stop` of their last pass, [P, n, width].
         rows_of_pass: [start, stop) the rows of the n nodes.
         presampled: see StepLogits.
     """
@@ -164,7 +153,7 @@ class SlicedLogits(StepLogits):
 
     @functools.cached_property
     def rows(self) -> torch.Tensor:
-        """[n, V] logits in the model's dtype, put together at the first use."""
+        """[n, V] logits in the model's dtype, gathered at first use."""
         return self._read(self._rows_of_pass.start, self._rows_of_pass.stop)
 
     @property
@@ -175,7 +164,7 @@ class SlicedLogits(StepLogits):
         return len(self._rows_of_pass)
 
     def sample(self, draw: Draw) -> torch.Tensor:
-        """Sample the n nodes' successors without putting logits together; see `VocabularySlice.pack`."""
+        """Sample the n nodes' successors without gathering logits; see `VocabularySlice.pack`."""
         if not len(self):  # a replica may own no nodes of a step
             return torch.zeros((0, draw.packing.width), dtype=torch.int64, device=self.device)
         found = self._find(self._rows_of_pass.start, self._rows_of_pass.stop, draw)

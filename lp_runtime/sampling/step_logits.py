@@ -1,4 +1,4 @@
-"""What a forward pass found, read only as far as somebody asks for it.
+"""Logits of a forward pass, converted and copied only when needed.
 
 Letters: n nodes whose successors are wanted, V vocabulary.
 """
@@ -14,16 +14,13 @@ import torch
 
 
 class StepLogits:
-    """Logits of the wanted nodes, where the forward pass has written them.
+    """Logits of the wanted nodes, in the buffer that the forward pass has written.
 
     Args:
         rows: [n, V] logits in the model's dtype.
-        presampled: [n, width] int64, what greedy sampling picks from the logits with K top-k candidates, packed as
-            sampling/sampler.py says, where a captured pass has computed it; valid until the next pass. None otherwise.
+        presampled: [n, width] int64 result of greedy sampling with K top-k candidates, in the layout of
+            sampling/sampler.py, if a captured pass has computed it; valid until the next pass. None otherwise.
         is_reused: whether the next pass overwrites `rows`, so that `logits` must be a copy.
-
-    Attributes:
-        presampled: as given.
     """
 
     def __init__(self, rows: torch.Tensor, presampled: torch.Tensor | None = None, is_reused: bool = False):
@@ -41,32 +38,28 @@ class StepLogits:
         return self._rows.device
 
     def __len__(self) -> int:
-        """n."""
+        """Return n."""
         return len(self._rows)
 
     @cached_property
     def logits(self) -> torch.Tensor:
-        """[n, V] float32 logits, computed at the first use: before the next pass."""
+        """[n, V] float32 logits, computed at first use, which must precede the next pass."""
         return self.rows.to(torch.float32, copy=self._is_reused)
 
     def part(self, start: int, stop: int) -> StepLogits:
-        """Return what was found of the nodes from `start` up to `stop`."""
+        """Return the logits of the nodes from `start` up to `stop`."""
         presampled = None if self.presampled is None else self.presampled[start:stop]
         return StepLogits(self.rows[start:stop], presampled, self._is_reused)
 
     def first(self, num: int) -> StepLogits:
-        """Return what was found of the first `num` nodes."""
+        """Return the logits of the first `num` nodes."""
         return self if num == len(self) else self.part(0, num)
 
     def split(self, sizes: Sequence[int]) -> list[StepLogits]:
-        """Return what was found of the first nodes, of those behind them, and so on.
-
-        Args:
-            sizes: nodes of each part; their sum is n.
-        """
+        """Split the logits into consecutive parts of `sizes` nodes, whose sum is n."""
         ends = np.cumsum([0, *sizes]).tolist()
         return [self.part(*each) for each in itertools.pairwise(ends)]
 
     def copy(self) -> StepLogits:
-        """Return what stays valid when the next pass runs."""
+        """Return a copy that stays valid when the next pass runs."""
         return StepLogits(self.rows.clone(), None if self.presampled is None else self.presampled.clone())

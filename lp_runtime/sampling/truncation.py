@@ -1,4 +1,4 @@
-"""Temperature, top_k and top_p as numbers: what the sampling kernel does itself, without processed logits."""
+"""Temperature, top_k and top_p as numbers, for sampling kernels that need no processed logits."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import NamedTuple
 import numpy as np
 from transformers.generation import logits_process as library
 
-WARPERS = (library.TemperatureLogitsWarper, library.TopKLogitsWarper, library.TopPLogitsWarper)  # in their order
+WARPERS = (library.TemperatureLogitsWarper, library.TopKLogitsWarper, library.TopPLogitsWarper)  # in this order
 
 
 class Truncation(NamedTuple):
-    """Scaling and cuts of one request.
+    """Temperature and cutoffs of one request.
 
     Attributes:
-        temperature: what the logits are divided by.
-        top_k: tokens that are kept; None for all.
-        top_p: probability that is kept; None for all.
+        temperature: divisor of the logits.
+        top_k: number of tokens to keep; None for all.
+        top_p: probability mass to keep; None for all.
     """
 
     temperature: float = 1.0
@@ -27,7 +27,7 @@ class Truncation(NamedTuple):
 
     @property
     def inverse_temperature(self) -> float:
-        """Factor of the logits, in float32. A GPU multiplies by it where torch divides by a number."""
+        """Factor of the logits, as float32: to divide by a scalar on a GPU, torch multiplies by it, too."""
         return float(np.float32(1) / np.float32(self.temperature))
 
     @property
@@ -37,16 +37,12 @@ class Truncation(NamedTuple):
 
 
 def temperature_of(processors: Sequence[object]) -> float:
-    """Return what the temperatures among a request's logits processors divide logits by, all together."""
+    """Return the product of all temperatures among a request's logits processors."""
     return math.prod(each.temperature for each in processors if isinstance(each, library.TemperatureLogitsWarper))
 
 
 def truncation_of(processors: Sequence[object]) -> Truncation | None:
-    """Return what a request's logits processors do; None if that is more than to scale and to cut.
-
-    Args:
-        processors: of transformers or the caller's, in the order in which they are applied.
-    """
+    """Return the processors' effect as temperature, top_k and top_p; None if they do anything else."""
     kinds = [type(processor) for processor in processors]
     if kinds != [kind for kind in WARPERS if kind in kinds]:
         return None

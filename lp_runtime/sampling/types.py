@@ -8,7 +8,7 @@ import torch
 
 
 class LogitsProcessor(Protocol):
-    """A logits processor, as transformers calls one."""
+    """A logits processor in the sense of transformers."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return processed scores.

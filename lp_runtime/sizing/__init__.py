@@ -1,1 +1,1 @@
-"""Decides how many tokens a step feeds: cost model, host cost, drafting state, step budget. Pure integers."""
+"""Step sizing: cost model, host cost, drafting state, step budget. Integers only."""

@@ -1,8 +1,8 @@
-"""The size of a step with which the most tokens are committed a nanosecond, by what nodes promise and steps take.
+"""The step size with the most expected tokens per nanosecond, from path probabilities and step times.
 
-All arithmetic is of integers, so that all replicas decide alike; nanoseconds are of whole steps, the host's included.
+All arithmetic is on integers, so all replicas decide equally. Times are of whole steps, host time included.
 
-Letters: T nodes in the tree, R replicas, M tokens that a replica's time is known for at most, L levels of promises.
+Letters: T nodes in the tree, R replicas, M tokens of the largest step with a known time, L levels of promises.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from lp_runtime.sizing.pass_times import FIXED_POINT_ONE
 from lp_runtime.sizing.promises import EXPECTED_BITS, correct
 from lp_runtime.utils.jit import compiled, inlined
 
-RATE_BITS = 32  # fixed point of tokens a nanosecond, beside EXPECTED_BITS
+RATE_BITS = 32  # fixed point of tokens per nanosecond, in addition to EXPECTED_BITS
 MAX_EXPECTED = (1 << 31) - 1  # so that rates fit into 64 bits
-# Tokens that a node is worth at least. What the model says behind a guess that was wrong goes into the draft tables and
-# saves steps later: the first nodes of a step are worth that. Of the others, low estimates are too rough to save by.
+# Minimum worth of a node, in tokens. The model's predictions after a wrong guess go into the draft tables and save
+# steps later: the first nodes of a step are worth at least that. Low estimates of the others are too rough to rely on.
 NUM_TEACHING = 24
 TEACHING_WORTH = (1 << EXPECTED_BITS) // 30
 MIN_WORTH = (1 << EXPECTED_BITS) // 500
@@ -25,42 +25,38 @@ MIN_WORTH = (1 << EXPECTED_BITS) // 500
 
 @inlined
 def rate_of(expected, nanoseconds):
-    """Return tokens a nanosecond, fixed point of EXPECTED_BITS + RATE_BITS.
+    """Return tokens per nanosecond, fixed point of EXPECTED_BITS + RATE_BITS.
 
-    Args:
-        expected: Committed tokens, at most MAX_EXPECTED, fixed point of EXPECTED_BITS.
-        nanoseconds: Of the step, > 0.
+    `expected` tokens are fixed point of EXPECTED_BITS, at most MAX_EXPECTED; `nanoseconds` > 0.
     """
     return (np.int64(expected) << RATE_BITS) // nanoseconds
 
 
 @inlined
 def _worth(expected, num_before):
-    """Return what a node counts for, in tokens, fixed point of EXPECTED_BITS.
+    """Return the worth of a node in tokens, fixed point of EXPECTED_BITS like `expected`.
 
-    Args:
-        expected: Accepted tokens that are expected of the node, fixed point of EXPECTED_BITS.
-        num_before: Nodes below the root that are fed in the same step and promise more.
+    `num_before` more likely nodes below the root are fed in the same step.
     """
     return max(expected, np.int64(TEACHING_WORTH if num_before < NUM_TEACHING else MIN_WORTH))
 
 
 @compiled
 def best_size(path_probabilities, num_pending, times, kept, promised, plain_ns, drafting_ns, per_node_ns):
-    """Return how many of the tree's first nodes one replica should feed; of equally good sizes the smallest.
+    """Return how many of the tree's first nodes a lone replica should feed; of equal sizes the smallest.
 
     Args:
         path_probabilities: [T] see `StepBudget.fit`.
-        num_pending: Pending tokens, >= 1.
-        times: [m + 1] nanoseconds of a forward pass of 0, 1, 2 ... tokens; no tree of more than m is fed.
+        num_pending: pending tokens, >= 1.
+        times: [m + 1] nanoseconds of a forward pass of 0, 1, 2 ... tokens; at most m nodes are fed.
         kept: [L] see Promises.
         promised: [L] see Promises.
-        plain_ns: Nanoseconds of a step that does not draft.
-        drafting_ns: Nanoseconds of the host in a step that drafts.
-        per_node_ns: Host time of each node below the root, fixed point of FIXED_POINT_ONE.
+        plain_ns: duration of a step that does not draft.
+        drafting_ns: host time of a step that drafts.
+        per_node_ns: host time of each node below the root, fixed point of FIXED_POINT_ONE.
 
     Returns:
-        (number of nodes, its rate, the rate of a step that does not draft): rates see `rate_of`.
+        (number of nodes, its rate, rate of a step that does not draft), rates as of `rate_of`.
     """
     expected = np.int64(1) << EXPECTED_BITS
     plain_rate = rate_of(expected, plain_ns)
@@ -77,20 +73,20 @@ def best_size(path_probabilities, num_pending, times, kept, promised, plain_ns, 
 
 @inlined
 def _add_capacity(times, num_pending, max_tokens, capacity):
-    """Let the replicas feed more: one about a quarter more, all what takes no longer than that.
+    """Raise one replica's capacity by about a quarter, and the others' to what they feed in that time.
 
     Args:
         times: [R, M + 1] nanoseconds of each replica's forward pass.
-        num_pending: Pending tokens, >= 1.
-        max_tokens: Largest number of tokens that a replica may feed.
-        capacity: [R] nodes beside the pending ones that each replica may feed so far, written with what it may now.
+        num_pending: pending tokens, >= 1.
+        max_tokens: largest number of tokens of a replica.
+        capacity: [R] nodes that each replica may feed in addition to the pending tokens; updated in place.
 
     Returns:
-        nanoseconds in which all are done; 0 if none may feed more.
+        The time in which all replicas finish, in nanoseconds; 0 if no capacity can be raised.
     """
     room, most = max_tokens - num_pending, np.int64(-1)
     for rank in range(len(times)):
-        if capacity[rank] < room:  # others are full: those that are slower may not be
+        if capacity[rank] < room:  # faster replicas may have reached the limit before slower ones
             most = max(most, capacity[rank])
     if most < 0:
         return np.int64(0)
@@ -109,36 +105,36 @@ def _add_capacity(times, num_pending, max_tokens, capacity):
 
 @inlined
 def copy_into(target, source):
-    """Copy an array. Numba takes 3 s to compile `target[:] = source`, which allows for broadcasting."""
+    """Copy an array; Numba takes 3 s to compile `target[:] = source`, because it supports broadcasting."""
     for index in range(len(source)):
         target[index] = source[index]
 
 
 @compiled(makes_arrays=True)
 def best_capacity(parents, path_probabilities, root, times, limit, kept, promised, plain_ns, drafting_ns, per_node_ns):
-    """Return how many nodes each of several replicas should feed beside the pending tokens.
+    """Return how many nodes each of several replicas should feed in addition to the pending tokens.
 
-    What fits is found by filling the replicas for one capacity after another: a long chain must be fed by one replica,
-    however many there are, and siblings need not be.
+    The replicas are filled for one capacity after another, because what fits depends on the tree's shape: one replica
+    must feed a whole chain, while siblings can be divided.
 
     Args:
         parents: [T] index of each node's parent.
         path_probabilities: [T] see `StepBudget.fit`.
-        root: Index of the root.
+        root: index of the root.
         times: [R, M + 1] nanoseconds of each replica's forward pass of 0, 1, 2 ... tokens.
-        limit: Largest number of tokens that a replica feeds, at most M.
+        limit: largest number of tokens that a replica feeds, at most M.
         kept: [L] see Promises.
         promised: [L] see Promises.
-        plain_ns: Nanoseconds of a step that does not draft.
-        drafting_ns: Nanoseconds of the host in a step that drafts.
-        per_node_ns: Host time of each node below the root, fixed point of FIXED_POINT_ONE.
+        plain_ns: duration of a step that does not draft.
+        drafting_ns: host time of a step that drafts.
+        per_node_ns: host time of each node below the root, fixed point of FIXED_POINT_ONE.
 
     Returns:
-        ([R] capacity, its rate, the rate of a step that does not draft): rates see `rate_of`.
+        ([R] capacity, its rate, rate of a step that does not draft), rates as of `rate_of`.
     """
     num_replicas, num_nodes, num_pending = len(times), len(parents), root + 1
     expected = np.empty(num_nodes, np.int64)
-    most = np.int64(1) << EXPECTED_BITS  # tokens of a step that feeds all nodes
+    most = np.int64(1) << EXPECTED_BITS  # expected tokens of a step that feeds all nodes: an upper bound
     for node in range(num_pending, num_nodes):
         expected[node] = correct(path_probabilities[node], kept, promised)
         most += _worth(expected[node], node - num_pending)

@@ -1,9 +1,9 @@
 """The step budget: how many nodes of a tree a step feeds, and which replica feeds which.
 
-A replica's times, which it alone knows, travel in the exchange as integers and count from the next step on, so all
-replicas decide alike. Times are in nanoseconds.
+Each replica alone knows its own times. They travel in the exchange as integers and take effect in the next step, so all
+replicas decide equally. Times are in nanoseconds.
 
-Letters: T nodes in the tree, R replicas, M tokens that a replica's time is known for at most.
+Letters: T nodes in the tree, R replicas, M tokens of the largest step with a known time.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from lp_runtime.sizing.learned_costs import LearnedCosts, TimedStep
 from lp_runtime.sizing.pass_times import FIXED_POINT_ONE
 from lp_runtime.utils.jit import compiles
 
-LITTLE_GAIN_PERCENT = 140  # below this, a change in the time of a step that does not draft may turn the decision
-MIN_TREE_SIZE_HINT = 64  # nodes: less is grown in no time
+LITTLE_GAIN_PERCENT = 140  # a smaller gain could vanish if steps that do not draft became faster: probe them again
+MIN_TREE_SIZE_HINT = 64  # nodes; smaller trees take hardly any time to grow
 
 
 class StepBudget:
-    """Decides, before a step, how many nodes of a tree to feed, and which replica feeds which.
+    """Decides before each step how many nodes of the tree to feed, and which replica feeds which.
 
     Args:
         times: [R, M + 1] int64 nanoseconds that each replica takes for 0, 1, 2 ... tokens.
-        is_auto: Whether to feed as many nodes as pay; else as many as the tree has and the budget allows.
-        budget: Largest number of tokens that a replica feeds; None for no limit.
-        learned: What earlier requests have shown, kept up to date; None for nothing.
+        is_auto: whether to feed only as many nodes as pay off; else all nodes that the budget allows.
+        budget: largest number of tokens that a replica feeds; None for no limit.
+        learned: costs learned from earlier requests, updated in place; None to start from defaults.
 
     Attributes:
-        limit: Largest number of tokens that a replica feeds; None for no limit.
-        tree_size_hint: Largest number of nodes that the next tree should have; None for any number.
+        limit: see `budget`.
+        tree_size_hint: largest useful number of nodes of the next tree; None for any number.
     """
 
     def __init__(self, times: np.ndarray, is_auto: bool, budget: int | None, learned: LearnedCosts | None = None):
@@ -45,35 +45,31 @@ class StepBudget:
         self._learned = learned or LearnedCosts.initial(len(times))
         self._costs = CostModel(times, self._learned.passes)
         self._schedule = DraftingSchedule(self._learned)
-        # Of the step under way: [R] the most tokens that each replica may feed, and shares that keep to it.
+        # For the current step: [R] largest number of tokens of each replica, and shares within that.
         self._selected: tuple[np.ndarray, Shares] | None = None
         self._num_guessed = 0  # nodes below the root in the last step that was observed
-        self._untimed: TimedStep | None = None  # a step whose times are still to come
+        self._untimed: TimedStep | None = None  # the last step, if its times arrive late
         self.tree_size_hint: int | None = MIN_TREE_SIZE_HINT * len(times) if is_auto else None
 
     def set_batch_size(self, batch_size: int) -> None:
-        """Set how many requests share a forward pass from now on; each answers for its part of the time.
-
-        Args:
-            batch_size: Number of requests, >= 1.
-        """
+        """Set the number of requests, >= 1, that share a pass; this one is charged its part of the time."""
         self._costs.set_batch_size(batch_size)
 
     @property
     def is_resting(self) -> bool:
-        """Whether the next step feeds the root alone, without asking the drafter: see `DraftingState`."""
+        """Whether the next step feeds the root alone, without calling the drafter; see `DraftingState`."""
         return self._is_auto and self._schedule.is_resting
 
     @property
     def selects(self) -> bool:
-        """Whether `select` says which nodes are fed, as not every tree can be shared evenly; else `fit`."""
+        """Whether to call `select` instead of `fit`: a tree cannot always be divided evenly among replicas."""
         return len(self._costs.times) > 1
 
     def fit(self, tree: TokenTree, path_probabilities: np.ndarray) -> int:
         """Return how many of a tree's first nodes a single replica feeds.
 
         Args:
-            tree: The drafter's tree, its nodes in the order of `path_probabilities`.
+            tree: the drafter's tree, nodes in the order of `path_probabilities`.
             path_probabilities: [T] int64 estimated probability that a node is on the accepted path, fixed point of
                 PATH_PROBABILITY_BITS, descending.
         """
@@ -96,12 +92,10 @@ class StepBudget:
         return int(size)
 
     def select(self, tree: TokenTree) -> np.ndarray:
-        """Return the nodes of a tree that several replicas feed, [m] int64 ascending, the pending tokens included.
+        """Return the nodes that several replicas feed, [m] int64 ascending, including the pending tokens.
 
-        What no replica has capacity for is left out: the end of a long chain, rather than all that promises less.
-
-        Args:
-            tree: What the drafter proposed.
+        Nodes that fit on no replica are left out. That is the end of a long chain, not necessarily the least likely
+        nodes.
         """
         self._selected = None
         if tree.path_probabilities is None:
@@ -137,32 +131,19 @@ class StepBudget:
         return max_tokens if self.limit is None else min(max_tokens, self.limit)
 
     def _fitted(self, pays: bool, gains_little: bool) -> None:
-        """Note what the tree of the step under way is worth.
-
-        Args:
-            pays: Whether any nodes but the pending tokens are fed.
-            gains_little: Whether they are fed for a small gain.
-        """
+        """Record whether the current step's tree pays off (any guess is fed), and whether its gain is small."""
         if not pays:
             self._learned.promises.restore()
         self._schedule.tree_fitted(pays, gains_little)
 
     def _plain_step_time(self, num_pending: int) -> int:
-        """Return the nanoseconds of a step that does not draft, host included.
-
-        Args:
-            num_pending: Pending tokens, >= 1.
-        """
+        """Return the duration of a step that does not draft, host time included, in nanoseconds."""
         learned = self._learned
         times = zip(self._costs.times[:, num_pending].tolist(), learned.plain_scales.tolist(), strict=True)
         return learned.host.plain_ns + max(time * scale // FIXED_POINT_ONE for time, scale in times)
 
     def shares(self, tree: TokenTree) -> Shares:
-        """Return the tree's shares, with which the last replica finishes as soon as the partition can make it.
-
-        Args:
-            tree: The tree to feed, of the nodes that `fit` or `select` returned.
-        """
+        """Return the shares of the tree chosen by `fit` or `select`, such that the slowest replica ends early."""
         shares = partition_by_times(tree, self._costs.times, self.limit)
         selected, self._selected = self._selected, None
         if selected is None or len(selected[1].owner) != len(tree) or (np.array(shares.sizes) <= selected[0]).all():
@@ -181,12 +162,12 @@ class StepBudget:
         """Learn from a step.
 
         Args:
-            tree: The tree that was fed.
+            tree: the tree that was fed.
             shares: [R] the step's shares.
-            forward: [R] nanoseconds that each replica's forward pass took; 0 where unknown.
-            overhead: [R] nanoseconds that the step before took beside its forward pass; 0 where unknown.
-            accepted: Nodes of the tree whose tokens the step has committed, the root excluded.
-            is_late: Whether `forward`, too, is of the step before.
+            forward: [R] nanoseconds of each replica's forward pass; 0 if unknown.
+            overhead: [R] nanoseconds that the previous step took outside its forward pass; 0 if unknown.
+            accepted: nodes of the tree whose tokens were committed, without the root.
+            is_late: whether `forward` is of the previous step, too.
         """
         is_plain = follows_plain = False
         if self._is_auto:
@@ -211,11 +192,7 @@ class StepBudget:
                 self._costs.update()
 
     def _observe_overhead(self, nanoseconds: int) -> None:
-        """Learn from the host time of the step before the one that is being observed.
-
-        Args:
-            nanoseconds: Host time; 0 where unknown.
-        """
+        """Learn from the previous step's host time, in nanoseconds; 0 if unknown."""
         if nanoseconds and self._schedule.drafted:
             self._learned.host.observe(self._num_guessed, nanoseconds)
         elif nanoseconds:
@@ -224,7 +201,7 @@ class StepBudget:
 
 @compiles
 def compile_budget() -> None:
-    """Compile the step budget of a lone replica, or load it from disk."""
+    """Compile the step budget of a lone replica, or load its code from disk."""
     tree = _smallest_tree()
     certain = tree.path_probabilities
     assert certain is not None
@@ -240,12 +217,12 @@ def compile_budget() -> None:
 
 @compiles
 def compile_capacity() -> None:
-    """Compile what only the step budget of several replicas needs, or load it from disk."""
+    """Compile the parts of the step budget that only several replicas need, or load them from disk."""
     StepBudget(np.full((2, 9), 1000), True, None).select(_smallest_tree())
 
 
 def _smallest_tree() -> TokenTree:
-    """Return two pending tokens and a certain guess."""
+    """Return a tree of two pending tokens and one certain guess."""
     tree = TokenTree([0, 1], max_depth=3)
     tree.add_branch([2])
     tree.path_probabilities = np.full(3, 1 << PATH_PROBABILITY_BITS, dtype=np.int64)

@@ -1,8 +1,8 @@
-"""The step budget of a model that is fed chains: which path of the tree each replica follows, and how far.
+"""The step budget of a model fed with chains: which path of the tree each replica feeds, and how far.
 
-A replica's state moves on over tokens that are certain: when its whole chain was accepted, or when it feeds its pending
-tokens alone. Until then they are fed again in every step. What that costs beside what a chain brings decides when a
-replica follows none, and catches up.
+A replica's state only advances over certain tokens: when its whole chain was accepted, or when it feeds its pending
+tokens alone. Until then it feeds its pending tokens again in every step. Once that has cost more than the replica's
+chain saves, the replica skips a chain and catches up.
 
 Letters: T nodes in the tree, R replicas.
 """
@@ -22,29 +22,22 @@ from lp_runtime.sizing.learned_costs import LearnedCosts
 from lp_runtime.sizing.pass_times import FIXED_POINT_ONE
 from lp_runtime.sizing.promises import EXPECTED_BITS
 
-MIN_GAIN_PERCENT = 110  # of a step that drafts, over one that does not: estimates of it are that uncertain
-MAX_REFED = 32  # pending tokens of a replica: with more it catches up, whatever that costs
-CHAIN_HINT = 48  # nodes of a tree for each replica: one path of it is fed
+MIN_GAIN_PERCENT = 110  # draft only if a step's rate is 10% higher than without: the estimate is that uncertain
+MAX_REFED = 32  # a replica with more pending tokens catches up, whatever the cost
+CHAIN_HINT = 48  # tree nodes to propose per replica, which feeds only one path
 
 
 class ChainBudget(StepBudget):
-    """Decides, before a step, which path of a tree each replica feeds.
-
-    Args:
-        times: see StepBudget.
-        is_auto: see StepBudget.
-        budget: see StepBudget.
-        learned: see StepBudget.
-    """
+    """Decides before each step which path of the tree each replica feeds; arguments as of StepBudget."""
 
     def __init__(self, times: np.ndarray, is_auto: bool, budget: int | None, learned: LearnedCosts | None = None):
         super().__init__(times, is_auto, budget, learned)
         num_replicas = len(times)
-        self._ahead = [0] * num_replicas  # tokens that each replica's state holds beyond those that all hold
-        self._rent = [0] * num_replicas  # nanoseconds that each replica has fed tokens again for, since it caught up
-        self._price = [0] * num_replicas  # nanoseconds that the last step's chain of each replica has saved
-        self._chains: list[np.ndarray] = []  # [R] nodes of the tree that was selected; empty where none was
-        self._brought = [0] * num_replicas  # accepted tokens that each chain alone promises, fixed point
+        self._ahead = [0] * num_replicas  # tokens in each replica's state beyond those in all replicas' states
+        self._refed_ns = [0] * num_replicas  # time each replica has spent feeding tokens again since it caught up
+        self._saved_ns = [0] * num_replicas  # time that each replica's last chain is expected to have saved
+        self._chains: list[np.ndarray] = []  # [R] each replica's nodes of the selected tree; empty if none was selected
+        self._expected = [0] * num_replicas  # expected accepted tokens of nodes only this chain feeds, fixed point
         self._must_catch_up = [False] * num_replicas
         self.tree_size_hint = CHAIN_HINT * num_replicas if is_auto else None
 
@@ -54,11 +47,7 @@ class ChainBudget(StepBudget):
         return True
 
     def select(self, tree: TokenTree) -> np.ndarray:
-        """Return the nodes of the replicas' chains and the pending tokens, [m] int64 ascending.
-
-        Args:
-            tree: what the drafter proposed.
-        """
+        """Return the nodes of the replicas' chains and the pending tokens, [m] int64 ascending."""
         weights = _weights(tree)
         expected = self._learned.promises.corrected(weights)
         num_refed = [tree.root + 1 - ahead for ahead in self._ahead]
@@ -70,11 +59,11 @@ class ChainBudget(StepBudget):
         for rank, path in paths.items():
             needed[path] = np.minimum(needed[path], num_refed[rank] + 1 + np.arange(len(path)))
         size, gains_little = self._best_size(needed, expected, num_refed) if paths else (0, False)
-        self._brought = [0] * len(num_refed)
+        self._expected = [0] * len(num_refed)
         for rank, path in paths.items():
             path = path[: max(0, size - num_refed[rank])]
             own = path[needed[path] == num_refed[rank] + 1 + np.arange(len(path))]
-            self._brought[rank] = int(expected[own].sum())
+            self._expected[rank] = int(expected[own].sum())
         kept = np.flatnonzero((needed <= size) | (np.arange(len(tree)) <= tree.root))
         if paths and self._is_auto:
             self._fitted(size > 0, gains_little)
@@ -88,11 +77,11 @@ class ChainBudget(StepBudget):
         return kept
 
     def _best_size(self, needed: np.ndarray, expected: np.ndarray, num_refed: Sequence[int]) -> tuple[int, bool]:
-        """Return how many tokens a replica may feed, 0 for no chains, and whether chains of so many gain little.
+        """Return how many tokens a replica may feed, 0 for no chains, and whether the gain is small.
 
         Args:
             needed: [T] int64 tokens that the first replica to reach each node feeds; the largest int64 for none.
-            expected: [T] int64 tokens that are expected of each node, fixed point of EXPECTED_BITS.
+            expected: [T] int64 expected tokens of each node, fixed point of EXPECTED_BITS.
             num_refed: [R] pending tokens that each replica feeds.
         """
         times = self._costs.times
@@ -117,11 +106,7 @@ class ChainBudget(StepBudget):
         return best, best > 0 and best_rate * 100 < plain_rate * LITTLE_GAIN_PERCENT
 
     def shares(self, tree: TokenTree) -> Shares:
-        """Return the shares of the chains that were selected, or of the pending tokens alone.
-
-        Args:
-            tree: the tree to feed, of the nodes that `select` returned.
-        """
+        """Return the shares of the selected chains, or of the pending tokens alone."""
         nothing = np.zeros(0, np.int64)
         chains = self._chains or [nothing] * len(self._ahead)
         owner = np.full(len(tree), -1, np.int64)
@@ -136,12 +121,9 @@ class ChainBudget(StepBudget):
         return Shares(owner, np.concatenate(fed), np.concatenate(owned), sizes, num_owned)
 
     def settle(self, shares: Shares, path: Sequence[int], num_pending: int) -> int:
-        """Note which replicas hold what they have fed, and return how many more tokens all of them hold.
+        """Record which replicas keep what they fed; return by how many tokens the state of all advanced.
 
-        Args:
-            shares: [R] the step's shares.
-            path: the nodes that the committed tokens follow, from the root on.
-            num_pending: pending tokens of the tree.
+        `path` has the nodes that the committed tokens follow, from the root on.
         """
         ahead = []
         for rank, share in enumerate(shares):
@@ -151,37 +133,35 @@ class ChainBudget(StepBudget):
         base = min(ahead)
         self._ahead, self._chains = [each - base for each in ahead], []
         left = [num_pending + len(path) - each for each in ahead]  # pending tokens of each replica's next step
-        room = MAX_REFED if self.limit is None else min(MAX_REFED, max(1, self.limit - 1))
+        max_pending = MAX_REFED if self.limit is None else min(MAX_REFED, max(1, self.limit - 1))
         self._must_catch_up = [
-            num > 1 and (num > room or rent >= price)
-            for num, rent, price in zip(left, self._rent, self._price, strict=True)
+            num > 1 and (num > max_pending or refed_ns >= saved_ns)
+            for num, refed_ns, saved_ns in zip(left, self._refed_ns, self._saved_ns, strict=True)
         ]
         return base
 
     def _charge(self, rank: int, share: Share, is_kept: bool, num_pending: int) -> None:
-        """Add up what a replica has fed again, beside what its chain promised in this step."""
+        """Update a replica's time spent on feeding tokens again, and the time that its chain saved."""
         if is_kept:
-            self._rent[rank] = 0
+            self._refed_ns[rank] = 0
             return
         times = self._costs.times[rank]
         most, size, num_again = len(times) - 1, len(share.nodes), num_pending - self._ahead[rank] - 1
-        self._rent[rank] += int(times[min(size, most)] - times[min(size - num_again, most)])
+        self._refed_ns[rank] += int(times[min(size, most)] - times[min(size - num_again, most)])
         time = int(times[min(size, most)])
-        self._price[rank] = time * self._brought[rank] // ((1 << EXPECTED_BITS) + sum(self._brought))
+        self._saved_ns[rank] = time * self._expected[rank] // ((1 << EXPECTED_BITS) + sum(self._expected))
 
 
 def _rate(expected: int, nanoseconds: int) -> int:
-    """Return tokens a nanosecond, fixed point of EXPECTED_BITS + RATE_BITS.
+    """Return tokens per nanosecond, with EXPECTED_BITS + RATE_BITS fractional bits.
 
-    Args:
-        expected: tokens, fixed point of EXPECTED_BITS.
-        nanoseconds: > 0.
+    `expected` has EXPECTED_BITS of them.
     """
     return (expected << RATE_BITS) // max(1, nanoseconds)
 
 
 def _weights(tree: TokenTree) -> np.ndarray:
-    """Return [T] int64 path probabilities of a tree's nodes, 0 up to the root; halves by depth where nobody knows."""
+    """Return [T] int64 path probabilities, 0 up to the root; without estimates they halve with each depth."""
     if tree.path_probabilities is not None:
         weights = tree.path_probabilities.copy()
     else:

@@ -1,6 +1,6 @@
-"""The cost model: how long a replica's forward pass takes, by the number of tokens that it feeds, in nanoseconds.
+"""The cost model: duration of a replica's forward pass by number of tokens, in nanoseconds.
 
-Letters: R replicas, M tokens that a replica's time is known for at most.
+Letters: R replicas, M tokens of the largest pass with a known time.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import numpy as np
 
 from lp_runtime.sizing.pass_times import PassTimes
 
-# Where nothing was measured, a step of 66 tokens is taken to cost twice what one of a single token costs.
+# Without measurements, a step of 66 tokens is assumed to cost twice as much as a step of one token.
 ASSUMED_FREE_TOKENS = 64
-ASSUMED_STEP_NS = 1_000_000  # of a step of one token; all times are relative to it then
-PREFIX_UNIT = 1024  # committed tokens, whose cost is measured in nanoseconds
+ASSUMED_STEP_NS = 1_000_000  # of a one-token step; only ratios of assumed times matter
+PREFIX_UNIT = 1024  # committed tokens; the unit in which the cost of a longer context is given
 
 
 class CostModel:
-    """How long each replica's forward pass takes: measured times of a request in a batch, corrected by what steps took.
+    """Expected duration of each replica's passes: measured times, corrected by the passes of steps.
 
     Args:
-        times: [R, M + 1] int64 measured or assumed nanoseconds of a request alone, for 0, 1, 2 ... tokens, M >= 1.
-        passes: What steps have shown of each replica.
+        times: [R, M + 1] int64 measured or assumed nanoseconds of a single request, for 0, 1, 2 ... tokens, M >= 1.
+        passes: corrections learned from steps.
 
     Attributes:
-        measured: [R, M + 1] int64 measured nanoseconds, a request's part of the batch that it is decoded in.
-        times: [R, M + 1] int64 nanoseconds that passes are expected to take.
+        measured: [R, M + 1] int64 measured nanoseconds, a request's part of its batch.
+        times: [R, M + 1] int64 expected nanoseconds, after corrections.
     """
 
     def __init__(self, times: np.ndarray, passes: PassTimes):
@@ -37,53 +37,41 @@ class CostModel:
         self.update()
 
     def set_batch_size(self, batch_size: int) -> None:
-        """Set how many requests share a forward pass from now on; each answers for its part of the time.
-
-        Args:
-            batch_size: Number of requests, >= 1.
-        """
+        """Set the number of requests, >= 1, that share a forward pass; each is charged its part of the time."""
         if batch_size != self._batch_size:
             self._batch_size = batch_size
             self.measured = shared_times(self._alone, batch_size)
             self.update()
 
     def update(self) -> None:
-        """Compute `times` anew, after a step has shown more."""
+        """Recompute `times` after the corrections have changed."""
         self._passes.expect(self.measured, self.times)
 
 
 def assumed_times(num_replicas: int, num_tokens: int) -> np.ndarray:
-    """Return times to assume where nothing was measured.
-
-    Args:
-        num_replicas: R.
-        num_tokens: Largest number of tokens to give a time for.
-
-    Returns:
-        [R, num_tokens + 1] int64 nanoseconds for 0, 1, 2 ... tokens.
-    """
+    """Return [num_replicas, num_tokens + 1] int64 nanoseconds to assume without measurements."""
     tokens = np.arange(num_tokens + 1)
     times = ASSUMED_STEP_NS * (ASSUMED_FREE_TOKENS + tokens) // (ASSUMED_FREE_TOKENS + 1)
     return np.tile(times, (num_replicas, 1))
 
 
 def interpolate(tokens: Sequence[int], nanoseconds: Sequence[int], num_tokens: int, num_padded: int = 0) -> np.ndarray:
-    """Return times for every number of tokens, from times that were measured for some.
+    """Return times for all numbers of tokens from times measured for some.
 
-    Where passes are padded to fixed sizes, times are a staircase: a pass takes what the next measured size takes.
-    Elsewhere times follow a straight line between two measured points, and behind the last two. A point above a later
-    one is lowered to it, so that times never fall: what disturbs a measurement makes it longer.
+    If passes are padded to fixed sizes, times form a staircase: a pass takes as long as the next measured size.
+    Otherwise times follow straight lines between measured points; the last line is extended. A point above a later one
+    is lowered to it, so that times never fall: disturbances only make a measurement longer.
 
     Args:
-        tokens: Numbers of tokens that were measured, ascending.
-        nanoseconds: Measured time for each.
-        num_tokens: Largest number of tokens to give a time for.
-        num_padded: Up to so many tokens passes are padded, to the next of `tokens`; 0 for none.
+        tokens: measured numbers of tokens, ascending.
+        nanoseconds: measured time of each.
+        num_tokens: largest number of tokens to return a time for.
+        num_padded: passes of up to this many tokens are padded to the next size in `tokens`; 0 for none.
 
     Returns:
         [num_tokens + 1] int64 nanoseconds for 0, 1, 2 ... tokens.
     """
-    # In integers, so that all replicas have the same times to the last bit.
+    # Integers, so that all replicas compute identical times.
     known = np.minimum.accumulate(np.asarray(nanoseconds, dtype=np.int64)[::-1])[::-1]
     times = np.full(num_tokens + 1, known[0], dtype=np.int64)
     for i in range(len(tokens) - 1):
@@ -96,30 +84,18 @@ def interpolate(tokens: Sequence[int], nanoseconds: Sequence[int], num_tokens: i
 
 
 def times_behind(times: np.ndarray, prefix_ns: Sequence[int] | np.ndarray, num_tokens: int) -> np.ndarray:
-    """Return times of steps behind a longer text than that behind which they were measured.
+    """Return step times, [M + 1] int64 ns, for a context `num_tokens` longer than when they were measured.
 
-    Args:
-        times: [M + 1] int64 nanoseconds of 0, 1, 2 ... tokens.
-        prefix_ns: [2] nanoseconds that PREFIX_UNIT more committed tokens add to a step of one token, and to each
-            further token.
-        num_tokens: how many more tokens are committed.
-
-    Returns:
-        [M + 1] int64 nanoseconds.
+    `prefix_ns`, [2], are what PREFIX_UNIT more committed tokens add to a step of one token, and to each further token.
     """
     more = np.maximum(np.arange(len(times)) - 1, 0) * int(prefix_ns[1]) + int(prefix_ns[0])
     return times + more * num_tokens // PREFIX_UNIT
 
 
 def shared_times(times: np.ndarray, batch_size: int) -> np.ndarray:
-    """Return a request's part of the time of forward passes that feed several requests of equally many tokens.
+    """Return one request's part, [R, M + 1] int64 ns, of passes that feed `batch_size` equal requests.
 
-    Args:
-        times: [R, M + 1] int64 nanoseconds of a request alone.
-        batch_size: Number of requests, >= 1.
-
-    Returns:
-        [R, M + 1] int64 nanoseconds.
+    `times`, [R, M + 1] int64 nanoseconds, are those of a single request.
     """
     places = np.arange(times.shape[1]) * batch_size
     known = np.minimum(places, times.shape[1] - 1)

@@ -1,12 +1,12 @@
-"""When to draft at all: the states of a request whose steps are sized.
+"""Drafting states of a request with automatic step sizes: when to draft at all.
 
 | state | next step | becomes | when |
 | --- | --- | --- | --- |
 | TIMING | root alone | DRAFTING | NUM_TIMED steps of the root alone were timed, in requests of the same kind |
 | DRAFTING | fitted tree | PROBING | PROBE_AFTER_STEPS trees in a row gained little |
-| | | RESTING | REST_AFTER_STEPS trees in a row did not pay, and again with each further tree in that row |
+| | | RESTING | REST_AFTER_STEPS trees in a row did not pay, and again after each further one in that row |
 | PROBING | root alone | DRAFTING | PROBE_STEPS steps are over |
-| RESTING | root alone | DRAFTING | 1, 3, 7 ... steps are over: one rest is about twice as long as the one before |
+| RESTING | root alone | DRAFTING | 1, 3, 7 ... steps are over: each rest is about twice as long as the previous one |
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import enum
 
 from lp_runtime.sizing.learned_costs import LearnedCosts
 
-REST_AFTER_STEPS = 4  # in a row that were worth the root alone: one or two may be chance
-MAX_REST_STEPS = 32  # from one tree that is fitted to the next, so that text that is easy again is noticed
-PROBE_AFTER_STEPS = 24  # in a row of little gain: a step of the root alone may have become cheaper meanwhile
-PROBE_STEPS = 3  # the first after larger steps is slow, and teaches nothing
+REST_AFTER_STEPS = 4  # consecutive trees that did not pay; one or two may be chance
+MAX_REST_STEPS = 32  # from one fitted tree to the next, so that text that is easy again is noticed
+PROBE_AFTER_STEPS = 24  # consecutive trees of little gain; a step of the root alone may have become cheaper meanwhile
+PROBE_STEPS = 3  # the first one after larger steps is slow and is not counted
 
 
 class DraftingState(enum.Enum):
-    """What the next step of a request feeds, and why."""
+    """Drafting state of a request: what the next step feeds, and why."""
 
     TIMING = "the root alone, because the time of such a step is not known"
     DRAFTING = "a tree, as large as pays"
@@ -31,41 +31,36 @@ class DraftingState(enum.Enum):
 
 
 class DraftingSchedule:
-    """Decides whether the next step asks the drafter for a tree, from what earlier trees were worth.
+    """Decides from the worth of earlier trees whether the next step calls the drafter.
 
     Args:
-        learned: What steps have shown; says whether steps of the root alone were timed.
+        learned: learned costs; say whether enough steps of the root alone were timed.
 
     Attributes:
-        drafted: Whether the last step that is over asked the drafter; true before the first.
+        drafted: whether the last finished step called the drafter; true before the first.
     """
 
     def __init__(self, learned: LearnedCosts):
         self.drafted = True
         self._learned = learned
         self._state = DraftingState.DRAFTING
-        self._steps_left = 0  # until PROBING or RESTING ends, the step under way included
-        self._drafts = False  # whether the step under way asked the drafter
-        self._num_unpaid = 0  # trees in a row that were worth the root alone
-        self._num_little = 0  # trees in a row that gained little
+        self._steps_left = 0  # until PROBING or RESTING ends, including the current step
+        self._drafts = False  # whether the current step called the drafter
+        self._num_unpaid = 0  # consecutive trees that did not pay
+        self._num_little = 0  # consecutive trees that gained little
 
     @property
     def state(self) -> DraftingState:
-        """State in which the next step begins."""
+        """State at the beginning of the next step."""
         return self._state if self._learned.is_timed else DraftingState.TIMING
 
     @property
     def is_resting(self) -> bool:
-        """Whether the next step feeds the root alone, without asking the drafter."""
+        """Whether the next step feeds the root alone, without calling the drafter."""
         return self.state is not DraftingState.DRAFTING
 
     def tree_fitted(self, pays: bool, gains_little: bool) -> None:
-        """Record what the tree of the step under way is worth.
-
-        Args:
-            pays: Whether any of its nodes below the root are fed.
-            gains_little: Whether they are fed for a small gain.
-        """
+        """Record whether the current step's tree pays (any guess is fed), and whether its gain is small."""
         self._drafts = True
         self._num_unpaid = 0 if pays else self._num_unpaid + 1
         self._num_little = self._num_little + 1 if gains_little else 0
@@ -75,7 +70,7 @@ class DraftingSchedule:
             self._begin_resting()
 
     def end_step(self) -> None:
-        """Record that the step under way is over; the last step of PROBING or RESTING ends that state."""
+        """Record the end of the current step; the last step of PROBING or RESTING ends that state."""
         self.drafted, self._drafts = self._drafts, False
         if self._steps_left:
             self._steps_left -= 1
@@ -83,11 +78,11 @@ class DraftingSchedule:
                 self._state = DraftingState.DRAFTING
 
     def _begin_probing(self) -> None:
-        """Enter PROBING, after the step under way."""
+        """Enter PROBING after the current step."""
         self._num_little = 0
         self._state, self._steps_left = DraftingState.PROBING, 1 + PROBE_STEPS
 
     def _begin_resting(self) -> None:
-        """Enter RESTING, after the step under way; the longer, the more trees in a row did not pay."""
+        """Enter RESTING after the current step, longer the more consecutive trees did not pay."""
         num_steps = min(1 << (self._num_unpaid - REST_AFTER_STEPS + 1), MAX_REST_STEPS)
         self._state, self._steps_left = DraftingState.RESTING, num_steps

@@ -1,13 +1,12 @@
-"""What forward passes take: for each replica a line over what was measured, learned from steps.
+"""Correction of measured forward-pass times: per replica a line, fitted to the passes of steps.
 
-A machine that becomes slower does not take longer by one factor for all sizes. Where other processes use the memory, a
-pass of one token takes longer and one of sixteen does not; where they use the cores, both do. The size with which the
-most tokens are committed a second depends on it.
+A machine that becomes slower does not slow all sizes by one factor. If other processes use the memory, a pass of one
+token takes longer and one of sixteen does not; if they use the cores, both do. The best step size depends on it.
 
-Times are in units of what was measured of one token, so that what was learned behind one text holds behind another. All
+Times are relative to the measured time of one token, so what was learned with one context holds for others. All
 arithmetic is on integers that all replicas share.
 
-Letters: R replicas, M tokens that a replica's time is known for at most.
+Letters: R replicas, M tokens of the largest pass with a known time.
 """
 
 from __future__ import annotations
@@ -17,29 +16,27 @@ import numpy as np
 from lp_runtime.utils.jit import compiled
 
 FIXED_POINT_ONE = 1 << 10  # 1.0 of ratios of times, and of times of a node: all replicas must compute equal integers
-EQUAL_SPREAD = 15 * FIXED_POINT_ONE // 100  # replicas whose times differ by less count as equally fast: that is noise
+EQUAL_SPREAD = 15 * FIXED_POINT_ONE // 100  # a smaller difference between replicas counts as noise
 SMOOTHING_STEPS = 8  # of the mean that a line passes through
-MEMORY_STEPS = 32  # steps that its slope is fitted to, about
-# Squared differences, added up, of measured times that a line through zero counts for: one factor for all sizes.
+MEMORY_STEPS = 32  # approximate number of steps that the slope is fitted to
+# Weight of the prior, a line through zero (one factor for all sizes): a sum of squared differences of measured times.
 ASSUMED_WEIGHT = FIXED_POINT_ONE * FIXED_POINT_ONE // 4
-MAX_SLOPE_RATIO = 2  # of a slope beside that of the line through zero, and of that beside the slope
-MAX_OUTLIER = 2  # a pass counts as at most so many times what was expected: one alone may have been disturbed
+MAX_SLOPE_RATIO = 2  # between a slope and that of the line through zero, either way
+MAX_OUTLIER = 2  # a time is clipped to this multiple of the expected one: a single pass may have been disturbed
 MAX_TIME = FIXED_POINT_ONE << 8  # so that products stay within 64 bits
 MEAN_BITS = 10  # fixed point of the means that slopes are fitted to
-# Columns of a replica's means: measured and real times that the line passes through; those, squares and products that
-# its slope is fitted to, and their number.
+# Columns of a replica's means: measured and real time that the line passes through; then measured and real time,
+# squares and products that its slope is fitted to, and their number.
 MEASURED, REAL, FITTED_MEASURED, FITTED_REAL, SQUARES, PRODUCTS, NUM_STEPS, NUM_COLUMNS = range(8)
 
 
 class PassTimes:
-    """Lines from measured times to real ones; carried from one request to the next of its kind.
-
-    Args:
-        num_replicas: R.
+    """Lines from measured to real pass times; carried from one request to the next of its kind.
 
     Attributes:
-        slopes: [R] int64 real time for each measured one, fixed point of FIXED_POINT_ONE.
-        offsets: [R] int64 real time beside that, in times of one token as measured, fixed point of FIXED_POINT_ONE.
+        slopes: [R] int64 real time per measured time, fixed point of FIXED_POINT_ONE.
+        offsets: [R] int64 constant real time, in units of the measured time of one token, fixed point of
+            FIXED_POINT_ONE.
     """
 
     def __init__(self, num_replicas: int):
@@ -59,11 +56,9 @@ class PassTimes:
         _observe(measured, sizes, nanoseconds, self._means, self.slopes, self.offsets)
 
     def expect(self, measured: np.ndarray, times: np.ndarray) -> None:
-        """Compute what passes are expected to take; replicas that are about equally fast are taken to be alike.
+        """Write expected nanoseconds to `times` from `measured` ones, both [R, M + 1] int64.
 
-        Args:
-            measured: [R, M + 1] see `observe`.
-            times: [R, M + 1] int64, written with nanoseconds.
+        Replicas that are about equally fast get the same correction.
         """
         _expect(measured, self._means, self.slopes, self.offsets, times)
 

@@ -1,11 +1,11 @@
-"""What path probabilities promise, and what became of it.
+"""Corrections of path probabilities, learned from which nodes were accepted.
 
-A drafter's path probability says how likely a node is on the accepted path. Low ones are too low as a rule: on texts of
-two models, nodes at 1 in 200 were accepted more than three times as often. High ones are a little too high on some
-texts: on a real model's, nodes above a half were accepted 0.9 times as often. So promises are corrected by their level,
-with what was counted of the level, in requests before, too.
+A drafter's path probability estimates how likely a node is on the accepted path: it "promises" that part of a token.
+Low ones are usually too low: on texts of two models, nodes at 1 in 200 were accepted more than three times as often.
+High ones are slightly too high on some texts: with a real model, nodes above a half were accepted 0.9 times as often.
+So path probabilities are corrected by level, with counts that are carried across requests.
 
-Everything is integer arithmetic, so equal inputs give equal corrections on every replica.
+All arithmetic is on integers, so equal inputs give equal corrections on every replica.
 
 Letters: T nodes in the tree, L levels.
 """
@@ -19,23 +19,23 @@ import numpy as np
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS
 from lp_runtime.utils.jit import compiled, inlined
 
-EXPECTED_BITS = 22  # fixed point of expected tokens: 512 of them fit into 31 bits
+EXPECTED_BITS = 22  # fixed point of expected tokens: 512 tokens fit into 31 bits
 CORRECTION_BITS = 10  # fixed point of corrections
-# Accepted tokens for each that was promised, by level: one for each halving of the path probability, and one for all
-# below. Counted at 24 tokens a step on 21 prompts of SmolLM2-135M-Instruct and 26 of the demo model.
+# Accepted tokens per promised token, by level: one level for each halving of the path probability, the last one for all
+# below. Counted at 24 tokens per step on 21 prompts of SmolLM2-135M-Instruct and 26 of the demo model.
 STARTING_CORRECTIONS = (0.9, 0.95, 1.2, 1.4, 1.6, 2.0, 2.0, 2.5, 3.0, 3.0)
-INITIAL_TOKENS = 4  # promised ones of each level, that count as observed before the first step
-MEMORY_TOKENS = 64  # promised ones of a level, from which on older ones count half
-MAX_DISCOUNT = 4  # promises are divided by at most this: else nothing would be tried again
-RECOVERY_FITS = 16  # a tree that does not pay makes up for one part in so many of the promises that were not kept
+INITIAL_TOKENS = 4  # promised tokens per level that the starting corrections count for
+MEMORY_TOKENS = 64  # a level's counts are halved when its promised tokens exceed this
+MAX_DISCOUNT = 4  # path probabilities are divided by at most this: else no tree would ever be tried again
+RECOVERY_FITS = 16  # each tree that does not pay forgives 1/16 of the shortfall of accepted tokens
 
 
 class Promises:
-    """Corrects path probabilities by what steps have shown of them; carried from one request to the next of its kind.
+    """Corrects path probabilities by acceptance counts; carried from one request to the next of its kind.
 
     Attributes:
-        promised: [L] int64 accepted tokens that were promised lately, fixed point of EXPECTED_BITS.
-        kept: [L] int64 accepted tokens that there were, fixed point of EXPECTED_BITS.
+        promised: [L] int64 sum of recent path probabilities, fixed point of EXPECTED_BITS.
+        kept: [L] int64 accepted tokens among the same nodes, fixed point of EXPECTED_BITS.
     """
 
     def __init__(self) -> None:
@@ -44,41 +44,30 @@ class Promises:
         self.kept = np.array([int(INITIAL_TOKENS * one * each) for each in STARTING_CORRECTIONS], np.int64)
 
     def corrected(self, path_probabilities: np.ndarray) -> np.ndarray:
-        """Return how many tokens are expected of each node.
+        """Return the corrected path probabilities, [T] int64, fixed point of EXPECTED_BITS.
 
-        Args:
-            path_probabilities: [T] int64 as the drafter estimates them, fixed point of PATH_PROBABILITY_BITS.
-
-        Returns:
-            [T] int64 probability that each node is on the accepted path, fixed point of EXPECTED_BITS.
+        `path_probabilities` are the drafter's estimates, [T] int64, fixed point of PATH_PROBABILITY_BITS.
         """
         expected = np.empty(len(path_probabilities), np.int64)
         _correct_all(path_probabilities, self.kept, self.promised, expected)
         return expected
 
     def observe(self, path_probabilities: np.ndarray, num_pending: int, accepted: Sequence[int]) -> None:
-        """Learn from the nodes that a step has fed.
+        """Learn from the nodes that a step fed; the first `num_pending`, the pending tokens, do not count.
 
-        Args:
-            path_probabilities: [T] int64 of these nodes, fixed point of PATH_PROBABILITY_BITS.
-            num_pending: pending tokens among them, the first ones, which promise nothing.
-            accepted: the nodes on the accepted path.
+        `path_probabilities` are [T] int64, fixed point of PATH_PROBABILITY_BITS; `accepted` are the nodes on the
+        accepted path.
         """
         _observe(path_probabilities, num_pending, np.array(accepted, np.int64), self.kept, self.promised)
 
     def restore(self) -> None:
-        """Believe promises a little more: a tree that is not fed keeps none, and would never be fed again."""
+        """Move the corrections back towards 1, so that drafting is retried after trees that did not pay."""
         self.kept += np.maximum(0, self.promised - self.kept) // RECOVERY_FITS
 
 
 @inlined
 def _level_of(of_node, num_levels):
-    """Return the level of a path probability.
-
-    Args:
-        of_node: path probability, fixed point of EXPECTED_BITS.
-        num_levels: L.
-    """
+    """Return the level of a path probability that is fixed point of EXPECTED_BITS."""
     level, threshold = 0, np.int64(1) << (EXPECTED_BITS - 1)
     while level < num_levels - 1 and of_node < threshold:
         threshold >>= 1
@@ -88,12 +77,9 @@ def _level_of(of_node, num_levels):
 
 @inlined
 def correct(path_probability, kept, promised):
-    """Return how many tokens are expected of a node, fixed point of EXPECTED_BITS.
+    """Return a corrected path probability, fixed point of EXPECTED_BITS; see Promises.
 
-    Args:
-        path_probability: fixed point of PATH_PROBABILITY_BITS.
-        kept: [L] see Promises.
-        promised: [L] see Promises.
+    `path_probability` is fixed point of PATH_PROBABILITY_BITS.
     """
     of_node = path_probability >> (PATH_PROBABILITY_BITS - EXPECTED_BITS)
     level = _level_of(of_node, len(kept))
@@ -110,7 +96,7 @@ def _correct_all(path_probabilities, kept, promised, expected):
 
 @compiled
 def _observe(path_probabilities, num_pending, accepted, kept, promised):
-    """Count promises and what was kept of them; see `Promises.observe`."""
+    """Add a step's nodes to `promised` and `kept`; see `Promises.observe`."""
     for node in range(num_pending, len(path_probabilities)):
         of_node = path_probabilities[node] >> (PATH_PROBABILITY_BITS - EXPECTED_BITS)
         promised[_level_of(of_node, len(kept))] += of_node

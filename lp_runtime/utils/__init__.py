@@ -1,1 +1,1 @@
-"""Helpers that any module may import: compiled functions, files, tensors, generators."""
+"""Helpers that any module may import: Numba compilation, files, tensors, generators, warnings."""

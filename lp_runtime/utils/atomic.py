@@ -1,6 +1,6 @@
-"""Loads and stores of memory that processes share, in the order in which the program makes them.
+"""Atomic loads and stores with acquire and release ordering, for memory shared by processes.
 
-x86 keeps that order by itself, Arm does not: there a reader may see a counter before the data that was written first.
+x86 keeps this order by itself. Arm does not: a reader could see a counter before the data that was written ahead of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ WORD_BYTES = 8
 
 @intrinsic
 def load_acquire(_context, array, index):
-    """Return an element of a contiguous int64 array; what is read later was written before that element's value was."""
+    """Load `array[index]` of a contiguous int64 array; later reads see all that was stored before it."""
 
     def generate(context, builder, signature, arguments):
         address = _address(context, builder, signature, arguments)
@@ -25,7 +25,7 @@ def load_acquire(_context, array, index):
 
 @intrinsic
 def store_release(_context, array, index, value):
-    """Write an element of a contiguous int64 array after everything that was written before."""
+    """Store `value` in `array[index]` of a contiguous int64 array, after all earlier writes."""
 
     def generate(context, builder, signature, arguments):
         address = _address(context, builder, signature, arguments)
@@ -36,6 +36,6 @@ def store_release(_context, array, index, value):
 
 
 def _address(context, builder: ir.IRBuilder, signature, arguments):
-    """Return the address of the element that an intrinsic's first two arguments name."""
+    """Return the address of the element named by an intrinsic's first two arguments, array and index."""
     array = context.make_array(signature.args[0])(context, builder, arguments[0])
     return builder.gep(array.data, [arguments[1]])

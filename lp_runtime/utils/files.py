@@ -1,4 +1,4 @@
-"""Writing files that are complete or not there at all."""
+"""Atomic file writes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ from pathlib import Path
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that, whenever this process ends, the file is complete or as it was before.
+    """Write a file atomically: if the process dies, the file is either complete or unchanged.
 
-    Args:
-        path: the file; missing folders are created.
-        data: its contents.
-
-    Raises:
-        OSError: if the file cannot be written.
+    Missing parent folders are created. Raises OSError if the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

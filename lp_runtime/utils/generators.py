@@ -1,4 +1,4 @@
-"""Helpers for generators that work in chunks and return a result."""
+"""Helpers for generators that yield progress and return a result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Result = TypeVar("Result")
 
 
 def result_of(chunks: Generator[object, None, Result]) -> Result:
-    """Run a generator to its end and return its return value; what it yields is dropped."""
+    """Run a generator to its end and return its return value; yielded values are dropped."""
     while True:
         try:
             next(chunks)

@@ -1,8 +1,8 @@
-"""Functions compiled by Numba, and cached on disk by the content of their sources.
+"""Numba-compiled functions, cached on disk by the content of their sources.
 
-Our compiled functions call each other and share constants across files. So the cache folder of a function is named
-after a digest of the files in the function's folder and of those of its package that they import, directly or not.
-Copies of the package share compiled code, wherever they lie: every Ray job runs from a fresh copy.
+Our compiled functions call each other and share constants across files. So a function's cache folder is named after a
+digest of all files in the function's folder and of the package files that they import, directly or indirectly. Copies
+of the package in different places share compiled code: every Ray job runs from a fresh copy.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from numba.extending import register_jitable
 
 from lp_runtime.errors import ConfigError
 
-CACHE_DIR = "~/.cache/lp_runtime/numba"  # unless NUMBA_CACHE_DIR names another
-MAX_AGE_SECONDS = 30 * 24 * 3600  # of compiled code; older code is deleted when new code is cached
+CACHE_DIR = "~/.cache/lp_runtime/numba"  # default; NUMBA_CACHE_DIR overrides it
+MAX_AGE_SECONDS = 30 * 24 * 3600  # compiled code older than this is deleted when new code is cached
 IMPORT = re.compile(r"^from ([\w.]+) import (.*)", re.MULTILINE)
 
-_numba_config = vars(numba.config)  # the module makes its names as it is imported
+_numba_config = vars(numba.config)  # numba creates these names at import, so type checkers do not know them
 
 if _numba_config["DISABLE_JIT"]:
     raise ConfigError("NUMBA_DISABLE_JIT=1: must be unset; a step would take seconds without compiled code")
 
-NO_ARRAYS = {"_nrt": False, "forceinline": True}  # Numba's options for functions that make no arrays or views
+NO_ARRAYS = {"_nrt": False, "forceinline": True}  # Numba options for functions that create no arrays or views
 
-_cache_folders: set[Path] = set()  # where the functions of this process are cached, like any function's own cache
+_cache_folders: set[Path] = set()  # cache folders of this process's compiled functions
 
 
 @overload
@@ -52,14 +52,14 @@ def compiled(
 def compiled(
     function: Callable | None = None, *, makes_arrays: bool = False, fastmath: frozenset[str] = frozenset()
 ) -> Dispatcher | Callable[[Callable], Dispatcher]:
-    """Compile a function when it is first called, and cache the code on disk where that is possible.
+    """Compile a function with Numba at its first call, and cache the machine code on disk if possible.
 
     Args:
         function: the function; None to return a decorator.
-        makes_arrays: whether the function, or one that it calls, makes arrays or views. Without, references are not
-            counted, which took a third of the time of the functions that are called most; and the function becomes a
-            part of compiled functions that call it, where handing on the arrays took another third.
-        fastmath: what LLVM may do to sums and products of floating-point numbers, in LLVM's words.
+        makes_arrays: whether the function, or one that it calls, creates arrays or views. If not, reference counting is
+            switched off, which took a third of the time of the functions called most; and the function is inlined into
+            its compiled callers, where passing the arrays took another third.
+        fastmath: LLVM fast-math flags for floating-point operations.
     """
     if function is None:
         return functools.partial(compiled, makes_arrays=makes_arrays, fastmath=fastmath)
@@ -69,20 +69,16 @@ def compiled(
     try:
         dispatcher = numba.njit(cache=True, **options)(function)
         _cache_folders.add(Path(dispatcher.stats.cache_path))
-    except (RuntimeError, OSError):  # no folder that can be written to
+    except (RuntimeError, OSError):  # no writable cache folder
         dispatcher = numba.njit(**options)(function)
     return dispatcher
 
 
 def inlined(function: Callable | None = None, *, makes_arrays: bool = False) -> Callable:
-    """Mark a function as part of the compiled functions that call it; Python callers run it as plain Python.
+    """Mark a function for inlining into its compiled callers; Python callers run it as plain Python.
 
-    It has no entry point for Python and no file in the cache, which is two thirds of the time that compiling it on its
-    own takes.
-
-    Args:
-        function: the function; None to return a decorator.
-        makes_arrays: see `compiled`.
+    It gets no entry point for Python and no cache file. Those are two thirds of the time to compile a small function.
+    `makes_arrays` is as in `compiled`; without `function`, a decorator is returned.
     """
     if function is None:
         return functools.partial(inlined, makes_arrays=makes_arrays)
@@ -90,30 +86,30 @@ def inlined(function: Callable | None = None, *, makes_arrays: bool = False) -> 
 
 
 def bound(function: Dispatcher, *args: object) -> Callable:
-    """Return the machine code of a compiled function for arguments of the types of `args`; it must always get those.
+    """Return a compiled function's machine code for the argument types of `args`.
 
-    A call of the function itself looks at the types of its arguments first: with a hundred arrays in them that takes
-    10 us, and with cold caches 40.
+    Later calls must use these types. Calling the function itself inspects the types of all arguments first: 10 us for a
+    hundred arrays, 40 us with cold caches.
     """
     return function.compile(tuple(numba.typeof(arg) for arg in args))
 
 
 def is_cached(function: Dispatcher) -> bool:
-    """Whether compiled code of a function is on disk, or could not be kept there."""
+    """Return whether a function's machine code is on disk; true if it cannot be cached at all."""
     folder = function.stats.cache_path
     return folder is None or any(Path(folder).glob(f"*.{function.py_func.__name__}-*.nbi"))
 
 
 class ContentLocator(_CacheLocator):
-    """Tells Numba where to cache a function: in a folder named after the content of the function's sources."""
+    """Numba cache locator: the folder of a function is named after the content of its sources."""
 
     def __init__(self, function: Callable, file: str):
-        self._py_file, self._lineno = file, function.__code__.co_firstlineno  # Numba names them in warnings
+        self._py_file, self._lineno = file, function.__code__.co_firstlineno  # Numba's warnings read these attributes
         self._digest = _digest_of(Path(file).parent)
 
     @classmethod
     def from_function(cls, py_func: Callable, py_file: str) -> ContentLocator | None:
-        """Return the locator of a function, or None if its folder cannot be written to."""
+        """Return the locator of a function, or None if its cache folder is not writable."""
         locator = cls(py_func, py_file)
         try:
             locator.ensure_cache_path()
@@ -126,11 +122,11 @@ class ContentLocator(_CacheLocator):
         return str(cache_root() / self._digest)
 
     def get_source_stamp(self) -> str:
-        """Return what cached code was compiled from."""
+        """Return the digest of the sources, by which Numba detects stale code."""
         return self._digest
 
     def get_disambiguator(self) -> str:
-        """Return what tells functions of one name apart."""
+        """Return a string that distinguishes functions of the same name: the line number."""
         return str(self._lineno)
 
 
@@ -138,13 +134,13 @@ _numba_config["CACHE_LOCATOR_CLASSES"] = f"{__name__}.{ContentLocator.__name__}"
 
 
 def cache_root() -> Path:
-    """Return the folder that holds the cache folders of all functions."""
+    """Return the folder that contains the cache folders of all functions."""
     return Path(_numba_config["CACHE_DIR"] or CACHE_DIR).expanduser()
 
 
 @functools.cache
 def _digest_of(folder: Path) -> str:
-    """Return a digest of a folder's sources; delete old compiled code of other sources if there is none of these."""
+    """Return a digest of a folder's sources; delete expired code of other sources if none is cached."""
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(_sources(folder)):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -158,7 +154,7 @@ def _digest_of(folder: Path) -> str:
 
 
 def _sources(folder: Path) -> set[Path]:
-    """Return a folder's source files and those of its package that they import, directly or not."""
+    """Return the source files of a folder and the package files that they import, directly or indirectly."""
     found, pending = set(), list(folder.glob("*.py"))
     while pending:
         file = pending.pop()
@@ -170,7 +166,8 @@ def _sources(folder: Path) -> set[Path]:
 
 @functools.cache
 def _imported(file: Path) -> list[Path]:
-    """Return the files of its own top package, or else of its own folder, that a source file imports."""
+    """Return the files of the same top-level package that a source file imports."""
+    # The folder that contains the top-level package; for a file outside any package, its own folder.
     package = next((parent for parent in file.parents if not (parent / "__init__.py").exists()), file.parent)
     files = []
     for module, names in IMPORT.findall(file.read_text()):
@@ -180,10 +177,10 @@ def _imported(file: Path) -> list[Path]:
 
 
 def compiles(use: Callable[[], object]) -> Callable[[], None]:
-    """Return a function that calls `use`, which compiles functions or loads them from disk, once a process.
+    """Wrap `use`, which calls compiled functions, to run once per process and under a lock file.
 
-    Of several processes that call it at the same time, one compiles; the others wait, and load its code from disk. If
-    `use` fails, all cached code, which may be damaged, is deleted and `use` is called again.
+    Of several processes that call it at the same time, one compiles; the others wait and load its code from disk. If
+    `use` fails, the cached code may be damaged: it is deleted and `use` is called again.
     """
 
     @functools.cache
@@ -201,7 +198,7 @@ def compiles(use: Callable[[], object]) -> Callable[[], None]:
 
 
 def compile_in_turns(compilers: Sequence[Callable[[], None]]) -> None:
-    """Call functions that `compiles` returned, first those that no other process is calling.
+    """Call functions returned by `compiles`, starting with those that no other process is running.
 
     So processes that start together, as replicas do, share the work of compiling.
     """
@@ -214,7 +211,7 @@ def compile_in_turns(compilers: Sequence[Callable[[], None]]) -> None:
 
 @contextlib.contextmanager
 def _compile_lock(compiler: Callable) -> Iterator[None]:
-    """Hold the lock of what a function compiles, among the processes that share a cache; none without a cache."""
+    """Hold the lock file of a `compiles` function, if there is a cache to share with other processes."""
     lock = _open_lock(compiler)
     if lock is None:
         yield
@@ -225,7 +222,7 @@ def _compile_lock(compiler: Callable) -> Iterator[None]:
 
 
 def _is_compiling(compiler: Callable) -> bool:
-    """Whether another process holds the lock of what a function compiles."""
+    """Return whether another process holds the lock of a `compiles` function."""
     lock = _open_lock(compiler)
     if lock is None:
         return False
@@ -238,7 +235,7 @@ def _is_compiling(compiler: Callable) -> bool:
 
 
 def _open_lock(compiler: Callable) -> IO | None:
-    """Open the lock file of what a function compiles; None if nothing can be cached, so that nothing can be shared."""
+    """Open the lock file of a `compiles` function; None if nothing can be cached and shared."""
     try:
         name = f"{compiler.__module__}.{compiler.__name__}.lock"
         return open(cache_root() / name, "a") if _cache_folders else None

@@ -1,4 +1,4 @@
-"""A client of servers that speak the OpenAI API: answers as they are streamed, errors in one line."""
+"""Client for servers with the OpenAI API: streams answers, reports errors in one line."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from urllib.parse import urlsplit
 
 from lp_runtime.errors import ConfigError, LaunchError, RequestError, first_line
 
-MAX_ERROR_CHARS = 300  # of a server's message
+MAX_ERROR_CHARS = 300  # a server's message is cut after this
 DONE = "[DONE]"
-REASONING_FIELDS = ("reasoning_content", "reasoning")  # of a delta; which one depends on the server
+REASONING_FIELDS = ("reasoning_content", "reasoning")  # names of a delta's reasoning text; servers differ
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server, and who asks.
+    """A server's address, API key and timeout.
 
     Attributes:
-        url: of the server, with or without its path (/v1).
+        url: http(s)://HOST:PORT, with or without a path (/v1).
         api_key: sent as a bearer token; None to send none.
         timeout: seconds without a byte after which the server counts as gone.
     """
@@ -35,10 +35,10 @@ class Endpoint:
 
     @classmethod
     def of(cls, url: str, api_key: str | None, api_key_file: str | None) -> Endpoint:
-        """Return the server that settings name.
+        """Return the endpoint that the settings describe.
 
         Raises:
-            ConfigError: the URL is none, or the key's file cannot be read.
+            ConfigError: the URL is invalid, or the key file cannot be read.
         """
         if not _can_be_asked(url):
             raise ConfigError(f"url={url}: must be http://HOST:PORT or https://HOST:PORT, with a path or without")
@@ -62,15 +62,15 @@ class Endpoint:
                 raise LaunchError(f"url={self.url}: it lists no model, so give served_name=") from error
 
     def stream(self, route: str, body: Mapping[str, object]) -> Iterator[dict[str, Any]]:
-        """Ask, and yield the events of the streamed answer as they come. Ending the iteration early ends the request.
+        """Send a request and yield the events of the streamed answer; closing the iterator ends the request.
 
         Args:
             route: "completions" or "chat/completions".
             body: fields of the request, without `stream`.
 
         Raises:
-            LaunchError: the server cannot be reached, or has gone before the end: [DONE], or a finish reason.
-            RequestError: the server refuses, or fails.
+            LaunchError: the server cannot be reached, or closed the stream before [DONE] or a finish reason.
+            RequestError: the server refuses the request, or fails.
         """
         is_finished = False
         with self._asked("POST", route, {**body, "stream": True}) as response:
@@ -81,7 +81,7 @@ class Endpoint:
                 if data.strip() == DONE:
                     return
                 event = _parsed(data)
-                if event.get("error"):  # some servers send null along
+                if event.get("error"):  # some servers send "error": null with every event
                     raise RequestError(f"url={self.url}: {_message(event)}")
                 is_finished |= any(choice.get("finish_reason") for choice in choices_of(event))
                 yield event
@@ -113,33 +113,29 @@ class Endpoint:
 
 
 def choices_of(event: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the choices of a stream's event, without those that are not JSON objects."""
+    """Return the choices of a stream event, dropping those that are not JSON objects."""
     choices = event.get("choices")
     return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
 
 
 def delta_of(choice: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the delta of a choice of a chat's event; an empty one if there is none."""
+    """Return the delta of a chat event's choice; an empty dict if there is none."""
     delta = choice.get("delta")
     return delta if isinstance(delta, dict) else {}
 
 
 def _can_be_asked(url: str) -> bool:
-    """Return whether a URL is one of HTTP, whose host has a name that DNS can encode, and whose path is ASCII."""
+    """Return whether a string is an HTTP(S) URL with a host name that DNS can encode and an ASCII path."""
     try:
         parts = urlsplit(url)
         has_host = bool((parts.hostname or "").encode("idna")) and (parts.port or 1) > 0
-    except ValueError:  # a UnicodeError too: of a name with an empty or too long part
+    except ValueError:  # includes UnicodeError: a part of the host name is empty or too long
         return False
     return has_host and parts.scheme in ("http", "https") and parts.path.isascii()
 
 
 def _read_key(path: str) -> str:
-    """Return the API key that a file holds.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Return the API key in a file; ConfigError if it cannot be read."""
     try:
         return Path(path).expanduser().read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -148,7 +144,7 @@ def _read_key(path: str) -> str:
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """Return a JSON object; an empty one for any other text."""
+    """Parse a JSON object; return an empty dict for any other text."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -157,7 +153,7 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _message(body: Mapping[str, Any]) -> str:
-    """Return the message of an error in the form of the OpenAI API, in one line; empty if there is none."""
+    """Return the message of an OpenAI API error body on one line; empty if there is none."""
     error = body.get("error") or body.get("detail") or ""
     message = error.get("message") or error if isinstance(error, dict) else error
     return " ".join(str(message).split())[:MAX_ERROR_CHARS]

@@ -1,19 +1,19 @@
-"""Says on stderr what takes time while replicas start."""
+"""Start-up progress messages on stderr."""
 
 from __future__ import annotations
 
 import sys
 import time
 
-START_STAGES = 5  # of a replica's start: compiling, loading, optimizing, checking, measuring
+START_STAGES = 5  # stages of a replica's start: compiling, loading, optimizing, checking, measuring
 
 
 class Progress:
-    """Numbers the stages of a start and says how long each has taken.
+    """Numbers the stages of a start and prints each with the seconds elapsed so far.
 
     Args:
         is_shown: whether anything is printed.
-        num_stages: stages in all.
+        num_stages: total number of stages.
     """
 
     def __init__(self, is_shown: bool, num_stages: int = START_STAGES):
@@ -22,11 +22,7 @@ class Progress:
         self._started = time.monotonic()
 
     def begin(self, what: str) -> None:
-        """Say that the next stage begins; what comes after the last stage is no part of the start.
-
-        Args:
-            what: the stage, in a few words.
-        """
+        """Announce that the next stage, `what` in a few words, begins; ignored after the last stage."""
         if self._num_begun == self._num_stages:
             return
         self._num_begun += 1

@@ -1,4 +1,4 @@
-"""Prompts from a JSON-lines file."""
+"""Reader for prompts in JSON-lines files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from lp_runtime.errors import ConfigError
 
-MULTI_TURN = "multi-turn"  # Spec-Bench's name for the kind of prompt that its conversations are
+MULTI_TURN = "multi-turn"  # Spec-Bench's category name for conversations
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Prompt:
     Attributes:
         index: index among the records, from 0.
         line: line in the file, from 1.
-        value: the prompt's text, or its token ids; of a conversation, its first turn.
-        turns: texts of the user's turns; of a field that holds text, that text alone; empty with token ids.
-        category: the record's field `category`; the file's name without its ending where it has none.
+        value: the prompt's text or token ids; for a conversation, its first turn.
+        turns: texts of the user's turns; just the text if the field holds a single text; empty with token ids.
+        category: the record's field `category`; the file's name without its suffix if there is none.
     """
 
     index: int
@@ -33,27 +33,26 @@ class Prompt:
 
     @property
     def task(self) -> str:
-        """Kind of prompt, as Spec-Bench groups them: multi-turn for conversations of several turns, else the
-        category."""
+        """Category as Spec-Bench groups prompts: "multi-turn" for several turns, else `category`."""
         return MULTI_TURN if len(self.turns) > 1 else self.category
 
 
 def read_prompts(path: str, field: str, limit: int | None = None, are_ids: bool = False) -> list[Prompt]:
-    """Read the prompts of a JSON-lines file; blank lines are skipped.
+    """Read the prompts of a JSON-lines file, skipping blank lines.
 
     Args:
-        path: the file.
-        field: name of the field of each record that holds the prompt: text in every record, or in every record a list
-            of texts, the turns of a conversation.
+        path: a JSON-lines file.
+        field: name of the field that holds the prompt: text in all records, or in all records a list of texts, the
+            turns of a conversation.
         limit: largest number of prompts to read; None for all.
         are_ids: whether the field holds token ids instead of text.
 
     Raises:
-        ConfigError: if the file is missing or empty, or a line is not JSON or lacks the field, or its field is of
-            another shape than the first one's; names the line.
+        ConfigError: the file is missing or empty, a line is not JSON or lacks the field, or its field has another type
+            than the first record's. The message names the line.
     """
     prompts: list[Prompt] = []
-    shape = ""  # of the first record's field
+    shape = ""  # type of the first record's field, in words
     try:
         with open(path, encoding="utf-8-sig") as file:
             for number, text in enumerate(file, start=1):
@@ -74,22 +73,13 @@ def read_prompts(path: str, field: str, limit: int | None = None, are_ids: bool 
 
 
 def check_conversations(prompts: Sequence[Prompt], path: str, field: str) -> None:
-    """Refuse, for turns=all, prompts of which none has more than one turn.
-
-    Args:
-        prompts: of the file.
-        path: the file, for the error's message.
-        field: the field that was read.
-
-    Raises:
-        ConfigError: names the field.
-    """
+    """Raise a ConfigError that names `path` and `field` if no prompt has several turns (turns=all)."""
     if all(len(prompt.turns) <= 1 for prompt in prompts):
         raise ConfigError(f"turns=all: field {field!r} of {path} holds no conversation of several turns")
 
 
 def _prompt(text: str, field: str, are_ids: bool, index: int, line: int, path: str) -> tuple[Prompt, str]:
-    """Return the prompt of one line, and what its field holds, in words."""
+    """Return the prompt of one line, and the type of its field in words."""
     where = f"{path} line {line}"
     record = _record(text, field, where)
     category, value = str(record.get("category", Path(path).stem)), record[field]
@@ -100,7 +90,7 @@ def _prompt(text: str, field: str, are_ids: bool, index: int, line: int, path: s
 
 
 def _record(text: str, field: str, where: str) -> dict[str, Any]:
-    """Return the record of one line, which has the field; `where` begins the messages of its errors."""
+    """Parse one line into a record that has the field; `where` starts the error messages."""
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -112,7 +102,7 @@ def _record(text: str, field: str, where: str) -> dict[str, Any]:
 
 
 def _turns(value: object, field: str, where: str) -> tuple[str, ...]:
-    """Return the texts that a field holds, at least one; `where` begins the messages of its errors."""
+    """Return the texts of a field, at least one; `where` starts the error messages."""
     texts = tuple(value) if isinstance(value, list) else (value,)
     if not texts or not all(isinstance(text, str) and text for text in texts):
         raise ConfigError(f"{where}: field {field!r} must hold text (or with ids=true token ids)")
@@ -120,14 +110,9 @@ def _turns(value: object, field: str, where: str) -> tuple[str, ...]:
 
 
 def parse_ids(value: object, name: str) -> list[int]:
-    """Return token ids given as a list, or as the text of a JSON list.
+    """Return token ids given as a list or as the text of a JSON list; ConfigError for anything else.
 
-    Args:
-        value: the list or its text.
-        name: where the value stood, for the error's message.
-
-    Raises:
-        ConfigError: if the value is anything else.
+    `name` says where the value is in the input, for the error message.
     """
     try:
         ids = json.loads(value) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Faster and quieter start of processes."""
+"""Faster start-up of processes, with fewer warnings."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 
 def hide_triton_without_gpu() -> None:
-    """Make `import triton` fail if this process has no GPU. To be called before transformers is imported.
+    """Make `import triton` fail if this process has no GPU; call it before importing transformers.
 
-    transformers imports torch._dynamo, which imports Triton wherever it is installed. That takes time for nothing, and
-    Triton 3.9 prints about 30 lines when a process without a GPU ends.
+    transformers imports torch._dynamo, which imports Triton wherever it is installed. Without a GPU that only costs
+    time, and Triton 3.9 prints about 30 lines at exit.
     """
     import torch
 
@@ -22,15 +22,15 @@ def hide_triton_without_gpu() -> None:
         warnings.filterwarnings("ignore", "CUDA initialization", UserWarning)
         has_gpu = torch.cuda.is_available()
     if not has_gpu:
-        sys.modules.setdefault("triton", None)  # type: ignore[arg-type]  # Python's way to say that there is none
+        sys.modules.setdefault("triton", None)  # type: ignore[arg-type]  # a None entry makes the import fail
 
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Import large modules without garbage collection, and keep what was imported out of later collections.
+    """Disable garbage collection during heavy imports, and exempt their objects from later collections.
 
-    Modules live as long as the process. The collector would look through all of them, again and again while they are
-    imported and once more as the process ends: of a process that imports torch and transformers, 2 of 5 seconds.
+    Modules live as long as the process, but the collector would scan them repeatedly during the imports and once more
+    at exit: 2 of the 5 seconds of a process that imports torch and transformers.
     """
     was_enabled = gc.isenabled()
     gc.disable()

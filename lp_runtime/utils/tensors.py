@@ -1,4 +1,4 @@
-"""Tensors from Python integers and numpy arrays."""
+"""Tensors made from Python integers and numpy arrays."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import torch
 
 
 def tensor_on(device: torch.device, values: Sequence[int] | Sequence[Sequence[int]] | np.ndarray) -> torch.Tensor:
-    """Return a copy of values on a device; on a GPU nothing waits for the copy.
+    """Copy values to a device; copies to a GPU are asynchronous.
 
-    Args:
-        device: where the tensor goes.
-        values: integers, nested to any depth, which become int64; or an array, whose type is kept.
+    Integers, nested to any depth, become int64; an array keeps its dtype.
     """
-    if device.type == "cuda":  # pinning makes a copy; torch.tensor does not pin what it makes of an array
+    if device.type == "cuda":  # pin_memory() copies; torch.tensor(array, pin_memory=True) would not pin
         on_host = (
             torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=torch.int64)
         )

@@ -1,4 +1,4 @@
-"""Silence for warnings of libraries while they are called."""
+"""Suppression of Python warnings and log records while library code runs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from types import TracebackType
 
 
 class SharedContext:
-    """A context of the whole process that several threads may be in at once.
+    """A process-wide context manager that several threads may be inside at once.
 
-    What it changes is changed by the first thread that enters and undone by the last one that leaves. Were each thread
-    to save and restore for itself, one of them would save what another has changed, and restore that at the end.
+    The first thread that enters applies the change and the last one that leaves undoes it. If each thread saved and
+    restored the state, one of them could save the changed state and restore that at the end.
 
     Args:
         make: returns a new context manager that makes the change.
@@ -27,7 +27,7 @@ class SharedContext:
         self._context: AbstractContextManager[object] | None = None
 
     def __enter__(self) -> None:
-        """Make the change unless another thread has made it."""
+        """Apply the change if no other thread is inside."""
         with self._lock:
             if self._num_inside == 0:
                 self._context = self._make()
@@ -57,5 +57,5 @@ def _silence() -> Iterator[None]:
         logging.disable(disabled)
 
 
-# Suppresses Python's warnings, and log records up to level WARNING, of the whole process.
+# Suppresses Python warnings and log records up to level WARNING in the whole process.
 WITHOUT_WARNINGS = SharedContext(_silence)

@@ -148,7 +148,7 @@ class ForABatch(LogitsProcessor):
 def test_a_processor_that_wants_a_batch_is_refused():
     processors = TreeProcessors([ForABatch()], CPU)
     with pytest.raises(
-        ConfigError, match=r"ForABatch: of scores of shape \(1, 16\) it made \(2, 16\); it must do with"
+        ConfigError, match=r"ForABatch: returned shape \(2, 16\) for scores of shape \(1, 16\); it must work on one"
     ):
         processors(torch.zeros((1, 16)), TokenTree([1], max_depth=0), [0], TEXT)
 

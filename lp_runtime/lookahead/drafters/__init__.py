@@ -1,1 +1,1 @@
-"""Drafters: each proposes the token trees of a request in its own way."""
+"""Drafters: different ways to propose the token trees of a request."""

@@ -1,7 +1,7 @@
-"""Prompt lookup: the tokens behind the longest earlier occurrence of the last tokens are proposed as one chain.
+"""Prompt lookup: proposes the tokens after an earlier occurrence of the last tokens, as one chain.
 
-After https://github.com/apoorvumang/prompt-lookup-decoding, whose n-grams have at most 3 tokens, as here. The longest
-n-gram wins. Of its occurrences the earliest one with a token behind it wins.
+After https://github.com/apoorvumang/prompt-lookup-decoding; n-grams have at most 3 tokens in both. The longest n-gram
+wins, and of its occurrences the earliest one that is followed by a token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class PromptLookupDrafter(CountingDrafter):
 
     Args:
         num_copied: largest number of tokens to copy.
-        budget: largest number of nodes, pending tokens included; None for no other limit.
+        budget: largest number of nodes, including pending tokens; None for no other limit.
     """
 
     def __init__(self, num_copied: int, budget: int | None = None):
@@ -29,15 +29,15 @@ class PromptLookupDrafter(CountingDrafter):
         self.max_committed = num_copied + 1
         self._num_copied = num_copied
         self._budget = budget
-        self._places: dict[tuple[int, ...], int] = {}  # index of the token behind the first occurrence of every n-gram
+        self._places: dict[tuple[int, ...], int] = {}  # index of the token after each n-gram's first occurrence
         self._num_indexed = 0
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._index(tokens)
 
     def _index(self, tokens: Sequence[int]) -> None:
-        """Add the n-grams of tokens that were not indexed before."""
-        # The last token has nothing behind it yet, so n-grams that end with it wait.
+        """Add the n-grams of tokens not indexed yet."""
+        # N-grams that end with the last token are left for later: no token follows them yet.
         for end in range(max(1, self._num_indexed), len(tokens)):
             for size in range(1, min(MAX_NGRAM, end) + 1):
                 self._places.setdefault(tuple(tokens[end - size : end]), end)

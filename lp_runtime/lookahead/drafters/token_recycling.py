@@ -1,8 +1,8 @@
-"""Token recycling (Luo et al., arXiv 2408.08696): a static tree over a table of every token's last top-k candidates.
+"""Token recycling (Luo et al., arXiv 2408.08696): a fixed tree of each token's last candidates.
 
-The rules are the published code's (Spec-Bench, inference_recycling.py). The table starts as zeros. Every node that is
-fed overwrites its token's row with its 8 likeliest successors; the prefill's tokens do not. The tree is the template
-2.2.2 of that code, written here as how many children each node has.
+The rules are those of the published code (Spec-Bench, inference_recycling.py). The table starts with zeros. Every node
+that is fed overwrites its token's row with its 8 likeliest successors; the prefill's tokens do not. The tree is that
+code's template 2.2.2, written here as the number of children of each node.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree
 
-# Number of children of each node that has any, by the node's path of ranks from the root.
+# Number of children of each inner node, by the ranks on the path from the root to it.
 CHILDREN = {
     "": 8,
     **{"0": 8, "1": 4, "2": 3, "3": 2, "4": 1, "5": 1, "6": 1, "7": 1},
@@ -36,7 +36,7 @@ class TokenRecyclingDrafter(CountingDrafter):
     """Proposes the template's tree, filled in from the table.
 
     Args:
-        budget: largest number of nodes, pending tokens included; None for the whole template.
+        budget: largest number of nodes, including pending tokens; None for the whole template.
     """
 
     num_top_k = K
@@ -66,7 +66,7 @@ class TokenRecyclingDrafter(CountingDrafter):
             parent = nodes[path]
             if parent is not None:
                 row = self._table.get(tree.tokens[parent], self._unseen_row)
-                candidate = int(row[rank])  # -1 where fewer than K tokens may follow, as with sampling.top_k=5
+                candidate = int(row[rank])  # -1 if fewer than K tokens may follow, as with sampling.top_k=5
                 parent = tree.add(parent, candidate) if candidate >= 0 else None
             nodes[path + str(rank)] = parent
         return tree

@@ -1,1 +1,1 @@
-"""The default drafter: trees grown best first, from every source of candidates that costs no forward pass."""
+"""The default drafter: trees grown best first from all candidates that need no forward pass."""

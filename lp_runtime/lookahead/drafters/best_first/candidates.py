@@ -1,7 +1,7 @@
-"""Candidates: tokens that may follow a context, and where each of them comes from. Compiled by Numba.
+"""Candidates: tokens that may follow a context, from all sources. Compiled by Numba.
 
-A candidate's feature (features.py) says what is known of it. Everything is integer arithmetic, so equal inputs give
-equal candidates on every replica.
+A candidate's feature (features.py) encodes its source and how well it fits. Everything is integer arithmetic, so equal
+inputs give equal candidates on every replica.
 """
 
 from __future__ import annotations
@@ -47,16 +47,9 @@ from lp_runtime.utils.jit import inlined
 
 @inlined
 def match_text(text: TextIndex, nodes: Nodes, root: Int, node: Int) -> tuple[Int, Int]:
-    """Find the longest match in the text of the context that ends at a node.
+    """Find the longest match in the text (which ends at the root) of the context that ends at `node`.
 
-    Args:
-        text: the text; its last token is the root.
-        nodes: the tree.
-        root: index of the root.
-        node: index of the node.
-
-    Returns:
-        (place, length): the place in the text behind the match, and the match's tokens; length 0 without a match.
+    Returns (place, length): the place in the text after the match, and its number of tokens; length 0 without a match.
     """
     found, length = find_ngram(text, nodes.hashes, node)
     if length < MAX_GRAM:
@@ -82,21 +75,11 @@ def match_text(text: TextIndex, nodes: Nodes, root: Int, node: Int) -> tuple[Int
 def collect(
     drafts: DraftArrays, noise: Noise, position: Int, nodes: Nodes, root: Int, node: Int, candidates: Candidates
 ) -> Int:
-    """Write the candidates that may follow a node, with their features; several may have the same token.
+    """Write the candidates that may follow `node` at `position`, with features; return the number of rows.
 
-    Args:
-        drafts: the draft tables.
-        noise: the noise of sampling.
-        position: absolute position of what follows the node.
-        nodes: the tree.
-        root: index of the root.
-        node: index of the node.
-        candidates: `tokens` and `features` are written to.
-
-    Returns:
-        How many rows were written.
+    Only `candidates.tokens` and `.features` are written; a token may occur several times.
     """
-    # Rows of a fixed length, whose loops are compiled to vector instructions.
+    # Rows have a fixed length, so that loops over them are compiled to vector instructions.
     num_rows = collect_match(drafts.text, noise, position, nodes, root, node, candidates)
     num_rows = collect_top_k(drafts, noise, position, nodes, node, candidates, num_rows)
     return collect_position(drafts, position, nodes.tokens[node], candidates, num_rows)
@@ -106,10 +89,9 @@ def collect(
 def collect_match(
     text: TextIndex, noise: Noise, position: Int, nodes: Nodes, root: Int, node: Int, candidates: Candidates
 ) -> Int:
-    """Write what followed the longest match in the text, and what else shorter ones, to the first row.
+    """Write the continuations of the longest match in the text, and of shorter ones, to the first row.
 
-    Returns:
-        How many rows were written, 0 or 1.
+    Shorter matches count if they were followed by other tokens. Returns the number of rows written, 0 or 1.
     """
     place, length = match_text(text, nodes, root, node)
     if length == 0:
@@ -137,7 +119,7 @@ def collect_match(
 
 @inlined
 def noise_bin(noise: Noise, position: Int, token: Int) -> Int:
-    """Return the bin, 0 to NUM_NOISE_BINS - 1, of the noise of a token at a position; 0 where there is no noise."""
+    """Return the bin, 0 to NUM_NOISE_BINS - 1, of a token's noise at a position; 0 without noise."""
     if not noise.is_on:
         return 0
     value = gumbel(noise, position, token)
@@ -148,8 +130,10 @@ def noise_bin(noise: Noise, position: Int, token: Int) -> Int:
 def collect_top_k(
     drafts: DraftArrays, noise: Noise, position: Int, nodes: Nodes, node: Int, candidates: Candidates, num_rows: Int
 ) -> Int:
-    """Write the top-k candidates under a node's last tokens, and the vocabulary's, behind `num_rows` rows; return the
-    new number of rows."""
+    """Append the top-k candidates for a node's last 1 to NUM_ORDERS tokens, and the vocabulary prior's.
+
+    Writes rows from `num_rows` on and returns the new number of rows.
+    """
     table = drafts.top_k
     for order in range(NUM_ORDERS):
         key = nodes.hashes[node, order + 1]
@@ -169,7 +153,10 @@ def collect_top_k(
 
 @inlined
 def collect_position(drafts: DraftArrays, position: Int, token: Int, candidates: Candidates, num_rows: Int) -> Int:
-    """Write what any node said comes at the same position, behind any token and behind `token`; return the rows."""
+    """Append the earlier predictions for this position, after any token and after `token`.
+
+    Writes rows from `num_rows` on and returns the new number of rows.
+    """
     table = drafts.top_k
     for with_token in range(2):
         slot = find_slot(table.keys, position_key(drafts.text, position, token if with_token else -1))
@@ -185,16 +172,9 @@ def collect_position(drafts: DraftArrays, position: Int, token: Int, candidates:
 def collect_entry(
     entries: np.ndarray, row: Int, base: Int, noise: Noise, position: Int, candidates: Candidates, to: Int
 ) -> None:
-    """Write an entry's candidates, with features by rank and margin; where there is noise, of perturbed candidates.
+    """Write row `to` of the candidates from row `row` of `entries`, [n, ENTRY] int32.
 
-    Args:
-        entries: [n, ENTRY] int32.
-        row: which entry.
-        base: first feature of the entry's source.
-        noise: the noise of sampling.
-        position: absolute position of what follows.
-        candidates: `tokens` and `features` are written to.
-        to: the row to write.
+    Their features, from `base` on, are by rank and margin, both after adding any noise.
     """
     features, bins = candidates.features, candidates.bins
     for rank in range(K):
@@ -204,17 +184,17 @@ def collect_entry(
         return
     for rank in range(K):
         features[to, rank] = base + min(rank, NUM_RANKS - 1) * NUM_BINS + bins[margin_of(entries, row, rank)]
-    features[to, 0] = base + 8 - bins[margin_of(entries, row, 1)]  # a wide margin is as a high probability
+    # The first candidate's feature is its margin to the second one: the wider, the likelier it is.
+    features[to, 0] = base + 8 - bins[margin_of(entries, row, 1)]
 
 
 @inlined
 def rank_perturbed(
     entries: np.ndarray, row: Int, base: Int, noise: Noise, position: Int, candidates: Candidates, to: Int
 ) -> None:
-    """Write the features of an entry's candidates by the rank and margin of log-probability plus noise.
+    """Write the features of an entry's candidates by rank and margin of log-probability plus noise.
 
-    What steps found are log-probabilities at the request's temperature (`DraftTables.start`); what the vocabulary prior
-    says is at 1.
+    Entries from steps are at the request's temperature (`DraftTables.start`); the vocabulary prior is at temperature 1.
     """
     values, bins = candidates.values, candidates.bins
     factor = noise.inverse_temperature if base == VOCABULARY_FEATURES else np.int64(1) << TEMPERATURE_BITS

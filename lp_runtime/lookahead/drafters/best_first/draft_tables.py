@@ -1,6 +1,6 @@
-"""The draft tables: top-k candidates by context, the committed text, and how often each kind of candidate came.
+"""The draft tables: top-k candidates by context, committed text, and acceptance counts of candidates.
 
-Draft tables live for one request or for many. Either way they are bounded in bytes and overwrite what is oldest.
+Draft tables live for one request or for many. Their size is bounded, and they overwrite the oldest content.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from lp_runtime.lookahead.drafters.best_first.features import NUM_FEATURES
 from lp_runtime.lookahead.drafters.best_first.starting_rates import GREEDY, UNIT, StartingRates
 from lp_runtime.lookahead.drafters.best_first.tables import EMPTY_HASH, NUM_HASHES, NUM_ORDERS, WAYS, K
 
-LINE_BYTES = 64  # of a cache
+LINE_BYTES = 64  # of a CPU cache line
 SLOT_BYTES = 8 + 4 * tables.ENTRY
-TOKEN_BYTES = 4 + 16 * 2 * tables.MAX_GRAM  # of the text: a token and its n-grams, half of whose slots are in use
-MIN_TEXT_TOKENS = 64  # of the text buffer, however few bytes there are
-FORMAT = 6  # of saved draft tables
+TOKEN_BYTES = 4 + 16 * 2 * tables.MAX_GRAM  # of the text: a token and two slots for each n-gram (half full)
+MIN_TEXT_TOKENS = 64  # minimum length of the text buffer
+FORMAT = 6  # version of saved draft tables
 SHAPE = (NUM_ORDERS, NUM_FEATURES, K, NUM_CALIBRATIONS, NUM_SHARES)
 
 
 def _power_of_two(limit: int) -> int:
-    """Return the largest power of two within a limit, or WAYS if that is larger."""
+    """Return the largest power of two up to `limit`, but at least WAYS."""
     return max(WAYS, 1 << (max(1, limit).bit_length() - 1))
 
 
 def _make_zeros(*kinds: tuple[tuple[int, ...], type]) -> list[np.ndarray]:
-    """Return arrays of zeros, of (shape, dtype) each, that begin with a cache line and lie in one block.
+    """Return zero arrays of the given (shape, dtype), aligned to cache lines in one block.
 
-    In one block large pages can hold them.
+    A single block can be backed by large pages.
     """
     sizes = [-(-math.prod(shape) * np.dtype(dtype).itemsize // LINE_BYTES) * LINE_BYTES for shape, dtype in kinds]
     block = np.zeros(sum(sizes) + LINE_BYTES, np.uint8)
@@ -53,16 +53,16 @@ def _make_zeros(*kinds: tuple[tuple[int, ...], type]) -> list[np.ndarray]:
 
 
 class DraftTables:
-    """What the best-first drafter remembers, bounded in bytes.
+    """The best-first drafter's memory, bounded in bytes.
 
     Args:
-        num_bytes: of all tables, about.
+        num_bytes: approximate size of all tables.
 
     Attributes:
-        num_bytes: of all tables, about.
+        num_bytes: approximate size of all tables.
         top_k: top-k candidates by context.
         text: the committed tokens and an index of their n-grams.
-        rates: how often candidates came, by feature.
+        rates: acceptance counts and estimates by feature.
     """
 
     def __init__(self, num_bytes: int):
@@ -87,15 +87,15 @@ class DraftTables:
         )
         self.rates = make_rates()
         self._stamp = 0
-        self._temperature = np.ones(1)  # that the stored margins are at; [1] float64, as what is saved is arrays
+        self._temperature = np.ones(1)  # of the stored margins; an array, [1] float64, to be saved with the others
         self.start(GREEDY)
 
     def drafts(self, vocabulary: np.ndarray) -> tables.DraftArrays:
-        """Return the tables' arrays together with a vocabulary's entries, [V, ENTRY] int32."""
+        """Return the tables' arrays together with a vocabulary prior, [V, ENTRY] int32."""
         return tables.DraftArrays(self.top_k, self.text, vocabulary)
 
     def clear(self) -> None:
-        """Forget everything that was stored and counted; no array is reallocated."""
+        """Forget all stored content and counts, without reallocating arrays."""
         self.top_k.keys[:] = 0
         self.text.keys[:] = 0
         self.text.span[:] = 0
@@ -106,12 +106,11 @@ class DraftTables:
         self.estimate()
 
     def start(self, starting: StartingRates, temperature: float = 1.0) -> None:
-        """Begin a request whose estimates start from these rates; what was counted before counts as well.
+        """Begin a request with these starting rates; earlier counts still apply.
 
         Args:
-            starting: how often candidates come, by feature, as far as nothing is known of this model and text.
-            temperature: what the request's logits are divided by, more than 0; margins that requests at another one
-                have stored are brought to it.
+            starting: acceptance rates by feature to assume as long as little has been counted.
+            temperature: divisor of the request's logits, more than 0; stored margins are rescaled to it.
         """
         if self._stamp and temperature != self._temperature[0]:
             margins = self.top_k.entries[:, tables.MARGINS : tables.STAMP]
@@ -123,7 +122,7 @@ class DraftTables:
         self.estimate()
 
     def begin_text(self, tokens: Sequence[int]) -> None:
-        """Begin a new text with `tokens`; no n-gram reaches back into the text before."""
+        """Begin a new text with `tokens`; n-grams do not extend into the previous text."""
         self.text.span[0] = self.text.span[1]
         self.text.hashes[:] = 0
         self.text.hashes[0, 0] = EMPTY_HASH
@@ -134,17 +133,17 @@ class DraftTables:
         tables.append_text(self.text, np.array(tokens, dtype=np.int64))
 
     def next_stamp(self) -> int:
-        """Return the stamp of the entries that the next step stores: a count that tells their age."""
+        """Return a new stamp, an increasing number that tells the age of stored entries."""
         self._stamp += 1
         return self._stamp
 
     def estimate(self) -> None:
-        """Bring the estimates up to what was counted."""
+        """Recompute all estimates from the counts."""
         rates = self.rates
         np.floor_divide(rates.accepted * ONE + rates.prior * PRIOR_WEIGHT, rates.tried + PRIOR_WEIGHT, out=rates.rate)
 
     def _counted(self) -> dict[str, np.ndarray]:
-        """Return the arrays that only count, by name."""
+        """Return the arrays of counts by name."""
         rates = self.rates
         return {
             "tried": rates.tried,
@@ -156,7 +155,7 @@ class DraftTables:
         }
 
     def _saved(self) -> dict[str, np.ndarray]:
-        """Return the arrays that a saved file holds, by name."""
+        """Return the arrays to save, by name."""
         return {
             "top_k_keys": self.top_k.keys,
             "top_k_entries": self.top_k.entries,
@@ -170,11 +169,7 @@ class DraftTables:
         }
 
     def dump(self, vocabulary_size: int) -> bytes:
-        """Return everything as the bytes of a file, for `load`.
-
-        Args:
-            vocabulary_size: of the model that the tables are for.
-        """
+        """Serialize everything for `load`; `vocabulary_size` identifies the model."""
         file = io.BytesIO()
         np.savez(
             file,
@@ -183,35 +178,24 @@ class DraftTables:
             vocabulary_size=vocabulary_size,
             shape=SHAPE,
             stamp=self._stamp,
-            **self._saved(),  # type: ignore[arg-type]  # numpy's own keyword allow_pickle is not among them
+            **self._saved(),  # type: ignore[arg-type]  # no array is named allow_pickle, numpy's keyword
         )
         return file.getvalue()
 
     @classmethod
     def load(cls, data: bytes, num_bytes: int, vocabulary_size: int) -> DraftTables:
-        """Return draft tables from what `dump` returned.
+        """Return draft tables from the bytes that `dump` returned.
 
-        Args:
-            data: what `dump` returned.
-            num_bytes: size that the tables must have.
-            vocabulary_size: of the model that the tables must be for.
-
-        Raises:
-            ValueError: if `data` is something else, damaged, or of another size, version or vocabulary.
+        Raises ValueError if they are something else, damaged, or of another size, version or vocabulary.
         """
         draft_tables = cls(num_bytes)
         draft_tables.restore(_read_arrays(data, num_bytes, vocabulary_size), vocabulary_size)
         return draft_tables
 
     def restore(self, arrays: Mapping[str, np.ndarray], vocabulary_size: int) -> None:
-        """Replace everything by saved arrays.
+        """Replace the content by the arrays saved by `dump`; all token ids must be below `vocabulary_size`.
 
-        Args:
-            arrays: as `dump` saves them, by name.
-            vocabulary_size: of the model; token ids must be below.
-
-        Raises:
-            ValueError: if an array is missing, has another shape or type, or holds an unknown token id.
+        Raises ValueError if an array is missing, has another shape or dtype, or contains an unknown token id.
         """
         for name, target in self._saved().items():
             value = arrays.get(name)
@@ -227,19 +211,19 @@ class DraftTables:
 
 
 def _scaled(margins: np.ndarray, factor: float) -> np.ndarray:
-    """Return margins, [n, K // 4] int32 of four bytes each, multiplied by a factor; above MAX_MARGIN they are that."""
+    """Return margins, [n, K // 4] int32 of four bytes each, scaled by a factor and clipped to MAX_MARGIN."""
     scaled = np.minimum(np.rint(np.arange(tables.MAX_MARGIN + 1) * factor), tables.MAX_MARGIN).astype(np.uint8)
     return scaled[np.ascontiguousarray(margins).view(np.uint8)].view(np.int32)
 
 
 def _read_arrays(data: bytes, num_bytes: int, vocabulary_size: int) -> dict[str, np.ndarray]:
-    """Return the arrays of saved draft tables by name; ValueError if they are not what is asked for."""
+    """Return the arrays of saved draft tables by name; ValueError if they do not match the arguments."""
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as saved:
             arrays = {name: saved[name] for name in saved.files}
         version = (int(arrays["format"]), tuple(arrays["shape"].tolist()))
         size, vocabulary, _ = (int(arrays[name]) for name in ("num_bytes", "vocabulary_size", "stamp"))
-    except Exception as error:  # whatever a broken archive raises
+    except Exception as error:  # a broken archive may raise anything
         raise ValueError("it is not saved draft tables") from error
     if version != (FORMAT, SHAPE):
         raise ValueError("it was saved by another version")

@@ -1,15 +1,15 @@
-"""The runtime's own drafter: one tree, grown best first from every source of candidates that costs no forward pass.
+"""The default drafter: one tree, grown best first from all sources that need no forward pass.
 
-What may follow a context comes from four sources (candidates.py): what followed its longest match in the text; the
-top-k candidates that a forward pass found under its last 4, 3, 2 and 1 tokens, in the text or in a branch of an earlier
-tree; what the model says follows its last token alone; and what any node said comes at this absolute position, in an
-earlier step. How often a candidate is accepted is counted by source, length or order, rank and margin (estimates.py).
-The tree takes, of all candidates below all its nodes, always the one with the highest path probability (growth.py).
-Where successors are sampled, candidates are ranked by log-probability plus the noise of the position that they would
-stand at: what will be sampled there is what is proposed.
+Candidates for what follows a context come from four sources (candidates.py): what followed its longest match in the
+text; the top-k candidates that an earlier forward pass computed after the same last 4, 3, 2 and 1 tokens, in the text
+or in a branch of a tree; the model's prediction after the last token alone (vocabulary prior); and earlier predictions
+for the same absolute position. Acceptance is counted by source, length or order, rank and margin (estimates.py). The
+tree repeatedly adds the candidate with the highest path probability, of all candidates below all its nodes (growth.py).
+If successors are sampled, candidates are ranked by log-probability plus the noise of their position, so that the tree
+proposes what will be sampled there.
 
 After: best-first trees as in OPT-Tree (arXiv 2406.17276), top-k candidates as in token recycling (arXiv 2408.08696),
-matches as in prompt lookup. To use all of them at once, and with the noise known, is this project's.
+matches as in prompt lookup. Combining them, and using the known noise, is new here.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.utils.jit import bound, compiles
 
 NO_VOCABULARY = np.zeros((0, tables.ENTRY), np.int32)
-GUIDED_ROUNDS = 2  # of a tree under a constraint: the second grows below what the first has planted
-SMALL_BYTES = 1 << 16  # of draft tables that kernels are compiled with
+GUIDED_ROUNDS = 2  # growth rounds of a constrained tree: the second grows below tokens forced after the first
+SMALL_BYTES = 1 << 16  # size of the draft tables used to compile the kernels
 
 
 class BestFirstDrafter(Drafter):
     """Grows trees best first.
 
     Args:
-        max_nodes: largest number of nodes of a tree, pending tokens counted; the root is always there.
-        draft_tables: what the drafter remembers; cleared by whoever owns them, if at all.
-        vocabulary: [V, ENTRY] int32 entries of what follows each token alone; None where that is not known.
-        noise: where successors are sampled; None for greedy decoding.
-        max_depth: largest depth below the root of a node.
+        max_nodes: largest number of nodes of a tree, including pending tokens; the root is always included.
+        draft_tables: the drafter's memory; the owner decides whether to clear it.
+        vocabulary: [V, ENTRY] int32 vocabulary prior; None if not available.
+        noise: the sampling noise; None for greedy decoding.
+        max_depth: largest depth of a node below the root.
     """
 
     num_top_k = tables.K
@@ -76,7 +76,7 @@ class BestFirstDrafter(Drafter):
         self._accept, self._advance, self._store_prompt = _learn()
 
     def counted(self) -> Rates:
-        """Return a copy of what was counted of candidates, and of what is estimated from that."""
+        """Return a copy of the acceptance counts and estimates."""
         return Rates(*(values.copy() for values in self._draft_tables.rates))
 
     def begin(self, tokens: Sequence[int]) -> None:
@@ -107,16 +107,12 @@ class BestFirstDrafter(Drafter):
     def _grow_below(
         self, num_seeds: int, limits: guided.Limits, position: int, root: int, max_nodes: int, max_depth: int
     ) -> tuple[int, int]:
-        """Grow the tree below the nodes that it has; see growth.grow."""
+        """Grow the tree below its existing nodes; see growth.grow."""
         state = (self._drafts, self._noise, self._draft_tables.rates, self._nodes, self._frontier, self._candidates)
         return self._grow(*state, position, root, num_seeds, limits, max_nodes, max_depth)
 
     def _grow_guided(self, guide: Guide, position: int, root: int, max_nodes: int, max_depth: int) -> int:
-        """Grow the tree of a text under a constraint: nothing that is forbidden, and all that is certain.
-
-        Returns:
-            T, the number of nodes.
-        """
+        """Grow a tree under a constraint, with all forced and no forbidden tokens; return T."""
         nodes = self._nodes
         guided.plant_root(self._drafts, nodes, root)
         chain = np.array(guide.forced(max_depth), np.int64)
@@ -171,7 +167,7 @@ class BestFirstDrafter(Drafter):
         committed: Sequence[int],
         path: Sequence[int],
     ) -> None:
-        if found.top_k is None:  # a step without guesses, of which no top-k candidates travelled
+        if found.top_k is None:  # a step without guesses: no top-k candidates were exchanged
             self._draft_tables.append_text(committed)
             self.counts.latest = self.counts.latest[:0]
             return
@@ -195,14 +191,10 @@ class BestFirstDrafter(Drafter):
 def _moved(
     limits: guided.Limits, tokens: np.ndarray, parents: np.ndarray, places: np.ndarray, root: int
 ) -> guided.Limits:
-    """Return limits of a tree some of whose nodes were removed: those nodes are refused from now on.
+    """Return the limits after some nodes of the tree were removed: those nodes are refused from now on.
 
-    Args:
-        limits: before.
-        tokens: [T] int64 token ids before.
-        parents: [T] int64 indices of parents before.
-        places: [T] int64 where each node from the root on is now, -1 if it was removed.
-        root: index of the root.
+    `tokens` and `parents`, [T] int64, are from before the removal. `places`, [T] int64, has the new index of each node
+    from the root on, -1 if it was removed.
     """
     removed = np.flatnonzero(places[root:] < 0) + root
     refused = np.concatenate([limits.refused, np.stack([parents[removed], tokens[removed]], axis=1)])
@@ -231,26 +223,26 @@ def _learn() -> tuple[Callable, Callable, Callable]:
 
 
 def _smallest_state() -> tuple[tables.DraftArrays, tables.Noise, Rates, Nodes]:
-    """Return the smallest draft tables, noise, rates and nodes."""
+    """Return minimal draft tables, noise, rates and nodes, as arguments for compilation."""
     draft_tables = DraftTables(SMALL_BYTES)
     return draft_tables.drafts(NO_VOCABULARY), tables.make_noise(False, 0, 0), draft_tables.rates, make_nodes(1)
 
 
 @compiles
 def compile_growth() -> None:
-    """Compile how a tree grows, which is most of the drafter, or load that from disk."""
+    """Compile the growth of a tree, most of the drafter's code, or load it from disk."""
     _grow()
 
 
 @compiles
 def compile_learning() -> None:
-    """Compile what a drafter learns from a step, or load that from disk."""
+    """Compile what a drafter learns from a step, or load the code from disk."""
     _learn()
 
 
 @compiles
 def compile_drafter() -> None:
-    """Compile whatever a request needs, or load it from disk: decode one step greedily and one with noise."""
+    """Compile all code of a request, or load it from disk, by decoding a greedy and a sampled step."""
     compile_growth()
     compile_learning()
     for noise in (None, NoiseKey(1, 0)):

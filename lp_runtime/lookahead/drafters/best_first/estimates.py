@@ -1,9 +1,9 @@
-"""Estimates of how likely each candidate is the token that comes, learned from what came. Compiled by Numba.
+"""Estimates of how likely a candidate comes next, learned from acceptance. Compiled by Numba.
 
-Acceptance is counted by feature. The estimate of a candidate that several features name is the best one of theirs,
-which is too high as a rule, and the more so the fewer features agree. So estimates are calibrated: by their level and
-by how many features agree, what they add up to is counted beside how many of the candidates came. Then candidates of
-one context share what is certain, as one token comes: each gets a part of what better ones leave (`share_out`).
+Acceptance is counted by feature. If several features name a candidate, its estimate is the best of theirs. That is
+usually too high, and more so the fewer features agree. So estimates are calibrated by their level and by how many
+features agree: their sum is compared with how many of the candidates came. Finally, the candidates of one context
+compete, as only one token comes: each gets a part of what better ones leave (`share_out`).
 
 Probabilities are fixed point, ONE is certain. Everything is integer arithmetic, so equal inputs give equal estimates on
 every replica.
@@ -25,34 +25,36 @@ from lp_runtime.utils.jit import compiled, inlined
 ONE_BITS = 16
 ONE = 1 << ONE_BITS
 PRIOR_WEIGHT = 32  # observations that a starting rate counts for
-NUM_LEVELS = 16  # of an estimate
-MAX_AGREEING = 3  # features that name one token; more of them count as 3
+NUM_LEVELS = 16  # of an estimate; see `level_of`
+MAX_AGREEING = 3  # features that name one token; more count as 3
 NUM_CALIBRATIONS = MAX_AGREEING * NUM_LEVELS
 CALIBRATION_WEIGHT = 16  # expected tokens that each level starts with
-NUM_PLACES = 4  # of a candidate among those of its context, by estimate; the fourth and later ones count as one
-NUM_SHARES = 2 * NUM_PLACES * NUM_LEVELS  # at the root and below it
+NUM_PLACES = 4  # ranks by estimate among a context's candidates; all ranks from the fourth on count as one
+NUM_SHARES = 2 * NUM_PLACES * NUM_LEVELS  # twice: at the root, and below it
 
 
 class Rates(NamedTuple):
-    """How often candidates came, by feature, and what is estimated from that.
+    """Acceptance counts of candidates by feature, and the estimates made from them.
+
+    All probabilities and factors are fixed point of ONE.
 
     Attributes:
-        tried: [F] int64 how often a candidate with a feature was there.
-        accepted: [F] int64 how often such a candidate was the token that came.
-        rate: [F] int64 estimated probability that it comes, of ONE.
-        prior: [F] int64 estimate before anything was counted, of ONE; starting_rates.py has it.
-        start: [NUM_CALIBRATIONS] int64 tokens that each level starts with as observed, of ONE, beside
-            CALIBRATION_WEIGHT expected ones.
-        expected: [NUM_CALIBRATIONS] int64 sum of the best estimates of merged candidates, of ONE, by level and by how
-            many features agreed.
+        tried: [F] int64 number of candidates with each feature.
+        accepted: [F] int64 how many of them were the token that came.
+        rate: [F] int64 estimated probability that such a candidate comes.
+        prior: [F] int64 estimate before anything is counted, from starting_rates.py.
+        start: [NUM_CALIBRATIONS] int64 observed tokens that each level starts with, fixed point, for CALIBRATION_WEIGHT
+            expected ones.
+        expected: [NUM_CALIBRATIONS] int64 sum of the best estimates of merged candidates, by level and by number of
+            agreeing features.
         observed: [NUM_CALIBRATIONS] int64 how many of these candidates came.
-        calibrated: [MAX_AGREEING, F] int64 calibrated estimate, of ONE.
-        highest: [F] int64 the highest probability that a candidate with each feature may have, of ONE.
+        calibrated: [MAX_AGREEING, F] int64 calibrated estimate.
+        highest: [F] int64 highest probability that a candidate with each feature may have.
         share_start: [NUM_SHARES] int64 see `start`.
-        share_expected: [NUM_SHARES] int64 sum of the calibrated estimates of candidates, of ONE, where no better one of
-            their context came; by their level, their place in the context, and where the context is.
+        share_expected: [NUM_SHARES] int64 sum of the calibrated estimates of candidates when no better one of their
+            context came; by place of the context (root or below), rank in the context, and level.
         share_observed: [NUM_SHARES] int64 how many of these candidates came.
-        share: [NUM_SHARES] int64 factor of such estimates, of ONE.
+        share: [NUM_SHARES] int64 factor of such estimates.
     """
 
     tried: np.ndarray
@@ -71,7 +73,7 @@ class Rates(NamedTuple):
 
 
 def make_rates() -> Rates:
-    """Return rates of which nothing was counted and nothing is assumed."""
+    """Return rates without counts and starting rates."""
     tried, accepted, rate, prior, highest = (np.zeros(NUM_FEATURES, np.int64) for _ in range(5))
     start, expected, observed = (np.zeros(NUM_CALIBRATIONS, np.int64) for _ in range(3))
     calibrated = np.zeros((MAX_AGREEING, NUM_FEATURES), np.int64)
@@ -81,7 +83,7 @@ def make_rates() -> Rates:
 
 @inlined
 def level_of(rate: Int) -> Int:
-    """Return which of NUM_LEVELS an estimate is in: eight above a half, and one for each halving below."""
+    """Return the level of an estimate, of NUM_LEVELS: eight above a half, one for each halving below."""
     if 2 * rate >= ONE:
         return NUM_LEVELS // 2 + min(NUM_LEVELS // 2 - 1, (2 * rate - ONE) * (NUM_LEVELS // 2) // ONE)
     level = NUM_LEVELS // 2 - 1
@@ -93,13 +95,13 @@ def level_of(rate: Int) -> Int:
 
 @inlined
 def calibration_of(rate: Int, agreeing: Int) -> Int:
-    """Return which of NUM_CALIBRATIONS an estimate belongs to, with so many other features that agree."""
+    """Return the index, of NUM_CALIBRATIONS, for an estimate and the number of other agreeing features."""
     return agreeing * NUM_LEVELS + level_of(rate)
 
 
 @compiled
 def calibrate(rates: Rates) -> Int:
-    """Bring `calibrated`, `share` and `highest` up to date and return the highest probability of all, of ONE."""
+    """Recompute `calibrated`, `share` and `highest`; return the highest probability of all, of ONE."""
     for cell in range(NUM_SHARES):
         rates.share[cell] = factor_of(rates.share_expected[cell], rates.share_observed[cell], rates.share_start[cell])
     best = np.int64(0)
@@ -121,29 +123,23 @@ def calibrate(rates: Rates) -> Int:
 
 @inlined
 def factor_of(expected: Int, observed: Int, start: Int) -> Int:
-    """Return the factor of estimates, of ONE, by what they added up to and how many came; arguments as in Rates."""
+    """Return the factor, of ONE, that corrects estimates; arguments as in Rates."""
     return (((observed << ONE_BITS) + start) << ONE_BITS) // (expected + CALIBRATION_WEIGHT * ONE)
 
 
 @compiled
 def merge(rates: Rates, candidates: Candidates, num_rows: Int, floor: Int) -> Int:
-    """Make one candidate of those with the same token, in the order in which the tokens were first collected.
+    """Merge candidates with the same token, in the order of first collection; return how many there are.
 
-    Args:
-        rates: the estimates.
-        candidates: `merged`, `best`, `agreeing` and `first` are written to.
-        num_rows: collected rows.
-        floor: tokens whose every feature has a highest probability below this, of ONE, are left out.
-
-    Returns:
-        How many merged candidates there are.
+    Tokens are left out if all their features' highest probabilities are below `floor`, of ONE. Writes `merged`, `best`,
+    `agreeing` and `first`.
     """
     flat, merged, first = candidates.flat, candidates.merged, candidates.first
     num, in_order = 0, True
     for row in range(num_rows):
         for rank in range(K):
             feature, token = candidates.features[row, rank], candidates.tokens[row, rank]
-            if rates.highest[feature] < floor or token < 0:  # most are
+            if rates.highest[feature] < floor or token < 0:  # true for most candidates
                 continue
             is_known = False
             for i in range(num):
@@ -166,14 +162,10 @@ def merge(rates: Rates, candidates: Candidates, num_rows: Int, floor: Int) -> In
 
 @inlined
 def choose_best(rates: Rates, candidates: Candidates, num_rows: Int, floor: Int, known: Int) -> None:
-    """Write, for a merged candidate, its feature with the best estimate and where its token was first collected.
+    """Set a merged candidate's feature with the best estimate, and where its token was first collected.
 
-    Args:
-        rates: the estimates.
-        candidates: `best` and `first` are written to.
-        num_rows: collected rows.
-        floor: of features with equal estimates, one whose highest probability is this or more comes first.
-        known: index of the merged candidate.
+    Of features with equal estimates, those with a highest probability of at least `floor` are preferred. Writes `best`
+    and `first` of the merged candidate with index `known`.
     """
     token = candidates.merged[known]
     best, best_rate, best_is_weak, first = candidates.best[known], np.int64(-1), True, -1
@@ -204,7 +196,7 @@ def sort_merged(candidates: Candidates, num: Int) -> None:
 
 @compiled
 def rank(rates: Rates, candidates: Candidates, num: Int) -> None:
-    """Sort the `num` merged candidates by calibrated estimate, the best first, and write their `estimates`."""
+    """Write the merged candidates' calibrated `estimates`, and sort the candidates by them, best first."""
     merged, best, agreeing, estimates = candidates.merged, candidates.best, candidates.agreeing, candidates.estimates
     for i in range(num):
         estimates[i] = estimate = rates.calibrated[agreeing[i], best[i]]
@@ -218,22 +210,17 @@ def rank(rates: Rates, candidates: Candidates, num: Int) -> None:
 
 @compiled
 def share_of(estimate: Int, place: Int, is_root: bool) -> Int:
-    """Return which of NUM_SHARES a candidate's factor is."""
+    """Return the index, of NUM_SHARES, of a candidate's factor."""
     where = 0 if is_root else NUM_PLACES
     return (where + min(place, NUM_PLACES - 1)) * NUM_LEVELS + level_of(estimate)
 
 
 @compiled
 def share_out(rates: Rates, candidates: Candidates, num: Int, is_root: bool) -> None:
-    """Write the `probabilities` of the `num` merged candidates of a context, and sort them, the best estimate first.
+    """Sort a context's `num` merged candidates by estimate, best first, and write their `probabilities`.
 
-    One token comes, so what one candidate is given no other can have: each gets its part of what better ones leave.
-
-    Args:
-        rates: the estimates, calibrated.
-        candidates: `merged`, `best`, `agreeing`, `estimates` and `probabilities` are written to.
-        num: merged candidates.
-        is_root: whether the context ends at the root.
+    Only one token comes, so each candidate gets its part of the probability that better ones leave. `rates` must be
+    calibrated; `is_root` says whether the context ends at the root.
     """
     rank(rates, candidates, num)
     left = np.int64(ONE)
@@ -246,15 +233,7 @@ def share_out(rates: Rates, candidates: Candidates, num: Int, is_root: bool) -> 
 
 @compiled
 def count_shares(rates: Rates, candidates: Candidates, num: Int, is_root: bool, token: Int) -> None:
-    """Count the `num` merged candidates of a context, the best first, up to the one that came.
-
-    Args:
-        rates: written to.
-        candidates: of the context; sorted.
-        num: merged candidates.
-        is_root: whether the context ends at the root.
-        token: that came.
-    """
+    """Count a context's merged candidates, best first, up to the one that came, `token`; sorts them."""
     rank(rates, candidates, num)
     for i in range(num):
         estimate = candidates.estimates[i]
@@ -277,11 +256,11 @@ def learn(
     rates: Rates,
     candidates: Candidates,
 ) -> None:
-    """Count, for each feature of each candidate along committed tokens, whether it was the token that came.
+    """Count, for each candidate along the committed tokens, whether it was the token that came.
 
     Args:
         drafts: the draft tables, as they were when the tree was proposed.
-        noise: the noise of sampling.
+        noise: the sampling noise.
         position: absolute position of the first committed token.
         nodes: the tree.
         root: index of the root.
@@ -313,6 +292,6 @@ def learn(
 
 @compiled
 def estimate(rates: Rates, feature: Int) -> None:
-    """Bring the estimate of a feature up to what was counted."""
+    """Recompute the estimate of a feature from its counts."""
     tried, accepted = rates.tried[feature], rates.accepted[feature]
     rates.rate[feature] = (accepted * ONE + rates.prior[feature] * PRIOR_WEIGHT) // (tried + PRIOR_WEIGHT)

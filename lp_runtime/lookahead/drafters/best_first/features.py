@@ -1,7 +1,9 @@
-"""What is known of a candidate, by number: its source, and within the source the length of the match, its rank, its
-margin, its noise. Acceptance is counted by these features (estimates.py). And the arrays of a growing tree.
+"""Features of candidates, by number, and the arrays of a growing tree and its candidates.
 
-Letters: K top-k candidates, T nodes in the tree, C candidates of a context at most.
+A feature is a candidate's source and, within it, the length of the match, its rank, its margin or its noise. Acceptance
+is counted by feature (estimates.py).
+
+Letters: K top-k candidates, T nodes in the tree, C largest number of candidates of a context.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ import numpy as np
 from lp_runtime.lookahead.drafters.best_first.tables import MAX_GRAM, MAX_MARGIN, NUM_HASHES, NUM_ORDERS, Int, K
 from lp_runtime.utils.jit import compiled, inlined
 
-# Features are numbered from the text's (by length and noise: of the longest match, then of shorter ones that were
-# followed by something else), over those of each order of top-k candidates, of the vocabulary, and of each order where
-# the prefill found the candidates (by rank and margin), to those of the same position (behind any token, behind the
-# same one; by rank).
+# Features are numbered in this order: the text's, by length and noise (first the longest match, then shorter ones that
+# were followed by other tokens); by rank and margin, those of each order of a step's top-k candidates, of the
+# vocabulary, and of each order of the prefill's top-k candidates; and those of the same position by rank (after any
+# token, then after the same token).
 NUM_BINS = 9  # of margins
 NUM_RANKS = 4
 NUM_NOISE_BINS = 4
@@ -36,10 +38,10 @@ SOURCES = (
     "same position",
     "forced",
 )
-FORCED = len(SOURCES) - 1  # of tokens that a constraint says must follow
+FORCED = len(SOURCES) - 1  # source of tokens that a constraint forces
 
 MAX_VALUE = 1 << 20  # above any log-probability plus noise, in sixteenths of a nat
-NUM_ROWS = NUM_ORDERS + 4  # of candidates: of the text, of each order, of the vocabulary, of the same position twice
+NUM_ROWS = NUM_ORDERS + 4  # of candidates: the text, each order, the vocabulary, the same position twice
 MAX_CANDIDATES = NUM_ROWS * K
 
 
@@ -47,7 +49,7 @@ class Nodes(NamedTuple):
     """The nodes of a growing tree.
 
     Attributes:
-        rows: [4, T] int64, of which the next four are views.
+        rows: [4, T] int64; the next four arrays are views of it.
         tokens: [T] int64 token ids.
         parents: [T] int64 index of each node's parent, -1 for the first pending token.
         depths: [T] int64 depth below the root.
@@ -66,18 +68,18 @@ class Nodes(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Candidates of one context: as collected, a row for each source, and merged, one for each token.
+    """Candidates of one context: as collected, a row per source, and merged, one per token.
 
     Attributes:
-        tokens: [NUM_ROWS, K] int32 collected token ids, -1 where there is none.
+        tokens: [NUM_ROWS, K] int32 collected token ids, -1 for none.
         features: [NUM_ROWS, K] int32 their features.
         flat: [C] int32, a view of `tokens`.
         merged: [C] int32 merged token ids.
-        best: [C] int32 the feature with the best estimate of each merged candidate.
+        best: [C] int32 each merged candidate's feature with the best estimate.
         agreeing: [C] int32 how many more features name the token, at most MAX_AGREEING - 1.
-        first: [C] int32 where each merged candidate stood first in `flat`.
+        first: [C] int32 first index of each merged candidate in `flat`.
         estimates: [C] int64 calibrated estimate of each merged candidate, fixed point.
-        probabilities: [C] int64 probability of each merged candidate beside the others, fixed point.
+        probabilities: [C] int64 probability of each merged candidate in competition with the others, fixed point.
         values: [K] int32 scratch.
         bins: [MAX_MARGIN + 1] uint8 bin of each margin.
     """
@@ -114,7 +116,7 @@ def make_nodes(num_nodes: int) -> Nodes:
 
 
 def margin_bin(margin: int) -> int:
-    """Return the bin, 0 to NUM_BINS - 1, of a margin or of a distance between two log-probabilities with noise."""
+    """Return the bin, 0 to NUM_BINS - 1, of a margin between two log-probabilities, with or without noise."""
     if margin < 5:
         return 0 if margin < 1 else (1 if margin < 2 else 2)
     if margin < 22:
@@ -126,7 +128,7 @@ def margin_bin(margin: int) -> int:
 
 @inlined
 def length_bin(length: Int) -> Int:
-    """Return the bin, 0 to NUM_LENGTHS - 1, of the length of a match in the text, >= 1."""
+    """Return the bin, 0 to NUM_LENGTHS - 1, of a match's length, >= 1."""
     if length <= 6:
         return length - 1
     if length <= 8:

@@ -1,4 +1,4 @@
-"""Trees that grow best first. Compiled by Numba.
+"""Best-first growth of trees. Compiled by Numba.
 
 Letters: T nodes in the tree.
 """
@@ -24,20 +24,20 @@ from lp_runtime.lookahead.drafters.best_first.tables import (
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS
 from lp_runtime.utils.jit import compiled, inlined
 
-SEQUENCE_BITS = 20  # of a heap key: the order in which nodes were pushed, for ties
+SEQUENCE_BITS = 20  # low bits of a heap key: the order in which candidates were pushed, which decides ties
 MAX_PUSHED = (1 << SEQUENCE_BITS) - 1
-NUM_SIZES = 4 * (PATH_PROBABILITY_BITS + 1)  # four for each doubling of a path probability
+NUM_SIZES = 4 * (PATH_PROBABILITY_BITS + 1)  # histogram bins: four for each doubling of a path probability
 
 
 class Frontier(NamedTuple):
-    """Candidates that may be added to a growing tree, in a heap, the one with the highest path probability first.
+    """A heap of candidates that may be added to a growing tree, highest path probability first.
 
     Attributes:
-        heap: [capacity] int64 path probability, and how early the candidate was pushed; the largest first.
-        parents: [capacity] int32 index of the parent, by push.
-        tokens: [capacity] int32 token id, by push.
-        sources: [capacity] int8 index in SOURCES, by push.
-        sizes: [NUM_SIZES] int64 how many of each size were pushed.
+        heap: [capacity] int64 path probability, and in the low bits how early the candidate was pushed; largest first.
+        parents: [capacity] int32 index of the parent, in order of pushes.
+        tokens: [capacity] int32 token id, in order of pushes.
+        sources: [capacity] int8 index in SOURCES, in order of pushes.
+        sizes: [NUM_SIZES] int64 number of candidates pushed per bin of path probability.
     """
 
     heap: np.ndarray
@@ -56,7 +56,7 @@ def make_frontier(num_nodes: int) -> Frontier:
 
 @inlined
 def size_of(path_probability: Int) -> Int:
-    """Return which of NUM_SIZES a path probability has: four sizes for each doubling."""
+    """Return the bin, of NUM_SIZES, of a path probability: four bins for each doubling."""
     bits = 0
     for step in (32, 16, 8, 4, 2, 1):
         if path_probability >> (bits + step):
@@ -66,13 +66,13 @@ def size_of(path_probability: Int) -> Int:
 
 @inlined
 def smallest(size: Int) -> Int:
-    """Return the smallest path probability of a size."""
+    """Return the smallest path probability in a bin."""
     return np.int64(4 + (size & 3)) << ((size >> 2) - 2) if size >= 8 else np.int64(0)
 
 
 @inlined
 def is_open(nodes: Nodes, limits: Limits, root: Int, num_seeds: Int, node: Int, token: Int) -> bool:
-    """Whether a token may follow a node and no seed says so already; arguments as of `grow`."""
+    """Return whether a token may follow a node and is not among the seeds yet; arguments as of `grow`."""
     if node >= num_seeds:
         return True
     if is_refused(limits, root, node, token):
@@ -98,24 +98,24 @@ def grow(
     max_nodes: Int,
     max_depth: Int,
 ) -> tuple[Int, Int]:
-    """Grow a tree best first: add, of all candidates below all nodes, always the one with the highest path probability.
+    """Grow a tree best first: repeatedly add the candidate with the highest path probability.
 
     Args:
         drafts: the draft tables.
-        noise: the noise of sampling.
-        rates: the estimates; their calibration is brought up to date.
+        noise: the sampling noise.
+        rates: the estimates; they are recalibrated.
         nodes: the tree. The tokens up to the root are the pending ones; everything else is written.
         frontier: scratch.
         candidates: scratch.
-        position: absolute position of what follows the root.
+        position: absolute position of the token after the root.
         root: index of the root.
-        num_seeds: nodes that are there already, root + 1 at least; the tree grows below all from the root on.
-        limits: what may not follow these nodes.
-        max_nodes: largest number of nodes, the pending tokens included.
-        max_depth: largest depth below the root of a node.
+        num_seeds: existing nodes, at least root + 1; the tree grows below all of them from the root on.
+        limits: tokens that may not follow these nodes.
+        max_nodes: largest number of nodes, including the pending tokens.
+        max_depth: largest depth of a node below the root.
 
     Returns:
-        (T, digest): the number of nodes, and 64 bits that tell tokens and parents of trees apart.
+        (T, digest): the number of nodes, and a 64-bit digest of tokens and parents.
     """
     for node in range(root + 1):
         nodes.parents[node], nodes.depths[node] = node - 1, node - root
@@ -143,13 +143,13 @@ def grow_below(
     max_nodes: Int,
     max_depth: Int,
 ) -> Int:
-    """Grow a tree from its root on and return the number of nodes: see `grow`."""
+    """Grow a tree below its seeds and return the number of nodes; see `grow`."""
     num_nodes = num_seeds
     num_missing = max_nodes - num_nodes
     num_pushed = heap_size = 0
     frontier.sizes[:] = 0
-    # Candidates below the floor, the smallest path probability of a size, need not be pushed: as many as the tree still
-    # lacks are larger.
+    # Candidates below the floor, the smallest path probability of a bin, need not be pushed: enough larger ones to
+    # complete the tree have been pushed already.
     floor_size, floor, num_counted = 0, np.int64(1), 0
     best = calibrate(rates)
     node = root

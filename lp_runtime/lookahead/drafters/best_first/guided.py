@@ -1,4 +1,4 @@
-"""Trees of a text under a constraint: what is certain is planted, what is forbidden is pruned. Compiled by Numba.
+"""Trees of a constrained text: forced tokens are planted, forbidden ones pruned. Compiled by Numba.
 
 Letters: T nodes in the tree, n of them from the root on.
 """
@@ -15,16 +15,16 @@ from lp_runtime.lookahead.guide import is_allowed
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS
 from lp_runtime.utils.jit import compiled, inlined
 
-# What is certain is a text; which tokens spell it is not, but nearly so: a token fails once in 1 << 5.
+# Forced text is certain; how it is divided into tokens is only nearly so: assume that a token fails once in 1 << 5.
 DOUBT_BITS = 5
 
 
 class Limits(NamedTuple):
-    """What a constraint is known to forbid below the nodes that a tree has.
+    """Known restrictions of a constraint on the nodes of a tree.
 
     Attributes:
         masks: [m, words] int32 bits of the tokens that may follow each of the first m nodes from the root on.
-        refused: [r, 2] int64 (node, token) that were tried below other nodes.
+        refused: [r, 2] int64 (node, token) pairs refused below other nodes.
     """
 
     masks: np.ndarray
@@ -36,7 +36,7 @@ NO_LIMITS = Limits(np.zeros((0, 0), np.int32), np.zeros((0, 2), np.int64))
 
 @inlined
 def is_refused(limits: Limits, root: Int, node: Int, token: Int) -> bool:
-    """Whether a token is known not to be allowed behind a node."""
+    """Return whether a token is known to be forbidden after a node."""
     if node - root < len(limits.masks):
         return not is_allowed(limits.masks, node - root, token)
     for refused in limits.refused:  # noqa: SIM110 (Numba compiles no generators)
@@ -47,7 +47,7 @@ def is_refused(limits: Limits, root: Int, node: Int, token: Int) -> bool:
 
 @compiled
 def plant_root(drafts: DraftArrays, nodes: Nodes, root: Int) -> None:
-    """Write what `plant` reads of the root: it is certain, and its context is the text."""
+    """Initialize the root as `plant` requires: it is certain, and its context is the text."""
     nodes.path_probabilities[root] = np.int64(1) << PATH_PROBABILITY_BITS
     nodes.depths[root] = 0
     for i in range(NUM_HASHES):
@@ -56,17 +56,9 @@ def plant_root(drafts: DraftArrays, nodes: Nodes, root: Int) -> None:
 
 @compiled
 def plant(nodes: Nodes, size: Int, parent: Int, chain: np.ndarray, max_nodes: Int) -> Int:
-    """Add a chain of tokens that are certain below a node, as far as they are not there.
+    """Add a chain of forced tokens, [m] int64, below node `parent`; return the new number of nodes.
 
-    Args:
-        nodes: the tree.
-        size: number of nodes.
-        parent: index of the node.
-        chain: [m] int64 token ids.
-        max_nodes: largest number of nodes.
-
-    Returns:
-        The new number of nodes.
+    Nodes that exist already are reused. `size` is the number of nodes before.
     """
     for token in chain:
         probability = nodes.path_probabilities[parent] - (nodes.path_probabilities[parent] >> DOUBT_BITS)
@@ -88,17 +80,10 @@ def plant(nodes: Nodes, size: Int, parent: Int, chain: np.ndarray, max_nodes: In
 
 @compiled
 def prune(nodes: Nodes, is_node_allowed: np.ndarray, places: np.ndarray, root: Int, size: Int) -> Int:
-    """Remove the nodes that are not allowed.
+    """Remove the nodes that are not allowed; return the new number of nodes.
 
-    Args:
-        nodes: the tree.
-        is_node_allowed: [n] bool of each node from the root on; none is allowed below one that is not.
-        places: [T] int64; written: where each node from the root on is then, -1 if it is removed.
-        root: index of the root.
-        size: number of nodes, T.
-
-    Returns:
-        The new number of nodes.
+    `is_node_allowed`, [n] bool from the root on, must be false below a node that is not allowed. `places`, [T] int64,
+    receives the new index of each node from the root on, -1 if it was removed. `size` is T.
     """
     num_kept = root + 1
     places[root] = root
@@ -114,7 +99,7 @@ def prune(nodes: Nodes, is_node_allowed: np.ndarray, places: np.ndarray, root: I
 
 @inlined
 def move(nodes: Nodes, node: Int, to: Int) -> None:
-    """Copy a node to another place of the tree."""
+    """Copy a node to another index of the tree."""
     for row in range(nodes.rows.shape[0]):
         nodes.rows[row, to] = nodes.rows[row, node]
     nodes.sources[to] = nodes.sources[node]
@@ -123,7 +108,7 @@ def move(nodes: Nodes, node: Int, to: Int) -> None:
 
 
 def sort(nodes: Nodes, root: int, size: int) -> None:
-    """Sort nodes by path probability, the highest first and parents before children."""
+    """Sort nodes by path probability, highest first; parents stay before children."""
     order = np.argsort(-nodes.path_probabilities[root:size], kind="stable")
     places = np.empty_like(order)
     places[order] = np.arange(len(order))

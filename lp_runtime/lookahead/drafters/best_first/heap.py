@@ -1,4 +1,4 @@
-"""A heap of integers in an array, the largest first. Compiled by Numba."""
+"""A max-heap of integers in an array. Compiled by Numba."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lp_runtime.utils.jit import inlined
 
 @inlined
 def sift_up(heap: np.ndarray, at: Int) -> None:
-    """Restore a heap, the largest first, after its element `at` was added."""
+    """Restore a max-heap after its element `at` was added."""
     while at > 0:
         above = (at - 1) >> 1
         if heap[above] >= heap[at]:

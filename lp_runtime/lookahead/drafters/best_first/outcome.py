@@ -1,4 +1,4 @@
-"""What a step's outcome, and a prompt, leave in the draft tables. Compiled by Numba.
+"""Updates of the draft tables with the results of a step or a prompt. Compiled by Numba.
 
 Letters: T nodes in the tree, n of them from the root on, P tokens of a prompt.
 """
@@ -39,18 +39,10 @@ def store_results(
     entries: np.ndarray,
     stamp: Int,
 ) -> None:
-    """Store the top-k candidates of all nodes from the root on by context, and their successors by position.
+    """Store all nodes' top-k candidates by context, and their successors by position, from the root on.
 
-    Of nodes with equal contexts, the first one's candidates are kept.
-
-    Args:
-        drafts: the draft tables.
-        position: absolute position of what follows the root.
-        nodes: the tree.
-        root: index of the root.
-        successors: [T] int64 successor of each node.
-        entries: [n, ENTRY] int32 top-k candidates; the stamp is written into them.
-        stamp: the step's.
+    If contexts are equal, the first node's candidates are kept. `position` is that of the token after the root;
+    `successors` are [T] int64; `entries`, [n, ENTRY] int32, get the step's stamp and origin.
     """
     table = drafts.top_k
     for i in range(len(entries) - 1, -1, -1):
@@ -64,14 +56,10 @@ def store_results(
 
 @compiled
 def store_prompt(table: TopKTable, tokens: np.ndarray, entries: np.ndarray, hashes: np.ndarray, stamp: Int) -> None:
-    """Store the top-k candidates behind the last n tokens of a prompt, under what each of them ends.
+    """Store the top-k candidates of a prompt's last n tokens by context.
 
-    Args:
-        table: the table of top-k candidates.
-        tokens: [P] int64 the prompt.
-        entries: [n, ENTRY] int32 top-k candidates; the stamp is written into them.
-        hashes: [1, NUM_HASHES] int64 scratch.
-        stamp: the step's.
+    `tokens` are [P] int64; `entries`, [n, ENTRY] int32, get the prefill's stamp and origin; `hashes`, [1, NUM_HASHES]
+    int64, are scratch.
     """
     hashes[:] = 0
     hashes[0, 0] = EMPTY_HASH
@@ -85,14 +73,9 @@ def store_prompt(table: TopKTable, tokens: np.ndarray, entries: np.ndarray, hash
 
 @inlined
 def store_under_orders(table: TopKTable, hashes: np.ndarray, row: Int, entries: np.ndarray, entry: Int) -> None:
-    """Store an entry, a row of [n, ENTRY] int32, under a context's last 1 to NUM_ORDERS tokens.
+    """Store row `entry` of `entries` under a context's last 1 to NUM_ORDERS tokens.
 
-    Args:
-        table: the table of top-k candidates.
-        hashes: [m, NUM_HASHES] int64 hashes of contexts.
-        row: which context.
-        entries: [n, ENTRY] int32.
-        entry: which entry.
+    The context's hashes are row `row` of `hashes`, [m, NUM_HASHES] int64.
     """
     for order in range(1, NUM_ORDERS + 1):
         if hashes[row, order] == 0:
@@ -104,22 +87,13 @@ def store_under_orders(table: TopKTable, hashes: np.ndarray, row: Int, entries: 
 def accept(
     tokens: np.ndarray, parents: np.ndarray, root: Int, size: Int, successors: np.ndarray, path: np.ndarray
 ) -> Int:
-    """Follow the model's own choices from the root: see lp_runtime.lookahead.tree.accept.
+    """Follow the model's choices from the root; see lp_runtime.lookahead.tree.accept.
 
-    Args:
-        tokens: [T] int64 token ids.
-        parents: [T] int64 index of each node's parent.
-        root: index of the root.
-        size: T.
-        successors: [T] int64 successor of each node; read from the root on.
-        path: the root and the accepted nodes are written to it.
-
-    Returns:
-        How many nodes were written.
+    Writes the root and the accepted nodes to `path`, and returns their number. Arrays are [T] int64; `size` is T.
     """
     path[0] = node = root
     num = 1
-    for child in range(root + 1, size):  # children stand behind their parents
+    for child in range(root + 1, size):  # one pass is enough: children come after their parents
         if parents[child] == node and tokens[child] == successors[node]:
             path[num] = node = child
             num += 1
@@ -128,15 +102,9 @@ def accept(
 
 @inlined
 def count(nodes: Nodes, root: Int, size: Int, path: np.ndarray, fed: np.ndarray, accepted: np.ndarray) -> None:
-    """Count a step's nodes below the root by source and depth: see lp_runtime.lookahead.drafter.Counts.
+    """Count a step's nodes below the root by source and depth; see lp_runtime.lookahead.drafter.Counts.
 
-    Args:
-        nodes: the tree.
-        root: index of the root.
-        size: T.
-        path: [m] int64 the root and the accepted nodes.
-        fed: [sources, MAX_DEPTH_COUNTED] int64, counted up.
-        accepted: [sources, MAX_DEPTH_COUNTED] int64, counted up.
+    `path`, [m] int64, has the root and the accepted nodes; `fed` and `accepted` are incremented; `size` is T.
     """
     for node in range(root + 1, size):
         fed[nodes.sources[node], min(nodes.depths[node], fed.shape[1]) - 1] += 1
@@ -160,21 +128,21 @@ def advance(
     entries: np.ndarray,
     stamp: Int,
 ) -> None:
-    """Count a step's nodes, learn from its committed tokens, store its results and append the tokens to the text.
+    """Count a step's nodes, learn from its committed tokens, store its results and extend the text.
 
     Args:
         drafts: the draft tables.
-        noise: the noise of sampling.
+        noise: the sampling noise.
         rates: the estimates.
         nodes: the tree.
         counts: (fed, accepted), see `count`.
         candidates: scratch.
-        position: absolute position of what follows the root.
+        position: absolute position of the token after the root.
         path: [m] int64 the root, and the nodes that carry the committed tokens.
         committed: [m] int64 committed tokens.
-        successors: [T] int64 successor of each node; read from the root on.
+        successors: [T] int64 successor of each node; only read from the root on.
         entries: [n, ENTRY] int32 top-k candidates of the nodes from the root on.
-        stamp: the step's.
+        stamp: the step's stamp.
     """
     root = path[0]
     count(nodes, root, root + len(entries), path, counts[0], counts[1])

@@ -1,7 +1,7 @@
-"""The rates that estimates start from, before a request has shown anything of its text.
+"""Starting rates: acceptance rates that estimates assume before a request has counted its own.
 
-They were counted on texts of several models (benchmarks/studies/starting_rates.py), because a request is over before it
-has counted much itself: estimates that start right are worth more than estimates that learn fast.
+They were counted on texts of several models (benchmarks/studies/starting_rates.py). A request is over before it has
+counted much, so estimates that start right are worth more than estimates that learn fast.
 
 Letters: F features (features.py).
 """
@@ -14,13 +14,13 @@ UNIT = 10_000  # 1.0 of the numbers here
 
 
 class StartingRates(NamedTuple):
-    """What is assumed of candidates.
+    """Assumed acceptance rates and calibration factors, in units of 1 / UNIT.
 
     Attributes:
-        rates: [F] how often a candidate with a feature comes.
-        calibration: [NUM_CALIBRATIONS] how many candidates come beside what their estimates add up to, by level of the
-            estimate and by how many features agree (estimates.py).
-        shares: [NUM_SHARES] the same of calibrated estimates, of candidates of which no better one came.
+        rates: [F] how often a candidate with each feature comes.
+        calibration: [NUM_CALIBRATIONS] number of candidates that come, divided by the sum of their estimates, by level
+            of the estimate and number of agreeing features (estimates.py).
+        shares: [NUM_SHARES] the same ratio for calibrated estimates, of candidates when no better one came.
     """
 
     rates: tuple[int, ...]
@@ -28,8 +28,8 @@ class StartingRates(NamedTuple):
     shares: tuple[int, ...]
 
 
-# Fitted by benchmarks/studies/starting_rates.py, trees of 64 nodes, on SmolLM2-135M-Instruct and on the demo model with
-# equal weight. Greedy, 2026-11-23: 21 prompts of odd rows of Spec-Bench and HumanEval, and 32 for the demo model.
+# Fitted by benchmarks/studies/starting_rates.py with trees of 64 nodes, on SmolLM2-135M-Instruct and the demo model,
+# equally weighted. Greedy, 2026-11-23: 21 prompts of odd rows of Spec-Bench and HumanEval, and 32 for the demo model.
 # Sampled, 2026-11-24: 30 such prompts at temperatures 1.0 and 0.7, and 32. Shares, 2026-11-24: the same prompts.
 # fmt: off
 GREEDY = StartingRates(

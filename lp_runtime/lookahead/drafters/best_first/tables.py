@@ -1,8 +1,8 @@
-"""The draft tables' layout, and the noise of sampling, for code compiled by Numba.
+"""The draft tables' layout, and the sampling noise of single tokens, for code compiled by Numba.
 
-Contexts are looked up by the hashes of their last 1, 2, 3 ... tokens. A token's margin is how far its log-probability
-lies below the likeliest token's, in sixteenths of a nat. Everything is integer arithmetic (the noise's logarithms are
-rounded at once), so equal inputs give equal tables on every replica.
+Contexts are looked up by hashes of their last 1, 2, 3 ... tokens. A token's margin is how far its log-probability lies
+below the likeliest token's, in sixteenths of a nat. Everything is integer arithmetic (the noise's logarithms are
+rounded immediately), so equal inputs give equal tables on every replica.
 
 Letters: K top-k candidates, B tokens in the text buffer.
 """
@@ -25,37 +25,37 @@ from lp_runtime.lookahead.philox import (
 )
 from lp_runtime.utils.jit import compiled, inlined
 
-Int = int | np.int64  # in compiled code they are one type
+Int = int | np.int64  # the same type in compiled code
 
 K = 8  # candidates of an entry: as many as token recycling's tree uses
 ENTRY = (
     16  # int32 of an entry, one cache line: K token ids, K margins of a byte each, stamp, origin; the rest is unused
 )
-MARGINS, STAMP = K, K + K // 4  # where an entry's margins begin; where its stamp stands
-ORIGIN = STAMP + 1  # where an entry tells what found its candidates:
+MARGINS, STAMP = K, K + K // 4  # columns of an entry: its first margins; its stamp
+ORIGIN = STAMP + 1  # column of the pass that computed an entry's candidates:
 FROM_STEP, FROM_PROMPT = 0, 1  # a step, or the prefill
-ID_BITS = 24  # of a token id, where one is packed
+ID_BITS = 24  # of a packed token id
 UNITS_PER_NAT = 16  # margins and noise are integers, sixteenths of a nat
-MAX_MARGIN = 255  # fits a byte; 16 nats below the likeliest token nothing is worth telling apart
+MAX_MARGIN = 255  # fits a byte; 16 nats below the likeliest token, differences no longer matter
 WAYS = 4  # slots of a bucket; the oldest of them is overwritten
 MAX_GRAM = 6  # tokens of the longest n-gram in the text's index
-MAX_MATCH = 24  # tokens that a match in the text is followed back
-NUM_HASHES = MAX_GRAM + 1  # of a context: of its last 0, 1, 2 ... tokens; 0 where it has fewer
-EMPTY_HASH = 1  # of no tokens
+MAX_MATCH = 24  # longest match in the text, in tokens
+NUM_HASHES = MAX_GRAM + 1  # hashes of a context's last 0, 1, 2 ... tokens; 0 if it has fewer tokens
+EMPTY_HASH = 1  # hash of no tokens
 NUM_ORDERS = 4  # longest context, in tokens, that top-k candidates are stored under
-NOISE_CACHE_SIZE = 1 << 13  # values of noise that are kept
-TEMPERATURE_BITS = 8  # of 1 / temperature
-MAX_INVERSE = 1 << 15  # beyond it there is but one candidate
-NOISE_BITS = 12  # of a kept value: noise is between -59 and 588 sixteenths of a nat
+NOISE_CACHE_SIZE = 1 << 13  # cached noise values
+TEMPERATURE_BITS = 8  # fixed point of 1 / temperature
+MAX_INVERSE = 1 << 15  # of 1 / temperature; above it, only the likeliest token can be sampled
+NOISE_BITS = 12  # of a cached value: noise is between -59 and 588 sixteenths of a nat
 
 
 class TopKTable(NamedTuple):
-    """Top-k candidates by hashed context.
+    """Top-k candidates by hash of the context.
 
     Attributes:
         keys: [slots] int64 hash of the context in each slot; 0 in an empty slot.
-        entries: [slots, ENTRY] int32: K token ids, the likeliest first, -1 where there are fewer; their margins; the
-            stamp of the step that stored the entry; its origin.
+        entries: [slots, ENTRY] int32: K token ids, the likeliest first, -1 if there are fewer; their margins; the stamp
+            of the step that stored the entry; its origin.
     """
 
     keys: np.ndarray
@@ -63,14 +63,14 @@ class TopKTable(NamedTuple):
 
 
 class TextIndex(NamedTuple):
-    """A ring buffer of committed tokens, and the place behind the last occurrence of each of its n-grams.
+    """A ring buffer of committed tokens, and an index of the last occurrence of each n-gram.
 
     Attributes:
         buffer: [B] int32 token ids; B is a power of two.
         span: [2] int64 places where the request's text begins and ends, counted without wrapping around.
         hashes: [1, NUM_HASHES] int64 hashes of the context at the text's end.
         keys: [slots] int64 hash of the n-gram in each slot; 0 in an empty slot.
-        places: [slots, 1] int64 place behind the n-gram's last occurrence.
+        places: [slots, 1] int64 place after the n-gram's last occurrence.
     """
 
     buffer: np.ndarray
@@ -81,12 +81,12 @@ class TextIndex(NamedTuple):
 
 
 class DraftArrays(NamedTuple):
-    """All that candidates are looked up in.
+    """All arrays in which candidates are looked up.
 
     Attributes:
         top_k: top-k candidates by context.
         text: the committed tokens.
-        vocabulary: [V, ENTRY] int32 entry of what follows each token alone; V is 0 where that is not known.
+        vocabulary: [V, ENTRY] int32 candidates after each token alone; V is 0 if they are not known.
     """
 
     top_k: TopKTable
@@ -98,12 +98,12 @@ class Noise(NamedTuple):
     """The Gumbel noise of one sample.
 
     Attributes:
-        is_on: whether successors are sampled, with noise.
+        is_on: whether successors are sampled.
         key0: lower word of the seed.
         key1: upper word of the seed.
         sample: index of the sample.
-        inverse_temperature: factor of a model's own log-probabilities, of 1 << TEMPERATURE_BITS.
-        cache: [NOISE_CACHE_SIZE] int64 values computed lately, each packed with its position and token id.
+        inverse_temperature: factor of the model's log-probabilities, fixed point of TEMPERATURE_BITS.
+        cache: [NOISE_CACHE_SIZE] int64 recently computed values, each packed with its position and token id.
     """
 
     is_on: bool
@@ -115,7 +115,7 @@ class Noise(NamedTuple):
 
 
 def make_noise(is_on: bool, seed: int, sample: int, temperature: float = 1.0) -> Noise:
-    """Return the noise of one sample; see lp_runtime.sampling.gumbel for the seed's and the sample's range."""
+    """Return the noise of one sample; lp_runtime.sampling.gumbel has the ranges of seed and sample."""
     inverse = np.int64(round(min(MAX_INVERSE, (1 << TEMPERATURE_BITS) / max(temperature, 1 / MAX_INVERSE))))
     cache = np.full(NOISE_CACHE_SIZE, -1, np.int64)
     return Noise(is_on, seed & WORD_MASK, seed >> WORD_BITS, sample, inverse, cache)
@@ -123,7 +123,7 @@ def make_noise(is_on: bool, seed: int, sample: int, temperature: float = 1.0) ->
 
 @compiled
 def mix(value: Int) -> Int:
-    """Scramble 64 bits (the finalizer of splitmix64, with arithmetic shifts)."""
+    """Mix the bits of a 64-bit integer (the finalizer of splitmix64, with arithmetic shifts)."""
     value = (value ^ (value >> 30)) * np.int64(-4658895280553007687)
     value = (value ^ (value >> 27)) * np.int64(-7723592293110705685)
     return value ^ (value >> 31)
@@ -131,23 +131,18 @@ def mix(value: Int) -> Int:
 
 @inlined
 def extend_hash(value: Int, token: Int) -> Int:
-    """Return the hash of a context with one token more at its end."""
+    """Return the hash of a context extended by one token."""
     value = mix(value * np.int64(31) + token + np.int64(0x632BE5AB))
-    return value if value != 0 else np.int64(1)  # 0 is an empty slot
+    return value if value != 0 else np.int64(1)  # 0 marks empty slots
 
 
 @compiled
 def extend_hashes(rows: np.ndarray, row: Int, token: Int, extended_rows: np.ndarray, extended: Int) -> None:
-    """Write all hashes of a context with one token more at its end.
+    """Write all hashes of the context in `rows[row]`, extended by a token, to `extended_rows[extended]`.
 
-    Args:
-        rows: [n, NUM_HASHES] int64 hashes of contexts.
-        row: which of them to extend.
-        token: the token.
-        extended_rows: [m, NUM_HASHES] int64, written to; may be `rows`.
-        extended: the row to write; may be `row`.
+    Both arrays are [n, NUM_HASHES] int64, and may be the same.
     """
-    # Rows by number: views would be counted references, which cost more than the hashes.
+    # Rows are passed by index: views would be reference-counted, which costs more than the hashes.
     for length in range(MAX_GRAM, 0, -1):
         before = rows[row, length - 1]
         extended_rows[extended, length] = extend_hash(before, token) if before != 0 else 0
@@ -166,13 +161,9 @@ def find_slot(keys: np.ndarray, key: Int) -> Int:
 
 @inlined
 def claim_slot(keys: np.ndarray, rows: np.ndarray, column: Int, key: Int) -> Int:
-    """Return the slot to store a key in: its own, else an empty one of its bucket, else the bucket's oldest one.
+    """Return the slot to store a key in: its existing slot, else an empty one or the oldest of its bucket.
 
-    Args:
-        keys: [slots] int64.
-        rows: [slots, ...] what is stored in each slot.
-        column: the column of `rows` that tells the age; the smallest is the oldest.
-        key: the key.
+    `rows[slot, column]` is the age of a slot's content; the smallest is the oldest.
     """
     first = (key & (len(keys) // WAYS - 1)) * WAYS
     for slot in range(first, first + WAYS):
@@ -187,13 +178,13 @@ def claim_slot(keys: np.ndarray, rows: np.ndarray, column: Int, key: Int) -> Int
 
 @compiled
 def margin_of(entries: np.ndarray, row: Int, rank: Int) -> Int:
-    """Return the margin of an entry's candidate of a rank."""
+    """Return the margin of an entry's candidate by rank."""
     return np.int64((entries[row, MARGINS + (rank >> 2)] >> (8 * (rank & 3))) & 255)
 
 
 @inlined
 def make_gumbel(noise: Noise, position: Int, token: Int) -> Int:
-    """Compute the Gumbel noise of a token at an absolute position, in sixteenths of a nat (see philox.py)."""
+    """Compute a token's Gumbel noise at an absolute position, in sixteenths of a nat (see philox.py)."""
     even0, odd0 = np.int64(token >> 1), np.int64(position)
     even1, odd1 = np.int64(noise.sample), np.int64(0)
     key0, key1 = noise.key0, noise.key1
@@ -212,7 +203,7 @@ def make_gumbel(noise: Noise, position: Int, token: Int) -> Int:
 
 @compiled
 def gumbel(noise: Noise, position: Int, token: Int) -> Int:
-    """Return the Gumbel noise of a token at an absolute position, in sixteenths of a nat; cached."""
+    """Return a token's Gumbel noise at an absolute position, in sixteenths of a nat; cached."""
     key = np.int64(position) << ID_BITS | np.int64(token)
     slot = (position * 1021 + token) & (NOISE_CACHE_SIZE - 1)
     if noise.cache[slot] >> NOISE_BITS != key:
@@ -224,15 +215,10 @@ def gumbel(noise: Noise, position: Int, token: Int) -> Int:
 
 @inlined
 def find_ngram(text: TextIndex, rows: np.ndarray, row: Int) -> tuple[Int, Int]:
-    """Find the longest n-gram in the text that a context ends with.
+    """Find the longest n-gram in the text that ends the context whose hashes are `rows[row]`.
 
-    Args:
-        text: the text.
-        rows: [n, NUM_HASHES] int64 hashes of contexts.
-        row: which of them to look up.
-
-    Returns:
-        (place, length): the place in the text behind the n-gram, and its tokens, 0 to MAX_GRAM; with 0 the place is -1.
+    Returns (place, length): the place in the text after the n-gram, and its number of tokens, up to MAX_GRAM; -1 and 0
+    if there is none.
     """
     found, length = np.int64(-1), 0
     for i in range(1, NUM_HASHES):
@@ -242,7 +228,7 @@ def find_ngram(text: TextIndex, rows: np.ndarray, row: Int) -> tuple[Int, Int]:
         if slot < 0:
             break
         place = text.places[slot, 0]
-        if place <= text.span[1] - len(text.buffer) + MAX_MATCH:
+        if place <= text.span[1] - len(text.buffer) + MAX_MATCH:  # a match from here could reach overwritten tokens
             break
         found, length = place, i
     return found, length
@@ -251,7 +237,7 @@ def find_ngram(text: TextIndex, rows: np.ndarray, row: Int) -> tuple[Int, Int]:
 @compiled
 def append_text(text: TextIndex, tokens: np.ndarray) -> None:
     """Append committed tokens, [n] int64, and index every n-gram that ends right before one of them."""
-    last = len(text.buffer) - 1  # a power of two, less one
+    last = len(text.buffer) - 1  # mask: the length is a power of two
     for i in range(len(tokens)):
         end = text.span[1]
         for length in range(1, NUM_HASHES):
@@ -268,7 +254,7 @@ def append_text(text: TextIndex, tokens: np.ndarray) -> None:
 
 @inlined
 def store_entry(table: TopKTable, key: Int, entries: np.ndarray, row: Int) -> None:
-    """Store a row of entries, [n, ENTRY] int32, under a key, in place of what was stored under it."""
+    """Store row `row` of `entries`, [n, ENTRY] int32, under a key, replacing its earlier entry."""
     slot = claim_slot(table.keys, table.entries, STAMP, key)
     table.keys[slot] = key
     for i in range(ORIGIN + 1):
@@ -277,13 +263,13 @@ def store_entry(table: TopKTable, key: Int, entries: np.ndarray, row: Int) -> No
 
 @compiled
 def position_key(text: TextIndex, position: Int, token: Int) -> Int:
-    """Return the key of an absolute position in this request's text: behind a token, or, with -1, behind any."""
+    """Return the key of an absolute position in this request's text, after a token or, with -1, after any."""
     return extend_hash(extend_hash(np.int64(1 << 40), position), text.span[0] + (np.int64(token) << 32))
 
 
 @inlined
 def store_successor(table: TopKTable, key: Int, token: Int, stamp: Int) -> None:
-    """Put a token at the front of an entry of tokens in order of recency; the entry keeps each token once."""
+    """Move a token to the front of an entry that keeps distinct tokens by recency."""
     slot = claim_slot(table.keys, table.entries, STAMP, key)
     entries = table.entries
     if table.keys[slot] != key:

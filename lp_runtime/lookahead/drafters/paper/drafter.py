@@ -20,16 +20,13 @@ class PaperDrafter(CountingDrafter):
         N: n-gram size, >= 2.
         G: largest number of guesses verified in a step, >= 0.
         pool_from_prompt: whether the prompt's n-grams are inserted into the pool.
-        window_seed: seed of the prompt tokens that slots of the window start from.
+        window_seed: seed for the choice of prompt tokens that window slots start from.
         only_guesses: whether to accept along guesses only, as the paper does, instead of along any node of the tree.
-        samples: whether successors are sampled. The window's own tokens are the likeliest ones even then.
-        budget: largest number of nodes, pending tokens included; None for no other limit than W, N and G.
+        samples: whether successors are sampled. The window itself always uses the likeliest tokens.
+        budget: largest number of nodes, including pending tokens; None for no limit besides W, N and G.
 
     Attributes:
-        W: window size in columns.
-        N: n-gram size.
-        pool: the n-gram pool.
-        window: the lookahead window; None with W = 0.
+        window: None if W is 0.
     """
 
     def __init__(
@@ -66,7 +63,7 @@ class PaperDrafter(CountingDrafter):
         self.window = Window(self.W, self.N, self._refill) if self.W else None
 
     def _refill(self, previous: int | None) -> int:
-        """Return a first guess for a window slot: what followed `previous` last, else a random prompt token."""
+        """Return a first guess for a window slot: what last followed `previous`, else a random prompt token."""
         expected = None if previous is None else self.pool.expect(previous)
         return self._prompt[self._random.randrange(len(self._prompt))] if expected is None else expected
 
@@ -79,7 +76,7 @@ class PaperDrafter(CountingDrafter):
         guide: Guide | None = None,
     ) -> TokenTree:
         tree, certain = self.start_tree(tokens, num_cached, max_depth, self._budget, guide)
-        self._guess_nodes = set(range(tree.root + 1, len(tree)))  # what a constraint forces
+        self._guess_nodes = set(range(tree.root + 1, len(tree)))  # tokens that a constraint forces
         self._slots = self.window.place(tree) if self.window else []
         for guess in self.pool.guesses(tree.tokens[certain]):
             self._guess_nodes.update(tree.add_branch(guess, certain))
@@ -107,7 +104,7 @@ class PaperDrafter(CountingDrafter):
         path: Sequence[int],
     ) -> None:
         successors = found.successor_array.tolist()
-        if found.top_k is not None:  # the window goes on with the likeliest tokens, whatever is sampled
+        if found.top_k is not None:  # the window continues with the likeliest tokens, even if others were sampled
             successors = [-1] * tree.root + found.top_k[:, 0].tolist()
         ngrams = self.window.ngrams(tree, self._slots, successors) if self.window else []
         for ngram in ngrams:

@@ -1,4 +1,4 @@
-"""The n-gram pool: n-grams that followed a token recently (paper, section 3.1, "n-gram pool")."""
+"""The n-gram pool: n-grams that recently followed a token (paper, section 3.1, "n-gram pool")."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PoolStatistics:
-    """How much an n-gram pool holds, and how useful its guesses were.
+    """Size of an n-gram pool, and usefulness of its guesses.
 
     Attributes:
         num_keys: first tokens that have at least one n-gram.
         num_ngrams: n-grams in the pool.
-        fan_out: n-grams per key, mean.
-        hit_rate: fraction of the steps that had a guess to verify.
-        accepted_length: accepted tokens that stood in a guess, mean over the steps that had guesses.
+        fan_out: mean number of n-grams per key.
+        hit_rate: fraction of steps that had a guess to verify.
+        accepted_length: mean number of accepted guessed tokens, over the steps that had guesses.
     """
 
     num_keys: int
@@ -26,15 +26,11 @@ class PoolStatistics:
 
 
 class NGramPool:
-    """n-grams of N tokens by their first token, the most recent first, at most G per first token.
+    """N-grams by their first token, most recent first, at most G per first token.
 
     Args:
         ngram_size: N, >= 2.
         max_guesses: G, >= 0; with 0 the pool stays empty.
-
-    Attributes:
-        ngram_size: N.
-        max_guesses: G.
     """
 
     def __init__(self, ngram_size: int, max_guesses: int):
@@ -47,7 +43,7 @@ class NGramPool:
         self._num_accepted = 0
 
     def insert(self, ngram: Sequence[int]) -> None:
-        """Make `ngram`, N token ids, the most recent n-gram of its first token, and drop the oldest one beyond G."""
+        """Make `ngram`, N token ids, the most recent one of its first token; drop the oldest beyond G."""
         if not self.max_guesses:
             return
         rest = tuple(ngram[1:])
@@ -58,39 +54,28 @@ class NGramPool:
             del bucket[next(iter(bucket))]
 
     def insert_text(self, tokens: Sequence[int], first: int, first_end: int) -> None:
-        """Insert, in order, the n-grams of `tokens` within two bounds.
-
-        Args:
-            tokens: token ids.
-            first: index of the first token that an n-gram may begin with.
-            first_end: index of the first token that an n-gram may end with.
-        """
+        """Insert the n-grams that begin at index `first` or later and end at `first_end` or later, in order."""
         size = self.ngram_size
         for end in range(max(first + size, first_end + 1), len(tokens) + 1):
             self.insert(tokens[end - size : end])
 
     def guesses(self, token: int) -> list[tuple[int, ...]]:
-        """Return what may follow `token`: at most G tuples of N - 1 token ids, the most recent first."""
+        """Return what may follow `token`: at most G tuples of N - 1 token ids, most recent first."""
         return list(reversed(self._ngrams.get(token, ())))
 
     def expect(self, token: int) -> int | None:
-        """Return the token that followed `token` most recently, or None."""
+        """Return the token that most recently followed `token`, or None."""
         bucket = self._ngrams.get(token)
         return next(reversed(bucket))[0] if bucket else None
 
     def record_step(self, path: Iterable[int], guess_nodes: set[int]) -> None:
-        """Count one step for the statistics.
-
-        Args:
-            path: the accepted nodes.
-            guess_nodes: the nodes of the tree that stand in a guess.
-        """
+        """Count one step for the statistics, by its accepted nodes and the nodes that are part of a guess."""
         self._num_lookups += 1
         self._num_hits += bool(guess_nodes)
         self._num_accepted += sum(node in guess_nodes for node in path)
 
     def statistics(self) -> PoolStatistics:
-        """Return how much the pool holds, and how useful its guesses were so far."""
+        """Return the pool's size and the usefulness of its guesses so far."""
         num_ngrams = sum(map(len, self._ngrams.values()))
         return PoolStatistics(
             num_keys=len(self._ngrams),

@@ -1,7 +1,7 @@
-"""The lookahead window: W columns of Jacobi guesses, N - 1 levels deep (paper, section 3.1 and figure 2).
+"""The lookahead window of Jacobi guesses: W columns, N - 1 levels (paper, section 3.1, figure 2).
 
-Column i of level r guesses the token i + r positions after the root. Level 0 of column 0 is the root itself; a token
-of level r is what the model said follows level r - 1 of the column. The oldest level is level 0.
+Column i of level r guesses the token i + r positions after the root. Level 0 of column 0 is the root itself. A token of
+level r is the model's successor of level r - 1 of its column. Level 0 is the oldest.
 """
 
 from __future__ import annotations
@@ -10,20 +10,18 @@ from collections.abc import Callable, Sequence
 
 from lp_runtime.lookahead.tree import TokenTree
 
-Slots = list[list[int | None]]  # [levels][W]: the tree node of each slot, None where the tree could not hold it
+Slots = list[list[int | None]]  # [levels][W]: the tree node of each slot, None if it did not fit into the tree
 
 
 class Window:
-    """W x (N - 1) guesses, of which level 0 is there at first; each of the first N - 2 steps fills one more level.
+    """W x (N - 1) guesses; starts with level 0, and each of the first N - 2 steps fills one more level.
 
     Args:
-        num_columns: W, >= 1.
-        ngram_size: N, >= 2.
         refill: maps the token before a slot (None if unknown) to a first guess for the slot.
 
     Attributes:
-        num_columns: W.
-        num_levels: N - 1.
+        num_columns: W, >= 1.
+        num_levels: N - 1, N >= 2.
         levels: [levels][W] token ids, the oldest level first; up to num_levels of them.
     """
 
@@ -35,13 +33,13 @@ class Window:
 
     @property
     def is_full(self) -> bool:
-        """Whether all N - 1 levels are filled, so that a step completes W n-grams."""
+        """Whether all N - 1 levels are filled, so that each step completes W n-grams."""
         return len(self.levels) == self.num_levels
 
     def place(self, tree: TokenTree) -> Slots:
         """Add the window to a tree and return the node of each slot.
 
-        Level 0 becomes a chain from the root, level r of a column the child of level r - 1.
+        Level 0 becomes a chain from the root. Level r of a column becomes the child of level r - 1.
         """
         node: int | None = tree.root
         chain: list[int | None] = [node]
@@ -57,13 +55,8 @@ class Window:
     def ngrams(self, tree: TokenTree, slots: Slots, successors: Sequence[int]) -> list[tuple[int, ...]]:
         """Return the n-grams that a step completed, one for each column whose last level was fed.
 
-        Args:
-            tree: the step's tree.
-            slots: what `place` returned for the step.
-            successors: [T] the token that follows each node.
-
-        Returns:
-            Tuples of N token ids; none before the window is full.
+        Each has N token ids; there are none until the window is full. `slots` are what `place` returned for the step;
+        `successors`, [T], follow the tree's nodes.
         """
         if not self.is_full:
             return []
@@ -74,23 +67,20 @@ class Window:
         ]
 
     def advance(self, slots: Slots, successors: Sequence[int], num_committed: int) -> None:
-        """Append the level that a step made, drop the oldest if the window is full, and slide past committed tokens.
+        """Append the step's new level, drop the oldest if the window is full, and slide past committed tokens.
 
-        Args:
-            slots: what `place` returned for the step.
-            successors: [T] the token that follows each node.
-            num_committed: tokens that the step committed, >= 1.
+        `slots` are what `place` returned for the step; `successors`, [T], follow the tree's nodes.
         """
         new_level = [None if node is None else successors[node] for node in slots[-1]]
         slide = num_committed
         levels: list[Sequence[int | None]] = [*self.levels, new_level]
         if self.is_full:
-            levels = levels[1:]  # level 1 becomes level 0: one position later, which is one column of the slide
+            levels = levels[1:]  # level 1 becomes level 0, which is one position later: one column less to slide
             slide -= 1
         self.levels = [self._extend(level[slide:], self.num_columns) for level in levels]
 
     def _extend(self, level: Sequence[int | None], length: int) -> list[int]:
-        """Return a level lengthened to `length`, with first guesses in its empty slots."""
+        """Extend a level to `length` and fill its empty slots with first guesses."""
         filled: list[int] = []
         previous: int | None = None
         for token in [*level, *[None] * (length - len(level))]:
