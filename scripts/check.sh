@@ -13,3 +13,4 @@ bin="$root/.venv/bin"
 "$bin/mypy"
 "$bin/python" scripts/write_settings_doc.py --check
 "$bin/python" scripts/check_docs.py
+"$bin/python" scripts/check_prose.py
