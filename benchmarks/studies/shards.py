@@ -41,7 +41,7 @@ from lp_runtime.sampling.gumbel import GumbelNoise
 from lp_runtime.sampling.packing import NO_TOKEN
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.sampler import Sampler
-from lp_runtime.sampling.slices import Draw, VocabularySlice
+from lp_runtime.sampling.slices import SampleRequest, VocabularySlice
 from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.sampling.truncation import Truncation
 
@@ -167,7 +167,7 @@ def samples(place: ShardPlace, head: GatheredLinear, tokens: list[int]) -> dict[
                 sample_together, place, head, part, sampler, tree, nodes
             )
             key = None if noise is None else (1, 0)
-            draw = Draw(PACKING, Truncation(), key, [1 + node for node in nodes])
+            draw = SampleRequest(PACKING, Truncation(), key, [1 + node for node in nodes])
             tasks[f"{what}, in slices, {num_tokens} tokens"] = partial(
                 sample_slices, place, head, vocabulary, part, draw
             )
@@ -184,7 +184,7 @@ def sample_together(
 
 
 def sample_slices(
-    place: ShardPlace, head: GatheredLinear, vocabulary: VocabularySlice, part: torch.Tensor, draw: Draw
+    place: ShardPlace, head: GatheredLinear, vocabulary: VocabularySlice, part: torch.Tensor, draw: SampleRequest
 ) -> None:
     """Find in each slice what sampling needs, and put that together on the first shard."""
     found = head.gather(vocabulary.find(part, draw))

@@ -24,7 +24,7 @@ from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.sizing.cost_model import interpolate, times_behind
+from lp_runtime.sizing.cost_model import interpolate, times_at_length
 
 SWEEP_SECONDS = 8.0  # approximate limit of querying the whole vocabulary at once; the rest is left out
 START_SECONDS = 1.0  # time to query the vocabulary at start, if the rest is queried between requests
@@ -98,7 +98,7 @@ class Calibration:
         for steps in self._all_steps():
             points = steps.tokens.tolist(), steps.nanoseconds.tolist()
             times = interpolate(*points, num_tokens, int(steps.num_padded))
-            found.append(times_behind(times, steps.prefix_ns, num_more))
+            found.append(times_at_length(times, steps.prefix_ns, num_more))
         return np.stack(found)
 
     def max_step_tokens(self) -> int:

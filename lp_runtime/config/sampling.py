@@ -95,7 +95,7 @@ class SamplingConfig:
             require_int("sampling.logit_bias", token, 0)
             require_number(f"sampling.logit_bias of token {token}", bias, "a number", lambda value: True)
 
-    def draws(self, defaults: Mapping[str, Any]) -> bool:
+    def samples(self, defaults: Mapping[str, Any]) -> bool:
         """Whether successors are sampled; if not, decoding is greedy.
 
         Args:
@@ -114,7 +114,7 @@ class SamplingConfig:
         Raises:
             ConfigError: a setting matters to sampling alone, and decoding is greedy.
         """
-        if not self.draws(defaults):
+        if not self.samples(defaults):
             reason = "the model's default, greedy decoding; give sampling.temperature > 0"
             self._refuse_warpers(reason)
             if self.seed is not None and self.temperature is None:

@@ -76,7 +76,7 @@ def make_sampler_spec(model: ModelRunner, request: Request, plain_kinds: set[Has
     if request.constraint is not None:
         processors = with_grammar_mask(processors)
     noise = None
-    if sampling.draws(defaults):
+    if sampling.samples(defaults):
         assert sampling.seed is not None, "a request that samples has a seed"
         noise = GumbelNoise(sampling.seed, request.sample, model.vocabulary_size, model.device)
     tree_processors = TreeProcessors(processors, model.device, reports=True)

@@ -72,7 +72,7 @@ def check_num_samples(runtime: LookaheadRuntime, config: GenerateConfig) -> None
     Raises:
         ConfigError: decoding is greedy, and num_samples is above 1.
     """
-    if config.num_samples > 1 and not config.sampling.draws(runtime.info.defaults):
+    if config.num_samples > 1 and not config.sampling.samples(runtime.info.defaults):
         raise ConfigError(f"num_samples={config.num_samples}: decoding is greedy; give sampling.temperature > 0")
 
 

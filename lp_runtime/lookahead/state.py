@@ -28,7 +28,7 @@ class DecodingRules:
         max_new_tokens: largest number of tokens to commit, >= 1.
         eos_token_ids: decoding stops after any of these; empty to continue to max_new_tokens.
         drafting: settings of the drafter as text; part of the digest.
-        drawing: all other settings that affect which successors are sampled, as text; part of the digest.
+        sampling: all other settings that affect which successors are sampled, as text; part of the digest.
         refed_at: text length after which the model recomputes the whole text: no tree may cross from a shorter text to
             a longer one. None for models that never do.
     """
@@ -36,7 +36,7 @@ class DecodingRules:
     max_new_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
     drafting: str = ""
-    drawing: str = ""
+    sampling: str = ""
     refed_at: int | None = None
 
 

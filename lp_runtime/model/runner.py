@@ -175,7 +175,7 @@ class ModelRunner:
 
     def _feed_tree(self, kind: str, caches: Sequence[TreeCache], *what: object) -> StepLogits:
         """Run a tree pass of any size; arguments as for `feed`."""
-        return self.passes.found(self.feed(kind, caches, *what), self.feed)
+        return self.passes.step_logits(self.feed(kind, caches, *what), self.feed)
 
     def disable_graphs(self, reason: str) -> None:
         """Switch to passes of any size for trees; free the passes of fixed sizes."""
@@ -214,7 +214,7 @@ class ModelRunner:
 
         `rows` are the [n] indices into the chunk of the tokens whose logits are wanted; None for the last one.
         """
-        logits = self.feed("chunk", [slot.cache], chunk, rows, slot.told(self.rotary_lengths))
+        logits = self.feed("chunk", [slot.cache], chunk, rows, slot.rope_length(self.rotary_lengths))
         slot.commit(chunk)
         slot.num_prefilled = len(slot.tokens)
         self.num_prefilled_tokens += len(chunk)
@@ -282,10 +282,10 @@ class ModelRunner:
             any_size: whether to use a pass of any size even if one of a fixed size would fit.
         """
         slot, tree, nodes, wanted, _ = inputs
-        told = self._refeed([inputs])
+        rope_length = self._refeed([inputs])
         layout = lay_out(tree, nodes, wanted, slot.cache.length)
-        found = None if any_size or told else self._forward_fixed([Part.whole(slot.cache, layout)])
-        output = self._feed_tree("share", [slot.cache], layout, told) if found is None else found[0]
+        found = None if any_size or rope_length else self._forward_fixed([Part.whole(slot.cache, layout)])
+        output = self._feed_tree("share", [slot.cache], layout, rope_length) if found is None else found[0]
         slot.commit(tree.pending, commit)
         return output
 
@@ -293,7 +293,7 @@ class ModelRunner:
         """Re-prefill slots whose text exceeds, with the tree's root, the length at which `generate` re-feeds.
 
         Returns:
-            the text length whose rotary factors the pass must use (RotaryLengths.told); 0 if each token uses its own.
+            The text length whose rotary factors the pass must use; 0 if each token uses its own.
         """
         lengths = self.rotary_lengths
         for slot, tree, *_ in batch:
@@ -302,7 +302,7 @@ class ModelRunner:
                 tokens = slot.tokens
                 slot.reset(self._make_cache, slot.capacity, prompt_length=prompt_length)
                 result_of(self.prefill_in_chunks(slot, tokens))
-        return max(inputs.slot.told(lengths) for inputs in batch)
+        return max(inputs.slot.rope_length(lengths) for inputs in batch)
 
     def _forward_fixed(self, parts: Sequence[Part]) -> list[StepLogits] | None:
         """Feed shares of several sequences in passes of fixed sizes; None if they need passes of any size."""

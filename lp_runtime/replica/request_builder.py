@@ -245,7 +245,7 @@ class RequestBuilder:
     def _with_seed(self, sampling: SamplingConfig) -> SamplingConfig:
         """Return the settings with a seed if they sample, and without one if they do not."""
         sampling.check(self._info.defaults)
-        if not sampling.draws(self._info.defaults):
+        if not sampling.samples(self._info.defaults):
             return replace(sampling, seed=None)
         return sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbits(SEED_BITS))
 

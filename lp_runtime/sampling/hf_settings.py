@@ -102,7 +102,7 @@ def _generation_config(
     """Return the caller's settings for `generate`, which adds the model's defaults, then transformers'."""
     defaults = model.generation_config
     given = {
-        "do_sample": sampling.draws(defaults_of(model)),
+        "do_sample": sampling.samples(defaults_of(model)),
         "temperature": sampling.temperature or None,
         # transformers' default of 50 is not wanted; a model's file may set a value
         "top_k": defaults.top_k or 0 if sampling.top_k is None else sampling.top_k,

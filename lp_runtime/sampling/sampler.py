@@ -26,7 +26,7 @@ from lp_runtime.sampling.gumbel import GumbelNoise, sample_successors
 from lp_runtime.sampling.logprobs import pack_top_logprobs, unpack_top_logprobs
 from lp_runtime.sampling.packing import HALF_BITS, HALF_MASK, MARGIN_BITS, NO_TOKEN, pack_kernel, unpack_kernel
 from lp_runtime.sampling.processors import TreeProcessors
-from lp_runtime.sampling.slices import Draw, SlicedLogits
+from lp_runtime.sampling.slices import SampleRequest, SlicedLogits
 from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.sampling.truncation import Truncation
 from lp_runtime.utils.tensors import tensor_on
@@ -106,7 +106,7 @@ class Sampler:
             return self._add_logprobs(packed, found), lambda: found.logits
         if isinstance(found, SlicedLogits) and truncation is not None and not truncation.cuts:
             key = None if self.noise is None else (self.noise.seed, self.noise.sample)
-            draw = Draw(self._packing(with_top_k), truncation, key, _positions(tree, nodes, tokens))
+            draw = SampleRequest(self._packing(with_top_k), truncation, key, _positions(tree, nodes, tokens))
             packed = self._add_logprobs(found.sample(draw), found)
             return packed, lambda: self._processors(found.logits, tree, nodes, tokens, masks)
         if kernels is not None and truncation is not None and kernels.can_cut(found.rows.dtype, truncation.top_p):

@@ -27,7 +27,7 @@ from lp_runtime.utils.tensors import tensor_on
 MAX_NOISES = 64  # cached noises: at least one for each request that is decoded at the same time
 
 
-class Draw(NamedTuple):
+class SampleRequest(NamedTuple):
     """Sampling parameters for the successors of n nodes; can be sent to another process.
 
     Attributes:
@@ -63,7 +63,7 @@ class VocabularySlice:
         """Whether `find` and `pack` support the device; if not, all logits must be gathered."""
         return self.device.type == "cpu" or kernels_for(self.device) is not None
 
-    def find(self, logits: torch.Tensor, draw: Draw) -> torch.Tensor:
+    def find(self, logits: torch.Tensor, draw: SampleRequest) -> torch.Tensor:
         """Find the slice's token that would be sampled, and its top-k candidates.
 
         `logits` are [n, v] in the model's dtype. Returns [n, width] int64 with the same width on all slices: token ids
@@ -91,7 +91,7 @@ class VocabularySlice:
             ids[:, 1:], values[:, 1:] = found
         return torch.from_numpy((values.view(np.int32).astype(np.int64) << HALF_BITS) | (ids + self._first))
 
-    def pack(self, found: torch.Tensor, draw: Draw) -> torch.Tensor:
+    def pack(self, found: torch.Tensor, draw: SampleRequest) -> torch.Tensor:
         """Merge the results of `find` for all slices, [P, n, width] int64 in the order of token ids.
 
         Returns [n, width] int64 packed successors in the layout of sampling/sampler.py, without log-probabilities.
@@ -117,7 +117,7 @@ class VocabularySlice:
             del self._noises[next(iter(self._noises))]
         return noise
 
-    def _kernel_noise(self, draw: Draw) -> Noise | None:
+    def _kernel_noise(self, draw: SampleRequest) -> Noise | None:
         """Return the noise's parameters for a kernel."""
         return None if draw.key is None else Noise(*draw.key, tensor_on(self.device, draw.positions))
 
@@ -144,7 +144,7 @@ class SlicedLogits(StepLogits):
         self,
         vocabulary: VocabularySlice,
         read: Callable[[int, int], torch.Tensor],
-        find: Callable[[int, int, Draw], torch.Tensor],
+        find: Callable[[int, int, SampleRequest], torch.Tensor],
         rows_of_pass: range,
         presampled: torch.Tensor | None = None,
     ):
@@ -163,7 +163,7 @@ class SlicedLogits(StepLogits):
     def __len__(self) -> int:
         return len(self._rows_of_pass)
 
-    def sample(self, draw: Draw) -> torch.Tensor:
+    def sample(self, draw: SampleRequest) -> torch.Tensor:
         """Sample the n nodes' successors without gathering logits; see `VocabularySlice.pack`."""
         if not len(self):  # a replica may own no nodes of a step
             return torch.zeros((0, draw.packing.width), dtype=torch.int64, device=self.device)

@@ -2,7 +2,7 @@
 
 All arithmetic is on integers, so all replicas decide equally. Times are of whole steps, host time included.
 
-Letters: T nodes in the tree, R replicas, M tokens of the largest step with a known time, L levels of promises.
+Letters: T nodes in the tree, R replicas, M tokens of the largest step with a known time, L levels of path probability.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from lp_runtime.distributed.partition.capacity_fill import feed_pending, fill
+from lp_runtime.sizing.acceptance import EXPECTED_BITS, correct
 from lp_runtime.sizing.pass_times import FIXED_POINT_ONE
-from lp_runtime.sizing.promises import EXPECTED_BITS, correct
 from lp_runtime.utils.jit import compiled, inlined
 
 RATE_BITS = 32  # fixed point of tokens per nanosecond, in addition to EXPECTED_BITS
@@ -42,15 +42,15 @@ def _worth(expected, num_before):
 
 
 @compiled
-def best_size(path_probabilities, num_pending, times, kept, promised, plain_ns, drafting_ns, per_node_ns):
+def best_size(path_probabilities, num_pending, times, kept, drafted, plain_ns, drafting_ns, per_node_ns):
     """Return how many of the tree's first nodes a lone replica should feed; of equal sizes the smallest.
 
     Args:
         path_probabilities: [T] see `StepBudget.fit`.
         num_pending: pending tokens, >= 1.
         times: [m + 1] nanoseconds of a forward pass of 0, 1, 2 ... tokens; at most m nodes are fed.
-        kept: [L] see Promises.
-        promised: [L] see Promises.
+        kept: [L] see AcceptanceCalibration.
+        drafted: [L] see AcceptanceCalibration.
         plain_ns: duration of a step that does not draft.
         drafting_ns: host time of a step that drafts.
         per_node_ns: host time of each node below the root, fixed point of FIXED_POINT_ONE.
@@ -63,7 +63,7 @@ def best_size(path_probabilities, num_pending, times, kept, promised, plain_ns, 
     best, best_rate = np.int64(num_pending), plain_rate
     for node in range(num_pending, min(len(path_probabilities), len(times) - 1)):
         num = node + 1 - num_pending
-        expected += _worth(correct(path_probabilities[node], kept, promised), num - 1)
+        expected += _worth(correct(path_probabilities[node], kept, drafted), num - 1)
         host_ns = drafting_ns + per_node_ns * num // FIXED_POINT_ONE
         rate = rate_of(min(expected, MAX_EXPECTED), times[node + 1] + host_ns)
         if rate > best_rate:
@@ -111,7 +111,7 @@ def copy_into(target, source):
 
 
 @compiled(makes_arrays=True)
-def best_capacity(parents, path_probabilities, root, times, limit, kept, promised, plain_ns, drafting_ns, per_node_ns):
+def best_capacity(parents, path_probabilities, root, times, limit, kept, drafted, plain_ns, drafting_ns, per_node_ns):
     """Return how many nodes each of several replicas should feed in addition to the pending tokens.
 
     The replicas are filled for one capacity after another, because what fits depends on the tree's shape: one replica
@@ -123,8 +123,8 @@ def best_capacity(parents, path_probabilities, root, times, limit, kept, promise
         root: index of the root.
         times: [R, M + 1] nanoseconds of each replica's forward pass of 0, 1, 2 ... tokens.
         limit: largest number of tokens that a replica feeds, at most M.
-        kept: [L] see Promises.
-        promised: [L] see Promises.
+        kept: [L] see AcceptanceCalibration.
+        drafted: [L] see AcceptanceCalibration.
         plain_ns: duration of a step that does not draft.
         drafting_ns: host time of a step that drafts.
         per_node_ns: host time of each node below the root, fixed point of FIXED_POINT_ONE.
@@ -136,7 +136,7 @@ def best_capacity(parents, path_probabilities, root, times, limit, kept, promise
     expected = np.empty(num_nodes, np.int64)
     most = np.int64(1) << EXPECTED_BITS  # expected tokens of a step that feeds all nodes: an upper bound
     for node in range(num_pending, num_nodes):
-        expected[node] = correct(path_probabilities[node], kept, promised)
+        expected[node] = correct(path_probabilities[node], kept, drafted)
         most += _worth(expected[node], node - num_pending)
     owner, feeds = np.empty(num_nodes, np.int64), np.empty((num_replicas, num_nodes), np.bool_)
     capacity, left = np.zeros(num_replicas, np.int64), np.empty(num_replicas, np.int64)

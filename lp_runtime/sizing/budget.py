@@ -76,13 +76,13 @@ class StepBudget:
         times, num_pending, limit = self._costs.times[0], tree.root + 1, self._max_tokens
         if not self._is_auto:
             return min(len(tree), max(limit, num_pending))
-        promises, host = self._learned.promises, self._learned.host
+        acceptance, host = self._learned.acceptance, self._learned.host
         size, rate, plain_rate = best_size(
             path_probabilities,
             num_pending,
             times[: limit + 1],
-            promises.kept,
-            promises.promised,
+            acceptance.accepted,
+            acceptance.expected,
             self._plain_step_time(num_pending),
             host.drafting_ns,
             host.per_node_ns,
@@ -103,15 +103,15 @@ class StepBudget:
         times, num_pending, limit = self._costs.times, tree.root + 1, self._max_tokens
         capacity = np.full(len(times), max(0, limit - num_pending))
         if self._is_auto:
-            promises, host = self._learned.promises, self._learned.host
+            acceptance, host = self._learned.acceptance, self._learned.host
             capacity, rate, plain_rate = best_capacity(
                 tree.arrays()[1],
                 tree.path_probabilities,
                 tree.root,
                 times,
                 limit,
-                promises.kept,
-                promises.promised,
+                acceptance.accepted,
+                acceptance.expected,
                 self._plain_step_time(num_pending),
                 host.drafting_ns,
                 host.per_node_ns,
@@ -133,7 +133,7 @@ class StepBudget:
     def _fitted(self, pays: bool, gains_little: bool) -> None:
         """Record whether the current step's tree pays off (any guess is fed), and whether its gain is small."""
         if not pays:
-            self._learned.promises.restore()
+            self._learned.acceptance.restore()
         self._schedule.tree_fitted(pays, gains_little)
 
     def _plain_step_time(self, num_pending: int) -> int:
@@ -176,7 +176,7 @@ class StepBudget:
             self._schedule.end_step()
             is_plain = not self._schedule.drafted
             if tree.path_probabilities is not None:
-                self._learned.promises.observe(tree.path_probabilities, tree.root + 1, accepted)
+                self._learned.acceptance.observe(tree.path_probabilities, tree.root + 1, accepted)
             self._num_guessed = sum(shares.num_owned) - 1
         elif len(shares) == 1:
             return
@@ -208,8 +208,8 @@ def compile_budget() -> None:
     learned = LearnedCosts.initial(1)
     budget = StepBudget(np.full((1, 9), 1000), True, None, learned)
     budget.fit(tree, certain)
-    learned.promises.corrected(certain)
-    learned.promises.observe(certain, tree.root + 1, [2])
+    learned.acceptance.corrected(certain)
+    learned.acceptance.observe(certain, tree.root + 1, [2])
     shares = budget.shares(tree)
     for _ in range(2):
         budget.observe(tree, shares, [1], [1], [2])

@@ -16,11 +16,11 @@ import numpy as np
 from lp_runtime.distributed.partition.chains import heaviest_chains
 from lp_runtime.distributed.partition.partition import Share, Shares
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
+from lp_runtime.sizing.acceptance import EXPECTED_BITS
 from lp_runtime.sizing.best_size import RATE_BITS
 from lp_runtime.sizing.budget import LITTLE_GAIN_PERCENT, StepBudget
 from lp_runtime.sizing.learned_costs import LearnedCosts
 from lp_runtime.sizing.pass_times import FIXED_POINT_ONE
-from lp_runtime.sizing.promises import EXPECTED_BITS
 
 MIN_GAIN_PERCENT = 110  # draft only if a step's rate is 10% higher than without: the estimate is that uncertain
 MAX_REFED = 32  # a replica with more pending tokens catches up, whatever the cost
@@ -49,7 +49,7 @@ class ChainBudget(StepBudget):
     def select(self, tree: TokenTree) -> np.ndarray:
         """Return the nodes of the replicas' chains and the pending tokens, [m] int64 ascending."""
         weights = _weights(tree)
-        expected = self._learned.promises.corrected(weights)
+        expected = self._learned.acceptance.corrected(weights)
         num_refed = [tree.root + 1 - ahead for ahead in self._ahead]
         followers = sorted(
             (rank for rank, is_late in enumerate(self._must_catch_up) if not is_late), key=lambda rank: num_refed[rank]

@@ -83,7 +83,7 @@ def interpolate(tokens: Sequence[int], nanoseconds: Sequence[int], num_tokens: i
     return times
 
 
-def times_behind(times: np.ndarray, prefix_ns: Sequence[int] | np.ndarray, num_tokens: int) -> np.ndarray:
+def times_at_length(times: np.ndarray, prefix_ns: Sequence[int] | np.ndarray, num_tokens: int) -> np.ndarray:
     """Return step times, [M + 1] int64 ns, for a context `num_tokens` longer than when they were measured.
 
     `prefix_ns`, [2], are what PREFIX_UNIT more committed tokens add to a step of one token, and to each further token.

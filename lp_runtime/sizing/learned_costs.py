@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lp_runtime.sizing.acceptance import AcceptanceCalibration
 from lp_runtime.sizing.host_cost import HostCost
 from lp_runtime.sizing.pass_times import FIXED_POINT_ONE, PassTimes
-from lp_runtime.sizing.promises import Promises
 
 NUM_TIMED = 4  # steps of the root alone to time before the first step that drafts
 SMOOTHING_STEPS = 8  # of the mean over steps that do not draft
@@ -45,14 +45,14 @@ class LearnedCosts:
             FIXED_POINT_ONE. A machine that slows down as a whole changes `passes` alone.
         num_plain: number of steps that `plain_scales` was learned from.
         host: host cost of a step.
-        promises: corrections of path probabilities by what was accepted.
+        acceptance: corrections of path probabilities by what was accepted.
     """
 
     passes: PassTimes
     plain_scales: np.ndarray
     num_plain: int = 0
     host: HostCost = field(default_factory=HostCost)
-    promises: Promises = field(default_factory=Promises)
+    acceptance: AcceptanceCalibration = field(default_factory=AcceptanceCalibration)
 
     @classmethod
     def initial(cls, num_replicas: int, is_timed: bool = False) -> LearnedCosts:

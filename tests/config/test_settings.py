@@ -171,10 +171,10 @@ def test_sampling_ranges(values, message):
 
 
 def test_sampling_settings_against_the_models_own():
-    assert not SamplingConfig().draws({})
-    assert SamplingConfig(temperature=0.5).draws({})
-    assert SamplingConfig().draws({"do_sample": True})
-    assert not SamplingConfig(temperature=0).draws({"do_sample": True})
+    assert not SamplingConfig().samples({})
+    assert SamplingConfig(temperature=0.5).samples({})
+    assert SamplingConfig().samples({"do_sample": True})
+    assert not SamplingConfig(temperature=0).samples({"do_sample": True})
     SamplingConfig(top_k=3).check({"do_sample": True})
     SamplingConfig(temperature=0, seed=3).check({})
     for values in ({"top_k": 3}, {"seed": 3}):

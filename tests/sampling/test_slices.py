@@ -15,7 +15,7 @@ from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.sampling.gumbel import GumbelNoise
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.sampler import Sampler
-from lp_runtime.sampling.slices import Draw, SlicedLogits, VocabularySlice
+from lp_runtime.sampling.slices import SampleRequest, SlicedLogits, VocabularySlice
 from lp_runtime.sampling.step_logits import StepLogits
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ class Sliced:
         self.num_read += 1
         return self._logits[start:stop]
 
-    def _find(self, start: int, stop: int, draw: Draw) -> torch.Tensor:
+    def _find(self, start: int, stop: int, draw: SampleRequest) -> torch.Tensor:
         draw = pickle.loads(pickle.dumps(draw))  # as it travels
         return torch.stack(
             [part.find(each[start:stop], draw) for part, each in zip(self._parts, self._slices, strict=True)]

@@ -148,7 +148,7 @@ class FixedPasses:
         self.make(num_tokens, len(parts))
         size = self._size(num_tokens, len(parts))
         logits = self._feed("fixed", [part.cache for part in parts], size, [part[1:] for part in parts])
-        found = self._passes.found(logits, self._feed, self._made.presampled)
+        found = self._passes.step_logits(logits, self._feed, self._made.presampled)
         return [found] if len(parts) == 1 else found.split([len(part.layout.rows) for part in parts])
 
     def _chunks(self, parts: Sequence[Part]) -> list[list[Part]]:

@@ -19,11 +19,11 @@ from lp_runtime.model.hf.rotary_lengths import RotaryLengths
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.tensor_parallel.layers import GatheredLinear
 from lp_runtime.sampling.sampler import GREEDY_PACKING
-from lp_runtime.sampling.slices import Draw, SlicedLogits, VocabularySlice
+from lp_runtime.sampling.slices import SampleRequest, SlicedLogits, VocabularySlice
 from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.sampling.truncation import Truncation
 
-GREEDY = Draw(GREEDY_PACKING, Truncation(), key=None, positions=())  # sampled inside passes of fixed sizes
+GREEDY = SampleRequest(GREEDY_PACKING, Truncation(), key=None, positions=())  # sampled inside passes of fixed sizes
 
 
 class SlicedPasses(Passes):
@@ -79,16 +79,18 @@ class SlicedPasses(Passes):
         return self._head.put_together(self._rows(number, start, stop))
 
     @torch.inference_mode()
-    def find(self, caches: Sequence[TreeCache], number: int, start: int, stop: int, draw: Draw) -> torch.Tensor:
-        """Gather what a draw needs from each slice, [P, n, width]; rows and `number` as in `read`."""
-        return self._head.gather(self._vocabulary.find(self._rows(number, start, stop), draw))
+    def find(
+        self, caches: Sequence[TreeCache], number: int, start: int, stop: int, wanted: SampleRequest
+    ) -> torch.Tensor:
+        """Gather what sampling needs from each slice, [P, n, width]; rows and `number` as in `read`."""
+        return self._head.gather(self._vocabulary.find(self._rows(number, start, stop), wanted))
 
     def _rows(self, number: int, start: int, stop: int) -> torch.Tensor:
         """Return rows of the last tree pass's slice; an assertion checks that `number` is that pass."""
         assert number == self._number, "logits are read before the next pass"
         return self._logits[start:stop]
 
-    def found(
+    def step_logits(
         self, logits: torch.Tensor, feed: Callable[..., torch.Tensor], presampled: torch.Tensor | None = None
     ) -> StepLogits:
         number = self._number
@@ -96,8 +98,8 @@ class SlicedPasses(Passes):
         def read(start: int, stop: int) -> torch.Tensor:
             return feed("read", [], number, start, stop)
 
-        def find(start: int, stop: int, draw: Draw) -> torch.Tensor:
-            return feed("find", [], number, start, stop, draw)
+        def find(start: int, stop: int, wanted: SampleRequest) -> torch.Tensor:
+            return feed("find", [], number, start, stop, wanted)
 
         if not self._vocabulary.can_find:
             return StepLogits(read(0, len(logits)))

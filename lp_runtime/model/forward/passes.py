@@ -28,7 +28,7 @@ from lp_runtime.model.hf.view import view_of
 from lp_runtime.model.kv_cache.batch import BatchedCache
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.cache_names import CACHE_NAMES, cache_name
-from lp_runtime.model.modules.rotary import library_view, view_behind
+from lp_runtime.model.modules.rotary import library_view, view_for_length
 from lp_runtime.sampling.sampler import sample_greedily
 from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.utils.tensors import tensor_on
@@ -74,7 +74,7 @@ class Passes:
         logits: torch.Tensor = getattr(self, kind)(caches, *what)
         return logits
 
-    def found(
+    def step_logits(
         self, logits: torch.Tensor, feed: Callable[..., torch.Tensor], presampled: torch.Tensor | None = None
     ) -> StepLogits:
         """Return the logits of a tree pass in the form that sampling uses.
@@ -132,8 +132,7 @@ class Passes:
     ) -> torch.Tensor:
         """Feed T tokens of a text after the cache; return the logits of `rows`, or of the last token, [n, V].
 
-        `length` is the text length whose rotary factors the pass must use (RotaryLengths.told); 0 if each token uses
-        its own.
+        `length` is the text length whose rotary factors the pass must use; 0 if each token uses its own.
         """
         (cache,) = caches
         start = cache.length
@@ -213,7 +212,7 @@ class Passes:
     def _prompt_model(self, length: int) -> PreTrainedModel | None:
         """Return the view whose rotary factors are those of a prompt of `length` tokens; None if that is 0."""
         if length and length != self._prompt_view[0]:
-            self._prompt_view = length, view_behind(self._model, length)
+            self._prompt_view = length, view_for_length(self._model, length)
         return self._prompt_view[1] if length else None
 
     def _model_for(self, num_tokens: int) -> PreTrainedModel:

@@ -51,7 +51,7 @@ class RotaryLengths(NamedTuple):
         is_last_row = self.row(prompt_length) == self.num_rows - 1  # valid for any greater length
         return num_tokens if is_last_row else min(num_tokens, max(self.threshold, prompt_length))
 
-    def told(self, prompt_length: int, start: int) -> int:
+    def rope_length(self, prompt_length: int, start: int) -> int:
         """Return the text length whose rotary factors a pass must use; 0 if each token uses its own.
 
         It is P if the pass starts inside the prompt, at position `start`, and the prompt is longer than the threshold.

@@ -68,9 +68,9 @@ class CacheSlot:
         is_alike = lengths.row(self.prompt_length) == lengths.row(prompt_length)
         return len(os.path.commonprefix([self.tokens, list(tokens)])) if is_alike else 0
 
-    def told(self, lengths: RotaryLengths) -> int:
-        """Return the text length whose rotary factors the next pass must use; see RotaryLengths.told."""
-        return lengths.told(self.prompt_length, len(self.tokens))
+    def rope_length(self, lengths: RotaryLengths) -> int:
+        """Return the text length whose rotary factors the next pass must use; see RotaryLengths.rope_length."""
+        return lengths.rope_length(self.prompt_length, len(self.tokens))
 
     def commit(self, tokens: Sequence[int], keeps_any: bool = True) -> None:
         """Commit `tokens`, the first ones that the last pass fed, or none of them; discard the others."""

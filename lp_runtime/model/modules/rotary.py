@@ -176,7 +176,7 @@ def _parts(output: Any) -> tuple[torch.Tensor, ...]:
     return output if isinstance(output, tuple) else (output,)
 
 
-def view_behind(model: PreTrainedModel, prompt_length: int) -> PreTrainedModel:
+def view_for_length(model: PreTrainedModel, prompt_length: int) -> PreTrainedModel:
     """Return a view of a model for passes that feed tokens of a prompt of `prompt_length` tokens."""
     view = view_of(model)
     for module in view.modules():

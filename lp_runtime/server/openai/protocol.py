@@ -231,7 +231,7 @@ class Common(_Body):
             kept["min_new_tokens"] = self.min_tokens
         given = self._given_sampling()
         replace(sampling, **given | kept | {"temperature": None})  # raises for values out of range, even unused ones
-        if not replace(sampling, **given | dict.fromkeys(WARPERS_BESIDES)).draws(defaults):
+        if not replace(sampling, **given | dict.fromkeys(WARPERS_BESIDES)).samples(defaults):
             given |= dict.fromkeys((*WARPERS_BESIDES, "seed"))
         given |= kept
         if self.logit_bias is not None:

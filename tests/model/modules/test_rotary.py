@@ -15,7 +15,7 @@ from lp_runtime.model.checks.self_check import check_model
 from lp_runtime.model.hf.rotary_lengths import UNCHANGING, RotaryLengths
 from lp_runtime.model.hf.view import view_of
 from lp_runtime.model.modules import rotary
-from lp_runtime.model.modules.rotary import RotaryByLength, replace_rotaries, view_behind
+from lp_runtime.model.modules.rotary import RotaryByLength, replace_rotaries, view_for_length
 from lp_runtime.model.runner import ModelRunner
 
 pytestmark = needs_rotary_by_length
@@ -50,7 +50,9 @@ def test_bits_are_the_librarys(kind):
     for length in (1, 20, 31, 32, 33, 34, 50, last - 1):
         fresh = copy.deepcopy(library)
         prompt = fresh(X, torch.arange(length)[None])
-        assert all(map(torch.equal, prompt, view_behind(model, length).model.rotary_emb(X, torch.arange(length)[None])))
+        assert all(
+            map(torch.equal, prompt, view_for_length(model, length).model.rotary_emb(X, torch.arange(length)[None]))
+        )
         seen.add(tuple(prompt[0][0, min(1, length - 1)].tolist()))
         # The next token alone, as `generate` feeds it; in ours it stands among others of a tree, of another sequence.
         alone, among = fresh(X, positions(length)), ours(X, positions(3, length, 120, length + 7, 40))
@@ -125,7 +127,7 @@ def test_the_self_check_goes_across_the_length(kind, monkeypatch):
     model, lengths = kind
     assert check_model(ModelRunner(model, 8)) < 1e-5
     with monkeypatch.context() as patch:
-        patch.setattr(RotaryLengths, "told", lambda self, prompt_length, start: 0)
+        patch.setattr(RotaryLengths, "rope_length", lambda self, prompt_length, start: 0)
         with pytest.raises(ModelError, match="around .*max_position_embeddings=32"):
             check_model(ModelRunner(model, 8))
     with monkeypatch.context() as patch:
@@ -153,9 +155,9 @@ def test_what_lengths_say():
     dynamic, refed = RotaryLengths(32, 10), RotaryLengths(32, 2, refeeds=True)
     assert [dynamic.row(length) for length in (1, 32, 33, 40, 41, 99)] == [0, 0, 1, 8, 9, 9]
     assert [dynamic.num_alike(length, 60) for length in (5, 32, 36, 41, 50)] == [32, 32, 36, 60, 60]
-    assert [dynamic.told(length, 3) for length in (3, 32, 33)] == [0, 0, 33] and dynamic.told(40, 40) == 0
+    assert [dynamic.rope_length(length, 3) for length in (3, 32, 33)] == [0, 0, 33] and dynamic.rope_length(40, 40) == 0
     assert [dynamic.prompt_length(5, length) for length in (5, 32, 33)] == [5, 5, 5]
     assert [refed.prompt_length(5, length) for length in (5, 32, 33)] == [5, 5, 33]
     assert [refed.num_together(start, 4) for start in (20, 28, 29, 31, 32, 40)] == [4, 4, 3, 1, 4, 4]
     assert dynamic.num_together(31, 4) == 4 and (refed.refed_at, dynamic.refed_at) == (32, None)
-    assert UNCHANGING.row(10**9) == UNCHANGING.told(10**9, 0) == 0 and UNCHANGING.num_alike(3, 10**9) == 10**9
+    assert UNCHANGING.row(10**9) == UNCHANGING.rope_length(10**9, 0) == 0 and UNCHANGING.num_alike(3, 10**9) == 10**9

@@ -1,6 +1,6 @@
 """Corrections of path probabilities, learned from which nodes were accepted.
 
-A drafter's path probability estimates how likely a node is on the accepted path: it "promises" that part of a token.
+A drafter's path probability estimates how likely a node is on the accepted path: that part of a token is expected.
 Low ones are usually too low: on texts of two models, nodes at 1 in 200 were accepted more than three times as often.
 High ones are slightly too high on some texts: with a real model, nodes above a half were accepted 0.9 times as often.
 So path probabilities are corrected by level, with counts that are carried across requests.
@@ -21,27 +21,27 @@ from lp_runtime.utils.jit import compiled, inlined
 
 EXPECTED_BITS = 22  # fixed point of expected tokens: 512 tokens fit into 31 bits
 CORRECTION_BITS = 10  # fixed point of corrections
-# Accepted tokens per promised token, by level: one level for each halving of the path probability, the last one for all
+# Accepted tokens per expected token, by level: one level for each halving of the path probability, the last one for all
 # below. Counted at 24 tokens per step on 21 prompts of SmolLM2-135M-Instruct and 26 of the demo model.
 STARTING_CORRECTIONS = (0.9, 0.95, 1.2, 1.4, 1.6, 2.0, 2.0, 2.5, 3.0, 3.0)
-INITIAL_TOKENS = 4  # promised tokens per level that the starting corrections count for
-MEMORY_TOKENS = 64  # a level's counts are halved when its promised tokens exceed this
+INITIAL_TOKENS = 4  # expected tokens per level that the starting corrections count for
+MEMORY_TOKENS = 64  # a level's counts are halved when its expected tokens exceed this
 MAX_DISCOUNT = 4  # path probabilities are divided by at most this: else no tree would ever be tried again
 RECOVERY_FITS = 16  # each tree that does not pay forgives 1/16 of the shortfall of accepted tokens
 
 
-class Promises:
+class AcceptanceCalibration:
     """Corrects path probabilities by acceptance counts; carried from one request to the next of its kind.
 
     Attributes:
-        promised: [L] int64 sum of recent path probabilities, fixed point of EXPECTED_BITS.
-        kept: [L] int64 accepted tokens among the same nodes, fixed point of EXPECTED_BITS.
+        expected: [L] int64 sum of recent path probabilities, fixed point of EXPECTED_BITS.
+        accepted: [L] int64 accepted tokens among the same nodes, fixed point of EXPECTED_BITS.
     """
 
     def __init__(self) -> None:
         one = 1 << EXPECTED_BITS
-        self.promised = np.full(len(STARTING_CORRECTIONS), INITIAL_TOKENS * one, np.int64)
-        self.kept = np.array([int(INITIAL_TOKENS * one * each) for each in STARTING_CORRECTIONS], np.int64)
+        self.expected = np.full(len(STARTING_CORRECTIONS), INITIAL_TOKENS * one, np.int64)
+        self.accepted = np.array([int(INITIAL_TOKENS * one * each) for each in STARTING_CORRECTIONS], np.int64)
 
     def corrected(self, path_probabilities: np.ndarray) -> np.ndarray:
         """Return the corrected path probabilities, [T] int64, fixed point of EXPECTED_BITS.
@@ -49,7 +49,7 @@ class Promises:
         `path_probabilities` are the drafter's estimates, [T] int64, fixed point of PATH_PROBABILITY_BITS.
         """
         expected = np.empty(len(path_probabilities), np.int64)
-        _correct_all(path_probabilities, self.kept, self.promised, expected)
+        _correct_all(path_probabilities, self.accepted, self.expected, expected)
         return expected
 
     def observe(self, path_probabilities: np.ndarray, num_pending: int, accepted: Sequence[int]) -> None:
@@ -58,11 +58,11 @@ class Promises:
         `path_probabilities` are [T] int64, fixed point of PATH_PROBABILITY_BITS; `accepted` are the nodes on the
         accepted path.
         """
-        _observe(path_probabilities, num_pending, np.array(accepted, np.int64), self.kept, self.promised)
+        _observe(path_probabilities, num_pending, np.array(accepted, np.int64), self.accepted, self.expected)
 
     def restore(self) -> None:
         """Move the corrections back towards 1, so that drafting is retried after trees that did not pay."""
-        self.kept += np.maximum(0, self.promised - self.kept) // RECOVERY_FITS
+        self.accepted += np.maximum(0, self.expected - self.accepted) // RECOVERY_FITS
 
 
 @inlined
@@ -76,35 +76,35 @@ def _level_of(of_node, num_levels):
 
 
 @inlined
-def correct(path_probability, kept, promised):
-    """Return a corrected path probability, fixed point of EXPECTED_BITS; see Promises.
+def correct(path_probability, kept, drafted):
+    """Return a corrected path probability, fixed point of EXPECTED_BITS; see AcceptanceCalibration.
 
     `path_probability` is fixed point of PATH_PROBABILITY_BITS.
     """
     of_node = path_probability >> (PATH_PROBABILITY_BITS - EXPECTED_BITS)
     level = _level_of(of_node, len(kept))
-    correction = (kept[level] << CORRECTION_BITS) // promised[level]
+    correction = (kept[level] << CORRECTION_BITS) // drafted[level]
     return min(of_node * correction >> CORRECTION_BITS, np.int64(1) << EXPECTED_BITS)
 
 
 @compiled
-def _correct_all(path_probabilities, kept, promised, expected):
-    """Write `expected`; see `Promises.corrected`."""
+def _correct_all(path_probabilities, kept, drafted, expected):
+    """Write `expected`; see `AcceptanceCalibration.corrected`."""
     for node in range(len(path_probabilities)):
-        expected[node] = correct(path_probabilities[node], kept, promised)
+        expected[node] = correct(path_probabilities[node], kept, drafted)
 
 
 @compiled
-def _observe(path_probabilities, num_pending, accepted, kept, promised):
-    """Add a step's nodes to `promised` and `kept`; see `Promises.observe`."""
+def _observe(path_probabilities, num_pending, accepted, kept, drafted):
+    """Add a step's nodes to `drafted` and `kept`; see `AcceptanceCalibration.observe`."""
     for node in range(num_pending, len(path_probabilities)):
         of_node = path_probabilities[node] >> (PATH_PROBABILITY_BITS - EXPECTED_BITS)
-        promised[_level_of(of_node, len(kept))] += of_node
+        drafted[_level_of(of_node, len(kept))] += of_node
     for i in range(len(accepted)):
         of_node = path_probabilities[accepted[i]] >> (PATH_PROBABILITY_BITS - EXPECTED_BITS)
         kept[_level_of(of_node, len(kept))] += np.int64(1) << EXPECTED_BITS
     for level in range(len(kept)):
-        if promised[level] > np.int64(MEMORY_TOKENS) << EXPECTED_BITS:
-            promised[level] //= 2
+        if drafted[level] > np.int64(MEMORY_TOKENS) << EXPECTED_BITS:
+            drafted[level] //= 2
             kept[level] //= 2
-        kept[level] = max(kept[level], promised[level] // MAX_DISCOUNT)
+        kept[level] = max(kept[level], drafted[level] // MAX_DISCOUNT)
