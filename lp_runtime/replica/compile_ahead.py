@@ -1,4 +1,4 @@
-"""Compiling what steps need, which takes seconds: in a second process, too, while a command imports torch."""
+"""Compiles the code that steps need, which takes seconds; partly in a second process, while torch is imported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ SHARED = "shared"  # argument of the second process: several replicas share each
 
 @contextlib.contextmanager
 def compiling_ahead(config: RuntimeConfig) -> Iterator[None]:
-    """Compile in a second process what replicas on this machine will need, until this is left; unless it is on disk."""
+    """Compile code for this machine's replicas in a second process while the `with` block runs.
+
+    It is not started if the code is cached on disk, if Ray runs the replicas, or with a drafter other than `full`.
+    """
     if config.lookahead.drafter != "full" or config.launcher.name == "ray" or is_cached(growth.grow):
         yield
         return
@@ -38,7 +41,7 @@ def compiling_ahead(config: RuntimeConfig) -> Iterator[None]:
 
 
 def compile_steps(is_shared: bool) -> None:
-    """Compile what steps with drafter=full need, except for what imports torch; or load it from disk.
+    """Compile the code that steps with drafter=full need, except code that imports torch; or load it from disk.
 
     Args:
         is_shared: whether several replicas share each step.
@@ -48,8 +51,8 @@ def compile_steps(is_shared: bool) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent ends, however that happens."""
-    sys.stdin.read()
+    """End this process when its parent ends, even if the parent is killed."""
+    sys.stdin.read()  # returns when the parent's end of the pipe closes
     os._exit(0)
 
 
