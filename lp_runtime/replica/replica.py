@@ -210,7 +210,7 @@ def load_replica(
         ModelError: if the model cannot be loaded or fails the self-check.
     """
     device = _prepare_process(config, device_index, num_local, owns_process)
-    if device.type == "cuda" and device_index == 0 and not owns_device:  # processes with booked GPUs may have booked cores
+    if device.type == "cuda" and device_index == 0 and not owns_device:  # booked GPUs may come with booked cores
         warn_of_few_cores(num_local)
     progress = Progress(config.show_progress and device_index == 0)  # one per machine reports
     progress.begin("compiling code that is not cached")  # before passes are timed: compiling would slow them down
