@@ -47,9 +47,8 @@ class DecoderFactory:
     def make(self, request: Request, spec: SamplerSpec, stop: Stop | None, tag: int) -> Decoder:
         """Return the decoder of a request, before its prefill. The caller must release its draft tables.
 
-        Args:
-            stop: a stop condition in addition to the request's own, see DecodingState.
-            tag: names the kept draft tables to continue with; 0 for empty ones.
+        `stop` is a condition in addition to the request's own. `tag` names the kept draft tables to continue with; 0 for
+        none.
         """
         # Ordered processors are called on one replica only. The others own no node: they are followers.
         settings, num_replicas = request.lookahead, 1 if spec.processors.are_ordered else self._group.size

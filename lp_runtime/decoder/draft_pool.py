@@ -88,8 +88,8 @@ class DraftPool:
     def release(self, tables: DraftTables, tag: int = 0) -> None:
         """Take tables back from a finished request.
 
-        Args:
-            tag: keep the tables under this name for a request that continues the text; 0 for no such request.
+        With a tag, they are kept under this name for a request that continues the text. Without (0), any request may
+        reuse them.
         """
         self._in_use.remove(id(tables))
         if tables is self._shared:

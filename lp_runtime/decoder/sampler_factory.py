@@ -51,9 +51,8 @@ class SamplerSpec:
 def make_sampler_spec(model: ModelRunner, request: Request, plain_kinds: set[Hashable] | None = None) -> SamplerSpec:
     """Return the sampling settings of a request, equal on all replicas.
 
-    Args:
-        plain_kinds: cache of the kinds of requests that need no logits processors, updated here: asking transformers
-            takes milliseconds. None for no cache.
+    `plain_kinds` caches the kinds of requests that need no logits processors, because asking transformers takes
+    milliseconds. It is updated here; None for no cache.
 
     Raises:
         ConfigError: if transformers refuses a setting.

@@ -34,7 +34,7 @@ from lp_runtime.model.kv_cache.cache_names import CACHE_NAMES, cache_to_fill, gi
 from lp_runtime.sampling.processors import of_row
 from lp_runtime.sampling.types import LogitsProcessor
 
-# Model inputs that `generate` adds by itself. They are checked but not used: we have our own cache, masks and positions.
+# Model inputs that `generate` adds by itself. Checked, but not fed: the runner has its own cache, masks and positions.
 KNOWN_INPUTS = ("attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep")
 # Name of the cache in the output of `generate`; transformers 5.24 renamed it.
 CACHE_FIELD = next(each.name for each in fields(GenerateDecoderOnlyOutput) if each.name in CACHE_NAMES)
@@ -301,8 +301,8 @@ def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torc
     lengths = {each.shape[-1] for each in (mask, given.get("position_ids")) if each is not None}
     if other := lengths - {
         length := input_ids.shape[-1]
-    }:  # the mask alone does not show it: `generate` drops masks of ones, but derives positions from them first
-        raise ConfigError(f"attention_mask, position_ids: for {other.pop()} tokens; must be for the {length} of input_ids")
+    }:  # position_ids too: `generate` drops a mask of ones after it has derived positions from it
+        raise ConfigError(f"attention_mask, position_ids: for {other.pop()} tokens; input_ids have {length}")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
     _check_positions(given.get("position_ids"), mask)
     return mask

@@ -47,11 +47,8 @@ def make_prefix_cache(model: ModelRunner, max_bytes: int | None, capacity: int |
 def read_for_resume(model: ModelRunner, slot: CacheSlot, request: Request, capacity: int) -> None:
     """Copy a prompt's longest cached prefix into a slot before `ModelRunner.resume`, if the slot holds less.
 
-    Replicas may read different lengths: a resume only exchanges whether each replica is done.
-
-    Args:
-        slot: may hold any tokens.
-        capacity: tokens that must fit into the slot.
+    The slot may hold any tokens; `capacity` tokens must fit into it. Replicas may read different lengths: a resume only
+    exchanges whether each replica is done.
     """
     if model.slots.prefixes is not None:
         prompt, lengths = list(request.prompt_ids), model.rotary_lengths
@@ -124,11 +121,7 @@ class PromptPrefix:
         return num_tokens if num_tokens >= MIN_TOKENS else 0
 
     def keep(self, slot: CacheSlot, tag: int = 0) -> None:
-        """Store the slot's tokens of the sequence in the prefix cache.
-
-        Args:
-            tag: the result of `next_tag` once the sequence has ended; 0 before.
-        """
+        """Store the slot's tokens in the prefix cache; `tag` comes from `next_tag` at the end of the sequence."""
         if self._cache is not None:
             salt = self._request.cache_salt
             self._cache.store(slot.cache, slot.tokens, slot.num_prefilled, salt, tag, slot.prompt_length)

@@ -199,6 +199,7 @@ def load_replica(
     """Load and check the model of a replica, or its shard 0, which leads the other shards.
 
     Args:
+        config: of the runtime.
         device_index: index of the GPU among those that this process sees.
         num_local: processes on this machine: the shards of all its replicas.
         owns_process: whether the process serves only this replica, which then sets the thread count.
@@ -284,6 +285,9 @@ def join_group(
     """Join the group of all replicas, and leave it at the end of the `with` block.
 
     Args:
+        config: of the runtime.
+        loaded: from `load_replica`.
+        context: rank of this replica, number of replicas, and where they meet.
         store: rendezvous store, if it is already open in this process.
         is_abandoned: polled while waiting for peers; true ends the wait.
         on_formed: called with the group before anything is exchanged in it.
