@@ -47,8 +47,7 @@ class DecoderFactory:
     def make(self, request: Request, spec: SamplerSpec, stop: Stop | None, tag: int) -> Decoder:
         """Return the decoder of a request, before its prefill. The caller must release its draft tables.
 
-        `stop` is a condition in addition to the request's own. `tag` names the kept draft tables to continue with; 0 for
-        none.
+        `stop` is a condition in addition to the request's own. `tag`, if not 0, names kept draft tables to continue with.
         """
         # Ordered processors are called on one replica only. The others own no node: they are followers.
         settings, num_replicas = request.lookahead, 1 if spec.processors.are_ordered else self._group.size

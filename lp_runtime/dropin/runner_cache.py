@@ -92,8 +92,8 @@ class RunnerKeeper:
     def runner(self, model: PreTrainedModel, kind: tuple, make: Callable[[], ModelRunner]) -> Iterator[ModelRunner]:
         """Yield a runner for the duration of a `with` block: the kept one if the model has not changed, else a new one.
 
-        It is kept again afterwards, without its KV caches, unless the block fails. `kind` is everything except the model
-        that the runner depends on; `make` creates a new runner.
+        It is kept again afterwards, without its KV caches, unless the block fails. `kind` is what the runner depends on
+        in addition to the model; `make` creates a new runner.
 
         Raises:
             ConfigError: inside autocast, where a pass has other dtypes than the model.
