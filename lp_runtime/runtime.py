@@ -1,4 +1,4 @@
-"""Python API: starts replicas of a model and decodes prompts on them."""
+"""Python API: a runtime that starts replicas of a model and decodes prompts on them."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ class LookaheadRuntime:
 
         Args:
             request: made by the method `request`.
-            needs_text: whether a model without a tokenizer is an error; if not, deltas then contain token ids only.
+            needs_text: whether a model without a tokenizer is an error; if not, its deltas contain token ids only.
             lease: the replicas to use, for the scheduler; None for all.
 
         Raises:

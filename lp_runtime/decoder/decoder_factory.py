@@ -1,4 +1,4 @@
-"""Builds the decoder of a request from its state, drafter, step budget and sampler."""
+"""Factory of decoders: combines a request's state, drafter, step budget and sampler."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ MAX_EXPECTED_TOKENS = 1024  # of an answer: step times are looked up for a text 
 
 
 class DecoderFactory:
-    """Builds the decoders of an engine's requests.
+    """Factory of the decoders of an engine's requests.
 
     Args:
-        group: the replicas that share the steps of a request.
         grammars: creates the state of requests' constraints; None if no request has a constraint.
     """
 
@@ -42,12 +41,12 @@ class DecoderFactory:
     ):
         self._model, self._group, self._calibration = model, group, calibration
         self._draft_pool, self._grammars = draft_pool, grammars
-        self._learned: dict[Hashable, LearnedCosts] = {}  # by (step size is automatic, greedy, replicas)
+        self._learned: dict[Hashable, LearnedCosts] = {}  # by (automatic sizes, greedy, replicas)
 
     def make(self, request: Request, spec: SamplerSpec, stop: Stop | None, tag: int) -> Decoder:
         """Return the decoder of a request, before its prefill. The caller must release its draft tables.
 
-        `stop` is a condition in addition to the request's own. `tag`, if not 0, names kept draft tables to continue with.
+        `stop` is a condition in addition to the request's own. `tag` names kept draft tables to use; 0 for empty ones.
         """
         # Ordered processors are called on one replica only. The others own no node: they are followers.
         settings, num_replicas = request.lookahead, 1 if spec.processors.are_ordered else self._group.size

@@ -1,4 +1,4 @@
-"""Pool of an engine's draft tables. A table serves one request at a time.
+"""Draft tables of an engine, each lent to one request at a time.
 
 Samples of one prompt are similar, so a sample starts with the tables of an earlier, finished sample. A repeated request
 (same prompt, same sample) starts with empty tables, so that its steps repeat as well.
@@ -15,7 +15,7 @@ MAX_KEPT = 8  # tables of finished sequences, for requests that continue their t
 
 
 class DraftPool:
-    """Lends draft tables to requests.
+    """Pool of draft tables that requests acquire and release.
 
     Args:
         shared: tables that outlive requests; None to create them on first use.
@@ -56,7 +56,7 @@ class DraftPool:
         return tables
 
     def _take_known(self, num_bytes: int, prompt: Hashable, sample: int) -> DraftTables | None:
-        """Return free tables that learned from other samples of a prompt, but not from this one; None if none exist."""
+        """Return free tables that know other samples of a prompt, but not this one; None if none exist."""
         for place, tables in enumerate(self._free):
             known, samples = self._decoded[id(tables)]
             if prompt is not None and known == prompt and sample not in samples and tables.num_bytes == num_bytes:

@@ -1,4 +1,4 @@
-"""Builds the drafter that a request asks for."""
+"""Factory of drafters, by the name in the settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collects top-k candidates of prompt tokens during the prefill, for the drafter's first steps.
+"""Prefill that also collects top-k candidates of prompt tokens, for the drafter's first steps.
 
 The prefill computes the hidden states of all prompt tokens anyway; harvesting adds the head for the harvested tokens.
 Each replica computes the head for its share of them, and one gather gives all candidates to all replicas.
@@ -45,7 +45,7 @@ def num_to_harvest(
 
 
 class PromptHarvest:
-    """Feeds a prompt and keeps the top-k candidates of its last n tokens.
+    """Prefill of a prompt that keeps the top-k candidates of its last n tokens.
 
     Args:
         slot: begun; holds what precedes `prompt`: nothing, or a prefix from the cache.
@@ -95,7 +95,7 @@ class PromptHarvest:
         return logits[-1:]
 
     def share(self) -> np.ndarray:
-        """Gather and return the [n, ENTRY] int32 top-k candidates of the last n tokens, equal on every replica.
+        """Gather the [n, ENTRY] int32 top-k candidates of the last n tokens; return them on every replica.
 
         Raises:
             ReplicaError: if a peer is gone.

@@ -1,4 +1,4 @@
-"""Builds the sampler of a request from the request's settings and the model's defaults."""
+"""Factory of samplers: combines a request's settings with the model's defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shares an error that only some replicas met, so that all replicas end the request with the same error."""
+"""Exchange of an error that only some replicas met, so that all end the request with the same one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ WORD_BYTES = 8  # of an exchanged integer
 
 
 def shared_error(error: LookaheadError | None, group: Group) -> LookaheadError:
-    """Return the error of the lowest rank that has one, on every replica. At most once a request, at its end.
+    """Return the error of the lowest rank that has one, on every replica of a group.
+
+    Called at most once per request, at its end.
 
     Args:
         error: None on replicas without an error. At least one replica must have one.
@@ -36,5 +38,5 @@ def shared_error(error: LookaheadError | None, group: Group) -> LookaheadError:
 
 
 def _known_kind(error: LookaheadError) -> type[LookaheadError]:
-    """Return the nearest class of an error that all replicas can import: processors may raise their own subclasses."""
+    """Return an error's nearest class from errors.py: other replicas may not know a processor's subclass."""
     return next(kind for kind in type(error).__mro__ if kind.__module__ == LookaheadError.__module__)

@@ -1,4 +1,4 @@
-"""Parses and checks a call of transformers' `generate` that uses `custom_generate=lookahead_generate`.
+"""A parsed and checked call of transformers' `generate` with `custom_generate=lookahead_generate`.
 
 `generate` has already prepared its processors, criteria and settings. It does not pass on every argument
 (generate_frame.py), and it does not check what a callable supports: unsupported settings are refused here.
@@ -53,12 +53,9 @@ class GenerateCall:
     Attributes:
         rows: the prompts, without padding.
         samples: for each row, the number of earlier rows with an equal prompt: equal rows are independent samples.
-        max_new_tokens: upper bound for every row.
         eos_token_ids: tokens after which a row stops.
-        streamer: receives new tokens; None if the caller gave none.
         criteria: stopping criteria other than length, time and end-of-sequence.
-        wants_scores: whether the output includes processed logits.
-        wants_logits: whether the output includes raw logits.
+        wants_scores, wants_logits: whether the output includes processed and raw logits.
         cache: to be filled with keys, values and states of all tokens except the last; None if the caller would not see
             it, or if layers of the model hold more than these.
 
@@ -113,7 +110,7 @@ class GenerateCall:
         return max(MIN_TIME_SECONDS, min(c.initial_timestamp + c.max_time - now for c in self._limits.times))
 
     def check_length(self, row: int, context_length: int | None) -> None:
-        """Raise RequestError if a row may become longer than the model's context; None for an unlimited context."""
+        """Raise RequestError if a row may exceed the model's context; None is an unlimited context."""
         length = len(self.rows[row])
         if context_length is not None and length + self.max_new_tokens > context_length:
             raise RequestError(
@@ -135,11 +132,9 @@ class GenerateCall:
         return of_row(self._processors, row, padding, self._config.min_new_tokens is not None)
 
     def is_done(self, tokens: Sequence[int], scores: tuple[torch.Tensor, ...] | None) -> bool:
-        """Whether any of `criteria` holds for a row.
+        """Whether any of `criteria` holds for a row's prompt and new tokens.
 
-        Args:
-            tokens: of the row, including the prompt.
-            scores: [1, V] processed logits of each new token; None if the output does not include them.
+        `scores` has the [1, V] processed logits of each new token; None if the output does not include them.
         """
         ids = torch.tensor([list(tokens)], device=self._input_ids.device)
         return any(bool(torch.as_tensor(criterion(ids, scores)).any()) for criterion in self.criteria)
@@ -196,7 +191,7 @@ class GenerateCall:
 
 
 def _by_step(rows: Sequence[torch.Tensor] | None, num_steps: int) -> tuple[torch.Tensor, ...] | None:
-    """Turn per-row tensors, [new tokens, V] each, into one [B, V] tensor per step, zero-padded; None for None."""
+    """Turn [new tokens, V] tensors per row into zero-padded [B, V] tensors per step; None for None."""
     if rows is None:
         return None
     padded = [torch.cat([row, row.new_zeros((num_steps - len(row), row.shape[1]))]) for row in rows]

@@ -1,4 +1,4 @@
-"""Reads arguments of transformers' `generate` that it does not pass to a `custom_generate` callable.
+"""Access to arguments of `generate` that it does not pass to a `custom_generate` callable.
 
 `GenerationMixin._extract_generation_mode_kwargs` (transformers 5.x) only passes a callable those of its keywords that
 are in `generate`'s **kwargs. `streamer` and `assistant_model` are named parameters of `generate`, so the callable never

@@ -150,7 +150,7 @@ def _compiled(
     vocabulary_size: int,
     eos_token_ids: frozenset[int],
 ) -> tuple[CompiledConstraint | None, Grammars | None]:
-    """Compile a call's constraint; return it with the factory of its state, or (None, None) without a constraint.
+    """Compile a call's constraint; return it with the factory of its state, or (None, None).
 
     Raises:
         ConfigError: there is no tokenizer, or no end-of-sequence token.
@@ -209,7 +209,7 @@ class _NewTokens(NamedTuple):
 
 
 class _Rows:
-    """Decodes the rows of a call, one after another."""
+    """The rows of a call, decoded one after another."""
 
     def __init__(
         self,
@@ -266,12 +266,9 @@ class _Rows:
         return new._replace(held=held)
 
     def _decode_row(self, row: int, committed: tuple[int, ...] = (), length: int | None = None) -> _NewTokens:
-        """Decode one row and return its new tokens, without those already committed.
+        """Decode one row and return its new tokens, without those that an earlier call committed.
 
-        Args:
-            row: its index.
-            committed: new tokens of an earlier call for the row.
-            length: new tokens of the row in the end, committed ones included; None to use the stopping criteria.
+        With a length, the row continues to that many new tokens, committed ones included; None to use the criteria.
         """
         call, model = self._call, self._model
         recorder = Recorder(model.vocabulary_size, self._group)

@@ -1,4 +1,4 @@
-"""Records the logits and scores of accepted tokens, if the drop-in's caller asks for them."""
+"""Recorder of the logits and scores of accepted tokens, for callers of the drop-in that ask for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lp_runtime.distributed.transport.group import Group
 
 
 class Recorder:
-    """Records the logits and scores from which accepted tokens were chosen; an engine's Observer.
+    """Recorder of the logits and scores that accepted tokens were chosen from; an engine's Observer.
 
     Attributes:
         scores: per accepted token, its [V] processed logits.

@@ -1,4 +1,4 @@
-"""Creates runners of callers' models, and keeps runners with captured passes between calls of the drop-in.
+"""Runners of callers' models; those with captured passes are kept between calls of the drop-in.
 
 A captured graph is bound to the weights' addresses and the modules at capture time. So a runner is only reused if the
 model has not changed since, and by one call at a time.
@@ -44,7 +44,7 @@ def state_of(model: PreTrainedModel) -> tuple:
 
 
 def _state(value: Any, configs: dict[int, str]) -> Any:
-    """Return a comparable summary of a module's attribute. `configs` caches the text of configurations by id."""
+    """Return a comparable summary of a module's attribute; `configs` caches the text of configs by id."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, torch.Tensor):
@@ -90,10 +90,10 @@ class RunnerKeeper:
 
     @contextmanager
     def runner(self, model: PreTrainedModel, kind: tuple, make: Callable[[], ModelRunner]) -> Iterator[ModelRunner]:
-        """Yield a runner for the duration of a `with` block: the kept one if the model has not changed, else a new one.
+        """Yield a runner for the duration of a `with` block: the kept one if the model has not changed.
 
-        It is kept again afterwards, without its KV caches, unless the block fails. `kind` is what the runner depends on
-        in addition to the model; `make` creates a new runner.
+        Otherwise `make` creates a new one. Afterwards it is kept, without its KV caches, unless the block failed.
+        `kind` holds the settings of the runner, which must be equal too.
 
         Raises:
             ConfigError: inside autocast, where a pass has other dtypes than the model.

@@ -1,4 +1,4 @@
-"""Decides when committed tokens are handed to the caller."""
+"""Timing of the delivery of committed tokens to the caller."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ SCORED_TOKENS = 64  # per pass: bounds the [n, V] float32 logits, which are need
 
 
 class PromptScorer:
-    """Feeds a prompt and records the log-probability of each of its tokens.
+    """Prefill of a prompt that records the log-probability of each of its tokens.
 
     Args:
         slot: begun and empty.

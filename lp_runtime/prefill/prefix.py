@@ -45,7 +45,7 @@ def make_prefix_cache(model: ModelRunner, max_bytes: int | None, capacity: int |
 
 
 def read_for_resume(model: ModelRunner, slot: CacheSlot, request: Request, capacity: int) -> None:
-    """Copy a prompt's longest cached prefix into a slot before `ModelRunner.resume`, if the slot holds less.
+    """Copy a prompt's cached prefix into a slot before `ModelRunner.resume`, if the slot holds less.
 
     The slot may hold any tokens; `capacity` tokens must fit into it. Replicas may read different lengths: a resume only
     exchanges whether each replica is done.
@@ -60,7 +60,9 @@ def read_for_resume(model: ModelRunner, slot: CacheSlot, request: Request, capac
 
 
 class PromptPrefix:
-    """The part of a request's prompt that all replicas read from their prefix caches. Creating one gathers.
+    """The part of a request's prompt that all replicas read from their prefix caches.
+
+    Creating one runs a gather.
 
     Args:
         cache: None for no cache.
@@ -110,7 +112,7 @@ class PromptPrefix:
 
     @property
     def num_to_point(self) -> int:
-        """Tokens to feed after the read ones before layer states are stored for later prompts; 0 to store none.
+        """Tokens to feed after the read ones before storing layer states for later prompts; 0 for never.
 
         That is the end of what the prompt shares with cached sequences. A later prompt with the same beginning can then
         resume there.

@@ -24,7 +24,7 @@ REPLAYED_TOKENS = 64  # per pass: bounds the [n, V] logits, which are needed for
 
 
 class Resume:
-    """Fills a slot with a request's prompt and the tokens that an earlier attempt committed.
+    """Prefill of a slot with a request's prompt and the tokens that an earlier attempt committed.
 
     Args:
         request: must have committed tokens.

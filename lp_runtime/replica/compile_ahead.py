@@ -1,4 +1,4 @@
-"""Compiles the code that steps need, which takes seconds; partly in a second process, while torch is imported."""
+"""Compilation of code for steps, which takes seconds; partly in a second process during imports."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ def compiling_ahead(config: RuntimeConfig) -> Iterator[None]:
 
 
 def compile_steps(is_shared: bool) -> None:
-    """Compile the code that steps with drafter=full need, except code that imports torch; or load it from disk.
+    """Compile, or load from disk, the code of steps with drafter=full, except code that imports torch.
 
-    Args:
-        is_shared: whether several replicas share each step.
+    `is_shared`: whether several replicas share each step.
     """
     for_several = [compile_capacity, compile_partition] if is_shared else []
     compile_in_turns([compile_growth, compile_learning, *for_several, compile_budget, compile_sampler, compile_drafter])

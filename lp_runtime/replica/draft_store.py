@@ -1,4 +1,4 @@
-"""Draft store: the file in which draft tables outlive a runtime. Read at start, written after every request."""
+"""File in which draft tables outlive a runtime: read at start, written after every request."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DraftStore:
-    """The file of a runtime's draft tables, read and written by rank 0 only.
-
-    Attributes:
-        num_bytes: size of the draft tables.
-    """
+    """The file of a runtime's draft tables, read and written by rank 0 only. `num_bytes` is their size."""
 
     path: Path
     num_bytes: int
@@ -44,7 +40,7 @@ class DraftStore:
         return cls(path, settings.draft_tables_bytes, vocabulary_size)
 
     def load(self, group: Group) -> DraftTables:
-        """Return the stored draft tables, equal on all replicas of a group; empty ones if the file does not exist.
+        """Return the stored draft tables, equal on all replicas; empty ones if the file does not exist.
 
         Raises:
             ConfigError: on all replicas, if the file holds no draft tables or tables of another size or version, or

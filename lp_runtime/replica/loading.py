@@ -1,4 +1,4 @@
-"""Loads a model onto its device, fuses and packs its layers, and checks it."""
+"""Model loading: from a checkpoint to a fused, packed and checked model on its device."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def ready_follower(config: RuntimeConfig, device: torch.device, place: ShardPlac
 
 
 def _load(config: RuntimeConfig, device: torch.device, place: ShardPlace) -> tuple[CausalLM, ShardLink | None]:
-    """Return a loaded model, or one shard's slice of it with the link to the other shards (None for a whole model)."""
+    """Return a whole model and None, or one shard's slice of it and the link to the other shards."""
     timeout = config.launcher.start_timeout
     if config.num_stages > 1:
         return load_in_stages(config.model, device, config.num_stages, config.dtype), None
@@ -110,7 +110,7 @@ def prepare_model(
     progress: Progress | None = None,
     leading: LeadingShard | None = None,
 ) -> tuple[ModelRunner, float]:
-    """Fuse, pack and check a Hugging Face causal LM, or shard 0's slice of it, that is already on its device.
+    """Fuse, pack and check a Hugging Face causal LM, or shard 0's slice of it, on its device.
 
     Returns:
         (model, difference): the runner and the largest relative difference that the self-check saw.
@@ -149,10 +149,7 @@ def _why_not_captured(model: ModelRunner, config: RuntimeConfig) -> str | None:
 def not_captured(model: ModelRunner, on_gpu: Sequence[bool], captured: Sequence[bool]) -> str | None:
     """Return why some replica on a GPU does not capture its passes as CUDA graphs; None if all do.
 
-    Args:
-        model: of this replica.
-        on_gpu: by rank, whether the replica is on a GPU.
-        captured: by rank, whether the replica's passes are captured.
+    `on_gpu` and `captured` are indexed by rank; `model` is this replica's.
     """
     ranks = [
         rank for rank, (is_gpu, is_captured) in enumerate(zip(on_gpu, captured, strict=True)) if is_gpu > is_captured
@@ -184,11 +181,7 @@ def _optimize(loaded: CausalLM, config: RuntimeConfig, device: torch.device, is_
 
 
 def choose_device(device: str, index: int) -> torch.device:
-    """Return the device of a replica.
-
-    Args:
-        device: "auto", "cpu" or "cuda".
-        index: index among the GPUs that this process sees; unused on CPUs.
+    """Return the device for "auto", "cpu" or "cuda"; `index` is among the GPUs that this process sees.
 
     Raises:
         ConfigError: if the GPU does not exist in this process, or torch cannot use GPUs.

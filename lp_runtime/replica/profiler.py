@@ -1,4 +1,4 @@
-"""Profiles a request's first steps with torch's profiler, and prints a table of the time."""
+"""Profiler of a request's first steps: a trace of torch's profiler and a table of the time."""
 
 from __future__ import annotations
 
@@ -31,12 +31,8 @@ def check_folder(folder: str) -> None:
 def profiled(events: Iterator[Event], folder: str, rank: int, device: torch.device) -> Iterator[Event]:
     """Yield a request's events unchanged, and trace its first steps.
 
-    Args:
-        events: from Engine.run.
-        folder: where to write rank<RANK>.json, for ui.perfetto.dev. Each request with a step after its prefill
-            overwrites the file.
-        rank: of this replica; rank 0 also prints a table to stderr.
-        device: of the model.
+    Every request with a step after its prefill overwrites FOLDER/rank<RANK>.json, which ui.perfetto.dev shows. Rank 0
+    also prints a table to stderr.
     """
     trace = _Trace(Path(folder) / f"rank{rank}.json", rank == 0, device)
     try:

@@ -130,7 +130,7 @@ class Replica:
         self._background.close()
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Return a context that pauses background work, so that the caller has the model; one thread at a time."""
+        """Return a context in which background work is paused; only one thread at a time may enter it."""
         return self._background.paused()
 
     def decode(self, request: Request, should_cancel: Callable[[], bool] = never_cancel) -> Iterator[Event]:

@@ -54,6 +54,6 @@ class Request:
 
     @property
     def sampling_key(self) -> str:
-        """Everything that decides the sampled tokens except the prompt and the processors, as text for the digest."""
+        """Text of all that decides the sampled tokens except prompt and processors, for the digest."""
         constraint = None if self.constraint is None else self.constraint.key
         return repr((self.sampling, self.sample, self.stop, self.logprobs, self.top_logprobs, constraint))

@@ -1,4 +1,4 @@
-"""Splits the time of a request's steps into forward, exchange and other, on one replica."""
+"""Timer that splits a request's steps into forward, exchange and other, on one replica."""
 
 from __future__ import annotations
 
@@ -44,11 +44,9 @@ class StepTimer:
         self._previous, self._step = self._step, dict.fromkeys(self.seconds, 0.0)
 
     def lap(self, part: str, batch_size: int = 1) -> None:
-        """Add the time since the last lap to a part of the step.
+        """Add the time since the last lap to the part "forward", "exchange" or "other".
 
-        Args:
-            part: "forward", "exchange" or "other".
-            batch_size: sequences that shared the work; each is charged an equal share.
+        It is divided by `batch_size`, the number of sequences that shared the work.
         """
         self._add(part, self._since_last() / batch_size)
 
@@ -80,10 +78,9 @@ class StepTimer:
         self._step[part] += seconds
 
     def packed(self, is_late: bool = False) -> int:
-        """Return two times in microseconds as one integer: this step's pass, and the previous step's other work.
+        """Pack the microseconds of this step's pass and of the previous step's other work into one integer.
 
-        Args:
-            is_late: whether this step's pass may still be running; the previous step's pass is reported instead.
+        With is_late this step's pass may still be running, so the previous step's is reported.
         """
         step = self._previous if is_late else self._step
         forward, other = (min(int(1e6 * each), MAX_MICROSECONDS) for each in (step["forward"], self._previous["other"]))
@@ -91,5 +88,5 @@ class StepTimer:
 
     @staticmethod
     def unpacked(clocks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return [R] nanoseconds of forward passes and [R] of other work, from the `packed` integers of R replicas."""
+        """Unpack R `packed` integers into [R] nanoseconds of forward passes and [R] of other work."""
         return [1000 * (clock >> 31) for clock in clocks], [1000 * (clock & MAX_MICROSECONDS) for clock in clocks]
