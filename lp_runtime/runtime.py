@@ -1,4 +1,4 @@
-"""The Python API: a runtime whose replicas are up decodes prompts."""
+"""Python API: a runtime that starts replicas of a model and decodes prompts on them."""
 
 from __future__ import annotations
 
@@ -30,26 +30,27 @@ class LookaheadRuntime:
     Use it in a `with` block, or call `close`. Under torchrun every rank runs the same program.
 
     Args:
-        model: a directory or hub id, or a ModelConfig; the demo model if not given.
-        gpus: number of GPUs (on CPUs: of processes), >= 1; default gpus_per_replica, under torchrun WORLD_SIZE.
+        model: a directory, a hub id or a ModelConfig; default: the demo model.
+        gpus: number of GPUs (on CPUs: of processes), >= 1, a multiple of gpus_per_replica. Default: WORLD_SIZE under
+            torchrun, else gpus_per_replica.
         launcher: "auto", "local", "torchrun", "ray", or a LauncherConfig.
         device: "auto", "cpu" or "cuda".
         dtype: "auto", "float32", "bfloat16" or "float16".
-        lookahead: settings of drafting; default: LookaheadConfig().
-        sampling: settings of sampling; default: the model's own, from its generation_config.json.
-        exactness: "fast", or "strict": bit for bit the output of one token a step, in half precision, too.
+        lookahead: default drafting settings of requests; default: LookaheadConfig().
+        sampling: default sampling settings of requests; default: those of the model's generation_config.json.
+        exactness: "fast", or "strict": bit for bit the output of one token per step, even in half precision.
         strict_tokens: tokens of every forward pass with exactness="strict", >= 2.
-        gpus_per_replica: GPUs (on CPUs: processes) that one replica spans, >= 1; gpus is a multiple. "auto" takes the
-            fewest that hold the model.
-        config: a whole configuration, given alone; see `from_config`.
+        gpus_per_replica: GPUs (on CPUs: processes) that one replica spans: a number >= 1, "auto" for the fewest that
+            hold the model, or "fastest" for the split that lp-bench measured as fastest.
+        config: a complete configuration, without any other argument; see `from_config`.
 
     Attributes:
-        config: the whole configuration.
+        config: the complete configuration.
         compiler: compiles the constraints of requests.
 
     Raises:
-        ConfigError: a setting is out of range.
-        ModelError: the model cannot be loaded.
+        ConfigError: a setting is out of range, or not possible on this machine.
+        ModelError: the model cannot be loaded, or fails the start-up self-check.
         LaunchError: the replicas cannot be started; none is left running.
     """
 
@@ -81,7 +82,7 @@ class LookaheadRuntime:
             strict_tokens=strict_tokens,
         )
         if config is not None and given != RuntimeConfig():
-            raise ConfigError("config: give it alone, without other arguments")
+            raise ConfigError("config: must be given without other arguments")
         self.config = given if config is None else config
         check_location(self.config.model)
         self._tokenizer: Tokenizer | None = None
@@ -92,48 +93,48 @@ class LookaheadRuntime:
 
     @classmethod
     def from_config(cls, config: RuntimeConfig) -> LookaheadRuntime:
-        """Start a runtime from a whole configuration, as the command line makes one.
+        """Start a runtime from a complete configuration, as the command line does.
 
         Raises:
-            ConfigError: a setting does not fit this machine.
-            ModelError: the model cannot be loaded.
+            ConfigError: a setting is not possible on this machine.
+            ModelError: the model cannot be loaded, or fails the start-up self-check.
             LaunchError: the replicas cannot be started; none is left running.
         """
         return cls(config=config)
 
     @property
     def info(self) -> ReplicaInfo:
-        """The model that the replicas hold."""
+        """Facts about the loaded model: vocabulary, context length, dtype, capacity."""
         return self._launcher.info
 
     @property
     def num_replicas(self) -> int:
-        """Number of replicas, lost ones included."""
+        """Number of replicas, including lost ones."""
         return self._launcher.num_replicas
 
     @property
     def gpus_per_replica(self) -> int:
-        """Number of GPUs (on CPUs: of processes) that each replica spans, as given or chosen."""
+        """Number of GPUs (on CPUs: of processes) that each replica spans."""
         return self._launcher.gpus_per_replica
 
     @property
     def launcher(self) -> Launcher:
-        """The launcher that leads the replicas; for the scheduler."""
+        """The launcher of the replicas; used by the scheduler."""
         return self._launcher
 
     @property
     def num_ready(self) -> int:
-        """Number of replicas that are up, as far as is known; lost ones that start again are not."""
+        """Number of replicas that are up. Lost replicas do not count, even while they are restarting."""
         return self._launcher.num_ready
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process takes requests: under torchrun, rank 0 alone does."""
+        """Whether this process accepts requests; under torchrun only rank 0 does."""
         return self._launcher.is_leader
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, loaded when text is first met.
+        """The model's tokenizer, loaded on first use.
 
         Raises:
             ModelError: the model has no usable tokenizer.
@@ -148,17 +149,20 @@ class LookaheadRuntime:
         max_new_tokens: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generation:
-        """Decode a prompt.
+        """Decode a prompt and return the complete result.
 
         Args:
-            prompt: text or token ids; left out where `messages` is given.
-            max_new_tokens: tokens to generate at most, >= 1; default: the model's own, else 128.
+            prompt: text or token ids; None if `messages` is given.
+            max_new_tokens: upper bound on new tokens, >= 1; default: the model's, else 128 or what the context allows.
             options: see RequestOptions.
 
         Raises:
+            TypeError: an option is unknown.
             ConfigError: a setting is out of range.
-            RequestError: the prompt is empty, has ids out of the vocabulary, or is too long for the model.
-            ReplicaError: a replica fails or is lost.
+            RequestError: the prompt is empty, has ids outside the vocabulary, or is too long for the model.
+            ConstraintError: the constraint is invalid, or cannot be compiled in time.
+            ModelError: text is needed, and the model has no usable tokenizer.
+            ReplicaError: a replica failed or was lost.
         """
         stream = self.stream(prompt, max_new_tokens, **options)
         for _ in stream:
@@ -173,23 +177,25 @@ class LookaheadRuntime:
         max_new_tokens: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[Generation]:
-        """Decode several independent samples of a prompt, of one seed.
+        """Decode several independent samples of a prompt, one after another, from one seed.
 
         Args:
-            prompt: text or token ids; left out where `messages` is given.
-            num_samples: number of samples, >= 1; more than 1 needs sampling.
-            max_new_tokens: tokens of each sample at most, >= 1; default: the model's own, else 128.
-            options: see RequestOptions; `sample` is the number of the first sample.
+            prompt: text or token ids; None if `messages` is given.
+            num_samples: number of samples, >= 1; more than 1 requires sampling.
+            max_new_tokens: upper bound on new tokens of each sample, >= 1; default as in `generate`.
+            options: see RequestOptions; `sample` is the index of the first sample.
 
         Raises:
-            LookaheadError: as `generate` does.
+            ConfigError: num_samples is out of range.
+            RequestError: decoding is greedy, and num_samples is above 1.
+            LookaheadError: any other error of `generate`.
         """
         if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
             raise ConfigError(f"num_samples={num_samples}: must be an integer >= 1")
         first = self.request(prompt, max_new_tokens, **options)
         if num_samples > 1 and first.sampling.seed is None:
             raise RequestError(f"num_samples={num_samples}: decoding is greedy; give sampling.temperature > 0")
-        options["sampling"] = first.sampling  # with its seed
+        options["sampling"] = first.sampling  # has the seed that all samples share
         start = options.get("sample", 0)
         by_sample: list[RequestOptions] = [{**options, "sample": start + number} for number in range(num_samples)]
         return [self.generate(prompt, max_new_tokens, **sample_options) for sample_options in by_sample]
@@ -200,15 +206,15 @@ class LookaheadRuntime:
         max_new_tokens: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> GenerationStream:
-        """Decode a prompt as a stream of deltas, one a step.
+        """Start decoding a prompt, and return a stream of deltas, one per step.
 
         Args:
-            prompt: text or token ids; left out where `messages` is given.
-            max_new_tokens: tokens to generate at most, >= 1; default: the model's own, else 128.
+            prompt: text or token ids; None if `messages` is given.
+            max_new_tokens: upper bound on new tokens, >= 1; default: the model's, else 128 or what the context allows.
             options: see RequestOptions.
 
         Raises:
-            LookaheadError: as `generate` does; of a replica, from the iteration.
+            LookaheadError: as in `generate`. Errors of a replica are raised while iterating.
         """
         request = self.request(prompt, max_new_tokens, **options)
         return self.stream_request(request, needs_text=isinstance(prompt, str))
@@ -216,12 +222,12 @@ class LookaheadRuntime:
     def stream_request(
         self, request: Request, needs_text: bool = False, lease: ReplicaLease | None = None
     ) -> GenerationStream:
-        """Decode a checked request as a stream of deltas, one a step.
+        """Start decoding a checked request, and return a stream of deltas, one per step.
 
         Args:
-            request: as the method `request` makes one.
-            needs_text: whether a model without a tokenizer is an error; if not, deltas are token ids alone.
-            lease: replicas to use, for the scheduler; all if not given.
+            request: made by the method `request`.
+            needs_text: whether a model without a tokenizer is an error; if not, its deltas contain token ids only.
+            lease: the replicas to use, for the scheduler; None for all.
 
         Raises:
             ModelError: text is needed, and the model has no usable tokenizer.
@@ -236,7 +242,7 @@ class LookaheadRuntime:
         try:
             return TextStream(self.tokenizer)
         except ModelError:
-            if optional:  # token ids in and out: a model without a tokenizer will do
+            if optional:  # token ids in and out need no tokenizer
                 return None
             raise
 
@@ -249,20 +255,23 @@ class LookaheadRuntime:
         """Turn a prompt and options into a checked request.
 
         Args:
-            prompt: text or token ids; left out where `messages` is given.
-            max_new_tokens: tokens to generate at most, >= 1; default: the model's own, else 128.
+            prompt: text or token ids; None if `messages` is given.
+            max_new_tokens: upper bound on new tokens, >= 1; default: the model's, else 128 or what the context allows.
             options: see RequestOptions.
 
         Raises:
+            TypeError: an option is unknown.
             ConfigError: a setting is out of range.
-            RequestError: the prompt is empty, has ids out of the vocabulary, or is too long for the model.
+            RequestError: the prompt is empty, has ids outside the vocabulary, or is too long for the model.
+            ConstraintError: the constraint is invalid, or cannot be compiled in time.
+            ModelError: text is needed, and the model has no usable tokenizer.
         """
         return RequestBuilder(self.config, self.info, lambda: self.tokenizer, self.compiler).build(
             prompt, max_new_tokens, **options
         )
 
     def close(self) -> None:
-        """End every replica. Under torchrun, ranks other than 0 first serve rank 0's remaining requests."""
+        """Stop all replicas. Under torchrun, ranks other than 0 serve rank 0's requests until rank 0 closes."""
         self.compiler.close()
         self._launcher.close()
 

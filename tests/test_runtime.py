@@ -204,7 +204,7 @@ def test_ids_need_no_tokenizer(tiny):
 
 
 def test_settings_are_checked(tmp_path):
-    with pytest.raises(ConfigError, match="config: give it alone"):
+    with pytest.raises(ConfigError, match="config: must be given without other arguments"):
         LookaheadRuntime(gpus=2, config=RuntimeConfig())
     with pytest.raises(ConfigError, match="gpus=0: must be an integer >= 1"):
         LookaheadRuntime(gpus=0)

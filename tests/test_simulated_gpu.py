@@ -371,7 +371,7 @@ def test_a_gpu_that_others_have_filled(gpu, place, monkeypatch):
     with pytest.raises(ModelError) as caught:
         ready_model(RuntimeConfig(dtype="float32"), CUDA)
     assert str(caught.value).endswith(
-        ": memory of cuda:0 does not suffice: the weights take 0.0 GiB, and 1.5 GiB were free before"
+        ": not enough memory on cuda:0: the weights take 0.0 GiB, 1.5 GiB were free before loading"
     )
 
 

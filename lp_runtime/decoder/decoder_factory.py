@@ -1,4 +1,4 @@
-"""The decoder of a request: its state, drafter, step budget and sampler, put together."""
+"""Factory of decoders: combines a request's state, drafter, step budget and sampler."""
 
 from __future__ import annotations
 
@@ -21,18 +21,14 @@ from lp_runtime.sizing.chain_budget import MAX_REFED, ChainBudget
 from lp_runtime.sizing.cost_model import assumed_times
 from lp_runtime.sizing.learned_costs import LearnedCosts
 
-MAX_EXPECTED_TOKENS = 1024  # of an answer: steps are taken to be fed behind the prompt and half of them
+MAX_EXPECTED_TOKENS = 1024  # of an answer: step times are looked up for a text of the prompt and half of these tokens
 
 
 class DecoderFactory:
-    """Makes the decoders of an engine's requests.
+    """Factory of the decoders of an engine's requests.
 
     Args:
-        model: this replica's.
-        group: the replicas that share the steps of a request.
-        calibration: what was measured of the model.
-        draft_pool: has the draft tables.
-        grammars: makes the state of requests' constraints; None where no request has one.
+        grammars: creates the state of requests' constraints; None if no request has a constraint.
     """
 
     def __init__(
@@ -45,24 +41,22 @@ class DecoderFactory:
     ):
         self._model, self._group, self._calibration = model, group, calibration
         self._draft_pool, self._grammars = draft_pool, grammars
-        self._learned: dict[Hashable, LearnedCosts] = {}  # by (steps are sized, decoding is greedy, replicas)
+        self._learned: dict[Hashable, LearnedCosts] = {}  # by (automatic sizes, greedy, replicas)
 
     def make(self, request: Request, spec: SamplerSpec, stop: Stop | None, tag: int) -> Decoder:
-        """Return the pure core of a request, before its prefill. Its draft tables are to be released.
+        """Return the decoder of a request, before its prefill. The caller must release its draft tables.
 
-        Args:
-            request: what to decode.
-            spec: how successors are sampled.
-            stop: a condition beyond the request's own, see DecodingState; None for none.
-            tag: names the draft tables that the request goes on with; 0 for empty ones.
+        `stop` is a condition in addition to the request's own. `tag` names kept draft tables to use; 0 for empty ones.
         """
+        # Ordered processors are called on one replica only. The others own no node: they are followers.
         settings, num_replicas = request.lookahead, 1 if spec.processors.are_ordered else self._group.size
         if chains := self._model.feeds_chains:
             check_chain_settings(settings, num_replicas < self._group.size)
         limit = step_limit(settings, self._calibration)
         vocabulary, pool, tables = self._calibration.vocabulary, self._draft_pool, None
         if settings.drafter == "full":
-            # Of several replicas each may know other samples of a prompt, and their trees would differ.
+            # Samples of a prompt share tables on a lone replica only: the tables of several replicas could differ, and
+            # so would their trees.
             prompt = (request.prompt_ids, repr(request.sampling), repr(settings)) if self._group.is_alone else None
             is_shared = settings.draft_tables != "request"
             tables = pool.acquire(is_shared, settings.draft_tables_bytes, prompt, request.sample, tag)

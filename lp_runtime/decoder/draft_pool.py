@@ -1,7 +1,7 @@
-"""The draft tables of an engine: each serves one request at a time.
+"""Draft tables of an engine, each lent to one request at a time.
 
-Samples of one prompt find much alike: a sample goes on with the tables of an earlier one that has ended. A request that
-was decoded before, sample for sample, begins with empty tables again.
+Samples of one prompt are similar, so a sample starts with the tables of an earlier, finished sample. A repeated request
+(same prompt, same sample) starts with empty tables, so that its steps repeat as well.
 """
 
 from __future__ import annotations
@@ -11,40 +11,39 @@ from collections.abc import Hashable
 
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 
-MAX_KEPT = 8  # tables of ended sequences, for requests that go on from them
+MAX_KEPT = 8  # tables of finished sequences, for requests that continue their text
 
 
 class DraftPool:
-    """Hands out draft tables to requests.
+    """Pool of draft tables that requests acquire and release.
 
     Args:
-        shared: tables that outlive requests; made when first asked for if not given.
+        shared: tables that outlive requests; None to create them on first use.
     """
 
     def __init__(self, shared: DraftTables | None = None):
         self._shared = shared
-        self._free: list[DraftTables] = []  # of requests that start empty; reused by the next ones
-        self._kept: OrderedDict[int, DraftTables] = OrderedDict()  # by tag, the oldest first
+        self._free: list[DraftTables] = []  # released without a tag; reused by later requests
+        self._kept: OrderedDict[int, DraftTables] = OrderedDict()  # by tag, oldest first
         self._in_use: set[int] = set()  # ids of acquired tables
-        self._decoded: dict[int, tuple[Hashable, set[int]]] = {}  # by id of tables: prompt and samples that they know
+        self._decoded: dict[int, tuple[Hashable, set[int]]] = {}  # by id of tables: their prompt and its samples
 
     @property
     def num_in_use(self) -> int:
-        """Tables that requests are using."""
+        """Number of tables that requests are using."""
         return len(self._in_use)
 
     def acquire(
         self, is_shared: bool, num_bytes: int, prompt: Hashable = None, sample: int = 0, tag: int = 0
     ) -> DraftTables:
-        """Take tables for one request.
+        """Return tables for one request. They are in use until `release`.
 
         Args:
-            is_shared: whether the request wants the tables that outlive requests; it gets empty ones while another
-                request uses them.
-            num_bytes: size of the tables; those that outlive requests have theirs already.
-            prompt: what samples of one prompt have in common; None for a request that shares nothing.
-            sample: which of them the request is.
-            tag: names the tables of an ended sequence, which the request gets as they are, if they are kept.
+            is_shared: whether to use the tables that outlive requests; if another request has them, others are used.
+            num_bytes: size of the tables; ignored for existing shared tables.
+            prompt: key that samples of one prompt have in common; None to share nothing with other samples.
+            sample: index of the request among the samples of its prompt.
+            tag: names kept tables of a finished sequence, which are returned as they are; 0 for none.
         """
         tables = self._take_shared(num_bytes) if is_shared else self._take_kept(num_bytes, tag)
         if tables is None:
@@ -57,7 +56,7 @@ class DraftPool:
         return tables
 
     def _take_known(self, num_bytes: int, prompt: Hashable, sample: int) -> DraftTables | None:
-        """Return free tables that know other samples of a prompt, but not this one; None if there are none."""
+        """Return free tables that know other samples of a prompt, but not this one; None if none exist."""
         for place, tables in enumerate(self._free):
             known, samples = self._decoded[id(tables)]
             if prompt is not None and known == prompt and sample not in samples and tables.num_bytes == num_bytes:
@@ -74,24 +73,23 @@ class DraftPool:
         return self._kept.pop(tag) if tables is not None and tables.num_bytes == num_bytes else None
 
     def has(self, tag: int, num_bytes: int) -> bool:
-        """Whether tables of an ended sequence are kept, of a size."""
+        """Whether tables of this tag and size are kept."""
         return tag in self._kept and self._kept[tag].num_bytes == num_bytes
 
     def _take_free(self, num_bytes: int) -> DraftTables:
         for place, tables in enumerate(self._free):
             if tables.num_bytes == num_bytes:
                 return self._free.pop(place)
-        for tables in self._free:  # of other sizes: their memory is needed
+        for tables in self._free:  # of other sizes: free their memory
             del self._decoded[id(tables)]
         self._free = []
         return DraftTables(num_bytes)
 
     def release(self, tables: DraftTables, tag: int = 0) -> None:
-        """Take tables back from a request that has ended.
+        """Take tables back from a finished request.
 
-        Args:
-            tables: the tables.
-            tag: under which they are kept for a request that goes on from there; 0 to keep nothing of them.
+        With a tag, they are kept under this name for a request that continues the text. Without (0), any request may
+        reuse them.
         """
         self._in_use.remove(id(tables))
         if tables is self._shared:

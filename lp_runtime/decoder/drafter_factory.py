@@ -1,4 +1,4 @@
-"""Drafters by name."""
+"""Factory of drafters, by the name in the settings."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def make_drafter(
     """Return the drafter that a request asks for.
 
     Args:
-        settings: the request's.
-        noise_key: where successors are sampled; None for greedy decoding.
-        max_nodes: nodes of a tree that all replicas together can feed.
-        draft_tables: of the drafter `full`; None for other drafters.
-        vocabulary: returns the vocabulary prior, [V, ENTRY]; called for the drafter `full` alone.
+        settings: of the request.
+        noise_key: None for greedy decoding.
+        max_nodes: largest tree that all replicas together can feed.
+        draft_tables: only for drafter=full; None for other drafters.
+        vocabulary: returns the vocabulary prior, [V, ENTRY]; only called for drafter=full.
     """
     W, N, G = settings.window
     if settings.drafter == "full":
@@ -58,11 +58,9 @@ def make_drafter(
 
 
 def check_chain_settings(settings: LookaheadConfig, has_followers: bool) -> None:
-    """Refuse what a model that is fed chains of guesses cannot do.
+    """Refuse settings that a model fed chains of guesses does not support.
 
-    Args:
-        settings: of the request.
-        has_followers: whether other replicas feed the pending tokens alone.
+    `has_followers`: whether some replicas feed only the pending tokens.
 
     Raises:
         ConfigError: naming the setting.
@@ -71,10 +69,10 @@ def check_chain_settings(settings: LookaheadConfig, has_followers: bool) -> None
     if settings.drafter == "paper" and (W or G):
         raise ConfigError(
             "lookahead.drafter=paper: must be full, prompt_lookup or recycling with this model: it is fed one path of"
-            " the tree at a time, and the window is no path"
+            " the tree at a time, and the lookahead window is not a path"
         )
     if has_followers:
         raise ConfigError(
-            "logits processors that must be called in order take one replica with this model, which is fed one path of"
-            " the tree at a time; set gpus=1"
+            "logits processors that must be called in order need a single replica with this model, which is fed one"
+            " path of the tree at a time; set gpus=1"
         )

@@ -1,7 +1,7 @@
-"""The top-k candidates behind a prompt's tokens, from the prefill: what a drafter knows before its first step.
+"""Prefill that also collects top-k candidates of prompt tokens, for the drafter's first steps.
 
-The model computes hidden states of all tokens of a prompt anyway; what is added is its head, for the tokens that are
-harvested. Each replica computes it for its part of them, and one gather makes all replicas know all.
+The prefill computes the hidden states of all prompt tokens anyway; harvesting adds the head for the harvested tokens.
+Each replica computes the head for its share of them, and one gather gives all candidates to all replicas.
 
 Letters: P tokens of the prompt, n of them harvested, R replicas, V vocabulary.
 """
@@ -23,22 +23,17 @@ from lp_runtime.request.request import Request
 from lp_runtime.sampling.sampler import Sampler
 from lp_runtime.sizing.prompt_rows import num_paying
 
-MAX_HARVESTED = 1 << 13  # tokens: draft tables of the default size hold what so many leave
-MAX_LOGITS = 1 << 26  # numbers that a chunk keeps at once
+MAX_HARVESTED = 1 << 13  # tokens: draft tables of the default size hold the candidates of that many
+MAX_LOGITS = 1 << 26  # numbers: logits of one chunk in memory
 
 
 def num_to_harvest(
     request: Request, drafter: Drafter, model: ModelRunner, calibration: Calibration, num_replicas: int
 ) -> int:
-    """Return of how many of a prompt's last tokens the top-k candidates are worth what they cost.
+    """Return how many trailing prompt tokens are worth collecting top-k candidates for.
 
-    Args:
-        request: the request.
-        drafter: the request's.
-        model: this replica's. With exactness=strict nothing is harvested: a head that is computed for other tokens,
-            too, may round otherwise.
-        calibration: what was measured of the model; asked, on all replicas alike, if steps are sized.
-        num_replicas: R.
+    With exactness=strict it is 0: a head that runs on more tokens may round differently. If the step size is
+    automatic, the calibration may measure and gather here, so all replicas must call this for the same request.
     """
     num_tokens = min(len(request.prompt_ids), MAX_HARVESTED) if request.lookahead.prompt_top_k else 0
     if not num_tokens or not drafter.learns_prompt or model.strict_tokens is not None or request.committed:
@@ -50,18 +45,16 @@ def num_to_harvest(
 
 
 class PromptHarvest:
-    """Feeds a prompt and keeps the top-k candidates behind its last n tokens.
+    """Prefill of a prompt that keeps the top-k candidates of its last n tokens.
 
     Args:
-        model: this replica's.
-        slot: has begun, and is empty.
-        prompt: [P] token ids, at least one.
+        slot: begun; holds what precedes `prompt`: nothing, or a prefix from the cache.
+        prompt: [P] token ids to feed, P >= 1.
         num_harvested: n, 0 to P.
-        sampler: the request's.
-        group: the replicas that share the request's steps; token p of the prompt is that of rank p % R.
+        group: the replicas that share the request's steps; rank p % R computes the candidates of token p.
 
     Attributes:
-        chunk_tokens: tokens of the prompt that are fed at once.
+        chunk_tokens: prompt tokens per forward pass.
     """
 
     def __init__(
@@ -76,7 +69,7 @@ class PromptHarvest:
         self._model, self._slot, self._prompt = model, slot, prompt
         self._first = len(prompt) - num_harvested
         self._sampler, self._group = sampler, group
-        self._packed: list[torch.Tensor] = []  # of this replica's tokens, on its device
+        self._packed: list[torch.Tensor] = []  # candidates of this replica's tokens, on its device
         max_tokens = max(1, MAX_LOGITS * group.size // model.vocabulary_size)
         self.chunk_tokens = min(model.prefill_chunk, max_tokens)
 
@@ -102,7 +95,7 @@ class PromptHarvest:
         return logits[-1:]
 
     def share(self) -> np.ndarray:
-        """Return the [n, ENTRY] int32 top-k candidates behind the prompt's last n tokens, on every replica.
+        """Gather the [n, ENTRY] int32 top-k candidates of the last n tokens; return them on every replica.
 
         Raises:
             ReplicaError: if a peer is gone.
@@ -110,14 +103,14 @@ class PromptHarvest:
         size, num = self._group.size, len(self._prompt) - self._first
         width = self._sampler.width
         mine = torch.cat(self._packed).cpu().numpy() if self._packed else np.zeros((0, width), np.int64)
-        sent = np.zeros((-(-num // size), width), np.int64)  # as many rows on every replica
+        sent = np.zeros((-(-num // size), width), np.int64)  # equal sizes on all replicas, as the gather needs
         sent[: len(mine)] = mine
         rows = gather_rows(sent.reshape(-1), self._group).reshape(size, -1, width)
         places = np.arange(self._first, len(self._prompt))
-        order = np.zeros(num, np.int64)  # of each place among those of its replica
+        order = np.zeros(num, np.int64)  # index of each token among its replica's tokens
         for rank in range(size):
             owned = places % size == rank
             order[owned] = np.arange(owned.sum())
         entries = self._sampler.unpack(rows[places % size, order])[2]
-        assert entries is not None  # whoever harvests wants top-k candidates
+        assert entries is not None  # tokens are harvested only for a drafter that uses candidates
         return entries

@@ -1,4 +1,4 @@
-"""How a request's successors are sampled, from the request and the model's own defaults."""
+"""Factory of samplers: combines a request's settings with the model's defaults."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from lp_runtime.sampling.sampler import Sampler
 from lp_runtime.sampling.truncation import temperature_of
 from lp_runtime.sampling.types import LogitsProcessor
 
-MAX_PLAIN_KINDS = 1 << 10  # kinds of requests that are remembered
+MAX_PLAIN_KINDS = 1 << 10  # remembered kinds of requests; bounds the memory of a server
 
 
 @dataclass(frozen=True)
 class SamplerSpec:
-    """What a request says of sampling; the drafter adds how many top-k candidates it wants.
+    """Sampling settings of a request. `build` adds the number of top-k candidates that the drafter needs.
 
     Attributes:
-        processors: logits processors of the request.
         noise: Gumbel noise of the sample; None for greedy decoding.
-        temperature: what the processors divide logits by.
-        with_logprobs: whether log-probabilities travel in the exchange.
-        num_top_logprobs: how many of a node's likeliest tokens travel with their log-probabilities.
+        temperature: value by which the processors divide the logits.
+        with_logprobs: whether the exchange includes log-probabilities.
+        num_top_logprobs: likeliest tokens per node that the exchange includes with their log-probabilities.
     """
 
     processors: TreeProcessors
@@ -41,22 +40,19 @@ class SamplerSpec:
 
     @property
     def noise_key(self) -> NoiseKey | None:
-        """What a drafter must know of the noise; None for greedy decoding."""
+        """Key with which a drafter predicts the noise; None for greedy decoding."""
         return None if self.noise is None else NoiseKey(self.noise.seed, self.noise.sample, self.temperature)
 
     def build(self, num_top_k: int) -> Sampler:
-        """Return a sampler that reports `num_top_k` likeliest tokens of every node."""
+        """Return a sampler that reports the `num_top_k` likeliest tokens of every node."""
         return Sampler(self.processors, self.noise, self.with_logprobs, num_top_k, self.num_top_logprobs)
 
 
 def make_sampler_spec(model: ModelRunner, request: Request, plain_kinds: set[Hashable] | None = None) -> SamplerSpec:
-    """Return how a request's successors are sampled from a model's logits; equal on all replicas.
+    """Return the sampling settings of a request, equal on all replicas.
 
-    Args:
-        model: this replica's.
-        request: the request.
-        plain_kinds: kinds of requests that are known to have no logits processors; this request's kind is added where
-            that turns out. Asking transformers takes milliseconds.
+    `plain_kinds` caches the kinds of requests that need no logits processors, because asking transformers takes
+    milliseconds. It is updated here; None for no cache.
 
     Raises:
         ConfigError: if transformers refuses a setting.
@@ -67,7 +63,7 @@ def make_sampler_spec(model: ModelRunner, request: Request, plain_kinds: set[Has
     processors: Sequence[LogitsProcessor] = ()
     if plain_kinds is None or kind not in plain_kinds:
         own: Sequence[LogitsProcessor] = request.processors
-        if any(map(is_ordered, own)):  # what they keep is one attempt's: another one begins anew
+        if any(map(is_ordered, own)):  # they keep state, and a retry of the request must start fresh
             own = copy.deepcopy(own)
         own = (*penalties_of(sampling, len(request.prompt_ids)), *own)
         processors = build_processors(model.model, request.prompt_ids, sampling, length, ends, own)

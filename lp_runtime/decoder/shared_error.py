@@ -1,4 +1,4 @@
-"""An error of a request that one replica alone has met, made known to all: they end the request in step, alike."""
+"""Exchange of an error that only some replicas met, so that all end the request with the same one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ WORD_BYTES = 8  # of an exchanged integer
 
 
 def shared_error(error: LookaheadError | None, group: Group) -> LookaheadError:
-    """Return the error of the first replica that has one, on every replica of a group: once a request, at its end.
+    """Return the error of the lowest rank that has one, on every replica of a group.
+
+    Called at most once per request, at its end.
 
     Args:
-        error: this replica's; None on replicas that have met none. At least one replica has one.
-        group: the replicas of the request; all of them must call this at the same place.
+        error: None on replicas without an error. At least one replica must have one.
+        group: the replicas of the request; all of them must call this in the same step.
 
     Raises:
         ReplicaError: if a peer is gone.
@@ -26,7 +28,7 @@ def shared_error(error: LookaheadError | None, group: Group) -> LookaheadError:
     if group.is_alone:
         assert error is not None
         return error
-    data = b"" if error is None else pickle.dumps((_own_kind(error), str(error)))
+    data = b"" if error is None else pickle.dumps((_known_kind(error), str(error)))
     sizes = gather_rows(np.array([len(data)], np.int64), group)[:, 0]
     padded = data.ljust(-(-int(sizes.max()) // WORD_BYTES) * WORD_BYTES, b"\0")
     rows = gather_rows(np.frombuffer(padded, np.int64).copy(), group)
@@ -35,6 +37,6 @@ def shared_error(error: LookaheadError | None, group: Group) -> LookaheadError:
     return kind(message)
 
 
-def _own_kind(error: LookaheadError) -> type[LookaheadError]:
-    """Return the first class of an error that every replica knows: a caller's processor may raise one of its own."""
+def _known_kind(error: LookaheadError) -> type[LookaheadError]:
+    """Return an error's nearest class from errors.py: other replicas may not know a processor's subclass."""
     return next(kind for kind in type(error).__mro__ if kind.__module__ == LookaheadError.__module__)

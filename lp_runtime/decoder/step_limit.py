@@ -1,4 +1,4 @@
-"""How many tokens a replica may feed in a step, whoever asks: no settings make a step that nobody can wait for."""
+"""Upper bound on the tokens of a step: no settings may make a step that takes too long."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from lp_runtime.model.capacity import STEP_TOKENS
 def step_limit(settings: LookaheadConfig, calibration: Calibration) -> int:
     """Return how many tokens a replica may feed in a step of a request.
 
-    The limit is the request's budget, the tokens that memory is kept free for, and, for trees of more than
-    UNMEASURED_STEP_TOKENS nodes, the largest step that was measured. Measuring ends where a step takes a fixed multiple
-    of the time of one token.
-
-    Args:
-        settings: the request's.
-        calibration: what was measured of the model; asked, on all replicas alike, where the answer matters.
+    It is the minimum of the request's budget, the tokens for which memory is reserved, and the largest measured step;
+    the last counts for automatic sizes and for trees of more than UNMEASURED_STEP_TOKENS nodes. Measuring stops at a
+    fixed multiple of the time of a one-token step. Where the largest measured step counts, the calibration may measure
+    and gather here, so all replicas must call this for the same request.
     """
     limit = min(settings.budget or STEP_TOKENS, STEP_TOKENS)
     if settings.is_auto:

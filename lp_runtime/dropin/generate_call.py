@@ -1,7 +1,7 @@
-"""A call of transformers' `generate` that was handed to us (`custom_generate=`): what it asks for, row by row.
+"""A parsed and checked call of transformers' `generate` with `custom_generate=lookahead_generate`.
 
-`generate` has prepared its processors, criteria and settings by then. It does not pass on every argument
-(generate_frame.py), and it lets pass what a callable may not be able to do: what cannot be done is refused here.
+`generate` has already prepared its processors, criteria and settings. It does not pass on every argument
+(generate_frame.py), and it does not check what a callable supports: unsupported settings are refused here.
 
 Letters: B rows of the batch, L tokens of the longest prompt, V vocabulary.
 """
@@ -34,41 +34,33 @@ from lp_runtime.model.kv_cache.cache_names import CACHE_NAMES, cache_to_fill, gi
 from lp_runtime.sampling.processors import of_row
 from lp_runtime.sampling.types import LogitsProcessor
 
-# Model inputs that generate adds by itself, and that change nothing here: we have our own cache, masks and positions.
+# Model inputs that `generate` adds by itself. Checked, but not fed: the runner has its own cache, masks and positions.
 KNOWN_INPUTS = ("attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep")
-# Of what `generate` returns: it is named as the model's argument is.
+# Name of the cache in the output of `generate`; transformers 5.24 renamed it.
 CACHE_FIELD = next(each.name for each in fields(GenerateDecoderOnlyOutput) if each.name in CACHE_NAMES)
-OLD_INPUTS = ("cache_position",)  # the same, of earlier versions of transformers
-INPUT_WORDS = {"mm_encoder_outputs": "images, videos or audio"}  # names of transformers' own for what a caller gave
-MIN_TIME_SECONDS = 1e-9  # a time limit that has passed already: a request's must be above 0
+OLD_INPUTS = ("cache_position",)  # as KNOWN_INPUTS, in earlier versions of transformers
+INPUT_WORDS = {"mm_encoder_outputs": "images, videos or audio"}  # internal inputs, in words that the caller knows
+MIN_TIME_SECONDS = 1e-9  # for a time limit that has already passed: max_time must be above 0
 
 
 class GenerateCall:
-    """What one call of `generate` asks for.
+    """A checked call of `generate`: its prompts, limits, processors and wanted outputs.
 
     Args:
-        model: the caller's.
         input_ids: [B, L].
-        logits_processor: as prepared by `generate`.
-        stopping_criteria: as prepared by `generate`.
-        generation_config: as prepared by `generate`.
-        model_kwargs: what `generate` would pass to the model.
+        model_kwargs: keyword arguments that `generate` would pass to the model.
 
     Attributes:
         rows: the prompts, without padding.
-        samples: for each row, how many earlier rows have an equal prompt: equal rows are independent samples.
-        max_new_tokens: where every row stops at the latest.
-        eos_token_ids: token ids behind which a row stops.
-        do_sample: whether successors are sampled.
-        streamer: gets new tokens, if the caller gave one.
-        criteria: stopping criteria beyond length, time and end-of-sequence.
-        wants_scores: whether the output has processed logits.
-        wants_logits: whether the output has raw logits.
-        cache: gets keys, values and states of all tokens but the last; None if nobody would see it, or if layers of
-            the model hold more than these.
+        samples: for each row, the number of earlier rows with an equal prompt: equal rows are independent samples.
+        eos_token_ids: tokens after which a row stops.
+        criteria: stopping criteria other than length, time and end-of-sequence.
+        wants_scores, wants_logits: whether the output includes processed and raw logits.
+        cache: to be filled with keys, values and states of all tokens except the last; None if the caller would not see
+            it, or if layers of the model hold more than these.
 
     Raises:
-        ConfigError: if a setting asks for what cannot be done.
+        ConfigError: if a setting is not supported.
         RequestError: if a prompt is empty or leaves no token to generate.
     """
 
@@ -111,14 +103,14 @@ class GenerateCall:
         self.wants_logits = bool(generation_config.return_dict_in_generate and generation_config.output_logits)
 
     def time_left(self) -> float | None:
-        """Return the seconds until the earliest time limit, > 0; None without one."""
+        """Return the seconds until the earliest time limit, > 0; None without a limit."""
         if not self._limits.times:
             return None
         now = time.time()
         return max(MIN_TIME_SECONDS, min(c.initial_timestamp + c.max_time - now for c in self._limits.times))
 
     def check_length(self, row: int, context_length: int | None) -> None:
-        """Raise RequestError if a row, by its index, may become longer than a model's context of so many tokens."""
+        """Raise RequestError if a row may exceed the model's context; None is an unlimited context."""
         length = len(self.rows[row])
         if context_length is not None and length + self.max_new_tokens > context_length:
             raise RequestError(
@@ -128,34 +120,30 @@ class GenerateCall:
 
     @property
     def pads_rows(self) -> bool:
-        """Whether a row that ends before others is padded; else it goes on until all rows have ended."""
+        """Whether a row that ends before others is padded; otherwise it continues until all rows have ended."""
         return self._limits.pads_rows
 
     def processors(self, row: int) -> Sequence[LogitsProcessor]:
-        """Return the logits processors of a row, by its index, as if the row were decoded alone and without padding."""
+        """Return the logits processors for a row that is decoded alone and without padding."""
         padding = self._input_ids.shape[1] - len(self.rows[row])
         if len(self.rows) == 1 and not padding:
             return self._processors
-        # generate makes of min_new_tokens a min_length, too, which counts the padding
+        # `generate` also turns min_new_tokens into a min_length, which counts the padding
         return of_row(self._processors, row, padding, self._config.min_new_tokens is not None)
 
     def is_done(self, tokens: Sequence[int], scores: tuple[torch.Tensor, ...] | None) -> bool:
-        """Whether any of `criteria` holds.
+        """Whether any of `criteria` holds for a row's prompt and new tokens.
 
-        Args:
-            tokens: of a row, those of the prompt included.
-            scores: [1, V] processed logits of each new token; None if the output has none.
+        `scores` has the [1, V] processed logits of each new token; None if the output does not include them.
         """
         ids = torch.tensor([list(tokens)], device=self._input_ids.device)
         return any(bool(torch.as_tensor(criterion(ids, scores)).any()) for criterion in self.criteria)
 
     def fill_cache(self, rows: Sequence[CacheCopy]) -> None:
-        """Write into `cache` what a call of `generate` would have left there.
+        """Fill `cache` as `generate` would have.
 
-        Keys and values of padding, and those behind the end of a row, are zero. A state is that of the row alone.
-
-        Args:
-            rows: of each row, what is held of its tokens.
+        Keys and values are zero for padding and after the end of a row. A recurrent state is that after the row's own
+        last token in `rows`.
         """
         assert self.cache is not None
         length = self._input_ids.shape[1]
@@ -172,21 +160,21 @@ class GenerateCall:
         scores: Sequence[torch.Tensor] | None,
         logits: Sequence[torch.Tensor] | None,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """Return what `generate` returns.
+        """Return the output of `generate`.
 
         Args:
             new_tokens: of each row.
-            scores: processed logits of each row, [new tokens, V]; None if not wanted.
-            logits: raw logits of each row, [new tokens, V]; None if not wanted.
+            scores: per row, its processed logits, [new tokens, V]; None if not wanted.
+            logits: per row, its raw logits, [new tokens, V]; None if not wanted.
 
         Returns:
-            [B, L + new tokens of the longest row] token ids, rows padded behind their end; with
-            `return_dict_in_generate` an output object, whose scores and logits are zero behind a row's end.
+            [B, L + new tokens of the longest row] token ids, rows padded after their end; with
+            `return_dict_in_generate` an output object, whose scores and logits are zero after a row's end.
         """
         ids = self._input_ids
         longest = max(map(len, new_tokens))
         pad = self._config.pad_token_id
-        pad = self._config.eos_token_id if pad is None else pad  # as generate chooses
+        pad = self._config.eos_token_id if pad is None else pad  # the same default as in `generate`
         pad = pad[0] if isinstance(pad, list) else pad
         sequences = ids.new_full((len(ids), ids.shape[1] + longest), 0 if pad is None else pad)
         sequences[:, : ids.shape[1]] = ids
@@ -198,12 +186,12 @@ class GenerateCall:
             sequences=sequences,  # type: ignore[arg-type]  # a Tensor of int64, as transformers' own
             scores=_by_step(scores, longest),  # type: ignore[arg-type]  # declared as a tuple of one tensor
             logits=_by_step(logits, longest),  # type: ignore[arg-type]  # declared as a tuple of one tensor
-            **{CACHE_FIELD: self.cache},  # type: ignore[arg-type]  # mypy takes it for any of the fields
+            **{CACHE_FIELD: self.cache},  # type: ignore[arg-type]  # mypy thinks that it could be any field
         )
 
 
 def _by_step(rows: Sequence[torch.Tensor] | None, num_steps: int) -> tuple[torch.Tensor, ...] | None:
-    """Return tensors of rows, [new tokens, V] each, as tensors of steps, [B, V] each; None for None."""
+    """Turn [new tokens, V] tensors per row into zero-padded [B, V] tensors per step; None for None."""
     if rows is None:
         return None
     padded = [torch.cat([row, row.new_zeros((num_steps - len(row), row.shape[1]))]) for row in rows]
@@ -211,14 +199,14 @@ def _by_step(rows: Sequence[torch.Tensor] | None, num_steps: int) -> tuple[torch
 
 
 class _Limits(NamedTuple):
-    """Where rows stop, by the kinds of stopping criteria.
+    """The stopping criteria of a call, by kind.
 
     Attributes:
-        max_length: tokens of a row at most, prompt and padding included.
-        eos_token_ids: token ids behind which a row stops.
-        times: limits of the time that the whole call may take.
+        max_length: upper bound on the tokens of a row, including prompt and padding.
+        eos_token_ids: tokens after which a row stops.
+        times: time limits for the whole call.
         others: any other criteria.
-        pads_rows: whether any criterion has end-of-sequence tokens: `generate` pads rows that have ended then.
+        pads_rows: whether any criterion has end-of-sequence tokens: only then does `generate` pad rows that have ended.
     """
 
     max_length: int
@@ -229,7 +217,7 @@ class _Limits(NamedTuple):
 
 
 def _limits_of(criteria: StoppingCriteriaList, config: GenerationConfig) -> _Limits:
-    """Sort stopping criteria by what they depend on."""
+    """Sort stopping criteria by kind."""
     eos = config.eos_token_id
     eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
     max_length: int = config.max_length
@@ -248,20 +236,15 @@ def _limits_of(criteria: StoppingCriteriaList, config: GenerationConfig) -> _Lim
 
 
 def _repetitions(rows: Sequence[tuple[int, ...]]) -> list[int]:
-    """Return for each row how many earlier rows are equal."""
+    """Return for each row the number of earlier rows that are equal to it."""
     return [rows[:place].count(row) for place, row in enumerate(rows)]
 
 
 def _check_mode(model: PreTrainedModel, config: GenerationConfig, assistant: PreTrainedModel | None) -> None:
-    """Refuse ways to generate, other than greedy search and sampling, and outputs that a tree does not have.
-
-    Args:
-        model: the caller's.
-        config: as prepared by `generate`.
-        assistant: draft model that `generate` was called with.
+    """Refuse generation modes other than greedy search and sampling, and unsupported outputs.
 
     Raises:
-        ConfigError: naming the settings that ask for them.
+        ConfigError: naming the settings.
     """
     if model.config.is_encoder_decoder:
         raise ConfigError(f"{type(model).__name__}: must be a decoder-only model")
@@ -283,7 +266,7 @@ def _check_mode(model: PreTrainedModel, config: GenerationConfig, assistant: Pre
             " sample (do_sample=True)"
         )
     if config.cache_implementation == "quantized":
-        raise ConfigError("cache_implementation=quantized: must be left out; the cache of a tree is not quantized")
+        raise ConfigError("cache_implementation=quantized: must be left out; lookahead_generate has no quantized cache")
     if "prepare_inputs_for_generation" in vars(model):
         raise ConfigError(
             "prepare_inputs_for_generation: was replaced on the model, as PEFT does for learned prompts;"
@@ -291,15 +274,11 @@ def _check_mode(model: PreTrainedModel, config: GenerationConfig, assistant: Pre
         )
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
-            raise ConfigError(f"{name}=True: must be left out; a tree's are not those of the text")
+            raise ConfigError(f"{name}=True: must be left out; those of a token tree are not those of the text")
 
 
 def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:
-    """Refuse model inputs that cannot be honoured; return which tokens are prompt and not padding, [B, L] bool.
-
-    Args:
-        input_ids: [B, L].
-        model_kwargs: what `generate` would pass to the model.
+    """Refuse unsupported model inputs; return the [B, L] bool mask of prompt tokens, False for padding.
 
     Raises:
         ConfigError: naming the input.
@@ -312,13 +291,13 @@ def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torc
     if isinstance(cache, QuantizedCache):
         raise ConfigError(f"{name}: a QuantizedCache: must be a DynamicCache, or left out")
     if holds_tokens(cache):
-        raise ConfigError(f"{name}: must be empty; lookahead_generate keeps a cache of its own")
+        raise ConfigError(f"{name}: must be empty; lookahead_generate uses its own cache")
     mask = given.get("attention_mask")
     lengths = {each.shape[-1] for each in (mask, given.get("position_ids")) if each is not None}
     if other := lengths - {
         length := input_ids.shape[-1]
-    }:  # `generate` drops masks of ones, and makes positions of them
-        raise ConfigError(f"attention_mask, position_ids: for {other.pop()} tokens; input_ids are {length}")
+    }:  # position_ids too: `generate` drops a mask of ones after it has derived positions from it
+        raise ConfigError(f"attention_mask, position_ids: for {other.pop()} tokens; input_ids have {length}")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
     _check_positions(given.get("position_ids"), mask)
     return mask
@@ -328,11 +307,11 @@ def _check_positions(positions: torch.Tensor | None, mask: torch.Tensor) -> None
     """Refuse positions that do not count each row's tokens from 0.
 
     Args:
-        positions: [L], [1 or B, L], or several of these, [n, 1 or B, L]; None if the caller gave none.
+        positions: [L], [1 or B, L] or [n, 1 or B, L] (models with several kinds of positions); None if not given.
         mask: [B, L] bool, False for padding.
 
     Raises:
-        ConfigError: if they do not, or are not as many as the tokens.
+        ConfigError: if they count otherwise, or their number is not that of the tokens.
     """
     if positions is None:
         return

@@ -1,11 +1,10 @@
-"""Reads arguments of transformers' `generate` that it does not pass to a `custom_generate` callable.
+"""Access to arguments of `generate` that it does not pass to a `custom_generate` callable.
 
-`GenerationMixin._extract_generation_mode_kwargs` (transformers 5.x) hands a callable its own keywords alone, taken from
-`generate`'s **kwargs. `streamer` and `assistant_model` are named parameters of `generate` and never among those, so no
-parameter of the callable, whatever its name, receives them. Neither may be left alone. `generate` has put the prompt
-into the streamer by the time it calls: a streamer that is never ended leaves its reader waiting forever. And an
-assistant model would be ignored in silence, where it must be refused. What is left is the stack: the frame of the call
-of `generate` that called us holds both.
+`GenerationMixin._extract_generation_mode_kwargs` (transformers 5.x) only passes a callable those of its keywords that
+are in `generate`'s **kwargs. `streamer` and `assistant_model` are named parameters of `generate`, so the callable never
+receives them. Neither can be ignored: `generate` has already put the prompt into the streamer, whose reader would wait
+forever if the streamer were never ended, and an assistant model must be refused instead of silently ignored. So we read
+both from the stack frame of the call of `generate`.
 """
 
 from __future__ import annotations
@@ -18,16 +17,14 @@ from transformers.generation.streamers import BaseStreamer
 
 from lp_runtime.model.kv_cache.cache_names import given_cache
 
-MAX_FRAMES = 6  # between us and `generate`: our callers, and decorators of the callable
+MAX_FRAMES = 6  # between this module and `generate`: the callable and its decorators
 
 
 class GenerateArguments(NamedTuple):
-    """What `generate` was called with and keeps to itself.
+    """Arguments of a call of `generate` that it does not pass on; None if the caller gave none.
 
     Attributes:
-        streamer: gets new tokens; None if the caller gave none.
-        assistant_model: draft model; None if the caller gave none.
-        cache: the caller's own; None if `generate` has made the cache.
+        cache: the caller's; None if `generate` created the cache.
     """
 
     streamer: BaseStreamer | None = None
@@ -36,7 +33,7 @@ class GenerateArguments(NamedTuple):
 
 
 def arguments_of_generate() -> GenerateArguments:
-    """Return the arguments of the call of `generate` that is on the stack; none if it is not called by `generate`."""
+    """Return the arguments of the call of `generate` on the stack; all None if there is no such call."""
     generate = inspect.unwrap(GenerationMixin.generate).__code__
     frame = inspect.currentframe()
     for _ in range(MAX_FRAMES):

@@ -1,4 +1,4 @@
-"""The drop-in for transformers: a callable for `model.generate(..., custom_generate=lookahead_generate)`."""
+"""Drop-in for transformers: `model.generate(..., custom_generate=lookahead_generate)`."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.truncation import temperature_of
 from lp_runtime.sampling.types import LogitsProcessor
 
-ASKING_SECONDS = 0.25  # of each call, until the model was asked about its whole vocabulary
+ASKING_SECONDS = 0.25  # that each call spends on the vocabulary prior, until the prior is complete
 
-# What is known of a model since an earlier call: that it has passed the self-check, and what was measured of it. Only
-# time depends on it.
+# Per model, from earlier calls: an entry means that it passed the self-check; the value has its measurements. They only
+# affect speed, never the output, so keeping them between calls is safe.
 _known: weakref.WeakKeyDictionary[CausalLM, dict[tuple, Measured]] = weakref.WeakKeyDictionary()
 _runners = RunnerKeeper()
 
@@ -73,42 +73,44 @@ def lookahead_generate(
 
         model.generate(**inputs, custom_generate=lookahead_generate, max_new_tokens=128)
 
-    Greedy search and sampling, with everything that `generate` prepares for them: generation configs, logits
-    processors, stopping criteria, streamers, padded batches (each row is decoded as if alone, one after the other),
-    `return_dict_in_generate` with `output_scores`, `output_logits` and the cache. The output has no cache for a model
-    whose layers hold more than keys, values and recurrent states. Greedy output is `generate`'s own.
-    Samples are drawn from the same distribution with other noise: one seed gives one output at any W, N, G and number
-    of ranks.
+    Supports greedy search and sampling with generation configs, logits processors, stopping criteria, streamers, padded
+    batches (rows are decoded one after another, as if alone), and `return_dict_in_generate` with `output_scores`,
+    `output_logits` and the cache. For models whose layers hold more than keys, values and recurrent states, the output
+    has no cache.
+    Greedy output is that of `generate`. Samples have the same distribution as those of `generate`, with different
+    noise: one seed gives one output for any W, N, G and number of ranks.
     Under torchrun all ranks make the same call and share its work. Ranks that hold one model together (transformers'
-    `tp_plan`) are one replica: steps have a fixed size then, 32 nodes if none of W, N and G is given.
+    `tp_plan`) are one replica; their steps have a fixed size, 32 nodes if none of W, N and G is given.
 
     Args:
-        model: loaded by the caller; it is only read, so that several threads may call at once.
+        model: loaded by the caller. It is only read, so several threads may call at once.
         input_ids: [B, L] int64.
         logits_processor: as prepared by `generate`.
         stopping_criteria: as prepared by `generate`.
         generation_config: as prepared by `generate`.
-        W: window size in columns; if none of W, N and G is given, every step's size is chosen by what pays.
-        N: n-gram size.
-        G: largest number of guesses verified in a step.
-        lookahead: a whole LookaheadConfig instead of W, N and G; its draft_tables must be "request".
-        seed: of the samples, 0 to 2**64 - 1. A row is sampled as if alone with this seed, and rows with equal prompts
-            are independent samples. Default: drawn from torch's generator, so `torch.manual_seed` counts; all rows are
-            then independent.
-        share_ranks: False where torchrun's ranks decode different prompts, each its own.
+        W: window size in columns, >= 0. If none of W, N and G is given, every step's size is chosen automatically.
+        N: n-gram size, >= 2.
+        G: largest number of guesses verified in a step, >= 0.
+        lookahead: a complete LookaheadConfig instead of W, N and G; its draft_tables must be "request".
+        seed: seed of the samples, 0 to 2**64 - 1. Each row is sampled as if alone with this seed; rows with equal
+            prompts are independent samples. Default: taken from torch's generator, which `torch.manual_seed` controls;
+            all rows are then independent.
+        share_ranks: False if torchrun's ranks decode different prompts, each its own.
         exactness: "fast" or "strict", see RuntimeConfig.
-        strict_tokens: see RuntimeConfig.
-        constraint: what the new text must be; compiled here, for as long as it takes.
-        constraint_tokenizer: the model's tokenizer; only with a constraint.
-        model_kwargs: what `generate` would give to the model.
+        strict_tokens: tokens of every forward pass with exactness="strict", >= 2.
+        constraint: what the new text must match; compiled in this call, without a time limit.
+        constraint_tokenizer: the model's tokenizer; required with a constraint.
+        model_kwargs: keyword arguments that `generate` would pass to the model.
 
     Returns:
-        what `generate` returns: [B, L + new tokens] token ids, or an output object.
+        The output of `generate`: [B, L + new tokens] token ids, or an output object.
 
     Raises:
-        ConfigError: if a setting is out of range, or asks for what cannot be done.
-        RequestError: if a prompt is empty or too long for the model.
-        ModelError: if the model fails the self-check, which is made at its first call.
+        ConfigError: if a setting is out of range or not supported.
+        RequestError: if a prompt is empty or too long for the model, or a stopping criterion fails on shared ranks.
+        ConstraintError: if the constraint is invalid, or no text can satisfy it.
+        ModelError: if the model fails the self-check, which runs at its first call.
+        LaunchError: if torchrun's ranks do not form a group in time.
     """
     if lookahead is None:
         lookahead = LookaheadConfig(W=W, N=N, G=G)
@@ -118,9 +120,9 @@ def lookahead_generate(
         or lookahead.draft_tables != "request"
     ):
         raise ConfigError(
-            f"lookahead={lookahead}: must be a LookaheadConfig with draft_tables=request, without W, N, G beside it"
+            f"lookahead={lookahead}: must be a LookaheadConfig with draft_tables=request, without W, N or G"
         )
-    RuntimeConfig(lookahead=lookahead, exactness=exactness, strict_tokens=strict_tokens)  # checks them
+    RuntimeConfig(lookahead=lookahead, exactness=exactness, strict_tokens=strict_tokens)  # checks the values
     sampling = SamplingConfig(seed=seed)
     is_split = tp_size_of(model) > 1
     call = GenerateCall(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
@@ -136,7 +138,7 @@ def lookahead_generate(
         if call.do_sample and seed is None:
             with _ranks(model.device, share_ranks or is_split) as ranks:
                 sampling.seed = broadcast_object(int(torch.randint(2**63 - 1, ())), ranks)
-            call.samples = list(range(len(call.rows)))
+            call.samples = list(range(len(call.rows)))  # all rows independent, whatever their prompts
         compiled, grammars = _compiled(constraint, constraint_tokenizer, runner.vocabulary_size, call.eos_token_ids)
         engine = Engine(runner, group, calibration, grammars=grammars)
         return _Rows(call, runner, group, engine, lookahead, sampling, compiled).decode()
@@ -148,7 +150,7 @@ def _compiled(
     vocabulary_size: int,
     eos_token_ids: frozenset[int],
 ) -> tuple[CompiledConstraint | None, Grammars | None]:
-    """Return a call's constraint, compiled, and what makes its state for each row.
+    """Compile a call's constraint; return it with the factory of its state, or (None, None).
 
     Raises:
         ConfigError: there is no tokenizer, or no end-of-sequence token.
@@ -165,15 +167,9 @@ def _compiled(
 
 
 def _checked(model: CausalLM, runner: ModelRunner, group: Group) -> Measured:
-    """Check a model at its first call.
+    """Check a model at its first call; return the measurements of earlier calls.
 
-    Args:
-        model: the caller's.
-        runner: of a view of the model.
-        group: the ranks that share the call.
-
-    Returns:
-        What earlier calls have measured of the model, equal on all ranks or empty.
+    Either all ranks of the group have a measurement, or all return an empty `Measured`.
     """
     kind = (runner.strict_tokens, runner.dtype, str(attention_settings(runner.model)), group.size)
     known = _known.setdefault(model, {})
@@ -183,7 +179,7 @@ def _checked(model: CausalLM, runner: ModelRunner, group: Group) -> Measured:
     measured = known[kind]
     was_measured = np.array([measured.steps is not None, measured.vocabulary is not None], dtype=np.int64)
     if (gather_rows(was_measured, group) != was_measured).any():
-        known[kind] = Measured()  # some rank is new, or has another past: all measure again
+        known[kind] = Measured()  # ranks have different measurements: all measure again
     return known[kind]
 
 
@@ -201,10 +197,9 @@ class _NewTokens(NamedTuple):
     """New tokens of one row.
 
     Attributes:
-        tokens: token ids.
-        scores: [V] of each token, the processed logits that it was chosen from; empty if nobody wants them.
-        logits: [V] of each token, the model's; empty if nobody wants them.
-        held: keys, values and states of the row's tokens, all but the last; None if the call fills no cache.
+        scores: per token, the [V] processed logits that it was chosen from; empty if not requested.
+        logits: per token, the model's [V] logits; empty if not requested.
+        held: keys, values and states of the row's tokens except the last; None if the call fills no cache.
     """
 
     tokens: list[int]
@@ -214,7 +209,7 @@ class _NewTokens(NamedTuple):
 
 
 class _Rows:
-    """The rows of a call, decoded one after the other."""
+    """The rows of a call, decoded one after another."""
 
     def __init__(
         self,
@@ -235,7 +230,7 @@ class _Rows:
         self._constraint = constraint
 
     def decode(self) -> torch.Tensor | object:
-        """Return what `generate` returns."""
+        """Decode all rows and return the output of `generate`."""
         call = self._call
         rows = self._decode_rows()
         if call.streamer is not None:
@@ -247,18 +242,18 @@ class _Rows:
         return call.output([each.tokens for each in rows], scores, logits)
 
     def _decode_rows(self) -> list[_NewTokens]:
-        """Return the new tokens of all rows."""
+        """Return the new tokens of all rows, each as long as `generate` would make it."""
         rows = [self._with_cache(row, self._decode_row(row)) for row in range(len(self._call.rows))]
         length = max(len(each.tokens) for each in rows)
         for row, each in enumerate(rows):
             if len(each.tokens) < length and not self._call.pads_rows:
-                behind = self._decode_row(row, tuple(each.tokens), length)
-                scores, logits = each.scores + behind.scores, each.logits + behind.logits
-                rows[row] = self._with_cache(row, _NewTokens(each.tokens + behind.tokens, scores, logits))
+                rest = self._decode_row(row, tuple(each.tokens), length)
+                scores, logits = each.scores + rest.scores, each.logits + rest.logits
+                rows[row] = self._with_cache(row, _NewTokens(each.tokens + rest.tokens, scores, logits))
         return rows
 
     def _with_cache(self, row: int, new: _NewTokens) -> _NewTokens:
-        """Return a row's new tokens with what the KV cache holds of the row, if the call fills a cache."""
+        """Return a row's new tokens with a copy of their KV cache, if the call fills a cache."""
         if self._call.cache is None:
             return new
         model, prompt = self._model, self._call.rows[row]
@@ -271,12 +266,9 @@ class _Rows:
         return new._replace(held=held)
 
     def _decode_row(self, row: int, committed: tuple[int, ...] = (), length: int | None = None) -> _NewTokens:
-        """Return the new tokens of one row behind those committed.
+        """Decode one row and return its new tokens, without those that an earlier call committed.
 
-        Args:
-            row: its index.
-            committed: new tokens of an earlier call.
-            length: how many new tokens the row is to have; None where the stopping criteria say.
+        With a length, the row continues to that many new tokens, committed ones included; None to use the criteria.
         """
         call, model = self._call, self._model
         recorder = Recorder(model.vocabulary_size, self._group)
@@ -295,7 +287,7 @@ class _Rows:
         )
         noise = None
         if call.do_sample:
-            assert self._sampling.seed is not None  # lookahead_generate has drawn one
+            assert self._sampling.seed is not None  # lookahead_generate has set one
             noise = GumbelNoise(self._sampling.seed, request.sample, model.vocabulary_size, model.device)
         processors = call.processors(row)
         if self._constraint is not None:
@@ -315,10 +307,10 @@ class _Rows:
         return _NewTokens(new_tokens, recorder.scores[:count], recorder.logits[:count])
 
     def _stop(self, prompt: Sequence[int], recorder: Recorder) -> Stop | None:
-        """Return the caller's own criteria as a stop condition, asked after every token; None without any.
+        """Return the caller's other criteria as a stop condition, checked after every token; None without any.
 
-        Where ranks share the work, rank 0 asks the criteria and tells the others in a collective of its own: the tokens
-        of this step must not be streamed before.
+        If ranks share the work, rank 0 checks the criteria and broadcasts the result. It cannot wait for the next
+        step's exchange, because this step's tokens must not be streamed before the result is known.
         """
         if not self._call.criteria:
             return None

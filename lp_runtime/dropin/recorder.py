@@ -1,4 +1,4 @@
-"""Keeps what a caller of the drop-in asks to see of every accepted token: its logits and its scores."""
+"""Recorder of the logits and scores of accepted tokens, for callers of the drop-in that ask for them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ from lp_runtime.distributed.transport.group import Group
 
 
 class Recorder:
-    """Keeps the rows of logits and scores behind accepted tokens.
-
-    Args:
-        vocabulary_size: V.
-        group: the ranks that share the work.
+    """Recorder of the logits and scores that accepted tokens were chosen from; an engine's Observer.
 
     Attributes:
-        scores: [V] for each accepted token, the processed logits that the token was chosen from.
-        logits: [V] for each accepted token, the model's.
+        scores: per accepted token, its [V] processed logits.
+        logits: per accepted token, the model's [V] logits.
     """
 
     def __init__(self, vocabulary_size: int, group: Group):
@@ -29,7 +25,7 @@ class Recorder:
         self.logits: list[torch.Tensor] = []
 
     def __call__(self, nodes: list[int], step: Step, rank: int, samples: Samples) -> None:
-        """Record a step: an engine's Observer. Rows that another rank has are -inf until `merge`."""
+        """Record the accepted nodes of a step. Rows of nodes that another rank owns are -inf until `merge`."""
         row_of = {node: row for row, node in enumerate(step.shares[rank].owned.tolist())}
         for node in nodes:
             for recorded, values in ((self.scores, samples.scores), (self.logits, samples.logits)):
@@ -38,7 +34,7 @@ class Recorder:
                 recorded.append(missing if row is None else values[row].clone())
 
     def merge(self) -> None:
-        """Complete the rows recorded since the last call, in a collective of all ranks."""
+        """Fill in other ranks' rows recorded since the last call. A collective: all ranks must call it."""
         first, self._num_merged = self._num_merged, len(self.scores)
         if not self._group.is_alone and first < self._num_merged:
             for recorded in (self.scores, self.logits):

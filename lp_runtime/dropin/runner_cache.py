@@ -1,7 +1,7 @@
-"""Makes runners of callers' models, and keeps those with captured passes between calls of the drop-in.
+"""Runners of callers' models; those with captured passes are kept between calls of the drop-in.
 
-A captured pass reads weights where they were, and runs the modules that there were. So a runner is used again only
-while the model looks exactly as it did; one call at a time uses it.
+A captured graph is bound to the weights' addresses and the modules at capture time. So a runner is only reused if the
+model has not changed since, and by one call at a time.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from lp_runtime.model.hf.view import view_of
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.tensor_parallel.tp_plan import tp_size_of
 
-PLAIN = (bool, int, float, str, type(None))
-UNREAD = ("training",)  # of the model; a view is always in eval mode
+PLAIN = (bool, int, float, str, type(None))  # compared by value
+UNREAD = ("training",)  # attributes that do not matter: a view is always in eval mode
 
 
 def state_of(model: PreTrainedModel) -> tuple:
-    """Return what a view of a model depends on, to compare: modules, attributes, hooks, and where weights lie.
+    """Return a comparable summary of all that a view of a model depends on.
 
-    Values of weights are not looked at: a view shares them.
+    It covers modules, attributes, hooks and the addresses of weights, but not the weights' values, which a view shares.
     """
     configs: dict[int, str] = {}
     return tuple(
@@ -44,12 +44,7 @@ def state_of(model: PreTrainedModel) -> tuple:
 
 
 def _state(value: Any, configs: dict[int, str]) -> Any:
-    """Return what stands for an attribute of a module.
-
-    Args:
-        value: the attribute.
-        configs: configurations as text, by id, as far as they were met.
-    """
+    """Return a comparable summary of a module's attribute; `configs` caches the text of configs by id."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, torch.Tensor):
@@ -66,7 +61,7 @@ def _state(value: Any, configs: dict[int, str]) -> Any:
 
 
 def runner_of(model: PreTrainedModel, strict_tokens: int | None) -> ModelRunner:
-    """Return a runner of a view of a model; on a GPU its passes are captured where that is possible.
+    """Return a runner of a view of a model; on a GPU its passes are captured if possible.
 
     Raises:
         ModelError: if the model can be fed neither trees nor chains.
@@ -78,7 +73,7 @@ def runner_of(model: PreTrainedModel, strict_tokens: int | None) -> ModelRunner:
     runner = make_runner(view, ModelConfig.prefill_chunk, strict_tokens, own_attention=on_gpu)
     if is_split and runner.feeds_chains:
         raise ModelError(
-            f"{model.config.model_type}: is fed chains of guesses, which a model split over ranks cannot be"
+            f"{model.config.model_type}: must not be split over ranks (tp_plan): the model is fed chains of guesses"
         )
     if on_gpu and not runner.feeds_chains and why_not_captured(runner.tree_model) is None:
         runner.enable_graphs(capture=True, refuses_waits=False)  # other threads may wait for the GPU
@@ -87,7 +82,7 @@ def runner_of(model: PreTrainedModel, strict_tokens: int | None) -> ModelRunner:
 
 
 class RunnerKeeper:
-    """Keeps the last runner of each model whose passes are captured, for as long as the model lives."""
+    """Cache of the last runner with captured passes of each model, for the lifetime of the model."""
 
     def __init__(self) -> None:
         self._kept: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple, ModelRunner]] = weakref.WeakKeyDictionary()
@@ -95,20 +90,16 @@ class RunnerKeeper:
 
     @contextmanager
     def runner(self, model: PreTrainedModel, kind: tuple, make: Callable[[], ModelRunner]) -> Iterator[ModelRunner]:
-        """Yield a runner for the duration of a `with` block: the kept one, if the model has not changed since.
+        """Yield a runner for the duration of a `with` block: the kept one if the model has not changed.
 
-        It is kept again, without its KV caches, unless the block fails.
-
-        Args:
-            model: the caller's.
-            kind: what else the runner depends on.
-            make: makes a new runner.
+        Otherwise `make` creates a new one. Afterwards it is kept, without its KV caches, unless the block failed.
+        `kind` holds the settings of the runner, which must be equal too.
 
         Raises:
             ConfigError: inside autocast, where a pass has other dtypes than the model.
         """
         if torch.is_autocast_enabled(model.device.type):
-            raise ConfigError("torch.autocast: must be left; load the model in the dtype that it is to compute in")
+            raise ConfigError("torch.autocast: must be off; load the model in the dtype to compute in")
         if model.device.type != "cuda":  # nothing is captured
             yield make()
             return

@@ -1,1 +1,1 @@
-"""The prompt: prefix cache, top-k candidates of its tokens, log-probabilities, resuming."""
+"""Prefill of a prompt: reuse of cached prefixes, prompt log-probabilities, resuming after a failure."""

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, from a prefill that keeps the logits of all of them.
+"""Prefill that also computes the log-probability of every prompt token.
 
 Letters: n tokens of a chunk, V vocabulary.
 """
@@ -18,17 +18,16 @@ from lp_runtime.request.output import Logprob, StepOutput
 from lp_runtime.sampling.logprobs import pack_top_logprobs, unpack_top_logprobs
 from lp_runtime.utils.generators import result_of
 
-SCORED_TOKENS = 64  # fed at once: the logits of all are wanted, [n, V] float32
+SCORED_TOKENS = 64  # per pass: bounds the [n, V] float32 logits, which are needed for every token
 
 
 class PromptScorer:
-    """Feeds a prompt and notes how likely the model finds each of its tokens.
+    """Prefill of a prompt that records the log-probability of each of its tokens.
 
     Args:
-        model: this replica's.
-        slot: has begun, and is empty.
-        prompt: token ids, at least one.
-        num_top: how many of the likeliest tokens are noted for each place.
+        slot: begun and empty.
+        prompt: at least one token id.
+        num_top: number of likeliest tokens to record for each prompt token.
     """
 
     def __init__(self, model: ModelRunner, slot: CacheSlot, prompt: Sequence[int], num_top: int):
@@ -54,20 +53,20 @@ class PromptScorer:
         return logits[-1:]
 
     def _feed(self, chunk: Sequence[int], is_first: bool) -> torch.Tensor:
-        """Return the logits behind each token of a chunk, [n, V]; the slot's first token is fed alone, as a prompt."""
-        first = []
+        """Return the [n, V] logits at each token of a chunk; the slot's first token is fed alone, as a prompt."""
+        parts = []
         if is_first:
-            first = [result_of(self._model.prefill_in_chunks(self._slot, chunk[:1]))]
+            parts = [result_of(self._model.prefill_in_chunks(self._slot, chunk[:1]))]
             chunk = chunk[1:]
         if chunk:
             chain = TokenTree(list(chunk), max_depth=0)
             nodes = range(len(chain))
-            first.append(self._model.forward(StepInputs(self._slot, chain, nodes, nodes)).logits)
+            parts.append(self._model.forward(StepInputs(self._slot, chain, nodes, nodes)).logits)
             self._model.num_prefilled_tokens += len(chunk)
-        return torch.cat(first)
+        return torch.cat(parts)
 
     def _score(self, logits: torch.Tensor, following: Sequence[int]) -> None:
-        """Note the log-probabilities of the tokens that follow the first rows of logits, [n, V]."""
+        """Record the log-probabilities of tokens that follow the first rows of the [n, V] logits."""
         if not following:
             return
         logits = logits[: len(following)]
@@ -77,7 +76,7 @@ class PromptScorer:
         self._logprobs += [Logprob(value, each) for value, each in zip(values, top, strict=True)]
 
     def attach(self, output: StepOutput) -> StepOutput:
-        """Return the prefill's output, with the prompt's log-probabilities beside that of the first new token."""
+        """Return the prefill's output with the prompt's log-probabilities attached to the first new token's."""
         assert output.logprobs is not None  # RequestBuilder asks for both or neither
         first, *rest = output.logprobs
         top = first.top if isinstance(first, Logprob) else ()

@@ -1,8 +1,8 @@
-"""What of a request's prompt comes out of the prefix cache, as all replicas have agreed.
+"""Agrees across replicas how many prompt tokens are read from the prefix cache.
 
-Replicas may hold different prefixes. How much is read is the least that any of them has, so that all feed the same
-chunks of the prompt. Draft tables come along where all replicas hold the same ones: those of the sequence that the
-prompt goes on from, as a tag that is a function of that sequence's whole history tells.
+Replicas may hold different prefixes. All read the longest length that every replica has, so that all feed the same
+chunks of the prompt. The draft tables of the sequence that the prompt continues are reused if all replicas hold the
+same ones. A tag, derived from that sequence's whole history, identifies them.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.request import Request
 
-TAG_BITS = 62
-MAX_POINTS = 16  # of a prefix that ends where states are kept: replicas tell each other of so many such places
-CPU_FRACTION = 0.25  # of a CPU's free memory that may hold prefixes: other programs want the rest
+TAG_BITS = 62  # a tag travels in a signed 64-bit integer
+MAX_POINTS = 16  # lengths that each replica offers in the gather, if a prefix can only end where states are kept
+CPU_FRACTION = 0.25  # of the free memory of a CPU that may hold prefixes; the rest is for other programs
 
 
 def make_prefix_cache(model: ModelRunner, max_bytes: int | None, capacity: int | None) -> PrefixCache | None:
-    """Return a replica's prefix cache; None for none.
+    """Return a replica's prefix cache; None if the settings turn it off.
 
     Args:
-        model: this replica's; has fed something.
-        max_bytes: of the settings: 0 for none, None for what is free, on a CPU CPU_FRACTION of that.
-        capacity: tokens that fit into the replica's memory; None if that is unknown, and then nothing is kept unless
-            `max_bytes` says how much.
+        model: must have run a forward pass.
+        max_bytes: size of the cache; 0 for no cache, None for all free memory (on a CPU, CPU_FRACTION of it).
+        capacity: tokens that fit into the replica's memory; None if unknown: then nothing is kept without `max_bytes`.
     """
     if max_bytes == 0:
         return None
@@ -46,13 +45,10 @@ def make_prefix_cache(model: ModelRunner, max_bytes: int | None, capacity: int |
 
 
 def read_for_resume(model: ModelRunner, slot: CacheSlot, request: Request, capacity: int) -> None:
-    """Have a slot hold the longest prefix of a prompt that the cache or the slot has, for `ModelRunner.resume`.
+    """Copy a prompt's cached prefix into a slot before `ModelRunner.resume`, if the slot holds less.
 
-    Args:
-        model: this replica's.
-        slot: may hold anything.
-        request: the request; replicas may read different parts of it, since they exchange nothing meanwhile.
-        capacity: tokens that must fit.
+    The slot may hold any tokens; `capacity` tokens must fit into it. Replicas may read different lengths: a resume only
+    exchanges whether each replica is done.
     """
     if model.slots.prefixes is not None:
         prompt, lengths = list(request.prompt_ids), model.rotary_lengths
@@ -64,18 +60,18 @@ def read_for_resume(model: ModelRunner, slot: CacheSlot, request: Request, capac
 
 
 class PromptPrefix:
-    """A request's prefix in a replica's cache.
+    """The part of a request's prompt that all replicas read from their prefix caches.
+
+    Creating one runs a gather.
 
     Args:
-        cache: the replica's; None if it keeps nothing.
-        request: the request.
+        cache: None for no cache.
         group: the replicas that share the request's steps.
-        pool: the replica's draft tables.
 
     Attributes:
-        tag: names the draft tables that come along; 0 for none.
-        num_read: tokens of the prompt that were read.
-        num_shared: tokens of the prompt that all replicas have of other sequences, whether they can be read or not.
+        tag: names the draft tables to continue with; 0 for none.
+        num_read: prompt tokens that were read; 0 before `read_into`.
+        num_shared: prompt tokens that all replicas have from other sequences, readable or not.
 
     Raises:
         ReplicaError: if a peer is gone.
@@ -85,7 +81,7 @@ class PromptPrefix:
         self.tag = self.num_read = self.num_shared = 0
         self._cache, self._request, self._is_alone = cache, request, group.is_alone
         self._agreed = Prefix()
-        # A prompt whose log-probabilities are wanted is fed whole; what resumes, each replica reads as far as it can.
+        # Log-probabilities need the whole prompt fed. A resumed request reads its prefix in `read_for_resume`.
         if cache is None or request.prompt_logprobs or request.committed:
             return
         found = cache.find(request.prompt_ids, request.cache_salt, len(request.prompt_ids))
@@ -102,11 +98,11 @@ class PromptPrefix:
         self.tag = tag if len(set(tags)) == 1 else 0
 
     def read_into(self, slot: CacheSlot) -> int:
-        """Commit the prefix to a slot that is empty; return how many tokens it has."""
+        """Commit the prefix to an empty slot; return its number of tokens."""
         if self._cache is None or self._request.prompt_logprobs:
             return 0
         prefix = self._agreed
-        if self._is_alone:  # nobody else counts on it, and others may have ended since
+        if self._is_alone:  # look again: other requests may have stored more since, and no peer relies on the length
             prompt = self._request.prompt_ids
             prefix = self._cache.find(prompt, self._request.cache_salt, len(prompt))
             self.num_shared = prefix.num_shared
@@ -116,9 +112,10 @@ class PromptPrefix:
 
     @property
     def num_to_point(self) -> int:
-        """Tokens behind those that were read up to where states are to be kept, for the next prompt; 0 for nowhere.
+        """Tokens to feed after the read ones before storing layer states for later prompts; 0 for never.
 
-        That is where the prompt parts from what is kept: so a third prompt with the same beginning finds them.
+        That is the end of what the prompt shares with cached sequences. A later prompt with the same beginning can then
+        resume there.
         """
         if self._cache is None or not self._cache.keeps_states:
             return 0
@@ -126,26 +123,20 @@ class PromptPrefix:
         return num_tokens if num_tokens >= MIN_TOKENS else 0
 
     def keep(self, slot: CacheSlot, tag: int = 0) -> None:
-        """Keep what a slot holds of the sequence.
-
-        Args:
-            slot: the sequence's.
-            tag: as `next_tag` returns it, once the sequence has ended; 0 before.
-        """
+        """Store the slot's tokens in the prefix cache; `tag` comes from `next_tag` at the end of the sequence."""
         if self._cache is not None:
             salt = self._request.cache_salt
             self._cache.store(slot.cache, slot.tokens, slot.num_prefilled, salt, tag, slot.prompt_length)
 
     def next_tag(self, digest: int) -> int:
-        """Return the tag of the sequence's draft tables; 0 if nothing is kept.
+        """Return the tag for the finished sequence's draft tables; 0 without a cache.
 
         Args:
-            digest: of the sequence's state at its end; replicas with equal digests, and tables that were equal before,
-                have equal tables.
+            digest: of the sequence's final state. Replicas with equal earlier tags and equal digests have equal tables.
         """
         if self._cache is None:
             return 0
-        if self._is_alone:  # digests are not chained then
+        if self._is_alone:  # a lone replica computes no digests; a random tag is unique
             return secrets.randbits(TAG_BITS) | 1
         history = hashlib.blake2b(b"%d %d" % (self.tag, digest), digest_size=8).digest()
         return int.from_bytes(history, "big") >> (64 - TAG_BITS) | 1

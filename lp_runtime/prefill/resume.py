@@ -1,7 +1,7 @@
-"""The prefill of a request that goes on behind an earlier attempt: its prompt and its committed tokens are fed.
+"""Prefill of a request that continues an earlier attempt: feeds its prompt and its committed tokens.
 
-Replicas may lack different parts of a text. Between two chunks every replica tells whether it is done, so that none
-waits for another longer than a chunk takes.
+Replicas may lack different parts of the text. After every chunk all replicas report whether they are done, so that no
+replica waits for another longer than one chunk takes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ from lp_runtime.prefill.prefix import read_for_resume
 from lp_runtime.request.request import Request
 from lp_runtime.sampling.sampler import Sampler
 
-REPLAYED_TOKENS = 64  # fed at once where the logits of all are wanted
+REPLAYED_TOKENS = 64  # per pass: bounds the [n, V] logits, which are needed for every token
 
 
 class Resume:
-    """Has a slot hold the prompt of a request and what an earlier attempt has committed.
+    """Prefill of a slot with a request's prompt and the tokens that an earlier attempt committed.
 
     Args:
-        model: this replica's.
-        request: has committed tokens.
-        slot: may hold anything.
-        sampler: the request's.
+        request: must have committed tokens.
+        slot: may hold any tokens.
         group: the replicas that share the request's steps.
     """
 
@@ -38,17 +36,17 @@ class Resume:
         self._model, self._request, self._slot, self._sampler, self._group = model, request, slot, sampler, group
 
     def in_step(self, capacity: int, should_cancel: Callable[[], bool]) -> Generator[None, None, bool]:
-        """Feed what the slot lacks.
+        """Feed the tokens that the slot lacks, in chunks, in step with the other replicas.
 
         Args:
             capacity: tokens that must fit into the slot.
-            should_cancel: asked between chunks; when any replica's says yes, all stop.
+            should_cancel: asked after each chunk; if it is true on any replica, all stop.
 
         Yields:
             None between chunks; other slots may be fed meanwhile.
 
         Returns:
-            whether all replicas are done; False if they have stopped.
+            True once all replicas are done; False if they stopped early.
 
         Raises:
             ReplicaError: if a peer is gone.
@@ -70,7 +68,7 @@ class Resume:
                 return False
 
     def _replay(self, capacity: int) -> Generator[None, None, None]:
-        """Feed prompt and committed tokens, and call ordered processors as the earlier attempt has called them."""
+        """Feed prompt and committed tokens, and repeat the earlier attempt's calls of ordered processors."""
         request, model, sampler, slot = self._request, self._model, self._sampler, self._slot
         model.begin(slot, capacity, prompt_length=len(request.prompt_ids))
         logits = yield from model.prefill_in_chunks(slot, request.prompt_ids)

@@ -1,4 +1,4 @@
-"""Compiling what steps need, which takes seconds: in a second process, too, while a command imports torch."""
+"""Compilation of code for steps, which takes seconds; partly in a second process during imports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ SHARED = "shared"  # argument of the second process: several replicas share each
 
 @contextlib.contextmanager
 def compiling_ahead(config: RuntimeConfig) -> Iterator[None]:
-    """Compile in a second process what replicas on this machine will need, until this is left; unless it is on disk."""
+    """Compile code for this machine's replicas in a second process while the `with` block runs.
+
+    It is not started if the code is cached on disk, if Ray runs the replicas, or with a drafter other than `full`.
+    """
     if config.lookahead.drafter != "full" or config.launcher.name == "ray" or is_cached(growth.grow):
         yield
         return
@@ -38,18 +41,17 @@ def compiling_ahead(config: RuntimeConfig) -> Iterator[None]:
 
 
 def compile_steps(is_shared: bool) -> None:
-    """Compile what steps with drafter=full need, except for what imports torch; or load it from disk.
+    """Compile, or load from disk, the code of steps with drafter=full, except code that imports torch.
 
-    Args:
-        is_shared: whether several replicas share each step.
+    `is_shared`: whether several replicas share each step.
     """
     for_several = [compile_capacity, compile_partition] if is_shared else []
     compile_in_turns([compile_growth, compile_learning, *for_several, compile_budget, compile_sampler, compile_drafter])
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent ends, however that happens."""
-    sys.stdin.read()
+    """End this process when its parent ends, even if the parent is killed."""
+    sys.stdin.read()  # returns when the parent's end of the pipe closes
     os._exit(0)
 
 

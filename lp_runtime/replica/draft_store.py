@@ -1,4 +1,4 @@
-"""The draft store: the file in which draft tables outlive a runtime. Read at start, written after every request."""
+"""File in which draft tables outlive a runtime: read at start, written after every request."""
 
 from __future__ import annotations
 
@@ -18,13 +18,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DraftStore:
-    """The file of a replica's draft tables. Only rank 0 reads and writes the file.
-
-    Attributes:
-        path: the file.
-        num_bytes: size of the draft tables.
-        vocabulary_size: of the model.
-    """
+    """The file of a runtime's draft tables, read and written by rank 0 only. `num_bytes` is their size."""
 
     path: Path
     num_bytes: int
@@ -32,10 +26,10 @@ class DraftStore:
 
     @classmethod
     def of(cls, settings: LookaheadConfig, vocabulary_size: int) -> DraftStore | None:
-        """Return the store that the settings name; None if they name none.
+        """Return the store that the settings name; None if they name no file.
 
         Raises:
-            ConfigError: if it begins with the home folder of a user that there is not.
+            ConfigError: if the path starts with the home folder of an unknown user.
         """
         if settings.draft_tables in ("request", "runtime"):
             return None
@@ -46,10 +40,11 @@ class DraftStore:
         return cls(path, settings.draft_tables_bytes, vocabulary_size)
 
     def load(self, group: Group) -> DraftTables:
-        """Return the stored draft tables, equal on all replicas of a group; empty ones if there is no file yet.
+        """Return the stored draft tables, equal on all replicas; empty ones if the file does not exist.
 
         Raises:
-            ConfigError: if the file holds no draft tables, or tables of another size or version, or cannot be written.
+            ConfigError: on all replicas, if the file holds no draft tables or tables of another size or version, or
+                cannot be read or created.
         """
         data: bytes | ConfigError | None = None
         if group.rank == 0:
@@ -70,12 +65,12 @@ class DraftStore:
                 data = self.path.read_bytes()
                 DraftTables.load(data, self.num_bytes, self.vocabulary_size)
                 return data
-            # Written now, so that a path that cannot be written is refused at start.
+            # Create the file now, so that a path that is not writable is refused at start.
             write_whole(self.path, DraftTables(self.num_bytes).dump(self.vocabulary_size))
             return None
         except OSError as error:
             raise ConfigError(
-                f"lookahead.draft_tables={self.path}: cannot be kept there ({error.strerror or error})"
+                f"lookahead.draft_tables={self.path}: cannot be read or written ({error.strerror or error})"
             ) from error
         except ValueError as error:
             raise ConfigError(
@@ -83,7 +78,7 @@ class DraftStore:
             ) from error
 
     def save(self, draft_tables: DraftTables) -> None:
-        """Write the draft tables. A failure is logged, not raised: the request is done."""
+        """Write the draft tables. A failure is logged, not raised, since the request has succeeded."""
         try:
             write_whole(self.path, draft_tables.dump(self.vocabulary_size))
         except OSError as error:

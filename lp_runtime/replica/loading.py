@@ -1,4 +1,4 @@
-"""From a checkpoint to a model that is on its device, made faster, and checked."""
+"""Model loading: from a checkpoint to a fused, packed and checked model on its device."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ GIB = 1 << 30
 def ready_model(
     config: RuntimeConfig, device: torch.device, progress: Progress | None = None, place: ShardPlace = WHOLE
 ) -> tuple[ModelRunner, float]:
-    """Load a model, or shard 0 of it, and check it.
+    """Load, optimize and check a model, or shard 0 of it.
 
     Returns:
-        (model, difference): the largest relative difference that the self-check saw.
+        (model, difference): the runner and the largest relative difference that the self-check saw.
 
     Raises:
-        ModelError: if it cannot be loaded, or failed; if memory did not suffice, it says how much was free.
+        ModelError: if the model cannot be loaded or fails the self-check. If memory ran out, the message says how much
+            was free.
     """
     progress = progress or Progress(is_shown=False)
     progress.begin(f"loading {config.model.location} on {device}")
@@ -50,30 +51,30 @@ def ready_model(
     except (ModelError, torch.OutOfMemoryError) as error:
         if not _is_out_of_memory(error):
             raise
-        had = "" if free is None else f": {_needed(config, place)}{free / GIB:.1f} GiB were free before"
-        raise ModelError(f"model.path={config.model.location}: memory of {device} does not suffice{had}") from error
+        sizes = "" if free is None else f": {_needed(config, place)}{free / GIB:.1f} GiB were free before loading"
+        raise ModelError(f"model.path={config.model.location}: not enough memory on {device}{sizes}") from error
 
 
 def _needed(config: RuntimeConfig, place: ShardPlace) -> str:
-    """Return, for a message, how much a model's weights take on a GPU; nothing if that is unknown."""
+    """Return message text with the size of the weights on a GPU; empty if unknown."""
     if config.model.quantization_config is not None or config.model.device_map is not None or config.num_stages > 1:
         return ""
     size = size_of_model(config.model, config.dtype)
-    return "" if size is None else f"the weights take {size.weight_bytes(place.num_shards) / GIB:.1f} GiB, and "
+    return "" if size is None else f"the weights take {size.weight_bytes(place.num_shards) / GIB:.1f} GiB, "
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error is, or was raised because of, a device's want of memory."""
+    """Whether an error is an OutOfMemoryError, or was caused by one."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__
     return error is not None
 
 
 def ready_follower(config: RuntimeConfig, device: torch.device, place: ShardPlace) -> Follower:
-    """Load a shard other than 0; return what follows shard 0, which checks the model.
+    """Load a shard other than 0. Shard 0 checks the model.
 
     Raises:
-        ModelError: if it cannot be loaded.
+        ModelError: if the shard cannot be loaded.
     """
     loaded, link = _load(config, device, place)
     assert link is not None, "a whole model has no followers"
@@ -83,7 +84,7 @@ def ready_follower(config: RuntimeConfig, device: torch.device, place: ShardPlac
 
 
 def _load(config: RuntimeConfig, device: torch.device, place: ShardPlace) -> tuple[CausalLM, ShardLink | None]:
-    """Return a loaded model, or a slice of it that computes what the whole does, with the link to the other shards."""
+    """Return a whole model and None, or one shard's slice of it and the link to the other shards."""
     timeout = config.launcher.start_timeout
     if config.num_stages > 1:
         return load_in_stages(config.model, device, config.num_stages, config.dtype), None
@@ -91,7 +92,7 @@ def _load(config: RuntimeConfig, device: torch.device, place: ShardPlace) -> tup
     if place.is_whole:
         return loaded, None
     link = ShardLink(place, device, timeout)
-    if config.compile != "off" and config.exactness == "fast":  # strictly, all replicas must sum alike
+    if config.compile != "off" and config.exactness == "fast":  # strict replicas all need the same one
         width = loaded.config.get_text_config().hidden_size
         link.reducer = fastest_reducer(link, width, loaded.dtype, device, timeout)
     slice_model(loaded, link)
@@ -109,13 +110,13 @@ def prepare_model(
     progress: Progress | None = None,
     leading: LeadingShard | None = None,
 ) -> tuple[ModelRunner, float]:
-    """Fuse, pack and check a Hugging Face causal LM that is on its device already, or shard 0's slice of it.
+    """Fuse, pack and check a Hugging Face causal LM, or shard 0's slice of it, on its device.
 
     Returns:
-        (model, difference): the largest relative difference that the self-check saw.
+        (model, difference): the runner and the largest relative difference that the self-check saw.
 
     Raises:
-        ModelError: if the model failed the self-check.
+        ModelError: if the model fails the self-check.
     """
     strict_tokens = _strict_tokens(config)
     progress = progress or Progress(is_shown=False)
@@ -125,33 +126,30 @@ def prepare_model(
     model = make_runner(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True, leading=leading)
     model.why_not_captured = _why_not_captured(model, config)
     if model.why_not_captured is None:
-        # torch.compile does not know the sums of shards, which would cut what it compiles into pieces.
+        # torch.compile cannot trace the all-reduces between shards: they would break its graph into pieces.
         model.enable_graphs(capture=True, compiled=config.compile == "full" and leading is None)
     try:
         return model, check_runner(model)
     except ModelError as error:
-        hint = f" (with layers of our own: try {' '.join(changes)})" if changes else ""
+        hint = f" (with the runtime's own layers; try {' '.join(changes)})" if changes else ""
         raise ModelError(f"{error}{hint}") from error
 
 
 def _why_not_captured(model: ModelRunner, config: RuntimeConfig) -> str | None:
-    """Return why a model's passes are not to be captured; None if they are."""
+    """Return why a model's passes must not be captured; None if they can be."""
     if config.compile == "off":
         return "compile=off"
     if model.feeds_chains:
         return "the model is fed chains of guesses"
     if model.leading is not None and not model.leading.can_capture:
-        return "the sums of the replica's shards cannot be captured"
+        return "the all-reduces between the replica's shards cannot be captured"
     return why_not_captured(model.tree_model)
 
 
 def not_captured(model: ModelRunner, on_gpu: Sequence[bool], captured: Sequence[bool]) -> str | None:
-    """Return why replicas launch the kernels of a pass one by one; None if they do not, or on CPUs.
+    """Return why some replica on a GPU does not capture its passes as CUDA graphs; None if all do.
 
-    Args:
-        model: this replica's.
-        on_gpu: by rank, whether the replica is on a GPU.
-        captured: by rank, whether its passes are captured.
+    `on_gpu` and `captured` are indexed by rank; `model` is this replica's.
     """
     ranks = [
         rank for rank, (is_gpu, is_captured) in enumerate(zip(on_gpu, captured, strict=True)) if is_gpu > is_captured
@@ -162,7 +160,7 @@ def not_captured(model: ModelRunner, on_gpu: Sequence[bool], captured: Sequence[
 
 
 def _optimize(loaded: CausalLM, config: RuntimeConfig, device: torch.device, is_slice: bool) -> list[str]:
-    """Fuse and pack a model's layers, as the settings say; return the settings that would undo what was done."""
+    """Fuse and pack a model's layers as configured; return the settings that turn the applied changes off."""
     undo = []
     may_fuse = (
         config.model.fusing == "auto"
@@ -173,9 +171,9 @@ def _optimize(loaded: CausalLM, config: RuntimeConfig, device: torch.device, is_
     if may_fuse and fuse_blocks(loaded):
         undo.append("model.fusing=off")
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # what was freed, for others that share the GPU
+            torch.cuda.empty_cache()  # return freed memory to other processes on this GPU
     if config.model.packing == "auto":
-        # With exactness=strict all replicas must compute alike, and always all shards of one, whatever each measures.
+        # Replicas with exactness=strict, and the shards of a replica, must make the same choice: do not measure there.
         pack = pack_linears if config.exactness == "strict" or is_slice else pack_if_faster
         if pack(loaded):
             undo.append("model.packing=off")
@@ -183,14 +181,10 @@ def _optimize(loaded: CausalLM, config: RuntimeConfig, device: torch.device, is_
 
 
 def choose_device(device: str, index: int) -> torch.device:
-    """Return the device of a replica.
-
-    Args:
-        device: "auto", "cpu" or "cuda".
-        index: which of the GPUs that this process sees is the replica's.
+    """Return the device for "auto", "cpu" or "cuda"; `index` is among the GPUs that this process sees.
 
     Raises:
-        ConfigError: if CUDA is wanted and this process does not see that many GPUs, or if torch cannot use them.
+        ConfigError: if the GPU does not exist in this process, or torch cannot use GPUs.
     """
     if device_type(device) == "cpu":
         return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The profiler: a trace of torch's profiler over a request's first steps, and a table of where time goes."""
+"""Profiler of a request's first steps: a trace of torch's profiler and a table of the time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.profiler import ProfilerActivity, profile
 from lp_runtime.errors import ConfigError
 from lp_runtime.request.output import Event, Report
 
-NUM_STEPS = 16  # traced steps, from the first after the prefill on
+NUM_STEPS = 16  # traced steps after the prefill
 NUM_ROWS = 12  # of the table
 
 
 def check_folder(folder: str) -> None:
-    """Create the folder that gets the traces.
+    """Create the folder for the traces.
 
     Raises:
         ConfigError: if the folder cannot be created.
@@ -29,13 +29,10 @@ def check_folder(folder: str) -> None:
 
 
 def profiled(events: Iterator[Event], folder: str, rank: int, device: torch.device) -> Iterator[Event]:
-    """Yield a request's events as they come, and trace its first steps.
+    """Yield a request's events unchanged, and trace its first steps.
 
-    Args:
-        events: what Engine.run yields.
-        folder: gets rank<RANK>.json, for ui.perfetto.dev; only the latest request with a step after its prefill stays.
-        rank: of this replica; rank 0 prints a table to stderr.
-        device: of the model.
+    Every request with a step after its prefill overwrites FOLDER/rank<RANK>.json, which ui.perfetto.dev shows. Rank 0
+    also prints a table to stderr.
     """
     trace = _Trace(Path(folder) / f"rank{rank}.json", rank == 0, device)
     try:
@@ -53,13 +50,7 @@ def profiled(events: Iterator[Event], folder: str, rank: int, device: torch.devi
 
 
 class _Trace:
-    """A trace of torch's profiler.
-
-    Args:
-        path: file that gets the trace.
-        prints: whether a table is printed to stderr.
-        device: of the model.
-    """
+    """One run of torch's profiler; writes its trace to a file and may print a table to stderr."""
 
     def __init__(self, path: Path, prints: bool, device: torch.device):
         self._path, self._prints, self._is_cuda = path, prints, device.type == "cuda"
@@ -68,12 +59,12 @@ class _Trace:
         self._is_running = False
 
     def start(self) -> None:
-        """Begin to trace."""
+        """Start tracing."""
         self._is_running = True
         self._profile.start()
 
     def stop(self, has_steps: bool) -> None:
-        """End the trace if it runs; write and print it if it has a step after the prefill's."""
+        """Stop tracing, if running; write and print the trace if it has a step after the prefill."""
         if not self._is_running:
             return
         self._is_running = False
@@ -87,7 +78,7 @@ class _Trace:
 
 
 def _parts(report: Report) -> str:
-    """Return a line with the milliseconds of each part of a step, mean over the steps after the prefill."""
+    """Return a line with the mean milliseconds of each part of a step, over the steps after the prefill."""
     num_steps = report.num_steps - 1
     parts = {name: 1000 * getattr(report.times, name) / num_steps for name in ("forward", "exchange", "other")}
     whole = sum(parts.values()) or 1.0

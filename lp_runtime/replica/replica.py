@@ -1,4 +1,4 @@
-"""A replica: one process's model, its place in the group, and the engine over both."""
+"""A replica: one process's model, its membership in the group, and its engine."""
 
 from __future__ import annotations
 
@@ -52,24 +52,23 @@ from lp_runtime.utils.progress import Progress
 log = logging.getLogger(__name__)
 
 MAY_SHARE_GPUS = ("gloo", "shared")  # backends with which replicas may share a GPU
-UNLIMITED_TOKENS = 1 << 40  # stands for an unknown capacity in the exchange
+UNLIMITED_TOKENS = 1 << 40  # encodes an unknown capacity in the gather; above any real one
 
 
 @dataclass(frozen=True)
 class ReplicaInfo:
-    """What a driver must know of the model that its replicas hold.
+    """Facts about the replicas' model that the driver needs.
 
     Attributes:
         vocabulary_size: token ids are below it.
-        context_length: tokens of prompt and output together at most; None if the model sets no limit.
-        eos_token_ids: the model's end-of-sequence ids.
-        defaults: what the model's generation_config.json sets of sampling.hf_settings.APPLIED_DEFAULTS.
-        device: device of the model, as torch names it.
-        dtype: dtype of the model, as torch names it, without "torch.".
+        context_length: upper bound on prompt and output tokens together; None if the model sets no limit.
+        defaults: those sampling.hf_settings.APPLIED_DEFAULTS that the model's generation_config.json sets.
+        device: torch's name of the model's device.
+        dtype: torch's name of the model's dtype, without "torch.".
         self_check: largest relative difference that the start-up self-check saw.
         capacity: tokens of prompts and outputs together that fit into every replica's memory at start; None if unknown.
         supports_batching: whether several requests can be decoded in one forward pass.
-        not_captured: why passes are not captured, on this or another replica's GPU; None if they are, and on CPUs.
+        not_captured: why passes are not captured on some replica's GPU; None if all capture them, and on CPUs.
     """
 
     vocabulary_size: int
@@ -86,13 +85,11 @@ class ReplicaInfo:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that is loaded and checked, and what this process has measured of it.
+    """A loaded and checked model, with the measurements that this process made of it.
 
     Attributes:
-        model: runs it.
-        info: what a driver must know of it.
-        known: what was measured; filled in when it is.
-        progress: of this replica's start.
+        known: measurements; filled in as they are made, and reused when the replica joins another group.
+        progress: reports the stages of this replica's start.
     """
 
     model: ModelRunner
@@ -102,18 +99,14 @@ class LoadedModel:
 
 
 class Replica:
-    """A loaded, checked and connected model. Made by `join_group`.
+    """A loaded and checked model that is connected to its peers. Created by `join_group`.
 
     Args:
-        config: the runtime's.
-        loaded: this replica's model.
         group: the replicas that share the steps of a request.
-        times_are_late: see Peers.
+        times_are_late: see engine.running_request.Peers.
 
     Attributes:
-        group: as given.
-        info: what a driver must know of the model.
-        leading: has the replica's other shards run what this one does; None where there are none.
+        leading: makes the replica's other shards run this shard's passes; None for a replica of one shard.
     """
 
     def __init__(self, config: RuntimeConfig, loaded: LoadedModel, group: Group, times_are_late: bool):
@@ -128,26 +121,26 @@ class Replica:
         grammars = Grammars(lambda: self._tokenizer, model.vocabulary_size, self.info.eos_token_ids)
         self._engine = Engine(model, group, calibration, self._draft_tables, times_are_late, grammars=grammars)
         is_restarted = loaded.known.is_started
-        loaded.progress.begin("measuring steps, and asking the model about its vocabulary")
+        loaded.progress.begin("measuring step times and the vocabulary prior")
         self._engine.prepare(config.lookahead)
         self._background = BackgroundPrior(calibration, group, config.lookahead, after_use=is_restarted)
 
     def close(self) -> None:
-        """End what the replica does between requests."""
+        """Stop the background work that runs between requests."""
         self._background.close()
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Return a context in which the caller alone uses the model; one thread at a time may."""
+        """Return a context in which background work is paused; only one thread at a time may enter it."""
         return self._background.paused()
 
     def decode(self, request: Request, should_cancel: Callable[[], bool] = never_cancel) -> Iterator[Event]:
-        """Decode one request, in concert with the other replicas of the group; see Engine.run."""
+        """Decode one request in step with the other replicas of the group; see Engine.run."""
         events = self._engine.run(request, stop=self._stop(request), should_cancel=should_cancel)
         if self._profile_dir is not None:
             events = profiled(events, self._profile_dir, self.group.rank, self._device)
         with self.in_use():
             for event in events:
-                self._note(event, request)
+                self._save_draft_tables(event, request)
                 yield event
 
     @property
@@ -161,7 +154,7 @@ class Replica:
         """Decode requests as they arrive, several in one forward pass; see Engine.run_batch.
 
         Args:
-            arrivals: asked between two steps for (key, request, should_cancel) of the requests that have arrived.
+            arrivals: called between two steps; returns (key, request, should_cancel) of the requests that have arrived.
 
         Yields:
             (key, event) for every request.
@@ -170,20 +163,20 @@ class Replica:
 
         def arrived() -> Iterator[Arrival]:
             for key, request, should_cancel in arrivals():
-                requests[key] = request  # until it has ended
+                requests[key] = request  # removed when it ends
                 yield Arrival(key, request, self._stop(request), should_cancel)
 
         with self.in_use():
             for key, event in self._engine.run_batch(arrived):
                 is_end = isinstance(event, Report | LookaheadError)
-                self._note(event, requests.pop(key) if is_end else requests[key])
+                self._save_draft_tables(event, requests.pop(key) if is_end else requests[key])
                 yield key, event
 
     def _stop(self, request: Request) -> StopStrings | None:
         return StopStrings(self._tokenizer, request.stop) if request.stop else None
 
-    def _note(self, event: Event | LookaheadError, request: Request) -> None:
-        """Store the draft tables after a request that has used the stored ones."""
+    def _save_draft_tables(self, event: Event | LookaheadError, request: Request) -> None:
+        """Write the draft tables to the draft store if the event ends a request that used them."""
         if not isinstance(event, Report) or self._draft_store is None or self.group.rank != 0:
             return
         assert self._draft_tables is not None  # loaded from the store
@@ -203,31 +196,31 @@ def load_replica(
     owns_device: bool = False,
     place: ShardPlace = WHOLE,
 ) -> LoadedModel:
-    """Load and check the model of a replica; of one with several shards, shard 0, which leads the others.
+    """Load and check the model of a replica, or its shard 0, which leads the other shards.
 
     Args:
-        config: the runtime's.
-        device_index: which of the GPUs that this process sees is the replica's, or the shard's.
-        num_local: processes on this machine: replicas, and of those with several shards all shards.
-        owns_process: whether the process is there for this replica alone, which then sets its thread count.
-        owns_device: whether a GPU is booked for this replica alone, which then has all of its memory.
+        config: of the runtime.
+        device_index: index of the GPU among those that this process sees.
+        num_local: processes on this machine: the shards of all its replicas.
+        owns_process: whether the process serves only this replica, which then sets the thread count.
+        owns_device: whether a GPU is booked for this replica, which may then use all of its memory.
         place: which shard of its replica this process is.
 
     Raises:
-        ConfigError: if a setting cannot be met on this machine.
-        ModelError: if the model cannot be loaded, or fails the self-check.
+        ConfigError: if a setting is not possible on this machine.
+        ModelError: if the model cannot be loaded or fails the self-check.
     """
     device = _prepare_process(config, device_index, num_local, owns_process)
-    if device.type == "cuda" and device_index == 0 and not owns_device:  # with a GPU each they may have cores each, too
+    if device.type == "cuda" and device_index == 0 and not owns_device:  # booked GPUs may come with booked cores
         warn_of_few_cores(num_local)
-    progress = Progress(config.show_progress and device_index == 0)  # each of a machine's replicas does the same
-    progress.begin("compiling what is not on disk")  # before passes are timed, which a busy machine would slow down
+    progress = Progress(config.show_progress and device_index == 0)  # one per machine reports
+    progress.begin("compiling code that is not cached")  # before passes are timed: compiling would slow them down
     if config.lookahead.drafter == "full":
         compile_steps(is_shared=config.num_replicas > 1)
     model, self_check = ready_model(config, device, progress, place)
     end = eos_token_ids(model.model)
     any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0), eos_token_ids=end)
-    make_sampler_spec(model, any_request)  # refuses model defaults that cannot be kept
+    make_sampler_spec(model, any_request)  # refuses model defaults that are not supported
     num_bytes = _exchange_bytes(config, num_local) if device.type == "cuda" else 0
     capacity = capacity_in_tokens(model, num_sharing(device, num_local, owns_device), num_bytes)
     model.slots.prefixes = make_prefix_cache(model, config.prefix_cache_bytes, capacity)
@@ -242,22 +235,22 @@ def load_replica(
         capacity=capacity,
         supports_batching=model.supports_batching and not config.profile,
     )
-    # Compiling takes minutes, on one replica longer than on another. It must end before the replicas meet: afterwards
-    # nobody waits longer than failure.timeout for a peer.
+    # Compiling takes minutes, and not equally long on all replicas. Run all passes once here, before the replicas meet:
+    # afterwards a replica waits at most failure.timeout for a peer.
     is_compiled = model.graphs is not None and model.graphs.compiled
     return LoadedModel(model, info, Measured(steps=measure_steps(model) if is_compiled else None), progress)
 
 
 def load_follower(config: RuntimeConfig, device_index: int, num_local: int, place: ShardPlace) -> Follower:
-    """Load a shard other than 0 of a replica; arguments and errors as those of `load_replica`."""
+    """Load a shard other than 0. Arguments and errors as in `load_replica`."""
     device = _prepare_process(config, device_index, num_local, owns_process=True)
     return ready_follower(config, device, place)
 
 
 def _prepare_process(config: RuntimeConfig, device_index: int, num_local: int, owns_process: bool) -> torch.device:
-    """Return this process's device, and have torch use it; arguments and errors as those of `load_replica`."""
+    """Choose this process's device and configure torch for it. Arguments and errors as in `load_replica`."""
     if config.launcher.interface is not None:
-        address_of(config.launcher.interface)  # refused before a model is loaded
+        address_of(config.launcher.interface)  # refuse a wrong name before the model is loaded
     is_shared = config.launcher.backend in MAY_SHARE_GPUS and torch.cuda.is_available()
     index = device_index % torch.cuda.device_count() if is_shared else device_index
     device = choose_device(config.device, index)
@@ -267,14 +260,14 @@ def _prepare_process(config: RuntimeConfig, device_index: int, num_local: int, o
         turn_off_tf32()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    elif owns_process:  # replicas that share a machine share its cores
+    elif owns_process:  # the processes of a machine share its cores equally
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local))
     return device
 
 
 def _exchange_bytes(config: RuntimeConfig, num_local: int) -> int:
-    """Return the bytes of a replica's GPU that exchanging with the others will take."""
-    # Replicas of one machine share memory, and those of several talk over gloo if any machine has several.
+    """Return the bytes of GPU memory that the exchange with the other replicas needs."""
+    # Replicas of one machine use shared memory. Across machines they use gloo if any machine has several replicas.
     may_use_nccl = config.launcher.backend == "nccl" or (config.launcher.backend == "auto" and num_local == 1)
     return exchange_bytes(max(num_local, config.num_replicas), may_use_nccl)
 
@@ -284,7 +277,7 @@ def join_group(
     config: RuntimeConfig,
     loaded: LoadedModel,
     context: ReplicaContext,
-    store: dist.Store | None = None,  # type: ignore[name-defined]  # which torch does not re-export for type checkers
+    store: dist.Store | None = None,  # type: ignore[name-defined]  # torch does not re-export it for type checkers
     is_abandoned: Callable[[], bool] = never_cancel,
     on_formed: Callable[[Group], None] | None = None,
     timeout: float | None = None,
@@ -292,20 +285,17 @@ def join_group(
     """Join the group of all replicas, and leave it at the end of the `with` block.
 
     Args:
-        config: the runtime's.
-        loaded: this replica's model.
-        context: who this replica is.
-        store: where the replicas meet, if it is open in this process.
-        is_abandoned: see process_group.
+        config: of the runtime.
+        loaded: from `load_replica`.
+        context: rank of this replica, number of replicas, and where they meet.
+        store: rendezvous store, if it is already open in this process.
+        is_abandoned: polled while waiting for peers; true ends the wait.
         on_formed: called with the group before anything is exchanged in it.
-        timeout: seconds within which all replicas must have come; None for launcher.timeout.
-
-    Yields:
-        the replica.
+        timeout: seconds within which all replicas must join; None for launcher.timeout.
 
     Raises:
-        ConfigError: if a setting cannot be met.
-        LaunchError: if the group does not form.
+        ConfigError: if replicas share a GPU that each of them owns, or the draft store cannot be used.
+        LaunchError: if the group does not form in time.
     """
     launcher, info = config.launcher, loaded.info
     options = GroupOptions(timeout or launcher.timeout, config.failure.timeout, launcher.backend, launcher.interface)
@@ -320,8 +310,8 @@ def join_group(
         check_one_each(gpus.tolist())
         if config.exactness == "strict" and model.graphs is not None and not are_captured.all():
             reason = "another replica cannot capture its passes"
-            log.warning("exactness=strict: going on with compile=off, as %s", reason)
-            model.disable_graphs(reason)  # other kernels compute other bits
+            log.warning("exactness=strict: continuing with compile=off, because %s", reason)
+            model.disable_graphs(reason)  # other kernels round differently
         smallest = int(capacities.min())
         supports_batching = info.supports_batching and model.supports_batching
         info = replace(
@@ -338,10 +328,10 @@ def join_group(
 def start_replica(config: RuntimeConfig, context: ReplicaContext, place: ShardPlace = WHOLE) -> Iterator[Replica]:
     """Load the model, check it and join the group: `load_replica` and `join_group` in one.
 
-    Its peers load, compile and check at the same time, and may take launcher.start_timeout for it.
+    The peers load, compile and check at the same time. They have max(launcher.timeout, launcher.start_timeout) for it.
     """
     if context.owns_device:
-        # With these backends replicas may share a GPU. Every process has index 0, and one of them shows progress.
+        # Replicas may share a GPU with these backends. Every process sees its GPU as index 0, so rank 0 shows progress.
         context = replace(context, owns_device=config.launcher.backend not in MAY_SHARE_GPUS)
         config = replace(config, show_progress=config.show_progress and context.rank == 0)
     loaded = load_replica(

@@ -1,1 +1,1 @@
-"""The nouns of a request: request, step output, generation."""
+"""Data classes of a request: Request, StepOutput, Report, Generation."""

@@ -1,4 +1,4 @@
-"""What a request produces for its caller: deltas while it runs, a Generation at the end."""
+"""Results of a request for its caller: deltas while it runs, a Generation at the end."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from lp_runtime.request.step_timer import StepTimes
 
 @dataclass(frozen=True)
 class Generation:
-    """What one request produced.
+    """The result of one request.
 
     Attributes:
-        text: the new text.
+        text: the new text, without the prompt; "" if the model has no tokenizer.
         token_ids: the new tokens.
-        steps: number of steps, the prefill's included; further forward passes of exactness="strict" count as steps.
-        step_tokens: tokens fed a step, mean over replicas and steps, the prefill's excluded.
-        seconds: from the request's start to its last token; loading excluded.
+        steps: number of steps, including the prefill's; extra forward passes of exactness="strict" count as steps.
+        step_tokens: tokens fed per step, mean over replicas and steps, without the prefill.
+        seconds: from the start of the request to its last token; loading excluded.
         finish_reason: "eos", "stop" (a stop string), "length", "time" or "cancelled".
-        seed: of the sample; None if decoding was greedy.
-        logprobs: the model's log-probability of each new token, before processors; None if not asked for.
-        prefill_seconds, times, exchange_bytes, counts, pool, cached_tokens, losses: see engine.output.Report.
+        seed: seed of the sample; None if decoding was greedy.
+        logprobs: the model's log-probability of each new token, before processors; None if not requested. With
+            top_logprobs or prompt_logprobs, each is a request.output.Logprob.
+        prefill_seconds, times, exchange_bytes, counts, pool, cached_tokens, losses: see request.output.Report.
     """
 
     text: str
@@ -46,7 +47,7 @@ class Generation:
 
     @classmethod
     def of(cls, deltas: Sequence[Delta], report: Report) -> Generation:
-        """Return what deltas and a report add up to."""
+        """Combine the deltas and the report of a request."""
         logprobs = [value for delta in deltas for value in delta.logprobs or ()]
         return cls(
             text="".join(delta.text for delta in deltas),
@@ -72,7 +73,7 @@ class Generation:
 
     @property
     def compression_ratio(self) -> float:
-        """S: new tokens / steps; 0.0 if the request was cancelled before its first step."""
+        """S: new tokens per step; 0.0 if the request was cancelled before its first step."""
         return self.num_tokens / self.steps if self.steps else 0.0
 
     @property
@@ -82,13 +83,13 @@ class Generation:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step adds to a stream.
+    """Text and tokens that one step adds to a stream.
 
     Attributes:
         text: text that the step's tokens complete; may be empty.
-        token_ids: the step's tokens; empty in a last delta that only completes the text.
-        logprobs: the model's log-probability of each token; None if the request does not ask for them.
-        found_by, sources: of each token, see StepOutput; None if the request does not ask for a trace.
+        token_ids: the step's tokens; empty in a final delta that only completes the text.
+        logprobs: the model's log-probability of each token; None if not requested.
+        found_by, sources: replica and source of each token, see request.output.StepOutput; None without a trace.
     """
 
     text: str
@@ -99,16 +100,16 @@ class Delta:
 
 
 class GenerationStream:
-    """Iterates over the deltas of one request. Closing the stream early cancels the request.
+    """Iterator over the deltas of one request. Closing the stream early cancels the request.
 
     Args:
-        events: what the launcher yields for the request.
-        text_stream: decodes token ids; None where the model has no tokenizer.
-        stop_strings: finds the request's stop strings; None without any.
+        events: yielded by the launcher: a StepOutput per step, then a Report.
+        text_stream: decodes token ids; None if the model has no tokenizer.
+        stop_strings: finds the request's stop strings; None if it has none.
 
     Attributes:
-        generation: the whole, once the iteration has ended; None before.
-        has_text: False where the model has no tokenizer: deltas are token ids alone then.
+        generation: the complete result after the iteration; None before.
+        has_text: False if the model has no tokenizer; deltas then contain token ids only.
     """
 
     def __init__(
@@ -148,14 +149,14 @@ class GenerationStream:
 
 
 def _text(token_ids: Sequence[int], text_stream: TextStream, stop_strings: StopStrings | None) -> str:
-    """Return the text of a step's tokens, without what follows a stop string inside the last token."""
+    """Return the text of a step's tokens, without characters of the last token that follow a stop string."""
     if stop_strings is None:
         return text_stream.add(token_ids)
     text = ""
     for token in token_ids:
         added = text_stream.add([token])
-        num_behind = stop_strings.add(token)
-        if num_behind is not None:
+        num_after = stop_strings.add(token)  # characters of the token after the stop string; None without one
+        if num_after is not None:
             added += text_stream.finish()
-        text += added[: max(0, len(added) - (num_behind or 0))]
+        text += added[: max(0, len(added) - (num_after or 0))]
     return text

@@ -1,4 +1,4 @@
-"""What the engine yields for a request: a StepOutput a step, a Report at the end."""
+"""Events that the engine yields for a request: a StepOutput per step, then a Report."""
 
 from __future__ import annotations
 
@@ -13,23 +13,19 @@ TopLogprobs = tuple[tuple[int, float], ...]  # (token id, log-probability) of th
 
 
 class Logprob(float):
-    """A token's log-probability, and what was asked for beside it.
-
-    Args:
-        value: the log-probability.
-        top: the likeliest tokens at its place.
-        prompt: of the first new token, the log-probabilities of the prompt's tokens but the first; else empty.
+    """A token's log-probability: a float that carries `top` and `prompt`.
 
     Attributes:
-        top: see Args.
-        prompt: see Args.
+        top: the likeliest tokens at the token's position; empty if not requested.
+        prompt: on the first new token, the log-probabilities of the prompt's tokens from the second on, if requested;
+            else empty.
     """
 
     top: TopLogprobs
     prompt: tuple[Logprob, ...]
 
     def __new__(cls, value: float, top: TopLogprobs = (), prompt: tuple[Logprob, ...] = ()) -> Logprob:
-        """Return a float that carries `top` and `prompt`."""
+        """Return the log-probability `value` with `top` and `prompt` attached."""
         self = super().__new__(cls, value)
         self.top, self.prompt = top, prompt
         return self
@@ -37,15 +33,14 @@ class Logprob(float):
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one step committed.
+    """Tokens that one step committed.
 
     Attributes:
-        token_ids: the committed tokens, at least one.
-        logprobs: the model's log-probability of each, a Logprob where more is asked for; None if the request does not
-            ask for them.
-        found_by: rank of the replica that has verified each; None if the request does not ask for a trace.
-        sources: where each came from: one of the drafter's sources, or MODEL; None if the request does not ask for a
-            trace.
+        token_ids: at least one token.
+        logprobs: the model's log-probability of each token, a Logprob if top or prompt log-probabilities are requested;
+            None if not requested.
+        found_by: rank of the replica that verified each token; None without a trace.
+        sources: origin of each token: one of the drafter's sources, or MODEL; None without a trace.
     """
 
     token_ids: list[int]
@@ -56,21 +51,21 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class Report:
-    """What a finished request took.
+    """Statistics of a finished request.
 
     Attributes:
-        num_steps: steps, the prefill's included; where a step takes several forward passes, each counts.
+        num_steps: steps, including the prefill's; a step with several forward passes counts once per pass.
         finish_reason: "eos", "stop", "length", "time" or "cancelled".
-        step_tokens: tokens fed a step, mean over replicas and steps, the prefill's excluded.
-        seconds: from the request's start to its last token.
-        prefill_seconds: of `seconds`, the prefill's step.
-        times: of `seconds`, where the other steps' time went.
-        exchange_bytes: bytes that a replica sends in a step, mean.
+        step_tokens: tokens fed per step, mean over replicas and steps, without the prefill.
+        seconds: from the start of the request to its last token.
+        prefill_seconds: part of `seconds` spent in the prefill, its step included.
+        times: split of the other steps' time.
+        exchange_bytes: mean bytes that a replica sends per step.
         counts: draft tokens fed and accepted, by source and depth.
         pool: the n-gram pool at the end; None if the drafter has none.
-        seed: of the sample; None if decoding was greedy.
-        cached_tokens: tokens of the prompt whose keys and values came out of the prefix cache.
-        losses: replicas that were lost on the way; times, tokens and counts are then those after the last loss.
+        seed: seed of the sample; None if decoding was greedy.
+        cached_tokens: prompt tokens whose keys and values came from the prefix cache.
+        losses: replicas lost during the request; times, tokens and counts then only cover the part after the last loss.
     """
 
     num_steps: int
@@ -87,4 +82,4 @@ class Report:
     losses: int = 0
 
 
-Event = StepOutput | Report  # one StepOutput a step, and a Report at the end
+Event = StepOutput | Report  # a StepOutput per step, then a Report

@@ -1,4 +1,4 @@
-"""A request as the engine takes it."""
+"""A request as the engine accepts it: token ids and checked settings."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ class Request:
     """One prompt to decode.
 
     Attributes:
-        prompt_ids: token ids, at least one, all in the vocabulary.
-        lookahead: what is drafted, and how much of it.
-        max_new_tokens: tokens to generate at most, >= 1.
-        eos_token_ids: tokens to stop after; empty to go on to `max_new_tokens`.
-        sampling: settings that override the model's own defaults; the seed is set where the request samples.
-        sample: which of several independent samples of one seed, >= 0.
-        stop: strings; decoding stops after the first that the new text contains.
+        prompt_ids: at least one token id, all in the vocabulary.
+        lookahead: drafting settings.
+        max_new_tokens: upper bound on new tokens, >= 1.
+        eos_token_ids: tokens to stop after; empty to ignore end-of-sequence tokens.
+        sampling: overrides the model's own defaults; the seed is set if the request samples.
+        sample: index of one of several independent samples of the same seed, >= 0.
+        stop: strings; decoding stops after the first one that the new text contains.
         max_time: seconds after which to stop, at the end of a step; None for no limit.
         logprobs: whether to report the log-probability of each new token.
-        top_logprobs: how many of the likeliest tokens are reported with each log-probability.
-        prompt_logprobs: whether log-probabilities of the prompt's tokens are reported with that of the first new token.
-        processors: logits processors of the caller's own, run after transformers' processors and before its warpers.
-        trace: whether to report which replica has verified each token.
-        request_id: names the request in logs; empty if nobody has named it.
-        cache_salt: keys and values are shared, by the prefix cache, among requests of equal salts alone.
-        committed: new tokens that an earlier attempt at the request has committed; decoding goes on behind them, and
-            only later tokens are reported.
-        constraint: what the new text must be; None for any text.
+        top_logprobs: number of likeliest tokens to report with each log-probability.
+        prompt_logprobs: whether to report the prompt's log-probabilities with that of the first new token.
+        processors: the caller's logits processors, run after transformers' processors and before its warpers.
+        trace: whether to report which replica verified each token.
+        request_id: name in logs; may be empty.
+        cache_salt: the prefix cache shares prefixes only between requests of equal salts.
+        committed: new tokens of an earlier attempt; decoding continues after them, and only later tokens are reported.
+        constraint: what the new text must match; None for any text.
     """
 
     prompt_ids: tuple[int, ...]
@@ -55,6 +54,6 @@ class Request:
 
     @property
     def sampling_key(self) -> str:
-        """Text that tells what decides which successors are sampled, beside the prompt and the processors."""
+        """Text of all that decides the sampled tokens except prompt and processors, for the digest."""
         constraint = None if self.constraint is None else self.constraint.key
         return repr((self.sampling, self.sample, self.stop, self.logprobs, self.top_logprobs, constraint))

@@ -1,4 +1,4 @@
-"""Where the time of a request's steps goes, on one replica."""
+"""Timer that splits a request's steps into forward, exchange and other, on one replica."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ MAX_MICROSECONDS = (1 << 31) - 1  # what fits into half of an exchanged integer
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Where the time of a request's steps went on this replica, in seconds, the prefill's step excluded.
+    """Seconds of a request's steps on this replica, by part, without the prefill.
 
     Attributes:
-        forward: making inputs, forward passes, sampling; on a GPU, until the device has finished them.
-        exchange: the exchange, waiting for slower replicas included; on a GPU, from the end of the pass until the
-            exchange's results are on the host.
-        other: verifying, advancing, proposing, partitioning.
+        forward: preparing inputs, forward passes and sampling; on a GPU, until the device has finished them.
+        exchange: the exchange, including the wait for slower replicas; on a GPU, from the end of the pass until the
+            results are on the host.
+        other: verifying, advancing, proposing and partitioning.
     """
 
     forward: float
@@ -26,40 +26,38 @@ class StepTimes:
 
 
 class StepTimer:
-    """Adds up the time between laps by what was done in it.
+    """Stopwatch that sums the time between laps by part of the step.
 
     Attributes:
-        seconds: of all steps, by part: "forward", "exchange", "other".
+        seconds: totals over all steps for "forward", "exchange" and "other".
     """
 
     def __init__(self) -> None:
         self.seconds = {"forward": 0.0, "exchange": 0.0, "other": 0.0}
         self._step = dict.fromkeys(self.seconds, 0.0)
-        self._before = self._step  # the step before
+        self._previous = self._step  # the previous step's seconds by part
         self._last = 0.0
 
     def start(self) -> None:
         """Begin a step."""
         self._last = time.perf_counter()
-        self._before, self._step = self._step, dict.fromkeys(self.seconds, 0.0)
+        self._previous, self._step = self._step, dict.fromkeys(self.seconds, 0.0)
 
     def lap(self, part: str, batch_size: int = 1) -> None:
-        """Add the time since the last lap to a part of the step.
+        """Add the time since the last lap to the part "forward", "exchange" or "other".
 
-        Args:
-            part: "forward", "exchange" or "other".
-            batch_size: sequences that shared the work; this one is charged an equal share.
+        It is divided by `batch_size`, the number of sequences that shared the work.
         """
         self._add(part, self._since_last() / batch_size)
 
     def lap_of_pass(self, pass_seconds: float, delivered_after: float, batch_size: int = 1) -> None:
-        """Add the time since the last lap, in which a device ran a forward pass and then the exchange.
+        """Add the time since the last lap, during which a device ran a forward pass and then the exchange.
 
         Args:
             pass_seconds: duration of the forward pass on the device.
-            delivered_after: seconds after the last lap at which earlier outputs had been delivered; what delivery took
-                beyond the pass is not charged.
-            batch_size: sequences that shared the pass; this one is charged an equal share.
+            delivered_after: seconds from the last lap until earlier outputs were delivered. Delivery that outlasts the
+                pass is not charged.
+            batch_size: sequences that shared the pass; each is charged an equal share.
         """
         passed = self._since_last()
         forward = min(pass_seconds, passed)
@@ -80,16 +78,15 @@ class StepTimer:
         self._step[part] += seconds
 
     def packed(self, is_late: bool = False) -> int:
-        """Return the microseconds of a forward pass and of the step before's other work, as one integer.
+        """Pack the microseconds of this step's pass and of the previous step's other work into one integer.
 
-        Args:
-            is_late: whether this step's forward pass has not ended yet; the pass is the step before's then.
+        With is_late this step's pass may still be running, so the previous step's is reported.
         """
-        step = self._before if is_late else self._step
-        forward, other = (min(int(1e6 * each), MAX_MICROSECONDS) for each in (step["forward"], self._before["other"]))
+        step = self._previous if is_late else self._step
+        forward, other = (min(int(1e6 * each), MAX_MICROSECONDS) for each in (step["forward"], self._previous["other"]))
         return forward << 31 | other
 
     @staticmethod
     def unpacked(clocks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return nanoseconds of forward passes and of other work, each by replica, from what `packed` returned."""
+        """Unpack R `packed` integers into [R] nanoseconds of forward passes and [R] of other work."""
         return [1000 * (clock >> 31) for clock in clocks], [1000 * (clock & MAX_MICROSECONDS) for clock in clocks]

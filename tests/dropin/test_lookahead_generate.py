@@ -385,7 +385,7 @@ def test_positions_that_count_from_0_may_be_broadcast(model, shape):
 
 
 def test_autocast_is_refused(model, inputs):
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"^torch\.autocast: must be left; "):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"^torch\.autocast: must be off; "):
         ours(model, **inputs, max_new_tokens=4)
     with torch.autocast("cpu", torch.bfloat16, enabled=False):
         assert ours(model, **inputs, max_new_tokens=4).shape[1] > inputs.input_ids.shape[1]

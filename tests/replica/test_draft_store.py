@@ -46,7 +46,7 @@ def test_a_runtime_forgets_between_requests_unless_told_otherwise(demo_model_dir
     ("name", "content", "message"),
     [
         ("junk.npz", b"junk", "it is not saved draft tables; give another path, or delete it"),
-        ("none/where.npz", None, "cannot be kept there (File exists)"),
+        ("none/where.npz", None, "cannot be read or written (File exists)"),
     ],
 )
 def test_a_file_that_will_not_do_is_refused_at_start(demo_model_dir, tmp_path, name, content, message):

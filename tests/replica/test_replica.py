@@ -37,7 +37,7 @@ def test_strict_passes_are_captured_on_all_replicas_or_on_none(exactness, is_kep
     ):
         assert (loaded.model.graphs is not None) == is_kept == own.info.supports_batching
         assert own.info.not_captured is None  # on a CPU
-    assert ("as another replica cannot capture its passes" in caplog.text) != is_kept
+    assert ("because another replica cannot capture its passes" in caplog.text) != is_kept
 
 
 @pytest.mark.parametrize(
