@@ -15,7 +15,7 @@ MAX_HEAD_CHARS = 4096  # of a call without its arguments; the name must come wit
 
 
 class CallReader:
-    """Reader of `{"name": ..., "arguments": {...}}`, with keys in any order; values of other keys are skipped.
+    """Reader of `{"name": ..., "arguments": {...}}`, with keys in any order; other keys are skipped.
 
     Attributes:
         name: the tool's name; None until the text is known to be a call.

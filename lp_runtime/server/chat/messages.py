@@ -44,7 +44,7 @@ def joined(content: str | list[ContentPart]) -> str:
 
 
 def _with_parsed_arguments(call: object) -> object:
-    """Parse a tool call's JSON arguments, because chat templates expect an object; keep it if it is malformed."""
+    """Parse a call's JSON arguments to the object that templates expect; keep malformed calls as they are."""
     try:
         function = call["function"]  # type: ignore[index]
         arguments = json.loads(function["arguments"].strip() or "{}")

@@ -1,4 +1,4 @@
-"""Tools of a chat: their definitions by the client, and the choice of those an answer may or must call."""
+"""Tools of a chat: definitions sent by the client, and which of them an answer may or must call."""
 
 from __future__ import annotations
 
