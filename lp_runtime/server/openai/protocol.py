@@ -114,7 +114,7 @@ class Common(_Body):
 
     Extensions of the OpenAI API: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, max_time,
     split_special_tokens, structured_outputs, cache_salt, lookahead, gpus and trace. Missing settings default to the
-    model's generation_config.json. `user`, `metadata` and the fields from `store` to `prediction` do not affect decoding.
+    model's generation_config.json. `user`, `metadata` and `store` to `prediction` do not affect decoding.
     """
 
     model_config = ConfigDict(extra="allow", strict=True)
