@@ -17,7 +17,9 @@ MAX_SOURCE_CHARS = 1 << 18  # of a constraint's text; compile time and memory gr
 
 @dataclass
 class ConstraintConfig:
-    """A constraint on the new text of a request. At most one kind is given; without any, every text is allowed.
+    """A constraint on the new text of a request.
+
+    At most one kind is given; without any, every text is allowed.
 
     Needs the package xgrammar (the extra `constraints`) and a model with an end-of-sequence token.
     """

@@ -363,7 +363,7 @@ def test_prompts_that_can_be_read_once_only(refusal, tmp_path):
     """The output's settings have a digest of the file."""
     os.mkfifo(tmp_path / "pipe")
     message = refusal(f"prompts={tmp_path}/pipe", f"output={tmp_path}/out.jsonl")
-    assert message.startswith(f"prompts={tmp_path}/pipe: must be a file, which can be read twice")
+    assert message.startswith(f"prompts={tmp_path}/pipe: must be a regular file, which can be read twice")
 
 
 def test_names_that_no_file_can_have(refusal, prompts):
