@@ -1,1 +1,1 @@
-"""lp-bench: this runtime beside transformers' own decoding, on the same prompts, in one run."""
+"""lp-bench: a comparison of this runtime with transformers' own decoding, on the same prompts."""

@@ -1,4 +1,4 @@
-"""lp-bench: decodes every prompt by every method, in an order that rotates, and reports a table, JSON and a plot."""
+"""lp-bench: decodes every prompt with every method, in rotating order, and writes a report."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 
 
 def check_bench(config: BenchConfig) -> None:
-    """Refuse, before a model is loaded, settings that do not fit; make the output folder, and set torch's threads.
+    """Check the settings before a model is loaded; create the output folder, and set torch's threads.
 
     Raises:
         ConfigError: names the setting.
-        ModelError: there is no usable tokenizer, which chat=true needs.
+        ModelError: chat=true, and the model has no usable tokenizer.
     """
     read_sources(config)
     if config.chat:
@@ -51,33 +51,25 @@ def check_bench(config: BenchConfig) -> None:
 
 
 def _check_degrees(config: BenchConfig, gpus_per_replica: int) -> None:
-    """Refuse degrees of a model that no single process holds.
-
-    Raises:
-        ConfigError: names the degrees.
-    """
+    """Raise ConfigError if `degrees` is given for a model that spans several GPUs."""
     if config.degrees and gpus_per_replica > 1:
         raise ConfigError(
-            f"degrees={list(config.degrees)}: only with gpus_per_replica=1, as one process runs all shares"
+            f"degrees={list(config.degrees)}: only with gpus_per_replica=1, because one process runs all shares"
         )
 
 
 def bench(runtime: LookaheadRuntime, config: BenchConfig) -> None:
     """Run the comparison, print its table, and write the report if an output folder is given.
 
-    Args:
-        runtime: decodes for the methods that are not transformers'.
-        config: settings of the command.
-
     Raises:
         RequestError: a prompt cannot be decoded.
-        ConfigError: the report cannot be written, or `degrees` is given and the model was put on several GPUs.
+        ConfigError: the report cannot be written, or `degrees` is given and the model spans several GPUs.
         ModelError: transformers' methods cannot load the model.
         ReplicaError: a method has failed.
     """
     _check_degrees(config, runtime.gpus_per_replica)
     prompts = encode_prompts(runtime, config)
-    for prompt in prompts:  # raises before anything runs
+    for prompt in prompts:  # raises for a bad prompt before anything runs
         runtime.request(prompt.token_ids, config.max_new_tokens)
     is_cuda = runtime.info.device.startswith("cuda")
     names = config.methods or [name for name in METHODS if is_cuda or name != "hf_compiled"]
@@ -95,23 +87,23 @@ def bench(runtime: LookaheadRuntime, config: BenchConfig) -> None:
 def _run(
     config: BenchConfig, runtime: LookaheadRuntime, names: list[str], prompts: list[list[int]]
 ) -> dict[str, list[Result]]:
-    """Decode every prompt by every method in every round; return the results by method, in order."""
+    """Decode every prompt with every method in every round; return the results by method, in order."""
     eos = runtime.info.eos_token_ids if config.stops_at_eos else frozenset()
     methods: dict[str, Decode] = huggingface_methods(config, names, eos)
     methods |= runtime_methods(config, runtime, names)
     methods |= critical_path_methods(config, config.degrees, eos)
     results: dict[str, list[Result]] = {name: [] for name in methods}
-    for name, decode in list(methods.items()):  # a first request compiles and measures, which is not to be timed
+    for name, decode in list(methods.items()):  # warm-up: the first request compiles and measures
         if name != "hf_compiled":
             decode(prompts[0])
             continue
         try:
-            for prompt in prompts:  # compiled anew for every length
+            for prompt in prompts:  # each prompt length is compiled separately
                 decode(prompt)
-        except Exception as error:  # torch's compiler, or transformers' use of it, fails on some machines
+        except Exception as error:  # torch.compile, or transformers' use of it, fails on some machines
             if len(methods) == 1:
                 raise
-            log.warning("hf_compiled does not run here, so it is left out: %s", first_line(error))
+            log.warning("hf_compiled fails on this machine, so it is left out: %s", first_line(error))
             del methods[name], results[name]
     order = list(methods)
     total = config.rounds * len(prompts) * len(order)
@@ -124,12 +116,12 @@ def _run(
                     result = methods[name](prompt)
                     results[name].append(result)
                     bar.update()
-                    if not is_watched:  # a run that is cut short has told what it had
+                    if not is_watched:  # so that an interrupted run leaves its results in the log
                         print(f"prompt {number}, {name}: {_in_short(result)}", file=sys.stderr, flush=True)
     return results
 
 
 def _in_short(result: Result) -> str:
-    """Return a result in a few words, with the shortest of the exchanges that are assumed."""
+    """Format a result in a few words, at the shortest assumed exchange."""
     seconds, num_tokens = min(result.seconds.values()), len(result.token_ids)
     return f"{num_tokens / seconds:.1f} tokens/s, S {num_tokens / result.num_steps:.2f}, {seconds:.2f} s"

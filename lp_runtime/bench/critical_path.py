@@ -1,9 +1,9 @@
-"""What lookahead parallelism would take on more replicas than there are devices.
+"""Estimated time of lookahead parallelism on more replicas than there are devices.
 
-A step of R replicas ends when the slowest of them is done and the exchange has happened. Nothing is communicated
-inside a forward pass, so each replica's share can be run alone, one after the other, on one device:
+A step of R replicas ends when the slowest of them is done and the exchange has happened. Replicas do not communicate
+inside a forward pass, so their shares can run one after another on one device:
 
-    step = slowest share + exchange + what every replica does besides
+    step = slowest share + exchange + work that every replica does itself
 
 The trees, the shares and so the number of steps are those of R replicas.
 Letters: R replicas, T nodes in the tree.
@@ -35,15 +35,15 @@ from lp_runtime.utils.generators import result_of
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """One request on R replicas, without what its exchanges take.
+    """Times of one request on R replicas, without its exchanges.
 
     Attributes:
-        token_ids: what was generated.
-        num_steps: the prefill's included.
-        step_tokens: tokens that the busiest replica feeds, mean over the steps, the prefill's excluded.
-        prefill_seconds: every replica's; they prefill at the same time.
-        forward_seconds: of the slowest share, over all steps.
-        other_seconds: proposing, partitioning, advancing, over all steps.
+        token_ids: the new tokens.
+        num_steps: number of steps, the prefill's included.
+        step_tokens: tokens that the busiest replica feeds in a step, mean over steps, the prefill excluded.
+        prefill_seconds: time of the prefill, which all replicas run at the same time.
+        forward_seconds: time of the slowest shares, summed over all steps.
+        other_seconds: time of proposing, partitioning and advancing, summed over all steps.
     """
 
     token_ids: list[int]
@@ -54,18 +54,13 @@ class CriticalPath:
     other_seconds: float
 
     def seconds(self, exchange: float) -> float:
-        """From start to end, with exchanges of so many seconds."""
+        """Return the total seconds if each exchange takes `exchange` seconds."""
         computing = self.prefill_seconds + self.forward_seconds + self.other_seconds
         return computing + exchange * self.num_steps
 
 
 class _EqualReplicas(Calibration):
-    """The calibration of replicas that are all as fast as one that was measured.
-
-    Args:
-        measured: of the one.
-        num_replicas: R.
-    """
+    """Calibration of R replicas that are all as fast as the measured one."""
 
     def __init__(self, measured: Calibration, num_replicas: int):
         self._measured, self._num_replicas = measured, num_replicas
@@ -87,13 +82,7 @@ class _EqualReplicas(Calibration):
 
 
 class CriticalPathRunner:
-    """Runs requests as R replicas would, on one model.
-
-    Args:
-        model: the only one there is.
-        calibration: what was measured of it.
-        num_replicas: R.
-    """
+    """Runner of requests as on R replicas, with one model on one device."""
 
     def __init__(self, model: ModelRunner, calibration: Calibration, num_replicas: int):
         self._model, self._num_replicas = model, num_replicas
@@ -101,11 +90,11 @@ class CriticalPathRunner:
         self._engine = Engine(model, group, _EqualReplicas(calibration, num_replicas))
 
     def run(self, request: Request) -> CriticalPath:
-        """Decode one request."""
-        self._engine.prepare(request.lookahead)  # what is compiled within a step would count as the host's time
+        """Decode one request, and measure its critical path."""
+        self._engine.prepare(request.lookahead)  # compile now: inside a step it would count as the host's time
         decoder = self._engine.open_decoder(request, make_sampler_spec(self._model, request))
         try:
-            # Replicas that are fed chains hold states of their own; of trees all hold the same keys and values.
+            # With chains each replica holds a different state; with trees all hold the same keys and values.
             num_slots = self._num_replicas if self._model.feeds_chains else 1
             with contextlib.ExitStack() as stack:
                 slots = [stack.enter_context(self._model.slots.borrowed()) for _ in range(num_slots)]
@@ -121,7 +110,7 @@ class CriticalPathRunner:
             model.prefill(slot, request.prompt_ids)
         started = time.perf_counter()
         step = decoder.propose_prefill()
-        # All that replicas would harvest in parts is harvested here, so that a prefill takes longer than theirs.
+        # Replicas would each harvest a part of the prompt; all of it is harvested here, so the prefill takes longer.
         harvest = PromptHarvest(
             model, slots[0], request.prompt_ids, decoder.num_harvested, decoder.sampler, Group(0, 1, model.device)
         )
@@ -157,7 +146,7 @@ class CriticalPathRunner:
     def _run_share(
         self, decoder: Decoder, step: Step, rank: int, slots: Sequence[CacheSlot], values: np.ndarray
     ) -> float:
-        """Run one replica's share of a step; write what it samples into `values`, [T, width]. Returns its seconds."""
+        """Run one replica's share of a step, write its samples to `values` [T, width], and return its seconds."""
         started = time.perf_counter()
         is_last_of_slot = len(slots) > 1 or rank == len(step.shares) - 1
         found = self._model.forward(step.inputs(rank, slots[rank % len(slots)]), commit=is_last_of_slot)

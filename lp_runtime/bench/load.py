@@ -1,8 +1,7 @@
-"""lp-bench url=...: puts any server that speaks the OpenAI API under load, and reports latencies and throughput.
+"""lp-bench url=...: load test of an OpenAI-compatible server, with latencies and throughput.
 
-Requests come from a number of clients, each of which asks again when it has its answer (a closed loop), or at random
-moments, however many are being answered (Poisson arrivals, an open loop). In an open loop latencies count from the
-moment at which a request was to be sent.
+In a closed loop, each client sends a request when its previous one is answered. In an open loop, requests arrive at
+random (Poisson), regardless of how many are running; latencies count from the time at which a request was due.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from lp_runtime.config.commands import BenchConfig
 from lp_runtime.errors import ConfigError, LookaheadError, ReplicaError, RequestError, unforeseen_as
 from lp_runtime.utils.openai_client import REASONING_FIELDS, Endpoint, choices_of, delta_of
 
-CLIENTS = 8  # of a closed loop, if the settings do not say
+CLIENTS = 8  # default number of clients of a closed loop
 PERCENTILES = (50, 90, 99)
-DELTA_FIELDS = ("content", *REASONING_FIELDS, "refusal", "tool_calls")  # of a chat, in which the model's tokens come
-OF_METHODS = {"methods": [], "degrees": [], "rounds": 1, "threads": None}  # settings without effect on a load, unset
-Ask = Callable[[int, float], "Answer"]  # of a request's number, and when it was to be sent
+DELTA_FIELDS = ("content", *REASONING_FIELDS, "refusal", "tool_calls")  # fields of a chat's delta with model output
+OF_METHODS = {"methods": [], "degrees": [], "rounds": 1, "threads": None}  # defaults of settings that loads ignore
+Ask = Callable[[int, float], "Answer"]  # called with a request's number and the time.perf_counter() at which it is due
 
 
 @dataclass(frozen=True)
 class Answer:
-    """How one request went.
+    """Measurements of one request.
 
     Attributes:
-        num_tokens: new tokens, as the server counts them; where it does not, the pieces in which the answer came.
-        first_token: seconds until the first piece, of text, reasoning or a tool call; None if none came.
-        inter_token: seconds between tokens, mean; None for fewer than two.
-        seconds: until the end.
-        error: what went wrong, in a line; None if nothing did.
+        num_tokens: new tokens by the server's count; if it reports none, the number of streamed pieces.
+        first_token: seconds until the first piece of text, reasoning or a tool call; None if none arrived.
+        inter_token: mean seconds between tokens; None for fewer than two.
+        seconds: seconds until the end of the answer.
+        error: the error in one line; None for success.
     """
 
     num_tokens: int
@@ -55,18 +54,18 @@ class Answer:
 
 @dataclass
 class Load:
-    """What a load has found.
+    """Results of a load test.
 
     Attributes:
         seconds: from the first request to the last answer.
-        answers: by request, in the order in which they ended.
+        answers: one per request, in the order in which they ended.
     """
 
     seconds: float = 0.0
     answers: list[Answer] = field(default_factory=list)
 
     def summary(self) -> dict[str, object]:
-        """Return counts, throughput, and percentiles of milliseconds; those of what no answer has are left out."""
+        """Return counts, throughput, and percentiles in milliseconds of the latencies that were measured."""
         good = [answer for answer in self.answers if answer.error is None]
         num_tokens = sum(answer.num_tokens for answer in good)
         found: dict[str, object] = {
@@ -87,7 +86,7 @@ class Load:
         return found
 
     def markdown(self) -> str:
-        """Return the summary as tables, and the errors by what they say."""
+        """Return the summary as Markdown tables, and the number of each distinct error."""
         summary = self.summary()
         plain = {name: value for name, value in summary.items() if not isinstance(value, dict)}
         rows = ["| " + " | ".join(plain) + " |", "|" + " --- |" * len(plain)]
@@ -112,19 +111,19 @@ class Load:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest of some sorted values that at least `percent` percent of them do not exceed."""
+    """Return the nearest-rank percentile of sorted values."""
     rank = -(-len(values) * percent // 100)
     return values[max(0, int(rank) - 1)]
 
 
 def put_under_load(config: BenchConfig) -> None:
-    """Put the server of the settings under load, print a table, and write the report if an output folder is given.
+    """Load the server at `config.url`, print a table, and write the report if an output folder is given.
 
     Raises:
-        ConfigError: a setting does not fit, or the report cannot be written.
+        ConfigError: a setting has no effect or is out of range, or the report cannot be written.
         LaunchError: the server cannot be reached.
-        RequestError: the server refuses to say what models it has.
-        ReplicaError: no request has been answered.
+        RequestError: the server refuses to list its models.
+        ReplicaError: no request was answered.
     """
     assert config.url is not None
     _check(config)
@@ -138,8 +137,8 @@ def put_under_load(config: BenchConfig) -> None:
 
     def ask(number: int, due: float) -> Answer:
         answer = _ask(endpoint, route, bodies[number % len(bodies)], due)
-        with contextlib.suppress(OSError):  # the reader of stderr may have gone
-            if not sys.stderr.isatty():  # a run that is cut short has told what it had
+        with contextlib.suppress(OSError):  # stderr may have been closed by its reader
+            if not sys.stderr.isatty():  # so that an interrupted run leaves its results in the log
                 print(f"request {number}: {answer.error or f'{answer.seconds:.2f} s'}", file=sys.stderr, flush=True)
         return answer
 
@@ -155,11 +154,7 @@ def put_under_load(config: BenchConfig) -> None:
 
 
 def _check(config: BenchConfig) -> None:
-    """Refuse settings that have no effect on a load, and a load that would never end.
-
-    Raises:
-        ConfigError: names the setting.
-    """
+    """Raise ConfigError for settings that have no effect on a load, and for a rate too low to finish."""
     for name, unset in OF_METHODS.items():
         if (value := getattr(config, name)) != unset:
             raise ConfigError(f"{name}={value}: has no effect with url")
@@ -170,10 +165,10 @@ def _check(config: BenchConfig) -> None:
 
 
 def _body(prompt: str | list[int], name: str, config: BenchConfig) -> dict[str, object]:
-    """Return the fields of a request, without `stream`."""
+    """Return a request's body, without `stream`."""
     common: dict[str, object] = {"model": name, "max_tokens": config.max_new_tokens, "temperature": 0}
     common["stream_options"] = {"include_usage": True}
-    if config.eos is False:  # sent only where it is asked for: servers other than vLLM and this one may refuse it
+    if config.eos is False:  # sent only if set: servers other than vLLM and this one may refuse it
         common["ignore_eos"] = True
     if config.chat:
         return {**common, "messages": [{"role": "user", "content": prompt}]}
@@ -181,8 +176,10 @@ def _body(prompt: str | list[int], name: str, config: BenchConfig) -> dict[str, 
 
 
 def _ask(endpoint: Endpoint, route: str, body: dict[str, object], due: float) -> Answer:
-    """Ask, and measure from `due` on, a time of time.perf_counter's clock. No exception leaves the function: each is
-    the answer's error."""
+    """Send one request, and measure it from `due`, a value of time.perf_counter().
+
+    Never raises: an exception becomes the answer's `error`.
+    """
     first = last = None
     num_pieces, num_tokens, error = 0, None, None
     try:
@@ -201,20 +198,20 @@ def _ask(endpoint: Endpoint, route: str, body: dict[str, object], due: float) ->
 
 
 def _has_tokens(choice: dict[str, Any]) -> bool:
-    """Return whether a choice brings tokens of the model's: text, reasoning, or a part of a tool call."""
+    """Whether a streamed choice contains model output: text, reasoning, or a part of a tool call."""
     delta = delta_of(choice)
     return bool(choice.get("text")) or any(delta.get(name) for name in DELTA_FIELDS)
 
 
 def _counted(event: dict[str, Any]) -> int | None:
-    """Return how many new tokens an event's `usage` says there are; None if it does not say."""
+    """Return the number of new tokens in an event's `usage`; None if it has none."""
     usage = event.get("usage")
     number = usage.get("completion_tokens") if isinstance(usage, dict) else None
     return number if type(number) is int and number >= 0 else None
 
 
 def closed_loop(ask: Ask, num_requests: int, num_clients: int) -> Load:
-    """Have clients ask, each again when it has its answer, until all requests were asked."""
+    """Run a closed loop: each client sends its next request when its previous one is answered."""
     numbers, lock, load = iter(range(num_requests)), threading.Lock(), Load()
 
     def next_number() -> int | None:
@@ -232,7 +229,7 @@ def closed_loop(ask: Ask, num_requests: int, num_clients: int) -> Load:
 
 
 def open_loop(ask: Ask, num_requests: int, rate: float, seed: int) -> Load:
-    """Ask at moments whose distances are exponentially distributed, `rate` a second on average."""
+    """Run an open loop: requests arrive as a Poisson process of `rate` per second."""
     load, threads, started = Load(), [], time.perf_counter()
 
     def work(number: int, due: float) -> None:
@@ -248,7 +245,7 @@ def open_loop(ask: Ask, num_requests: int, rate: float, seed: int) -> Load:
 
 
 def arrivals(rate: float, seed: int) -> Iterator[float]:
-    """Yield the moments, in seconds, of a Poisson process of `rate` a second; the first is 0."""
+    """Yield the arrival times, in seconds, of a Poisson process of `rate` per second; the first is 0."""
     rng, now = random.Random(seed), 0.0
     while True:
         yield now
@@ -267,11 +264,7 @@ def _join(threads: Sequence[threading.Thread]) -> None:
 
 
 def _write(folder: Path, load: Load, config: BenchConfig, name: str) -> None:
-    """Write load.md, and load.json with every answer.
-
-    Raises:
-        ConfigError: they cannot be written.
-    """
+    """Write load.md, and load.json with every answer; raise ConfigError if that fails."""
     asked = {
         each: getattr(config, each) for each in ("url", "rate", "concurrency", "max_new_tokens", "prompts", "chat")
     }
@@ -284,11 +277,7 @@ def _write(folder: Path, load: Load, config: BenchConfig, name: str) -> None:
 
 
 def _make(folder: Path) -> None:
-    """Make the report's folder.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
+    """Create the report's folder; raise ConfigError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

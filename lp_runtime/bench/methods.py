@@ -1,6 +1,6 @@
-"""The methods that lp-bench compares: each decodes token ids and reports the new tokens, seconds and steps.
+"""The methods that lp-bench compares; each decodes a prompt and reports new tokens, seconds and steps.
 
-transformers' methods have a model of their own, as it was loaded; the runtime's may be packed (model/modules/).
+transformers' methods use a separate, unmodified copy of the model; the runtime's copy may be packed (model/modules/).
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from lp_runtime.replica.loading import choose_device, ready_model
 from lp_runtime.request.request import Request
 from lp_runtime.runtime import LookaheadRuntime
 
-NO_TOKEN = -1  # as end of text: matches no token id
-NUM_COPIED = 10  # tokens that transformers' prompt lookup copies: its own default
+NO_TOKEN = -1  # used as the end-of-sequence token: matches no token id
+NUM_COPIED = 10  # tokens that transformers' prompt lookup copies; its default
 PAPER = LookaheadConfig(W=15, N=5, G=15, drafter="paper")
 
 
 @dataclass(frozen=True)
 class Result:
-    """One prompt, decoded.
+    """Result of one method on one prompt; a value that was not measured is None.
 
     Attributes:
         token_ids: the new tokens.
-        seconds: seconds from start to end, the prefill included, by the exchange's assumed microseconds; the one key is
-            None where no exchange is assumed.
+        seconds: total seconds, the prefill included, by the exchange's assumed microseconds; without an assumption the
+            only key is None.
         num_steps: number of forward passes.
-        step_tokens: tokens fed in a step, the prefill excluded; None where it is not known.
-        prefill_seconds: of the seconds, those to the first token; None where they are not known.
-        other_share: share of the time that was neither forward pass nor exchange; None where it is not known.
-        other_us: microseconds a step that were neither, the prefill excluded; None where it is not known.
+        step_tokens: mean number of tokens fed in a step, the prefill excluded.
+        prefill_seconds: seconds to the first token.
+        other_share: fraction of the time that was neither forward pass nor exchange.
+        other_us: microseconds per step that were neither, the prefill excluded.
     """
 
     token_ids: list[int]
@@ -59,10 +59,10 @@ Decode = Callable[[list[int]], Result]
 
 
 class _FirstTokenClock:
-    """A streamer for transformers' `generate` that notes when the first new token was there.
+    """A streamer for transformers' `generate` that records the time of the first new token.
 
     Attributes:
-        seconds: value of the clock at the first token; None before.
+        seconds: time.perf_counter() at the first token; None before.
     """
 
     def __init__(self) -> None:
@@ -70,22 +70,22 @@ class _FirstTokenClock:
         self._has_prompt = False
 
     def put(self, value: torch.Tensor) -> None:
-        """Take what `generate` hands on: first the prompt, then new tokens, already on the host."""
+        """Receive the prompt first, then new tokens, which are already on the host."""
         if self._has_prompt and self.seconds is None:
             self.seconds = time.perf_counter()
         self._has_prompt = True
 
     def end(self) -> None:
-        """Do nothing at the end of the text."""
+        """Do nothing; required by transformers' interface."""
 
 
 class HuggingFace:
-    """transformers' own `generate`, greedy.
+    """Greedy decoding with transformers' own `generate`.
 
     Args:
-        model: a causal language model, as transformers loaded it.
+        model: the model as transformers loaded it.
         max_new_tokens: tokens to generate for every prompt at most.
-        eos_token_ids: decoding stops behind any of these; empty to go on.
+        eos_token_ids: decoding stops after any of these; empty to continue to max_new_tokens.
     """
 
     def __init__(self, model: CausalLM, max_new_tokens: int, eos_token_ids: frozenset[int] = frozenset()):
@@ -100,17 +100,12 @@ class HuggingFace:
         self._num_passes += 1
 
     def decode(self, prompt: list[int], **options: object) -> Result:
-        """Decode a prompt.
-
-        Args:
-            prompt: token ids.
-            options: further arguments of transformers' `generate`.
-        """
+        """Decode a prompt's token ids; `options` are additional arguments of transformers' `generate`."""
         ids = torch.tensor([prompt], device=self._model.device)
         self._num_passes = 0
         clock = _FirstTokenClock()
         started = time.perf_counter()
-        with torch.inference_mode(), QUIET:  # transformers warns of decoding without an end-of-sequence token
+        with torch.inference_mode(), QUIET:  # transformers warns about decoding without an end-of-sequence token
             output = self._generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -130,17 +125,17 @@ class HuggingFace:
 
 
 def replica_model(config: BenchConfig) -> tuple[ModelRunner, Calibration]:
-    """Return a replica's model in this process, and its calibration."""
+    """Load a replica's model in this process; return it with its calibration."""
     device = choose_device(config.device, 0)
     model, _ = ready_model(config, device)
     return model, Calibration(model, Group.alone(), config.cache_dir)
 
 
 def huggingface_methods(config: BenchConfig, names: list[str], eos_token_ids: frozenset[int]) -> dict[str, Decode]:
-    """Return those of the named methods that are transformers', by name; they stop behind `eos_token_ids`."""
+    """Return transformers' methods among `names`, by name; they stop after any of `eos_token_ids`."""
     options: dict[str, dict[str, Any]] = {
         "hf": {},
-        "hf_compiled": {"cache_implementation": "static"},  # which transformers compiles on its own on CUDA
+        "hf_compiled": {"cache_implementation": "static"},  # transformers then compiles automatically on CUDA
         "hf_prompt_lookup": {"prompt_lookup_num_tokens": NUM_COPIED},
     }
     wanted = [name for name in names if name in options]
@@ -152,7 +147,7 @@ def huggingface_methods(config: BenchConfig, names: list[str], eos_token_ids: fr
 
 
 def runtime_methods(config: BenchConfig, runtime: LookaheadRuntime, names: list[str]) -> dict[str, Decode]:
-    """Return those of the named methods that run on the runtime's replicas, by name."""
+    """Return the methods among `names` that run on the runtime's replicas, by name."""
     settings = {"plain": PLAIN, "paper": PAPER, "default": config.lookahead}
 
     def decode(prompt: list[int], lookahead: LookaheadConfig) -> Result:
@@ -178,8 +173,10 @@ def runtime_methods(config: BenchConfig, runtime: LookaheadRuntime, names: list[
 
 
 def critical_path_methods(config: BenchConfig, degrees: list[int], eos_token_ids: frozenset[int]) -> dict[str, Decode]:
-    """Return a method for each LP degree: the critical path of default decoding, by `critical path, DEGREE`; they stop
-    behind `eos_token_ids`."""
+    """Return methods named `critical path, DEGREE`, which measure default decoding at each LP degree.
+
+    They stop after any of `eos_token_ids`.
+    """
     if not degrees:
         return {}
     model, calibration = replica_model(config)

@@ -1,4 +1,4 @@
-"""The prompts that lp-bench decodes: token ids by kind of prompt, of files or built in."""
+"""The prompts that lp-bench decodes, from files or built in."""
 
 from __future__ import annotations
 
@@ -24,23 +24,18 @@ OWN_TASK = "built in"
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """What every method decodes.
-
-    Attributes:
-        task: kind of prompt: see Prompt.task.
-        token_ids: the prompt.
-    """
+    """A prompt that every method decodes; `task` is Prompt.task."""
 
     task: str
     token_ids: list[int]
 
 
 def read_sources(config: BenchConfig) -> list[Prompt]:
-    """Return the prompts of the files that are given, at most config.each of a kind, else the built-in ones.
+    """Read the prompts of the given files, at most config.each per task; without files, the built-in ones.
 
     Raises:
-        ConfigError: a file cannot be read, or lacks the field, or has no conversations though all turns are wanted, or
-            a prompt is not valid Unicode.
+        ConfigError: a file cannot be read, lacks the field, or has no conversations with turns=all, or a prompt is not
+            valid Unicode.
     """
     if config.prompts is None:
         own = OWN_PROMPTS[: config.limit]
@@ -65,21 +60,17 @@ def read_sources(config: BenchConfig) -> list[Prompt]:
 
 
 def _check_unicode(prompts: Sequence[Prompt], path: str, field: str) -> None:
-    """Refuse texts that no tokenizer takes: half of a surrogate pair, as JSON may have it.
-
-    Raises:
-        ConfigError: names the line of the file.
-    """
+    """Raise ConfigError if a text has a lone surrogate, which JSON allows but tokenizers do not."""
     for prompt in prompts:
         if any("\ud800" <= character <= "\udfff" for turn in prompt.turns for character in turn):
             raise ConfigError(f"{path} line {prompt.line}: field {field!r} is not valid Unicode")
 
 
 def encode_prompts(runtime: LookaheadRuntime, config: BenchConfig) -> list[BenchPrompt]:
-    """Return the prompts as token ids: by the chat template with chat=true, else without added special tokens.
+    """Encode the prompts, with the chat template if chat=true, else without added special tokens.
 
-    With turns=all each turn is a prompt. The answers before it are the runtime's own, greedy, so that all methods have
-    the same prompts.
+    With turns=all each turn is a separate prompt. The runtime decodes the answers before it greedily, once, so that all
+    methods have the same prompts.
 
     Raises:
         RequestError: a conversation's prompt is too long for the model.
@@ -92,7 +83,7 @@ def encode_prompts(runtime: LookaheadRuntime, config: BenchConfig) -> list[Bench
 
 
 def _turns_of(runtime: LookaheadRuntime, config: BenchConfig, prompt: Prompt) -> list[list[int]]:
-    """Return the token ids of each turn that is decoded."""
+    """Return the token ids of each turn to decode, one prompt per turn."""
     if not config.chat:
         return [runtime.tokenizer(prompt.turns[0], add_special_tokens=False)["input_ids"]]
     num_turns = len(prompt.turns) if config.turns == "all" else 1

@@ -56,11 +56,11 @@ NOTE = (
     " one prompt. Prefill: to the first token; decode: from there on. Rows with an assumed exchange are critical paths:"
     " each replica's share of a step was run alone, in turn, and the slowest counts."
 )
-GIT_TIMEOUT_SECONDS = 10.0  # a repository on a slow disk is no reason to wait longer
+GIT_TIMEOUT_SECONDS = 10.0  # gives up on a repository on a slow disk
 
 
 def commit() -> str | None:
-    """Return the commit of the checkout that this package runs from, with "-dirty" if files differ; None elsewhere."""
+    """Return the commit of this package's checkout, with "-dirty" if files differ; None without one."""
     package = Path(__file__).resolve().parent.parent
 
     def git(*arguments: str) -> str:
@@ -74,7 +74,7 @@ def commit() -> str | None:
         return done.stdout.strip()
 
     try:
-        if Path(git("rev-parse", "--show-toplevel")) != package.parent:  # a checkout of something else, with this in it
+        if Path(git("rev-parse", "--show-toplevel")) != package.parent:  # the package lies inside another repository
             return None
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")
     except (OSError, subprocess.SubprocessError):
@@ -82,18 +82,21 @@ def commit() -> str | None:
 
 
 class BenchReport:
-    """Rows by method, over all prompts and by task. Ratios are of one prompt in one round; medians over all.
+    """The report's rows by method, over all prompts and by task.
+
+    A ratio compares two methods on the same prompt and round; rows have the median of these ratios.
 
     Args:
         config: settings of the command.
-        runtime: what ran; gives device, type and number of replicas.
-        tasks: kind of each prompt.
-        results: results by method, prompt by prompt, round by round.
+        runtime: gives the device, dtype and number of replicas.
+        tasks: task of each prompt.
+        results: results by method; in each list all prompts of the first round, then those of the second, and so on.
+            The first method is the base of all ratios.
 
     Attributes:
         head: device, versions, commit, date and settings.
         rows: one for each method and assumed exchange.
-        by_task: such rows of the prompts of each task; empty where all prompts are of one.
+        by_task: rows over the prompts of each task; empty if there is only one task.
     """
 
     def __init__(
@@ -131,7 +134,7 @@ class BenchReport:
             self.by_task[task] = self._rows({name: [each[i] for i in places] for name, each in results.items()})
 
     def _rows(self, results: dict[str, list[Result]]) -> list[Row]:
-        """Return the rows of some requests' results, by method."""
+        """Return the rows for results by method: one per method and assumed exchange."""
         of_base = results[self._base]
         rows = []
         for name, of_method in results.items():
@@ -153,7 +156,7 @@ class BenchReport:
         return rows
 
     def markdown(self) -> str:
-        """Return the tables, with what they were measured on above them."""
+        """Return the tables as Markdown, below a line with the machine and settings."""
         about = ", ".join(f"{key} {value}" for key, value in self.head.items() if value is not None)
         parts = [about, self._table(HEADER, [row.cells() for row in self.rows])]
         if self.by_task:
@@ -162,12 +165,12 @@ class BenchReport:
         return "\n\n".join([*parts, NOTE]) + "\n"
 
     def _table(self, header: Sequence[str], lines: list[list[str]]) -> str:
-        """Return a Markdown table."""
+        """Format a Markdown table."""
         named = [name.format(base=LABELS.get(self._base, self._base)) for name in header]
         return "\n".join("| " + " | ".join(line) + " |" for line in [named, ["---"] * len(named), *lines])
 
     def write(self, folder: Path) -> None:
-        """Write bench.md, bench.json and, where matplotlib is installed, bench.svg.
+        """Write bench.md, bench.json and, if matplotlib is installed, bench.svg.
 
         Raises:
             OSError: a file cannot be written.
@@ -186,7 +189,7 @@ class BenchReport:
         self._plot(folder / "bench.svg")
 
     def _plot(self, path: Path) -> None:
-        """Draw tokens per second of every row, with quartiles, and S by task beside it."""
+        """Plot tokens per second of every row, with quartiles, and, if there are several tasks, S by task."""
         from matplotlib import pyplot
 
         num_plots = 2 if self.by_task else 1
@@ -211,6 +214,6 @@ class BenchReport:
 
 
 def _full_label(row: Row) -> str:
-    """Return a row's method with its replicas and its assumed exchange."""
+    """Return a row's label with its number of replicas and its assumed exchange."""
     replicas = f" x {row.replicas}" if row.replicas > 1 else ""
     return row.label + replicas + ("" if row.exchange_us is None else f", {row.exchange_us:g} us")

@@ -1,4 +1,4 @@
-"""The rows of lp-bench's report: one a method and assumed exchange, over all prompts or those of one task."""
+"""Rows of lp-bench's report: one per method and assumed exchange, over all prompts or those of a task."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lp_runtime.bench.methods import Result
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return lower quartile, median and upper quartile of one or more values."""
+    """Return (lower quartile, median, upper quartile) of at least one value."""
     if len(values) == 1:
         return (values[0],) * 3
     lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
@@ -21,16 +21,17 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 class Speeds:
     """Tokens per second of a row.
 
+    All values but the quartiles are medians over requests; decode values, over requests of more than one token. A value
+    that was not measured is None.
+
     Attributes:
-        tokens_per_second: median over requests.
+        tokens_per_second: of whole requests, the prefill included.
         lower_quartile: of tokens per second over requests.
         upper_quartile: of tokens per second over requests.
-        over_base: median, over requests, of the ratio to the first method's tokens per second.
-        prefill_ms: median, over requests, of the milliseconds to the first token; None where it is not known.
-        decode_tokens_per_second: median, over requests of more than one token, of the tokens behind the first one per
-            second after it; None where it is not known.
-        decode_over_base: median, over requests of more than one token, of the ratio to the first method's tokens per
-            second behind the first token; None where it is not known.
+        over_base: ratio to the first method's tokens per second.
+        prefill_ms: milliseconds to the first token.
+        decode_tokens_per_second: tokens per second after the first token.
+        decode_over_base: ratio to the first method's decode tokens per second.
     """
 
     tokens_per_second: float
@@ -43,7 +44,7 @@ class Speeds:
 
     @classmethod
     def of(cls, of_method: list[Result], exchange_us: float | None, of_base: list[Result]) -> Speeds:
-        """Return the speeds of a method's results at an assumed exchange, beside the first method's results."""
+        """Compute the speeds of a method's results at an assumed exchange, relative to the base method's."""
         rates = [len(result.token_ids) / result.seconds[exchange_us] for result in of_method]
         base_rates = [len(result.token_ids) / min(result.seconds.values()) for result in of_base]
         lower, median, upper = quartiles(rates)
@@ -67,30 +68,30 @@ class Speeds:
 
 
 def _decode_rate(result: Result, seconds: float) -> float | None:
-    """Return the tokens behind a request's first one per second after it; None where that is not known."""
+    """Return the tokens per second after a request's first token; None if that was not measured."""
     if result.prefill_seconds is None or len(result.token_ids) < 2:
         return None
     return (len(result.token_ids) - 1) / max(1e-9, seconds - result.prefill_seconds)
 
 
 def _known(figures: Iterable[float | None], summarize: Callable[[list[float]], float]) -> float | None:
-    """Return a summary of the figures that are known; None if none is."""
+    """Summarize the figures that are not None; None if all are."""
     values = [value for value in figures if value is not None]
     return summarize(values) if values else None
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of a row, over all its requests.
+    """Step statistics of a row, over all its requests.
 
     Attributes:
         S: compression ratio: new tokens / steps.
         num_tokens: new tokens.
         num_steps: steps, prefills included.
-        tokens_a_step: mean of the tokens fed in a step; None where it is not known.
-        step_ms: milliseconds a step, the prefill included.
-        other_share: median of Result.other_share; None where it is not known.
-        other_us: median of Result.other_us; None where it is not known.
+        tokens_a_step: mean number of tokens fed in a step; None if not measured.
+        step_ms: milliseconds per step, prefills included.
+        other_share: median of Result.other_share; None if not measured.
+        other_us: median of Result.other_us; None if not measured.
     """
 
     S: float
@@ -103,7 +104,7 @@ class Steps:
 
     @classmethod
     def of(cls, of_method: list[Result], exchange_us: float | None) -> Steps:
-        """Return the compression ratio, and tokens and time of a step, of a method's results at an assumed exchange."""
+        """Compute the step statistics of a method's results at an assumed exchange."""
         num_tokens = sum(len(result.token_ids) for result in of_method)
         num_steps = sum(result.num_steps for result in of_method)
         return cls(
@@ -119,16 +120,12 @@ class Steps:
 
 @dataclass(frozen=True)
 class Row:
-    """One method at one assumed exchange.
+    """Results of one method at one assumed exchange.
 
     Attributes:
-        method: the method's name.
         label: the method's name in the table and the plot.
-        replicas: number of replicas.
-        exchange_us: assumed microseconds of a step's exchange; None where none is assumed.
-        speeds: tokens per second.
-        steps: compression ratio, and tokens and time of a step.
-        outputs_that_differ: number of requests whose tokens are not the first method's.
+        exchange_us: assumed microseconds of a step's exchange; None if none is assumed.
+        outputs_that_differ: number of requests whose tokens differ from the first method's.
     """
 
     method: str
@@ -140,8 +137,7 @@ class Row:
     outputs_that_differ: int
 
     def as_json(self, base: str) -> dict[str, str | int | float | None]:
-        """Return the row as bench.json has it: flat, with the speeds over the first method's by the keys `over_BASE`
-        and `decode_over_BASE`."""
+        """Return the row as a flat object for bench.json, with ratios in `over_BASE` and `decode_over_BASE`."""
         speeds = asdict(self.speeds)
         for name in ("over_base", "decode_over_base"):
             speeds[name.replace("base", base)] = speeds.pop(name)
@@ -156,7 +152,7 @@ class Row:
         }
 
     def cells(self) -> list[str]:
-        """Return the row as the table over all prompts shows it; see report.HEADER."""
+        """Return the row's cells in the table over all prompts; see report.HEADER."""
         speeds, steps = self.speeds, self.steps
         return [
             self.label,
@@ -174,7 +170,7 @@ class Row:
         ]
 
     def task_cells(self) -> list[str]:
-        """Return the row as the table by task shows it, behind task and method; see report.TASK_HEADER."""
+        """Return the row's cells in the table by task, after task and method; see report.TASK_HEADER."""
         speeds, steps = self.speeds, self.steps
         return [
             f"{steps.S:.2f}",
@@ -186,7 +182,7 @@ class Row:
         ]
 
     def decode_cell(self) -> str:
-        """Return the tokens per second behind the first token, and over the first method's in brackets."""
+        """Return the decode tokens per second, with the ratio to the first method's in parentheses."""
         speeds = self.speeds
         if speeds.decode_tokens_per_second is None:
             return ""
@@ -195,5 +191,5 @@ class Row:
 
 
 def _shown(value: float | None, form: str) -> str:
-    """Return a figure as text; nothing where it is not known."""
+    """Format a figure; empty for None."""
     return "" if value is None else format(value, form)

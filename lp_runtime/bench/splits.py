@@ -1,7 +1,7 @@
-"""lp-bench splits=auto: decodes the prompts with every split of the GPUs into replicas, and keeps which was fastest.
+"""lp-bench splits=auto: measures every split of the GPUs into replicas, and saves the speeds.
 
-The splits are measured one after another, as their replicas would not fit beside one another. Letters: R replicas of P
-GPUs.
+The splits are measured one after another, because the replicas of several do not fit into memory at the same time.
+Letters: R replicas of P GPUs.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ HEAD = "| R x P | S | ms a step | tokens/s |\n| --- | --- | --- | --- |"
 
 @dataclass(frozen=True)
 class SplitSpeed:
-    """How fast a split has decoded the prompts.
+    """Decoding speed of a split.
 
     Attributes:
         replicas: R.
         gpus_per_replica: P.
-        compression: S, new tokens a step.
-        step_ms: milliseconds of a step, the prefill excluded; of the prompts that took more than one.
-        tokens_per_second: new tokens a second, the prefill included.
-        refusal: why it was not measured; empty if it was.
+        compression: S, new tokens per step.
+        step_ms: milliseconds per step, prefills excluded.
+        tokens_per_second: new tokens per second, prefills included.
+        refusal: reason why the split was not measured; empty if it was.
     """
 
     replicas: int
@@ -53,16 +53,10 @@ class SplitSpeed:
 
 
 def measure_splits(config: BenchConfig) -> list[SplitSpeed]:
-    """Measure every split of `gpus`, print a table, write it if an output folder is given, and keep the speeds.
-
-    Args:
-        config: settings of the command, checked.
-
-    Returns:
-        the splits, P ascending.
+    """Measure every split of `gpus`, P ascending; print a table, save the speeds and write the report.
 
     Raises:
-        LookaheadError: if no split can be measured; the first one's reason.
+        LookaheadError: no split can be measured; gives the first one's reason.
     """
     if started_by_torchrun():
         raise ConfigError("splits=auto: not under torchrun, which starts the processes of one split")
@@ -89,11 +83,11 @@ def measure_splits(config: BenchConfig) -> list[SplitSpeed]:
 
 
 def _decode(config: BenchConfig) -> list[Result]:
-    """Return what a runtime of one split has made of every prompt, in every round."""
+    """Decode every prompt in every round with a runtime of one split."""
     with LookaheadRuntime.from_config(config) as runtime:
         prompts = [prompt.token_ids for prompt in encode_prompts(runtime, config)]
         decode = runtime_methods(config, runtime, ["default"])["default"]
-        decode(prompts[0])  # a first request compiles and measures, which is not to be timed
+        decode(prompts[0])  # warm-up: the first request compiles and measures
         return [decode(prompt) for _ in range(config.rounds) for prompt in prompts]
 
 

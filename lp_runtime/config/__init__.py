@@ -1,1 +1,1 @@
-"""Settings as typed dataclasses, each checked at construction. Hydra goes no further than overrides.py."""
+"""Settings as typed dataclasses, each checked at construction. Only overrides.py uses Hydra."""

@@ -1,4 +1,4 @@
-"""Checks of settings: each raises a ConfigError of one line that names the value and what is allowed."""
+"""Checks of settings; the ConfigError of each names the setting, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -8,25 +8,17 @@ from typing import TypeGuard
 
 from lp_runtime.errors import ConfigError
 
-MAX_SECONDS = 1_000_000  # 11 days, more than any wait of a runtime
+MAX_SECONDS = 1_000_000  # 11 days, longer than any sensible timeout
 
 
 def require_int(name: str, value: object, low: int) -> None:
-    """Refuse a value that is not an integer >= `low`.
-
-    Raises:
-        ConfigError: names the setting, the value and the range.
-    """
+    """Raise ConfigError if a value is not an integer >= `low`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name}={value}: must be an integer >= {low}")
 
 
 def require_port(name: str, value: object) -> None:
-    """Refuse a value that is not a TCP port, 0 to 65535.
-
-    Raises:
-        ConfigError: names the setting, the value and the range.
-    """
+    """Raise ConfigError if a value is not a TCP port, 0 to 65535."""
     require_int(name, value, 0)
     assert isinstance(value, int)
     if value > 65535:
@@ -34,26 +26,19 @@ def require_port(name: str, value: object) -> None:
 
 
 def require_seconds(name: str, value: object) -> None:
-    """Refuse a value that is not a number of seconds, above 0 and at most MAX_SECONDS.
-
-    Raises:
-        ConfigError: names the setting, the value and the range.
-    """
+    """Raise ConfigError if a value is not a number of seconds, > 0 and <= MAX_SECONDS."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_SECONDS:
         raise ConfigError(f"{name}={value}: must be a number of seconds > 0 and <= {MAX_SECONDS}")
 
 
 def require_number(name: str, value: object, allowed: str, is_allowed: Callable[[float], bool]) -> None:
-    """Refuse a value that is neither None nor a finite number in a range.
+    """Raise ConfigError if a value is neither None nor a finite number that `is_allowed` accepts.
 
     Args:
-        name: the setting, for the message.
-        value: its value.
+        name: the setting's name, for the message.
+        value: the setting's value.
         allowed: the range in words, for the message.
         is_allowed: whether a finite number is in the range.
-
-    Raises:
-        ConfigError: names the setting, the value and the range.
     """
     if value is None:
         return
@@ -72,10 +57,6 @@ def is_list(value: object) -> TypeGuard[Sequence[object]]:
 
 
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Refuse a value that is none of the choices.
-
-    Raises:
-        ConfigError: names the setting, the value and the choices.
-    """
+    """Raise ConfigError if a value is not one of the choices."""
     if value not in choices:
         raise ConfigError(f"{name}={value}: must be one of {', '.join(choices)}")

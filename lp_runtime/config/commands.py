@@ -1,4 +1,4 @@
-"""Settings of the commands: a runtime's, and the command's own. Those of lp-serve are in serving.py."""
+"""Settings of the commands: those of a runtime, plus the command's own. For lp-serve, see serving.py."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ TURNS = ("first", "all")
 
 
 def check_chat_settings(chat: bool, turns: str) -> None:
-    """Refuse turns that are none, and all turns of prompts that are no conversations.
-
-    Raises:
-        ConfigError: names `turns`.
-    """
+    """Raise ConfigError if `turns` is not one of TURNS, or is "all" without `chat`."""
     require_choice("turns", turns, TURNS)
     if turns == "all" and not chat:
         raise ConfigError("turns=all: only with chat=true")
@@ -27,30 +23,30 @@ def check_chat_settings(chat: bool, turns: str) -> None:
 
 @dataclass
 class GenerateConfig(RuntimeConfig):
-    """Settings of lp-generate: a runtime, prompts, and limits of the output."""
+    """Settings of lp-generate: those of a runtime, prompts, and limits of the output."""
 
     prompt: Optional[str] = None  # noqa: UP045 (OmegaConf reads this annotation)
     """One prompt; its text is streamed to the terminal."""
     prompts: Optional[str] = None  # noqa: UP045
     """JSON-lines file of prompts; results go to `output`."""
     prompt_field: str = "prompt"
-    """Field of each line of `prompts` that holds the prompt; if the field is a list of texts, they are the turns of a
+    """Field that holds the prompt in each line of `prompts`. If it is a list of texts, they are the turns of a
     conversation, and the first one is the prompt."""
     chat: bool = False
-    """Whether a prompt is a user's message, put through the model's chat template, and not a text to continue."""
+    """Whether prompts are user messages, formatted with the model's chat template, instead of texts to continue."""
     turns: str = "first"
-    """Which turns of a conversation are played, with chat=true and `prompts`: first, or all: each answer goes into the
-    next turn's prompt, and has a line of the output."""
+    """Turns of a conversation to decode, with chat=true and `prompts`: first, or all: each answer becomes part of the
+    next turn's prompt, and has its own line in the output."""
     ids: bool = False
     """Whether prompts are token ids, not text: in the field of `prompts`, or in `prompt` as a JSON list."""
     limit: Optional[int] = None  # noqa: UP045
-    """Number of prompts to take from the file, >= 1; all if not given."""
+    """Number of prompts to read from the file, >= 1; all if not given."""
     output: Optional[str] = None  # noqa: UP045
-    """File that gets one JSON object per prompt; another run resumes it."""
+    """File for the results, one JSON object per prompt; a later run with the same file resumes it."""
     max_new_tokens: Optional[int] = None  # noqa: UP045
-    """Tokens to generate at most, >= 1; if not given, as in the model's generation_config.json, else 128."""
+    """Tokens to generate at most, >= 1; if not given, the value of the model's generation_config.json, else 128."""
     stop: Optional[list[str]] = None  # noqa: UP045
-    """Strings in the new text after which decoding stops; the output keeps the string. If not given, the model's
+    """Strings in the new text after which decoding stops; the output includes the string. If not given, the model's
     stop_strings."""
     max_time: Optional[float] = None  # noqa: UP045
     """Seconds after which decoding stops, at the end of a step; no limit if not given."""
@@ -59,15 +55,15 @@ class GenerateConfig(RuntimeConfig):
     """Independent samples of each prompt, >= 1; more than one needs sampling."""
     policy: str = "latency"
     """How replicas are allocated to the prompts of a file: latency (all to one prompt after another), throughput (one
-    to each prompt) or fair (divided among the prompts that are left)."""
+    to each prompt) or fair (divided among the remaining prompts)."""
     max_batch: int = MAX_BATCH
-    """Prompts that a replica decodes in one forward pass at most, >= 1, with policy=throughput or fair."""
+    """Largest number of prompts in a forward pass of one replica, >= 1, with policy=throughput or fair."""
     logprobs: bool = False
-    """Whether results have the model's log-probability of each new token (`prompts` only)."""
+    """Whether results include the model's log-probability of each new token (`prompts` only)."""
     eos: bool = True
-    """Whether decoding stops at the end-of-sequence token; false goes on to max_new_tokens (for benchmarks)."""
+    """Whether decoding stops at the end-of-sequence token; false continues to max_new_tokens (for benchmarks)."""
     compare: bool = False
-    """Whether `prompt` is decoded a second time, one token a step, and both are shown (single prompt only)."""
+    """Whether `prompt` is also decoded with one token per step, and both outputs are shown (single prompt only)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,7 +90,7 @@ class GenerateConfig(RuntimeConfig):
         if self.policy != "latency" and self.prompts is None:
             raise ConfigError(f"policy={self.policy}: only with prompts")
         require_int("max_batch", self.max_batch, 1)
-        self.launcher.own_process |= self.policy != "latency"  # only a process of its own decodes several at once
+        self.launcher.own_process |= self.policy != "latency"  # only a separate process decodes several at once
 
     def _check_prompts(self) -> None:
         if (self.prompt is None) == (self.prompts is None):
@@ -118,23 +114,23 @@ class GenerateConfig(RuntimeConfig):
 
 @dataclass
 class ChatConfig(RuntimeConfig):
-    """Settings of lp-chat: a runtime, or a server, and limits of an answer."""
+    """Settings of lp-chat: those of a runtime or the URL of a server, and limits of an answer."""
 
     url: Optional[str] = None  # noqa: UP045
-    """Server that speaks the OpenAI API, http://HOST:PORT: it answers, and no runtime is started."""
+    """Server with an OpenAI-compatible API, http://HOST:PORT, which answers instead of a runtime in this process."""
     served_name: Optional[str] = None  # noqa: UP045
-    """Model to ask the server of `url` for; if not given, the first that it lists."""
+    """Model to request from the server at `url`; if not given, the first that it lists."""
     api_key: Optional[str] = None  # noqa: UP045
-    """API key for the server of `url`; '${oc.env:NAME}' takes it from an environment variable."""
+    """API key for the server at `url`; '${oc.env:NAME}' reads it from an environment variable."""
     api_key_file: Optional[str] = None  # noqa: UP045
-    """File that holds the API key for the server of `url`."""
+    """File that holds the API key for the server at `url`."""
 
     system: Optional[str] = None  # noqa: UP045
-    """System message that every conversation begins with; none if not given."""
+    """System message at the beginning of every conversation; none if not given."""
     max_new_tokens: Optional[int] = None  # noqa: UP045
-    """Tokens of an answer at most, >= 1; if not given, as in the model's generation_config.json, else 128."""
+    """Tokens of an answer at most, >= 1; if not given, the value of the model's generation_config.json, else 128."""
     stop: Optional[list[str]] = None  # noqa: UP045
-    """Strings in an answer after which it stops; the answer keeps the string. If not given, the model's
+    """Strings in an answer after which it stops; the answer includes the string. If not given, the model's
     stop_strings."""
     max_time: Optional[float] = None  # noqa: UP045
     """Seconds after which an answer stops, at the end of a step; no limit if not given."""
@@ -149,17 +145,13 @@ class ChatConfig(RuntimeConfig):
 def _check_server(
     url: str | None, path: str | None, api_key: str | None, api_key_file: str | None, served_name: str | None
 ) -> None:
-    """Refuse settings that contradict whether a server is asked.
-
-    Raises:
-        ConfigError: names the setting.
-    """
+    """Raise ConfigError if a setting of the server has no `url`, or contradicts it."""
     if url is None:
         for name, value in (("api_key", api_key), ("api_key_file", api_key_file), ("served_name", served_name)):
             if value is not None:
                 raise ConfigError(f"{name}: only with url")
     elif path is not None:
-        raise ConfigError(f"model.path={path}: not with url, whose server has its model (see served_name)")
+        raise ConfigError(f"model.path={path}: not with url; the server has its own model (see served_name)")
     elif api_key is not None and api_key_file is not None:
         raise ConfigError(f"api_key_file={api_key_file}: not with api_key")
 
@@ -169,59 +161,62 @@ METHODS = ("hf", "hf_compiled", "hf_prompt_lookup", "plain", "paper", "default")
 
 @dataclass
 class BenchConfig(RuntimeConfig):
-    """Settings of lp-bench: a runtime, prompts, and the methods to compare; or a server and the load to put on it."""
+    """Settings of lp-bench: those of a runtime, and methods to compare; or a server and the load on it."""
 
     url: Optional[str] = None  # noqa: UP045
-    """Server that speaks the OpenAI API, http://HOST:PORT: it is put under load, and no runtime is started."""
+    """Server with an OpenAI-compatible API, http://HOST:PORT, to measure under load instead of a runtime in this
+    process."""
     served_name: Optional[str] = None  # noqa: UP045
-    """Model to ask the server of `url` for; if not given, the first that it lists."""
+    """Model to request from the server at `url`; if not given, the first that it lists."""
     api_key: Optional[str] = None  # noqa: UP045
-    """API key for the server of `url`; '${oc.env:NAME}' takes it from an environment variable."""
+    """API key for the server at `url`; '${oc.env:NAME}' reads it from an environment variable."""
     api_key_file: Optional[str] = None  # noqa: UP045
-    """File that holds the API key for the server of `url`."""
+    """File that holds the API key for the server at `url`."""
     rate: Optional[float] = None  # noqa: UP045
-    """With url: requests a second, > 0, which arrive at random (Poisson), however many are being answered."""
+    """With url: mean number of requests per second, > 0; they arrive at random (Poisson), regardless of how many are
+    running."""
     concurrency: Optional[int] = None  # noqa: UP045
-    """With url: clients, >= 1, each of which asks again when it has its answer; 8 if neither this nor rate is given."""
+    """With url: number of clients, >= 1; each sends a request when its previous one is answered. 8 if neither this nor
+    rate is given."""
     num_requests: int = 64
-    """With url: requests in all, >= 1; the prompts are asked in turn."""
+    """With url: total number of requests, >= 1; they use the prompts in turn."""
     load_seed: int = 0
-    """With url: seed, >= 0, of the moments at which requests arrive."""
+    """With url: seed, >= 0, of the arrival times of requests."""
     prompts: Optional[str] = None  # noqa: UP045
     """JSON-lines files of prompts as FILE:FIELD, separated by commas; if not given, three built-in prompts."""
     limit: int = 4
-    """Number of lines to read of each file, >= 1."""
+    """Number of lines to read from each file, >= 1."""
     each: Optional[int] = None  # noqa: UP045
-    """Number of prompts to take of each category, >= 1: of the lines' field `category` (conversations of several turns
-    are one), else of each file; all if not given."""
+    """Number of prompts to use per category, >= 1; all if not given. Categories are the lines' field `category`
+    (conversations of several turns are one category); without it, each file is one."""
     chat: bool = False
-    """Whether prompts are users' messages, put through the model's chat template, or with url sent as messages
-    (/v1/chat/completions), and not texts to continue."""
+    """Whether prompts are user messages, formatted with the model's chat template or, with url, sent to
+    /v1/chat/completions, instead of texts to continue."""
     turns: str = "first"
-    """Which turns of a conversation are decoded, with chat=true: first, or all, each a prompt of its own, with the
-    runtime's own greedy answers to the turns before it."""
+    """Turns of a conversation to decode, with chat=true: first, or all: each turn is a separate prompt, with the
+    runtime's greedy answers to the turns before it."""
     max_new_tokens: int = 128
     """Tokens to generate at most, >= 1."""
     eos: Optional[bool] = None  # noqa: UP045
-    """Whether decoding stops at the end-of-sequence token, for every method; if not given, with chat=true alone."""
+    """Whether decoding stops at the end-of-sequence token, for every method; if not given, only with chat=true."""
     rounds: int = 1
-    """Times that every method decodes every prompt, >= 1."""
+    """Number of times that every method decodes every prompt, >= 1."""
     methods: list[str] = field(default_factory=list)
     """Methods to compare: hf (transformers' greedy decoding), hf_compiled (hf with a static cache, compiled),
-    hf_prompt_lookup, plain (this runtime, one token a step), paper (the paper's drafter) and default (the settings of
-    lookahead); if not given, all, but hf_compiled on CUDA only."""
+    hf_prompt_lookup, plain (this runtime, one token per step), paper (the paper's drafter) and default (the lookahead
+    settings). If not given: all, except hf_compiled on CPUs."""
     splits: Optional[str] = None  # noqa: UP045
     """auto: instead of comparing methods, decode the prompts with every split of `gpus` into replicas (gpus_per_replica
-    1, 2 ... gpus), print S, step time and tokens/s of each, and keep which was fastest for gpus_per_replica=fastest."""
+    1, 2 ... gpus), print S, step time and tokens/s of each, and save the fastest for gpus_per_replica=fastest."""
     degrees: list[int] = field(default_factory=list)
     """LP degrees whose critical path is measured on one device: the shares of a step run one after another, and the
     slowest counts."""
     exchange_us: list[float] = field(default_factory=lambda: [30.0, 100.0, 300.0])
-    """Durations of a step's exchange, in microseconds, assumed for critical paths; each gives a row."""
+    """Assumed durations of a step's exchange on critical paths, in microseconds; each gives a row."""
     threads: Optional[int] = None  # noqa: UP045
     """CPU threads of this process, >= 1; if not given, torch's choice."""
     output: Optional[str] = None  # noqa: UP045
-    """Directory that gets bench.md, bench.json and, where matplotlib is installed, bench.svg."""
+    """Directory for bench.md, bench.json and, if matplotlib is installed, bench.svg."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -245,7 +240,7 @@ class BenchConfig(RuntimeConfig):
                 raise ConfigError(f"sampling.{name}={value}: lp-bench compares greedy decoding, without processors")
 
     def _check_splits(self) -> None:
-        """Refuse what is not measured of splits."""
+        """Check the settings that go with `splits`."""
         if self.splits is None:
             return
         require_choice("splits", self.splits, ("auto",))
@@ -256,7 +251,7 @@ class BenchConfig(RuntimeConfig):
                 raise ConfigError(f"splits=auto: not with {name}")
 
     def _check_load(self) -> None:
-        """Refuse settings of a load that are out of range or have no server."""
+        """Check the settings of a load: their range, and that there is a server."""
         _check_server(self.url, self.model.path, self.api_key, self.api_key_file, self.served_name)
         require_int("load_seed", self.load_seed, 0)
         require_number("rate", self.rate, "a number > 0", lambda value: value > 0)
@@ -264,7 +259,7 @@ class BenchConfig(RuntimeConfig):
             require_int("concurrency", self.concurrency, 1)
             if self.rate is not None:
                 raise ConfigError(
-                    f"concurrency={self.concurrency}: not with rate, which asks however many are answered"
+                    f"concurrency={self.concurrency}: not with rate, which sends requests regardless of running ones"
                 )
         if self.url is None and (self.rate is not None or self.concurrency is not None):
             raise ConfigError(f"{'concurrency' if self.rate is None else 'rate'}: only with url")
@@ -282,10 +277,10 @@ class BenchConfig(RuntimeConfig):
 
     @property
     def stops_at_eos(self) -> bool:
-        """Whether decoding stops at the end-of-sequence token."""
+        """Whether decoding stops at the end-of-sequence token: `eos`, or else `chat`."""
         return self.chat if self.eos is None else self.eos
 
 
 @dataclass
 class DoctorConfig(RuntimeConfig):
-    """Settings of lp-doctor: the runtime that is to work on this machine."""
+    """Settings of lp-doctor: those of the runtime to check on this machine."""

@@ -1,4 +1,4 @@
-"""Settings of a constraint: what the new text of a request must be."""
+"""Settings of a constraint on the new text of a request."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ from lp_runtime.errors import ConstraintError
 
 KINDS = ("json_schema", "regex", "grammar", "choice", "structural_tag")
 WHITESPACES = ("fixed", "any")
-MAX_SOURCE_CHARS = 1 << 18  # of a constraint's text: compiling takes time and memory in proportion
+MAX_SOURCE_CHARS = 1 << 18  # of a constraint's text; compile time and memory grow with it
 
 
 @dataclass
 class ConstraintConfig:
-    """What the new text of a request must be. At most one kind is given; without any, every text is allowed.
+    """A constraint on the new text of a request.
+
+    At most one kind is given; without any, every text is allowed.
 
     Needs the package xgrammar (the extra `constraints`) and a model with an end-of-sequence token.
     """
 
     json_schema: Any = None
-    """JSON schema that the text follows, as a mapping or as JSON text; true allows any JSON."""
+    """JSON schema that the text satisfies, as a mapping or as JSON text; true allows any JSON."""
     regex: Optional[str] = None  # noqa: UP045 (OmegaConf reads this annotation)
     """Regular expression that the whole text matches."""
     grammar: Optional[str] = None  # noqa: UP045
-    """EBNF grammar of the text, in the form of llama.cpp's GBNF; its first rule is root."""
+    """EBNF grammar of the text, in llama.cpp's GBNF format; its first rule is root."""
     choice: Optional[list[str]] = None  # noqa: UP045
-    """Texts of which one is chosen."""
+    """Allowed texts; the model chooses one of them."""
     structural_tag: Any = None
-    """Structural tag of xgrammar's, as a mapping or as JSON text: free text with constrained parts."""
+    """xgrammar's structural tag, as a mapping or as JSON text: free text with constrained parts."""
     whitespace: str = "fixed"
-    """Whitespace between the parts of JSON: fixed (one space behind each comma and colon, which makes most of them
-    certain) or any."""
+    """Whitespace in JSON: fixed (one space after each comma and colon, so that most of these tokens are certain and can
+    be drafted) or any."""
     reasoning_end: Optional[str] = None  # noqa: UP045
     """Text that ends a free part before the constrained one, such as </think>; if not given, there is no free part."""
     reasoning_begin: Optional[str] = None  # noqa: UP045
-    """Text that begins the free part, such as <think>, which may then be missing; if not given, the prompt has begun
-    it."""
+    """Text that begins the free part, such as <think>; the model may then omit the free part. If not given, the prompt
+    has begun it."""
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) is not None]
@@ -63,15 +65,15 @@ class ConstraintConfig:
 
     @property
     def kind(self) -> str | None:
-        """Name of the kind that is given; None without a constraint."""
+        """The given kind, one of KINDS; None without a constraint."""
         return next((name for name in KINDS if getattr(self, name) is not None), None)
 
     @property
     def source(self) -> str:
-        """The constraint as one text: equal texts of one kind are equal constraints.
+        """The constraint as one text; equal texts of the same kind are equal constraints.
 
         Raises:
-            ConstraintError: a schema or a tag is no JSON.
+            ConstraintError: a schema or a tag is not valid JSON.
         """
         kind = self.kind
         assert kind is not None
@@ -82,7 +84,7 @@ class ConstraintConfig:
 
     @property
     def key(self) -> str:
-        """Text that tells this constraint from others."""
+        """Text that identifies this constraint, its options included; empty without a constraint."""
         if self.kind is None:
             return ""
         others = [getattr(self, item.name) for item in fields(self) if item.name not in KINDS]
@@ -94,11 +96,7 @@ def _is_text(value: object) -> bool:
 
 
 def _json_text(name: str, value: object) -> str:
-    """Return a JSON value, or a text that is JSON, as JSON text.
-
-    Raises:
-        ConstraintError: it is neither a mapping nor true or false, or no JSON.
-    """
+    """Normalize a JSON value or text to JSON text; raise ConstraintError if it is not an object or bool."""
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
         if not isinstance(parsed, Mapping | bool):

@@ -1,4 +1,4 @@
-"""Settings of drafting: what a step proposes, and how much of it."""
+"""Drafting settings: the kind and number of tokens that a step proposes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Optional
 from lp_runtime.config.checks import require_choice, require_int
 from lp_runtime.errors import ConfigError
 
-MAX_STEP_TOKENS = 1200  # tokens that a step may feed: the largest calibrated step (1024) and pending tokens
-UNMEASURED_STEP_TOKENS = 128  # that a step may feed before steps are measured: the paper's largest tree has 120
+MAX_STEP_TOKENS = 1200  # tokens of a step at most: the largest calibrated step (1024), plus pending tokens
+UNMEASURED_STEP_TOKENS = 128  # tokens of a step at most before steps are measured; the paper's largest tree has 120
 MAX_STRICT_COMMITTED = 32  # tokens that a step may commit with exactness=strict (model/attention/strict.py)
 DRAFTERS = ("full", "paper", "prompt_lookup", "recycling")
 ACCEPTANCES = ("tree", "guesses")
@@ -18,15 +18,15 @@ DEFAULT_WINDOW = (15, 5, 15)  # the paper's W, N, G for 7B models
 MAX_DEPTH = 24  # levels of the drafter full's tree
 NUM_COPIED = 10  # tokens that the drafter prompt_lookup copies at most
 RECYCLING_DEPTH = 6  # levels of the drafter recycling's static tree
-MAX_TREE_NODES = 1 << 14  # of a step
+MAX_TREE_NODES = 1 << 14  # nodes of a step's tree that settings may ask for
 MIN_DRAFT_TABLES_BYTES = 1 << 16
 
 
 @dataclass
 class LookaheadConfig:
-    """What a step proposes and how much of it. No setting changes the output, only the number and the cost of steps.
+    """Drafting settings. They never change the output, only the number and the cost of steps.
 
-    With none of W, N and G given, the drafter `full` measures this machine and chooses at every step what pays.
+    If none of W, N and G is given, the drafter `full` measures this machine and chooses the fastest size of each step.
     """
 
     W: Optional[int] = None  # noqa: UP045 (OmegaConf reads this annotation)
@@ -36,28 +36,30 @@ class LookaheadConfig:
     G: Optional[int] = None  # noqa: UP045
     """Largest number of guesses verified in a step, >= 0. 15 if only W or N is given."""
     drafter: str = "full"
-    """What proposes the token tree: full (one tree, best first, from every free source; at most (W + G)(N - 1) tokens
-    where W, N or G is given), paper (the window and the n-gram pool's guesses), prompt_lookup or recycling."""
+    """Method that proposes the token tree: full (one tree, best first, from all sources that need no further model; at
+    most (W + G)(N - 1) tokens if W, N or G is given), paper (the window and the n-gram pool's guesses), prompt_lookup
+    or recycling."""
     acceptance: str = "tree"
     """Drafter paper: accept along any node of the tree (tree) or, as in the paper, along guesses only (guesses)."""
     budget: Optional[int] = None  # noqa: UP045
     """Step budget: tokens that a replica feeds in a step at most, >= 1; the prefill is exempt. With drafters other than
-    full it caps the whole tree. Whatever it says, a replica feeds at most 1,024 tokens in a step, and more than 128
-    only as far as steps were measured: until one takes 12 times as long as a step of one token."""
+    full it limits the whole tree. In any case a replica feeds at most 1,024 tokens in a step, and more than 128 only up
+    to the largest step that was measured; measuring ends at a step that takes 12 times as long as one token."""
     prior: str = "vocabulary"
-    """Drafter full: what it knows before any token is seen: vocabulary (the model's prediction behind each token, which
-    itself stands behind a common one; computed once and kept on disk) or none."""
+    """Drafter full: knowledge before any token is seen: vocabulary (the model's prediction after each token of the
+    vocabulary, which itself follows a common token; computed once and kept on disk) or none."""
     prompt_top_k: bool = False
-    """Drafter full: whether the prefill also computes the top-k candidates behind the prompt's tokens; with steps that
-    are sized, of as many of the last tokens as pay."""
+    """Drafter full: whether the prefill also computes top-k candidates after the prompt's tokens; if step sizes are
+    chosen automatically, only for as many of the last tokens as is worth the time."""
     draft_tables: str = "request"
-    """Drafter full: how long the draft tables live: request, runtime, or, across runs, in the file of this path."""
+    """Drafter full: lifetime of the draft tables: request, runtime, or the path of a file that keeps them across
+    runs."""
     draft_tables_bytes: int = 16 * 2**20
     """Size of the draft tables in bytes, >= 65536; the oldest entries are dropped first."""
     pool_from_prompt: bool = True
     """Drafter paper: insert the prompt's n-grams into the n-gram pool."""
     window_seed: int = 0
-    """Drafter paper: seed, >= 0, of the choice of prompt tokens that fill the first window."""
+    """Drafter paper: seed, >= 0, for choosing the prompt tokens that fill the first window."""
 
     def __post_init__(self) -> None:
         for name, low in (("W", 0), ("N", 2), ("G", 0), ("budget", 1)):
@@ -83,12 +85,12 @@ class LookaheadConfig:
 
     @property
     def is_auto(self) -> bool:
-        """Whether measurements choose the size of every step: the drafter is full, and none of W, N and G is given."""
+        """Whether step sizes are chosen from measurements: drafter full, and none of W, N and G given."""
         return self.drafter == "full" and self.W is None and self.N is None and self.G is None
 
     @property
     def has_vocabulary_prior(self) -> bool:
-        """Whether the drafter asks what the model says follows each token."""
+        """Whether the drafter uses the model's predictions after each token of the vocabulary."""
         return self.drafter == "full" and self.prior == "vocabulary"
 
     @property
@@ -100,14 +102,14 @@ class LookaheadConfig:
 
     @property
     def max_fixed_nodes(self) -> int:
-        """Largest number of nodes of a step's tree that W, N and G ask for; 0 for drafters that do not use them."""
+        """Largest number of tree nodes in a step that W, N and G allow; 0 for drafters that do not use them."""
         W, N, G = self.window
         nodes = (W + G) * (N - 1) if self.drafter in ("full", "paper") else 0
         return nodes if self.budget is None else min(nodes, self.budget)
 
     @property
     def max_committed(self) -> int:
-        """Largest number of tokens that one step commits: the deepest node's depth and the bonus token."""
+        """Largest number of tokens that one step can commit: the tree's depth, plus the bonus token."""
         W, N, G = self.window
         depth = {
             "full": MAX_DEPTH if self.is_auto else min(MAX_DEPTH, max(0, (W + G) * (N - 1) - 1)),
@@ -119,18 +121,14 @@ class LookaheadConfig:
 
 
 PLAIN = LookaheadConfig(W=0, N=2, G=0, drafter="paper", pool_from_prompt=False)
-"""Plain autoregressive decoding: every step feeds the root alone."""
+"""Plain autoregressive decoding: every step feeds only the root."""
 
 
 def check_exactness(exactness: str, lookahead: LookaheadConfig) -> None:
-    """Refuse a window that is too deep for exactness=strict.
-
-    Args:
-        exactness: "fast" or "strict".
-        lookahead: settings of drafting.
+    """Check that the tree is not too deep for exactness=strict.
 
     Raises:
-        ConfigError: a step with `lookahead` may commit more than MAX_STRICT_COMMITTED tokens; names W and N.
+        ConfigError: a step may commit more than MAX_STRICT_COMMITTED tokens; names W and N.
     """
     if exactness == "strict" and lookahead.max_committed > MAX_STRICT_COMMITTED:
         W, N, _ = lookahead.window

@@ -1,4 +1,4 @@
-"""Turns Hydra overrides into a checked settings class. Hydra and OmegaConf are used in this file alone."""
+"""Conversion of Hydra overrides to a checked settings class. Only this file uses Hydra and OmegaConf."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.errors import ConfigError, first_line
 
-# Free text and paths are taken literally: Hydra's grammar would need quotes around most Python code.
+# Free text and paths are read literally: Hydra's grammar would need quotes around most Python code.
 LITERAL_KEYS = (
     "prompt",
     "prompts",
@@ -35,16 +35,16 @@ LITERAL_KEYS = (
     "constraint.reasoning_begin",
 )
 STRING_KEYS = ("stop", "constraint.choice")  # one string, or a JSON list of strings
-FILE_KEYS = ("constraint.json_schema", "constraint.grammar", "constraint.structural_tag")  # files, read here
-# Settings by the names they had before, for the "did you mean" line.
+FILE_KEYS = ("constraint.json_schema", "constraint.grammar", "constraint.structural_tag")  # names of files to read
+# Current names of settings by their former names, for the "did you mean" message.
 RENAMED = {
     "lookahead.policy": "lookahead.drafter",
     "lookahead.memory": "lookahead.draft_tables",
     "lookahead.memory_bytes": "lookahead.draft_tables_bytes",
     "launcher.apart": "launcher.own_process",
 }
-MAX_SHOWN = 200  # characters of a value that a message quotes: a line should fit a terminal
-MIN_SIMILARITY = 0.6  # of a suggested key to the unknown one, as difflib measures it; its default
+MAX_SHOWN = 200  # characters of a value that a message quotes, so that it stays readable in a terminal
+MIN_SIMILARITY = 0.6  # difflib's similarity of a suggested key to the unknown one; its default
 
 Config = TypeVar("Config", bound=RuntimeConfig)
 T = TypeVar("T")
@@ -56,14 +56,13 @@ def as_yaml(config: RuntimeConfig) -> str:
 
 
 def help_keys(schema: type[RuntimeConfig]) -> str:
-    """Return the groups and keys that can be overridden, one a line, for --help."""
+    """Return the groups and keys that can be overridden, one per line, for --help."""
     groups = [f"  {group}={'|'.join(names)}" for group, names in _groups().items()]
     return "\n".join(["groups:", *groups, "", "keys:", *(f"  {key}" for key in _keys(schema))])
 
 
 def _conf_dir() -> Path:
-    """Return the folder conf/: inside the installed package lp_runtime.conf, or beside lp_runtime in a bare
-    checkout."""
+    """Return the folder conf/: the installed package lp_runtime.conf, or next to lp_runtime in a checkout."""
     spec = importlib.util.find_spec("lp_runtime.conf")
     if spec is not None and spec.submodule_search_locations:
         return Path(list(spec.submodule_search_locations)[0])
@@ -91,15 +90,14 @@ def _keys(schema: type, prefix: str = "") -> list[str]:
 
 
 def load_config(schema: type[Config], overrides: list[str], config_dir: str | None = None) -> Config:
-    """Compose the files of conf/ and the overrides into a checked settings class.
+    """Build checked settings from the files of conf/ and the overrides.
 
     Args:
-        schema: the class.
-        overrides: KEY=VALUE in Hydra's grammar. Values of LITERAL_KEYS are taken literally, and so are those of other
-            texts that Hydra would take for numbers, lists or nonsense; one of
-            STRING_KEYS is one string, taken literally, or a JSON list of strings; one of FILE_KEYS names a file;
-            `sampling.logit_bias` is {TOKEN_ID: BIAS, ...}.
-        config_dir: a folder with further groups; None is none.
+        schema: the settings class.
+        overrides: KEY=VALUE in Hydra's grammar, with exceptions. Values of LITERAL_KEYS are literal text, as are those
+            of other text settings that Hydra would not read as text. Values of STRING_KEYS are one literal string or a
+            JSON list of strings. Values of FILE_KEYS are file names. `sampling.logit_bias` is {TOKEN_ID: BIAS, ...}.
+        config_dir: a folder with additional groups; None for none.
 
     Raises:
         ConfigError: a key is unknown or a value is not allowed.
@@ -109,20 +107,13 @@ def load_config(schema: type[Config], overrides: list[str], config_dir: str | No
 
 
 def _split(schema: type, overrides: list[str], config_dir: str | None) -> tuple[dict[str, Any], list[str]]:
-    """Separate the overrides that are read here from those that Hydra reads.
-
-    Returns:
-        (values by key, overrides for Hydra).
-
-    Raises:
-        ConfigError: an override is not KEY=VALUE, is one of Hydra's own, or cannot be read.
-    """
+    """Parse the overrides that are not left to Hydra; return (values by key, overrides for Hydra)."""
     literal: dict[str, Any] = {}
     composed = []
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not re.match(r"[\w.]+$", key):
-            raise ConfigError(f"{_cut(override)}: settings are written KEY=VALUE, all keys are there (no + or ~)")
+            raise ConfigError(f"{_cut(override)}: settings are written KEY=VALUE, without + or ~")
         if key.partition(".")[0] == "hydra":
             raise ConfigError(f"unknown setting {_cut(override)}: see --help")
         if key in _keys(schema) and (read := _reader_of(schema, key, override)) is not None:
@@ -130,12 +121,12 @@ def _split(schema: type, overrides: list[str], config_dir: str | None) -> tuple[
         else:
             _check_group(key, value, config_dir)
             composed.append(override)
-            literal.pop(key, None)  # the last one counts
+            literal.pop(key, None)  # the last override of a key wins
     return literal, composed
 
 
 def _reader_of(schema: type, key: str, override: str) -> Callable[[str], Any] | None:
-    """Return what reads the value of a setting's override here; None where Hydra does."""
+    """Return the function that parses a setting's value here; None if Hydra parses it."""
     if key in STRING_KEYS:
         return partial(_strings, key)
     if key in FILE_KEYS:
@@ -147,7 +138,7 @@ def _reader_of(schema: type, key: str, override: str) -> Callable[[str], Any] | 
 
 
 def _type_of(schema: type, key: str) -> object:
-    """Return the type of a setting, without None; None for a key that is no setting."""
+    """Return the type of a setting, str for an optional str; None for an unknown key."""
     found: Any = schema
     for name in key.split("."):
         found = get_type_hints(found).get(name) if is_dataclass(found) else None
@@ -155,7 +146,7 @@ def _type_of(schema: type, key: str) -> object:
 
 
 def _is_odd_text(override: str) -> bool:
-    """Whether Hydra reads the value of an override as something else than a text or null: 12e4567 is infinity to it."""
+    """Whether Hydra would read an override's value as neither text nor null; 12e4567 as infinity."""
     try:
         value = OverridesParser.create().parse_override(override).value()
     except (HydraException, ValueError, RecursionError):
@@ -164,33 +155,25 @@ def _is_odd_text(override: str) -> bool:
 
 
 def _compose(schema: type, overrides: list[str], config_dir: str | None) -> dict[str, Any]:
-    """Return the settings that Hydra composes, as a nested dict.
-
-    Raises:
-        ConfigError: Hydra refuses an override.
-    """
+    """Compose settings with Hydra, to a nested dict; convert Hydra's errors to ConfigError."""
     ConfigStore.instance().store(name="schema", node=schema)
     search = [f"hydra.searchpath=[{Path(config_dir).resolve()}]"] if config_dir else []
     try:
         with initialize_config_dir(str(_conf_dir()), version_base="1.3"):
             composed = compose("config", overrides=[*search, *overrides])
-        # The keys of a structured config are its fields' names.
+        # The cast is safe: the keys of a structured config are its fields' names.
         return cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True))
     except MissingConfigException as error:
         options = ", ".join(error.options or []) or "none"
         raise ConfigError(f"{_culprit(str(error.missing_cfg_file), overrides)}: must be one of {options}") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(schema, error, overrides)) from error
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets in brackets
+    except (ValueError, RecursionError) as error:  # numbers with thousands of digits, deeply nested brackets
         raise ConfigError(f"{_unreadable(overrides)}: cannot be read ({first_line(error)})") from error
 
 
 def _check_group(key: str, value: str, config_dir: str | None) -> None:
-    """Refuse a value of a group's key that is not the name of a preset; Hydra would take lists and paths, too.
-
-    Raises:
-        ConfigError: lists the presets.
-    """
+    """Check that a group's value is the name of a preset; Hydra would also accept lists and paths."""
     names = _groups().get(key)
     if names is None:
         return
@@ -211,19 +194,12 @@ def _unreadable(overrides: list[str]) -> str:
 
 
 def _cut(text: str) -> str:
-    """Return a text of at most MAX_SHOWN characters; dots mark what was cut off."""
+    """Shorten a text to MAX_SHOWN characters, plus "..." if it is longer."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def _build(schema: type[T], values: dict[str, Any], literal: dict[str, Any], prefix: str = "") -> T:
-    """Return an instance of a settings class.
-
-    Args:
-        schema: the class.
-        values: a nested dict of values by field.
-        literal: values by whole key, which replace those in `values`.
-        prefix: what the keys of this class begin with.
-    """
+    """Build a settings class from nested values by field; `literal`, by full dotted key, overrides them."""
     hints = get_type_hints(schema)
     arguments = {}
     for name, value in values.items():
@@ -235,7 +211,7 @@ def _build(schema: type[T], values: dict[str, Any], literal: dict[str, Any], pre
 
 
 def _strings(key: str, value: str) -> list[str]:
-    """Return the strings of a value that is one string or a JSON list."""
+    """Parse a value that is one string or a JSON list of strings."""
     if not value.startswith("["):
         return [value]
     try:
@@ -245,21 +221,17 @@ def _strings(key: str, value: str) -> list[str]:
 
 
 def _text_of(key: str, path: str) -> str:
-    """Return the text of the file that a setting names.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not UTF-8.
-    """
+    """Read the file that a setting names; raise ConfigError if it is not readable UTF-8."""
     try:
         return (
             Path(path).expanduser().read_text(encoding="utf-8-sig")
-        )  # editors of Windows begin with a byte-order mark
+        )  # utf-8-sig: Windows editors write a byte-order mark
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}={_cut(path)}: cannot be read: {first_line(error)}") from error
 
 
 def _biases(key: str, value: str) -> dict[int, float]:
-    """Return biases by token id of {TOKEN_ID: BIAS, ...}; the ids may be in quotes, as JSON has them."""
+    """Parse {TOKEN_ID: BIAS, ...}; ids may be quoted, as in JSON."""
     biases = {}
     try:
         if not (value.startswith("{") and value.endswith("}")):
@@ -273,16 +245,16 @@ def _biases(key: str, value: str) -> dict[int, float]:
 
 
 def _culprit(missing: str, overrides: list[str]) -> str:
-    """Return the override that asked for a missing file GROUP/NAME."""
+    """Return the override that named a missing preset file GROUP/NAME."""
     group, _, name = missing.partition("/")
     wanted = f"{group}={name}"
     return next((override for override in overrides if override == wanted), wanted)
 
 
 def _explain(schema: type, error: Exception, overrides: list[str]) -> str:
-    """Return Hydra's message of several lines in one: which override, and what is allowed."""
+    """Convert Hydra's multi-line message to one line: the override, and what is allowed."""
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: cannot be read ({first_line(error).rstrip('.')}); values are in Hydra's grammar"
+        return f"{error.override}: cannot be read ({first_line(error).rstrip('.')}); values must be in Hydra's grammar"
     key = _key_in(f"{error}\n{error.__cause__ or ''}")
     override = next((o for o in reversed(overrides) if key and o.partition("=")[0] == key), None)
     if key and key not in _keys(schema):
@@ -294,13 +266,13 @@ def _explain(schema: type, error: Exception, overrides: list[str]) -> str:
 
 
 def _key_in(message: str) -> str:
-    """Return the key that a message of Hydra's or OmegaConf's is about; empty if it names none."""
+    """Return the key that a message of Hydra or OmegaConf names; empty if none."""
     match = re.search(r"(?:Could not [^']*|Key |argument |override )'?([\w.]+)", message)
     return match.group(1) if match else ""
 
 
 def _suggestion(schema: type, key: str) -> str:
-    """Return what to do instead of an unknown key: use its new name, the closest known key, or --help."""
+    """Suggest a remedy for an unknown key: its new name, the closest known key, or --help."""
     known = [*_keys(schema), *_groups()]
     close = [RENAMED[key]] if key in RENAMED else [name for name in known if name.endswith(f".{key}")]
     close = close or difflib.get_close_matches(key, known, n=1, cutoff=MIN_SIMILARITY)
@@ -308,7 +280,7 @@ def _suggestion(schema: type, key: str) -> str:
 
 
 def _refusal(schema: type, key: str, value: str) -> str | None:
-    """Return the settings class's own message about a value that has not the key's type; None if it has none."""
+    """Return the settings class's own message about a value of the wrong type; None if there is none."""
     *groups, name = key.split(".")
     for group in groups:
         schema = get_type_hints(schema)[group]

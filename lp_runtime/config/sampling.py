@@ -1,4 +1,4 @@
-"""Settings of sampling: how a node's successor is chosen from its logits."""
+"""Sampling settings: the choice of a node's successor from its logits."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from lp_runtime.config.checks import is_list, require_int, require_number
 from lp_runtime.errors import ConfigError
 
 MAX_SEED = 2**64 - 1
-MIN_TEMPERATURE = 1e-4  # logits divided by less would overflow
-MAX_PENALTY = 2  # of presence and frequency: OpenAI's range
+MIN_TEMPERATURE = 1e-4  # below this, dividing logits by the temperature could overflow
+MAX_PENALTY = 2  # presence and frequency penalties: OpenAI's range
 WARPERS = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1}
-"""Settings that matter to sampling alone, and the value at which each does nothing or means greedy decoding."""
+"""Settings that have no effect on greedy decoding, and the value of each that is off or means greedy decoding."""
 
 
 @dataclass
 class SamplingConfig:
-    """How a successor is chosen from a node's logits, with transformers' names and meanings.
+    """Sampling settings, with transformers' names and meanings.
 
-    A setting that is None is as in the model's generation_config.json, else off.
+    A setting that is None has the value of the model's generation_config.json; if that has none, it is off.
     """
 
     temperature: Optional[float] = None  # noqa: UP045 (OmegaConf reads this annotation)
@@ -28,29 +28,29 @@ class SamplingConfig:
     top_k: Optional[int] = None  # noqa: UP045
     """Sample among the k most likely tokens, >= 0; 0 is off."""
     top_p: Optional[float] = None  # noqa: UP045
-    """Sample among the most likely tokens that hold this much probability, in (0, 1]; 1 is off."""
+    """Sample among the most likely tokens whose probabilities sum to this value, in (0, 1]; 1 is off."""
     min_p: Optional[float] = None  # noqa: UP045
-    """Sample among tokens at least this likely, relative to the most likely one, in [0, 1]; 0 is off."""
+    """Sample among tokens with at least this probability, relative to the most likely one, in [0, 1]; 0 is off."""
     typical_p: Optional[float] = None  # noqa: UP045
     """Locally typical sampling, in (0, 1]; 1 is off."""
     repetition_penalty: Optional[float] = None  # noqa: UP045
-    """Penalty of tokens that occurred before, > 0; above 1 makes repetition less likely, 1 is off."""
+    """Penalty for tokens that occurred before, > 0; above 1 makes repetition less likely, 1 is off."""
     presence_penalty: Optional[float] = None  # noqa: UP045
-    """Subtracted once from the logits of tokens that the new text has, -2 to 2; 0 is off. As in the OpenAI API, the
-    prompt does not count."""
+    """Subtracted once from the logits of tokens that occur in the new text, -2 to 2; 0 is off. As in the OpenAI API,
+    the prompt does not count."""
     frequency_penalty: Optional[float] = None  # noqa: UP045
-    """Subtracted from a token's logit for each time that the new text has it, -2 to 2; 0 is off."""
+    """Subtracted from a token's logit for each of its occurrences in the new text, -2 to 2; 0 is off."""
     no_repeat_ngram_size: Optional[int] = None  # noqa: UP045
-    """Size of n-grams of which none may occur twice, >= 0; 0 is off."""
+    """No n-gram of this size may occur twice, >= 0; 0 is off."""
     bad_words_ids: Optional[list[list[int]]] = None  # noqa: UP045
     """Sequences of token ids that must not occur."""
     min_new_tokens: Optional[int] = None  # noqa: UP045
-    """Number of new tokens before which no end-of-sequence token is chosen, >= 0."""
+    """Number of new tokens before an end-of-sequence token may be chosen, >= 0."""
     logit_bias: Optional[dict[int, float]] = None  # noqa: UP045
     """Bias added to the logits, by token id."""
     seed: Optional[int] = None  # noqa: UP045
-    """Seed of the sampling noise, 0 to 2**64 - 1; if not given, one is chosen and reported. One seed gives one output
-    at any LP degree."""
+    """Seed of the sampling noise, 0 to 2**64 - 1; if not given, one is chosen and reported. The same seed gives the
+    same output at any LP degree."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -99,20 +99,20 @@ class SamplingConfig:
         """Whether successors are sampled; if not, decoding is greedy.
 
         Args:
-            defaults: the model's own settings, from its generation_config.json.
+            defaults: the model's defaults, from its generation_config.json.
         """
         if self.temperature is not None:
             return self.temperature > 0
         return bool(defaults.get("do_sample")) and defaults.get("temperature") != 0
 
     def check(self, defaults: Mapping[str, Any]) -> None:
-        """Refuse settings that have no effect with a model's own defaults.
+        """Check that every setting has an effect, given the model's defaults.
 
         Args:
-            defaults: the model's own settings, from its generation_config.json.
+            defaults: the model's defaults, from its generation_config.json.
 
         Raises:
-            ConfigError: a setting matters to sampling alone, and decoding is greedy.
+            ConfigError: decoding is greedy, and a setting affects only sampling.
         """
         if not self.samples(defaults):
             reason = "the model's default, greedy decoding; give sampling.temperature > 0"

@@ -10,7 +10,7 @@ from lp_runtime.config.settings import RuntimeConfig, check_limits
 from lp_runtime.errors import ConfigError
 
 SCHEDULING_POLICIES = ("fair", "latency", "throughput")
-MAX_BATCH = 8  # default: requests that a replica decodes in one forward pass at most
+MAX_BATCH = 8  # default of the largest number of requests in a forward pass of one replica
 TIMEOUTS = ("header_timeout", "body_timeout", "keep_alive_timeout", "shutdown_timeout")
 TOOL_FORMATS = ("auto", "hermes", "llama3", "mistral", "harmony", "none")
 REASONINGS = ("auto", "think", "none")
@@ -19,7 +19,7 @@ SERVERS = ("uvicorn", "ray_serve")
 
 @dataclass
 class ServeConfig(RuntimeConfig):
-    """Settings of lp-serve: a runtime, the scheduler, and the HTTP server."""
+    """Settings of lp-serve: those of a runtime, the scheduler, and the HTTP server."""
 
     prefix_cache_bytes: Optional[int] = None  # noqa: UP045
     server: str = "uvicorn"
@@ -27,19 +27,18 @@ class ServeConfig(RuntimeConfig):
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 listens on all interfaces."""
     port: int = 8000
-    """Port to listen on, 0 to 65535; 0 takes a free one (uvicorn only)."""
+    """Port to listen on, 0 to 65535; 0 picks a free one (uvicorn only)."""
     api_key: Optional[str] = None  # noqa: UP045
     """API key that clients must send, printable ASCII; if not given, none is required."""
     api_keys: Optional[str] = None  # noqa: UP045
-    """File of API keys, one client a line as NAME KEY; # begins a comment. Names stand in the access log."""
+    """File of API keys, one client per line as NAME KEY; # begins a comment. The access log shows the names."""
     served_name: Optional[str] = None  # noqa: UP045
     """Model name that clients see; if not given, the last part of model.path."""
     policy: str = "fair"
     """How replicas are allocated to requests: fair (divided among the running requests), latency (all to one request
     after another) or throughput (one to each request)."""
     max_batch: int = MAX_BATCH
-    """Requests that a replica decodes in one forward pass at most, >= 1, where there are more requests than
-    replicas."""
+    """Largest number of requests in a forward pass of one replica, >= 1, if there are more requests than replicas."""
     max_waiting: int = 64
     """Requests that may wait in the queue, >= 0; more are refused with status 429."""
     queue_timeout: Optional[float] = None  # noqa: UP045
@@ -47,40 +46,42 @@ class ServeConfig(RuntimeConfig):
     max_new_tokens: Optional[int] = None  # noqa: UP045
     """Tokens that a request may generate at most, >= 1; if not given, as many as the model's context allows."""
     max_body_bytes: int = 1 << 20
-    """Largest size of an HTTP request's body, in bytes, >= 1."""
+    """Largest body of an HTTP request, in bytes, >= 1."""
     strict_fields: bool = False
-    """Whether a request with an unknown field is refused; if not, the field is ignored, and named once in the log."""
+    """Whether a request with an unknown field is refused; if not, the field is ignored, and logged once."""
     tool_format: str = "auto"
-    """How the model writes calls of tools: hermes (Qwen, too), llama3, mistral, harmony (gpt-oss), none, or auto, which
-    goes by its chat template."""
-    reasoning: str = "auto"
-    """Whether answers may begin with a reasoning part: think (between <think> and </think>), none, or auto, which goes
+    """How the model writes tool calls: hermes (also Qwen), llama3, mistral, harmony (gpt-oss), none, or auto: chosen
     by the chat template."""
+    reasoning: str = "auto"
+    """Whether answers may begin with a reasoning part: think (between <think> and </think>), none, or auto: chosen by
+    the chat template."""
     allowed_hosts: Optional[list[str]] = None  # noqa: UP045
-    """Host headers, without port, that are served; *.NAME allows subdomains. If not given: the names of the loopback
-    interface where `host` is one of its addresses, else any."""
+    """Accepted Host headers, without port; *.NAME allows subdomains. If not given: the names of the loopback interface
+    if `host` is one of its addresses, else any."""
     cors_origins: list[str] = field(default_factory=list)
-    """Origins of web pages beside this server's own whose scripts may ask, as https://NAME; * allows any."""
+    """Origins of web pages, in addition to this server's own, whose scripts may send requests, as https://NAME; *
+    allows any."""
     header_timeout: float = 10.0
-    """Seconds within which the head of a request must have come (uvicorn only)."""
+    """Seconds for the headers of a request to arrive (uvicorn only)."""
     body_timeout: float = 30.0
-    """Seconds within which the body of a request must have come."""
+    """Seconds for the body of a request to arrive."""
     keep_alive_timeout: float = 15.0
-    """Seconds for which a connection stays open between two requests (uvicorn only)."""
+    """Seconds that a connection stays open between two requests (uvicorn only)."""
     max_connections: int = 1024
-    """Connections that may be open, >= 1, and at most half of the limit of open files; above, the one that has been
-    idle longest is closed, or, if none is, the new one is refused with status 503 (uvicorn only)."""
+    """Largest number of open connections, >= 1, and at most half of the limit of open files. Beyond it, the connection
+    that has been idle longest is closed; if none is idle, the new one is refused with status 503 (uvicorn only)."""
     shutdown_timeout: float = 5.0
-    """Seconds for which answers go on after SIGINT or SIGTERM; the rest then ends with an error that clients read."""
+    """Seconds for answers to finish after SIGINT or SIGTERM; the rest are then ended with an error that clients
+    receive."""
     otlp_endpoint: Optional[str] = None  # noqa: UP045
-    """OpenTelemetry collector that gets a span of every request, by OTLP over HTTP, as http://HOST:4318/v1/traces; none
-    if not given. Needs the extra otel."""
+    """OpenTelemetry collector that receives a span for every request, by OTLP over HTTP, such as
+    http://HOST:4318/v1/traces; none if not given. Needs the extra otel."""
     access_log: bool = False
     """Whether every request is logged to stderr, as one line of JSON."""
     ssl_certfile: Optional[str] = None  # noqa: UP045
     """Certificate in PEM, for HTTPS; plain HTTP if not given (uvicorn only)."""
     ssl_keyfile: Optional[str] = None  # noqa: UP045
-    """Key of the certificate in PEM; if not given, it is in ssl_certfile."""
+    """Private key of the certificate, in PEM; if not given, it is read from ssl_certfile."""
     show_progress: bool = True
 
     def __post_init__(self) -> None:
@@ -100,7 +101,7 @@ class ServeConfig(RuntimeConfig):
         require_int("max_connections", self.max_connections, 1)
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError(f"ssl_keyfile={self.ssl_keyfile}: only with ssl_certfile")
-        self.launcher.own_process = True  # only a process of its own can restart, and decode several at once
+        self.launcher.own_process = True  # only a separate process can restart and decode several requests at once
         for name in ("host", "api_key", "api_keys", "served_name", "ssl_certfile", "ssl_keyfile", "otlp_endpoint"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name}: is empty")

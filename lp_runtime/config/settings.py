@@ -1,4 +1,4 @@
-"""Settings of a runtime as typed dataclasses, each checked at construction; Hydra fills them, too (overrides.py)."""
+"""Settings of a runtime as typed dataclasses, each checked at construction."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ BACKENDS = ("auto", "shared", "nccl", "gloo")
 COMPILES = ("auto", "full", "off")
 EXACTNESSES = ("fast", "strict")
 LAUNCHERS = ("auto", "local", "torchrun", "ray")
-SPLITS = ("auto", "fastest")  # values of gpus_per_replica that are no numbers
-DEFAULT_CONTEXT_TOKENS = 8192  # that gpus_per_replica=auto leaves memory for, where nothing else is asked
+SPLITS = ("auto", "fastest")  # values of gpus_per_replica that are not numbers
+DEFAULT_CONTEXT_TOKENS = 8192  # default limit of the context that gpus_per_replica=auto leaves memory for
 
 
 @dataclass
 class ModelConfig:
-    """Which model, and how it is loaded: arguments of transformers' from_pretrained, and what is done to it then."""
+    """The model, how it is loaded (arguments of transformers' from_pretrained), and how it is optimized."""
 
     path: Optional[str] = None  # noqa: UP045 (OmegaConf reads this annotation)
-    """A directory or a hub id; the demo model if not given."""
+    """Directory or hub id; the demo model if not given."""
     revision: Optional[str] = None  # noqa: UP045
     """Branch, tag or commit of a hub id."""
     trust_remote_code: bool = False
@@ -40,23 +40,23 @@ class ModelConfig:
     attn_implementation: str = "auto"
     """Attention implementation that the model is loaded with: auto (transformers' choice), sdpa or eager."""
     device_map: Any = None
-    """Devices of one replica's layers: a name or a mapping of transformers' (needs accelerate). If not given, the whole
-    model goes to the replica's device."""
+    """transformers' device_map for one replica's layers: a name or a mapping (needs accelerate). If not given, the
+    whole model goes to the replica's device."""
     quantization_config: Any = None
     """Quantization while loading: a transformers quantization config, or a mapping of its fields. A quantized
     checkpoint needs none."""
     parallelism: str = "auto"
-    """How a model lies on several GPUs of a replica: tensor (each holds a slice of every layer), pipeline (each holds
-    some of the layers, and they compute in turns: for any model that loads; needs accelerate; not under torchrun) or
-    auto: tensor where the model can be sliced, else pipeline on GPUs."""
+    """How a model is divided among several GPUs of a replica: tensor (each holds a slice of every layer), pipeline
+    (each holds some of the layers, and they compute in turns; works for any model that loads; needs accelerate; not
+    under torchrun) or auto: tensor if the model can be sliced, else pipeline on GPUs."""
     prefill_chunk: int = 2048
-    """Tokens of a prompt that one forward pass of the prefill feeds, >= 1."""
+    """Prompt tokens in one forward pass of the prefill, >= 1."""
     fusing: str = "auto"
-    """auto: attention, MLPs and norms like Llama's run in fewer operations, with equal results; off: the model's own
-    modules run."""
+    """auto: attention, MLPs and norms like Llama's run in fewer operations, with equal results; off: use the model's
+    own modules."""
     packing: str = "auto"
-    """auto: linear layers on a CPU are packed, so that several tokens cost hardly more than one, except where a small
-    model is faster unpacked; off: none is packed."""
+    """auto: pack linear layers on a CPU, so that several tokens cost hardly more than one, unless a small model is
+    faster unpacked; off: pack none."""
 
     def __post_init__(self) -> None:
         if self.path == "":
@@ -72,35 +72,35 @@ class ModelConfig:
         """The directory or hub id to load; the demo model's directory if no path is given."""
         if self.path is None:
             return str(DEMO_MODEL)
-        # Shells leave ~ as it is behind KEY=.
+        # Shells do not expand ~ after KEY=.
         return str(Path(self.path).expanduser()) if self.path.startswith("~") else self.path
 
 
 @dataclass
 class LauncherConfig:
-    """How replicas are started and find one another."""
+    """Settings of how replicas start and connect to each other."""
 
     name: str = "auto"
     """How replicas start: local (in this process, or spawned), torchrun (which started this process) or ray; auto is
-    torchrun where torchrun started this process, else local."""
+    torchrun if torchrun started this process, else local."""
     port: int = 0
-    """Port on which replicas meet (local and ray) unless they share memory, 0 to 65535; 0 takes a free one."""
+    """Port for the replicas' rendezvous (local and ray) unless they share memory, 0 to 65535; 0 picks a free one."""
     timeout: float = 300.0
-    """Seconds within which a replica must join its peers."""
+    """Seconds for a replica to join its peers."""
     start_timeout: float = 600.0
-    """Seconds within which every replica must have loaded its model."""
+    """Seconds for every replica to load its model."""
     own_process: bool = False
-    """Run a lone local replica in a process of its own, so that it can restart after a failure and decode several
+    """Run a single local replica in a separate process, so that it can restart after a failure and decode several
     requests at once. lp-serve turns it on."""
     interface: Optional[str] = None  # noqa: UP045
-    """Network interface over which replicas meet and exchange where they share no memory, by its name on every machine
+    """Network interface for rendezvous and exchange between replicas that share no memory, by its name on every machine
     (eth0, ib0, lo); if not given, gloo and NCCL choose one."""
     backend: str = "auto"
-    """Transport between replicas: auto (shared inside a machine, gloo between machines; where every replica has a
-    machine of its own, nccl on cuda and gloo on CPUs), shared (memory of one machine), nccl, or gloo. With shared and
-    gloo asked for by name, several replicas may share a GPU, for trying things out."""
+    """Transport between replicas: auto (shared inside a machine, gloo between machines; if each replica has a machine
+    to itself, nccl on cuda and gloo on CPUs), shared (memory of one machine), nccl, or gloo. If shared or gloo is given
+    explicitly, several replicas may share a GPU, for trying things out."""
     placement: str = "pack"
-    """Nodes on which Ray puts the replicas: pack (few) or spread (many)."""
+    """Placement of replicas on Ray nodes: pack (on few) or spread (over many)."""
     address: Optional[str] = None  # noqa: UP045
     """Ray cluster to use; if not given, the one this machine or job belongs to, else a local one is started."""
 
@@ -119,15 +119,15 @@ class LauncherConfig:
 
 @dataclass
 class FailureConfig:
-    """When a replica counts as lost, and how often it is started again."""
+    """Settings of when a replica counts as lost, and of how often it is restarted."""
 
     timeout: float = 60.0
     """Seconds without an answer in a step after which a replica counts as lost."""
     heartbeat: float = 5.0
-    """Seconds within which a replica that decodes must answer a ping, whatever it computes, before it counts as lost
+    """Seconds without an answer to a ping after which a decoding replica counts as lost, whatever it is computing
     (local and ray)."""
     restarts: int = 3
-    """Times that each lost replica is started again, >= 0 (local and ray); torchrun has a setting of its own."""
+    """Number of times that each lost replica is restarted, >= 0 (local and ray); torchrun has its own setting."""
 
     def __post_init__(self) -> None:
         require_seconds("failure.timeout", self.timeout)
@@ -148,41 +148,41 @@ class RuntimeConfig:
     """Number of GPUs (on CPUs: of processes), >= 1, a multiple of gpus_per_replica; gpus / gpus_per_replica replicas
     share them. If not given: WORLD_SIZE under torchrun, else gpus_per_replica."""
     gpus_per_replica: Any = "auto"
-    """GPUs (on CPUs: processes) that one replica spans, in the way of model.parallelism: auto, fastest or a number
-    >= 1. auto: the fewest whose free memory holds the model and the keys and values of context_tokens; on CPUs 1.
-    fastest: what `lp-bench splits=auto` has measured to be so, of the model on as many GPUs of this machine."""
+    """GPUs (on CPUs: processes) that one replica spans, divided by model.parallelism: auto, fastest or a number >= 1.
+    auto: the fewest whose free memory holds the model and the keys and values of context_tokens; on CPUs 1. fastest:
+    the fastest split that `lp-bench splits=auto` measured for this model and number of GPUs on this machine."""
     context_tokens: Optional[int] = None  # noqa: UP045
     """Tokens of prompt and output together, >= 1, that gpus_per_replica=auto leaves memory for; if not given, the
     model's context length, at most 8192."""
     device: str = "auto"
-    """Device of the replicas: auto (cuda where there is a GPU), cpu or cuda."""
+    """Device of the replicas: auto (cuda if there is a GPU), cpu or cuda."""
     dtype: str = "auto"
     """Type of weights and activations: auto (the checkpoint's on cuda, float32 on cpu), float32, bfloat16 or
     float16."""
     exactness: str = "fast"
-    """fast or strict. strict: the output is that of one token a step, bit for bit, in half precision too. float32 is
-    exact with either, up to ties of logits."""
+    """fast or strict. strict: the output equals that of one token per step, bit for bit, in half precision too. float32
+    is exact with either, up to ties of logits."""
     compile: str = "auto"
-    """How steps run on CUDA: auto (replayed as CUDA graphs of a few fixed sizes, where the model allows it), full
-    (compiled by torch.compile before capture, where a replica is one GPU; minutes at the first start) or off (kernels
+    """How steps run on CUDA: auto (replayed as CUDA graphs of a few fixed sizes, if the model allows it), full
+    (compiled by torch.compile before capture, if a replica is one GPU; adds minutes to the first start) or off (kernels
     launched one by one). CPUs ignore it."""
     strict_tokens: int = 128
-    """Tokens of every forward pass with exactness=strict, >= 2; a step with more takes several passes. Rounding depends
-    on the value, so outputs are comparable at equal values only."""
+    """Tokens of every forward pass with exactness=strict, >= 2; a step with more needs several passes. Rounding depends
+    on the value, so outputs are comparable only at equal values."""
 
     prefix_cache_bytes: Optional[int] = 0  # noqa: UP045
-    """Bytes of a replica's memory that hold keys and values of finished sequences at most, for prompts that begin
-    alike, >= 0; 0 keeps none; null takes what is free, on a CPU a quarter of it. No request waits for that memory:
-    what was used least recently is dropped. The draft tables of the last 8 sequences are kept, too. Default of lp-serve
-    and lp-chat: null."""
+    """Size limit of the prefix cache in a replica's memory, in bytes, >= 0: keys and values of finished sequences, for
+    prompts with the same beginning. 0 keeps none; null uses all free memory, on a CPU a quarter of it. No request waits
+    for that memory: the least recently used entries are dropped. The draft tables of the last 8 sequences are kept too.
+    Default of lp-serve and lp-chat: null."""
     cache_dir: Optional[str] = "~/.cache/lp_runtime"  # noqa: UP045
     """Directory that keeps the measurements of a model on a device; null measures at every start."""
     show_progress: bool = False
-    """Whether a replica says on stderr what it does while it starts; lp-serve turns it on."""
+    """Whether replicas report the progress of their start on stderr; lp-serve turns it on."""
     profile: bool = False
-    """Trace the first steps of every request with torch's profiler, and print how a step's time divides."""
+    """Trace the first steps of every request with torch's profiler, and print a breakdown of a step's time."""
     profile_dir: str = "lp_profile"
-    """Directory that gets the traces, one file per replica."""
+    """Directory for the traces, one file per replica."""
 
     def __post_init__(self) -> None:
         if self.gpus is not None:
@@ -208,7 +208,7 @@ class RuntimeConfig:
         check_exactness(self.exactness, self.lookahead)
 
     def _check_shards(self) -> None:
-        """Refuse what replicas of several shards cannot be."""
+        """Check the settings of replicas that span several GPUs."""
         if self.gpus_per_replica not in SPLITS:
             require_split(self.gpus_per_replica)
         if self.num_gpus % self.replica_gpus:
@@ -225,55 +225,51 @@ class RuntimeConfig:
 
     @property
     def is_split_chosen(self) -> bool:
-        """Whether gpus_per_replica is a number: given, or chosen when the runtime started (launchers/split.py)."""
+        """Whether gpus_per_replica is a number: given, or chosen at the runtime's start (launchers/split.py)."""
         return self.gpus_per_replica not in SPLITS
 
     @property
     def replica_gpus(self) -> int:
-        """GPUs, or processes on CPUs, that one replica spans; 1 before that is chosen."""
+        """Number of GPUs, or processes on CPUs, that one replica spans; 1 until it is chosen."""
         return int(self.gpus_per_replica) if self.is_split_chosen else 1
 
     @property
     def num_stages(self) -> int:
-        """GPUs that one process spreads a model's layers over; 1 with tensor parallelism."""
+        """Number of GPUs that one process spreads a model's layers over; 1 with tensor parallelism."""
         return self.replica_gpus if self.model.parallelism == "pipeline" else 1
 
     @property
     def num_shards(self) -> int:
-        """Processes of one replica, each with a slice of every layer; 1 with pipeline."""
+        """Number of processes of one replica, each with a slice of every layer; 1 with pipeline parallelism."""
         return self.replica_gpus // self.num_stages
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs, or of processes on CPUs; under torchrun WORLD_SIZE counts."""
+        """Number of GPUs, or processes on CPUs, by the settings; under torchrun, WORLD_SIZE decides instead."""
         return self.gpus or self.replica_gpus
 
     @property
     def num_replicas(self) -> int:
-        """Number of replicas; under torchrun WORLD_SIZE / gpus_per_replica counts."""
+        """Number of replicas by the settings; under torchrun, WORLD_SIZE / gpus_per_replica decides instead."""
         return self.num_gpus // self.replica_gpus
 
 
 def require_split(value: object) -> None:
-    """Refuse a gpus_per_replica that is neither a number of GPUs nor a way to choose one.
-
-    Raises:
-        ConfigError: names the value and what is allowed.
-    """
+    """Raise ConfigError if a gpus_per_replica is not an integer >= 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"gpus_per_replica={value}: must be {', '.join(SPLITS)} or an integer >= 1")
 
 
 def check_limits(max_new_tokens: int | None, stop: object, max_time: float | None) -> None:
-    """Refuse limits of a request that are out of range.
+    """Check a request's limits.
 
     Args:
-        max_new_tokens: tokens to generate at most, >= 1; None is no limit.
-        stop: list of stop strings, none of them empty; None is none.
-        max_time: seconds, > 0; None is no limit.
+        max_new_tokens: tokens to generate at most, >= 1; None for no limit.
+        stop: list of non-empty stop strings; None for none.
+        max_time: seconds, > 0; None for no limit.
 
     Raises:
-        ConfigError: names the value and what is allowed.
+        ConfigError: a limit is out of range; names the value and what is allowed.
     """
     if max_new_tokens is not None:
         require_int("max_new_tokens", max_new_tokens, 1)

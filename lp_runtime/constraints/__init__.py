@@ -1,1 +1,1 @@
-"""Constraints of the new text: compiled grammars, and their state on a token tree. The only home of xgrammar."""
+"""Constraints on the new text: compiled grammars and their state on a token tree, with xgrammar."""

@@ -1,6 +1,6 @@
-"""A process that compiles constraints, so that one that takes too long or breaks the compiler hurts nobody else.
+"""A separate process that compiles constraints: a slow or crashing one fails only its own request.
 
-Run as a module with the file descriptor of its pipe; it ends with its driver.
+Run as a module with the file descriptor of its pipe. It exits when the driver closes the pipe or dies.
 """
 
 from __future__ import annotations
@@ -22,26 +22,23 @@ from lp_runtime.errors import BusyError, ConfigError, ConstraintError, Lookahead
 from lp_runtime.utils.child_process import python_command
 from lp_runtime.utils.startup import hide_triton_without_gpu
 
-COMPILE_SECONDS = 5.0  # that compiling one constraint may take: a large schema takes a tenth of one
-START_SECONDS = 120.0  # that the process may take to import its libraries
-WAIT_SECONDS = 30.0  # that a request waits while others' constraints are compiled
-MAX_PENDING = 32  # constraints, of those submitted, that wait or are compiled at once: three seconds of usual ones
-MEMORY_BYTES = 4 << 30  # that compiling may take, beyond what the libraries map
-MAX_KEPT_BYTES = 1 << 26  # of compiled constraints
+COMPILE_SECONDS = 5.0  # limit for one constraint; a large schema takes about 0.1 s
+START_SECONDS = 120.0  # limit for the process to import its libraries
+WAIT_SECONDS = 30.0  # longest wait of a request for the compilation of other requests' constraints
+MAX_PENDING = 32  # submitted constraints that wait or compile at the same time; about 3 s of typical ones
+MEMORY_BYTES = 4 << 30  # limit for compiling, in addition to what the libraries have mapped
+MAX_KEPT_BYTES = 1 << 26  # size of the cache of compiled constraints
 READY = "ready"
 
 
 class ConstraintCompiler:
-    """Compiles constraints in a process of its own, and keeps the latest ones. Several threads may call at once.
+    """Compiler of constraints in a separate process, with an LRU cache. Thread-safe.
 
     Args:
         tokenizer: returns the model's tokenizer; called when the first constraint is compiled.
-        vocabulary_size: the model's.
+        vocabulary_size: the model's, which may exceed the tokenizer's.
         eos_token_ids: the model's end-of-sequence tokens.
-        seconds: that compiling one constraint may take.
-
-    Attributes:
-        seconds: as given.
+        seconds: time limit for one constraint.
     """
 
     def __init__(
@@ -56,18 +53,14 @@ class ConstraintCompiler:
         self._lock = threading.Lock()  # held while a constraint is compiled
         self._process: subprocess.Popen | None = None
         self._pipe: Connection | None = None
-        self._threads = ThreadPoolExecutor(MAX_PENDING, "constraints")  # one for each pending: none waits for a thread
-        self._state_lock = threading.Lock()  # of what follows; never held for long
+        self._threads = ThreadPoolExecutor(MAX_PENDING, "constraints")  # one thread for each pending constraint
+        self._state_lock = threading.Lock()  # protects the attributes below; never held for long
         self._kept: OrderedDict[str, CompiledConstraint] = OrderedDict()
         self._pending: dict[str, Future[CompiledConstraint]] = {}
         self._is_closed = False
 
     def kept(self, config: ConstraintConfig) -> CompiledConstraint | None:
-        """Return a constraint that was compiled earlier; None if it is not kept. Never waits for a compilation.
-
-        Args:
-            config: the constraint, of some kind.
-        """
+        """Return a constraint from the cache, or None. Never waits for a compilation."""
         key = config.key
         with self._state_lock:
             if (known := self._kept.get(key)) is not None:
@@ -75,12 +68,9 @@ class ConstraintCompiler:
             return known
 
     def submit(self, config: ConstraintConfig) -> Future[CompiledConstraint]:
-        """Return a future of a constraint, which another thread compiles; its outcome is that of `compile`.
+        """Start to compile a constraint in another thread; the future has the result or error of `compile`.
 
-        Callers of equal constraints share one future, so none of them may cancel it.
-
-        Args:
-            config: the constraint, of some kind.
+        Callers with equal constraints share one future, so none of them may cancel it.
 
         Raises:
             BusyError: too many other constraints are pending.
@@ -92,22 +82,22 @@ class ConstraintCompiler:
                 return pending
             self._check_open()
             if len(self._pending) >= MAX_PENDING:
-                raise BusyError(f"{MAX_PENDING} other requests' constraints wait to be compiled already")
+                raise BusyError(f"{MAX_PENDING} other requests' constraints are already waiting to be compiled")
             future = self._pending[key] = self._threads.submit(self.compile, config)
         future.add_done_callback(lambda _: self._forget(key))
         return future
 
     def compile(self, config: ConstraintConfig) -> CompiledConstraint:
-        """Return a constraint, compiled now or earlier.
+        """Return a compiled constraint, from the cache or after compiling it now.
 
         Args:
-            config: the constraint, of some kind.
+            config: the constraint; its kind must not be None.
 
         Raises:
             ConfigError: xgrammar is not installed or does not support the tokenizer, or the model has no
                 end-of-sequence token.
             ConstraintError: the constraint is invalid, cannot be satisfied, is too large or takes too long.
-            BusyError: others' constraints take long.
+            BusyError: other requests' constraints take longer than WAIT_SECONDS.
             ReplicaError: the compiler is closed.
         """
         library()
@@ -116,7 +106,7 @@ class ConstraintCompiler:
         if (known := self.kept(config)) is not None:
             return known
         if not self._lock.acquire(timeout=WAIT_SECONDS):
-            raise BusyError(f"other requests' constraints are being compiled, for more than {WAIT_SECONDS:g} s")
+            raise BusyError(f"other requests' constraints have been compiling for more than {WAIT_SECONDS:g} s")
         try:
             self._check_open()
             if (known := self.kept(config)) is None:
@@ -128,7 +118,7 @@ class ConstraintCompiler:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise ReplicaError("constraints are compiled no more: the runtime is closed")
+            raise ReplicaError("constraints can no longer be compiled: the runtime is closed")
 
     def _keep(self, constraint: CompiledConstraint) -> None:
         with self._state_lock:
@@ -141,8 +131,8 @@ class ConstraintCompiler:
             del self._pending[key]
 
     def _ask(self, config: ConstraintConfig) -> CompiledConstraint:
-        """Return what the process compiles; end the process if it does not answer in time."""
-        pipe = self._started()
+        """Compile a constraint in the process; kill the process if it does not answer in time."""
+        pipe = self._start_process()
         kind = config.kind
         try:
             pipe.send(config)
@@ -154,13 +144,13 @@ class ConstraintCompiler:
             answer = pipe.recv()
         except (EOFError, OSError) as error:
             self._end()
-            raise ConstraintError(f"constraint.{kind}: the compiler cannot take it; give a simpler one") from error
+            raise ConstraintError(f"constraint.{kind}: the compiler crashed on it; give a simpler one") from error
         if isinstance(answer, LookaheadError):
             raise answer
         return answer
 
-    def _started(self) -> Connection:
-        """Return the pipe to the process, which is started if there is none."""
+    def _start_process(self) -> Connection:
+        """Start the process if it is not running; return the pipe to it."""
         if self._pipe is not None:
             return self._pipe
         info = [
@@ -180,7 +170,7 @@ class ConstraintCompiler:
                 raise OSError(f"it was not ready within {START_SECONDS:g} s")
         except (EOFError, OSError) as error:
             self._end()
-            raise ConfigError(f"constraints: the compiler's process does not start: {error}") from error
+            raise ConfigError(f"constraints: the compiler process failed to start: {error}") from error
         return self._pipe
 
     def _end(self) -> None:
@@ -192,7 +182,7 @@ class ConstraintCompiler:
         self._process = self._pipe = None
 
     def close(self) -> None:
-        """End the process, once it has compiled what it compiles; what waits behind that is refused."""
+        """End the process after its current constraint; constraints that still wait are refused."""
         with self._state_lock:
             self._is_closed = True
         self._threads.shutdown(wait=False)
@@ -201,7 +191,7 @@ class ConstraintCompiler:
 
 
 def serve(pipe: Connection) -> None:
-    """Compile what comes over a pipe until it closes."""
+    """Run the process: compile the constraints received over a pipe until it is closed."""
     with contextlib.suppress(EOFError, OSError):
         plain, special = map(library().TokenizerInfo.deserialize_json, pipe.recv())
         limit_memory(MEMORY_BYTES)
@@ -215,7 +205,7 @@ def serve(pipe: Connection) -> None:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Let this process map so many bytes more than it has mapped; without effect where that cannot be told."""
+    """Limit this process's address space to `num_bytes` more than it has mapped; no effect without /proc."""
     try:
         with open("/proc/self/statm") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()

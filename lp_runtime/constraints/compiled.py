@@ -1,4 +1,4 @@
-"""Compiling constraints with xgrammar, and refusing those that no text can end."""
+"""Compilation of constraints with xgrammar, which refuses those that no text can satisfy."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lp_runtime.constraints.schema_checks import check_schema
 from lp_runtime.errors import ConfigError, ConstraintError, first_line
 
 MAX_COMPILED_BYTES = 1 << 26  # of a grammar that is sent to replicas, before compression
-COMPRESSION_LEVEL = 1  # of zlib: a seventh of the bytes within a millisecond
+COMPRESSION_LEVEL = 1  # for zlib: reduces grammars to about a seventh within a millisecond
 
 
 @dataclass(frozen=True)
 class CompiledConstraint:
-    """A compiled grammar, as it travels to replicas with a request.
+    """A serialized compiled grammar, which is sent to replicas with a request.
 
     Attributes:
-        key: tells the constraint from others: part of the digest of the request's state.
-        data: xgrammar's serialisation, compressed.
-        has_special_tokens: whether special tokens may stand in the text, as in formats of tool calls.
+        key: identifies the constraint; part of the digest of the request's state.
+        data: xgrammar's JSON serialization, compressed with zlib.
+        has_special_tokens: whether the text may contain special tokens, as in formats of tool calls.
     """
 
     key: str
@@ -37,11 +37,7 @@ class CompiledConstraint:
 
 @functools.cache
 def library() -> ModuleType:
-    """Return the package xgrammar.
-
-    Raises:
-        ConfigError: the package is not installed.
-    """
+    """Import xgrammar; raise ConfigError if it is not installed."""
     try:
         import xgrammar
     except ImportError as error:
@@ -56,11 +52,10 @@ def describe_vocabulary(
     """Return xgrammar's TokenizerInfo of a model.
 
     Args:
-        tokenizer: the model's.
-        vocabulary_size: the model's, which may be larger than the tokenizer's.
-        eos_token_ids: tokens that end a text, at least one.
-        with_special_tokens: whether special tokens count as the text that they are written as; if not, they are never
-            allowed.
+        tokenizer: the model's tokenizer.
+        vocabulary_size: size of the model's vocabulary, which may exceed the tokenizer's.
+        eos_token_ids: tokens that end a text; at least one.
+        with_special_tokens: whether special tokens match their text in a grammar; if not, they are never allowed.
 
     Raises:
         ConfigError: xgrammar is not installed, or does not support the tokenizer.
@@ -70,10 +65,10 @@ def describe_vocabulary(
         info = xgrammar.TokenizerInfo.from_huggingface(
             tokenizer, vocab_size=vocabulary_size, stop_token_ids=sorted(eos_token_ids)
         )
-    except Exception as error:  # of a foreign library
+    except Exception as error:  # xgrammar documents no error classes
         raise ConfigError(
-            f"constraints need another tokenizer than one of class {type(tokenizer).__name__}, which xgrammar does not"
-            f" support: {_reason(error)}"
+            f"constraints do not work with this model: xgrammar does not support a tokenizer of class"
+            f" {type(tokenizer).__name__}: {_reason(error)}"
         ) from error
     if with_special_tokens:
         return info
@@ -91,10 +86,12 @@ def describe_vocabulary(
 
 
 def compile_constraint(config: ConstraintConfig, info: Any) -> CompiledConstraint:
-    """Compile a constraint; may take any time and memory, and may end the process: see `CompileProcess`.
+    """Compile a constraint in this process, with no limit on time or memory; see ConstraintCompiler.
+
+    xgrammar may crash the process.
 
     Args:
-        config: the constraint, of some kind.
+        config: the constraint; its kind must not be None.
         info: xgrammar's TokenizerInfo.
 
     Raises:
@@ -109,7 +106,7 @@ def compile_constraint(config: ConstraintConfig, info: Any) -> CompiledConstrain
         compiled = compiler.compile_grammar(grammar)
     except ConstraintError:
         raise
-    except Exception as error:  # of a foreign library
+    except Exception as error:  # xgrammar documents no error classes
         raise ConstraintError(f"constraint.{kind}: {_reason(error)}") from error
     matcher = xgrammar.GrammarMatcher(compiled)
     masks = xgrammar.allocate_token_bitmask(1, info.vocab_size)
@@ -118,7 +115,7 @@ def compile_constraint(config: ConstraintConfig, info: Any) -> CompiledConstrain
         raise ConstraintError(
             f"constraint.{kind}: no token of the model's vocabulary can begin a text that satisfies it"
         )
-    forced_bytes(matcher)  # may take any time, too
+    forced_bytes(matcher)  # its time is unbounded too: find out here, not on a replica
     data = compiled.serialize_json().encode()
     if len(data) > MAX_COMPILED_BYTES:
         raise ConstraintError(
@@ -128,9 +125,9 @@ def compile_constraint(config: ConstraintConfig, info: Any) -> CompiledConstrain
 
 
 def forced_bytes(matcher: Any) -> bytes:
-    """Return what must follow where an xgrammar matcher stands; may begin or end within a character.
+    """Return the bytes that must follow at the matcher's state; they may begin or end within a character.
 
-    The library makes a str of these bytes, and raises where they are none.
+    xgrammar decodes them as UTF-8; if that fails, they are taken from the error.
     """
     try:
         return matcher.find_jump_forward_string().encode()
@@ -139,12 +136,12 @@ def forced_bytes(matcher: Any) -> bytes:
 
 
 def load_compiled(constraint: CompiledConstraint, info: Any) -> Any:
-    """Return xgrammar's CompiledGrammar of what was compiled elsewhere for the same vocabulary."""
+    """Deserialize a compiled grammar; `info` must describe the same vocabulary as at compilation."""
     return library().CompiledGrammar.deserialize_json(zlib.decompress(constraint.data).decode(), info)
 
 
 def _grammar(config: ConstraintConfig) -> Any:
-    """Return a constraint as a grammar of xgrammar's."""
+    """Convert a constraint to an xgrammar Grammar."""
     Grammar, kind, source = library().Grammar, config.kind, config.source
     if kind == "json_schema":
         check_schema(json.loads(source))
@@ -170,15 +167,7 @@ def _grammar(config: ConstraintConfig) -> Any:
 
 
 def _with_checked_schemas(value: Any, is_fixed: bool) -> Any:
-    """Return a structural tag, or a part of one, once its JSON schemas are checked.
-
-    Args:
-        value: the tag, as JSON.
-        is_fixed: whether JSON schemas become grammars of fixed whitespace.
-
-    Raises:
-        ConstraintError: a grammar cannot hold one of the schemas.
-    """
+    """Check a structural tag's JSON schemas; with `is_fixed`, replace them by fixed-whitespace grammars."""
     if isinstance(value, list):
         return [_with_checked_schemas(each, is_fixed) for each in value]
     if not isinstance(value, dict):
@@ -193,11 +182,11 @@ def _with_checked_schemas(value: Any, is_fixed: bool) -> Any:
 
 
 def _quoted(text: str) -> str:
-    """Return a text as a literal of an EBNF grammar."""
+    """Quote a text as a literal of an EBNF grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _reason(error: Exception) -> str:
-    """Return the reason of an error of xgrammar's, without the place in its own source."""
+    """Return the message of an xgrammar error, without time stamp and source location."""
     reason = re.sub(r"^\[[\d:]+\] \S+?:\d+: ", "", first_line(error))
     return re.sub(r"^Check failed: \(.*?\) is false: ", "", reason)

@@ -1,5 +1,7 @@
-"""Refuses grammars in which a text can come to a dead end, whatever the model's vocabulary: it has begun, and no text
-that the grammar allows goes on from there."""
+"""A check that a grammar has no dead ends: texts that can be begun, but not completed.
+
+The check is independent of the model's vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 
 from lp_runtime.errors import ConstraintError
 
-# Kinds of grammar expressions, as xgrammar numbers them (GrammarExprType in its cpp/grammar_impl.h).
+# Kinds of grammar expressions, with xgrammar's numbers (GrammarExprType in its cpp/grammar_impl.h).
 BYTES, CLASS, CLASS_STAR, EMPTY, RULE_REF, SEQUENCE, CHOICES, TAG_DISPATCH, REPEAT = range(9)
 TOKEN_TAG_DISPATCH, REGEX = 11, 12
 MAX_CODE_POINT = 0x10FFFF
@@ -18,13 +20,13 @@ ESCAPED_IN_JSON: Ranges = ((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C))  # control 
 
 
 def check_dead_ends(kind: str | None, grammar: Any) -> None:
-    """Refuse a grammar that no text satisfies, or with a part that a text can begin and not end: `loop ::= "a" loop`.
+    """Check that some text satisfies a grammar, and that every text that can be begun can be completed.
 
-    A part that no text can begin does no harm: `root ::= "a" | []` allows `a`.
+    `loop ::= "a" loop` is refused. A part that no text can begin is harmless: `root ::= "a" | []` allows `a`.
 
     Args:
         kind: kind of the constraint, for the message.
-        grammar: xgrammar's Grammar, not optimised.
+        grammar: xgrammar's Grammar, not optimized.
 
     Raises:
         ConstraintError: names a rule.
@@ -34,15 +36,15 @@ def check_dead_ends(kind: str | None, grammar: Any) -> None:
 
 
 class GrammarParts:
-    """The expressions of a grammar: which of them some text ends, and which some text begins.
+    """Analysis of a grammar: which expressions a text can complete, and which it can begin.
 
     Args:
-        grammar: xgrammar's Grammar, not optimised.
-        excluded: characters that may stand nowhere in a text.
+        grammar: xgrammar's Grammar, not optimized.
+        excluded: characters that are allowed nowhere in a text.
 
     Attributes:
         can_end: whether some text satisfies the grammar.
-        can_begin: whether some text has at least the first character of the grammar's.
+        can_begin: whether at least the first character of some text matches the grammar.
     """
 
     def __init__(self, grammar: Any, excluded: Ranges = ()):
@@ -54,21 +56,21 @@ class GrammarParts:
         self._excluded = excluded
         self._regexes = self._parsed_regexes(grammar)
         self._rule_users = self._users()
-        self._ending: set[int] = set()  # rules that some text ends
-        self._beginning: set[int] = set()  # rules of which some text has at least the first character
+        self._ending: set[int] = set()  # rules that some text can complete
+        self._beginning: set[int] = set()  # rules that some text can begin, with at least one character
         self._grow(self._ending, self._ends)
         self._grow(self._beginning, self._begins)
         self.can_end, self.can_begin = self._root in self._ending, self._root in self._beginning
 
     def dead_end(self) -> str | None:
-        """Return in words where a text comes to a dead end; None if whatever begins can be ended."""
+        """Describe a dead end of the grammar; None if every text that can be begun can be completed."""
         if not self.can_end:
             return f"no text can satisfy it: {self._reason(self._bodies[self._root], self._root)}"
         reason = self._reason_of_trap()
         return None if reason is None else f"it allows a beginning that no text can end: {reason}"
 
     def _reason_of_trap(self) -> str | None:
-        """Return in words why a text that can be begun cannot be ended; None if all can. The root can end."""
+        """Describe why some text can be begun but not completed; None if there is none. Requires `can_end`."""
         reached, todo = {self._root}, [(self._bodies[self._root], self._root)]
         while todo:
             expression, rule = todo.pop()
@@ -83,7 +85,8 @@ class GrammarParts:
             if code in (SEQUENCE, CHOICES):
                 todo += [(each, rule) for each in values]
             for each in self._references(code, values):
-                if code in (TAG_DISPATCH, TOKEN_TAG_DISPATCH) and each not in self._ending:  # its tag has begun
+                # A tag of a dispatch is complete before its rule begins, so the text has already begun.
+                if code in (TAG_DISPATCH, TOKEN_TAG_DISPATCH) and each not in self._ending:
                     return self._reason(self._bodies[each], each)
                 if each not in reached:
                     reached.add(each)
@@ -91,12 +94,12 @@ class GrammarParts:
         return None
 
     def _parts(self, expression: int) -> tuple[int, Sequence[int]]:
-        """Return the kind of an expression, and its values."""
+        """Return (kind, values) of an expression."""
         start = self._starts[expression]
         return self._data[start], self._data[start + 2 : start + 2 + self._data[start + 1]]
 
     def _parsed_regexes(self, grammar: Any) -> dict[int, GrammarParts]:
-        """Return the parts of each regular expression, by its expression; without those that no grammar can hold."""
+        """Analyze each embedded regular expression, except those that xgrammar cannot convert to a grammar."""
         found = {}
         for expression in range(len(self._starts)):
             code, values = self._parts(expression)
@@ -105,13 +108,13 @@ class GrammarParts:
             in_json, pattern = values[0], bytes(value % 256 for value in values[1:]).decode(errors="replace")
             try:
                 parsed = type(grammar).from_regex(pattern)
-            except RuntimeError:  # the automaton that it becomes knows more, as (?i)
+            except RuntimeError:  # xgrammar's automata support more than its grammars, such as (?i)
                 continue
             found[expression] = GrammarParts(parsed, ESCAPED_IN_JSON if in_json else ())
         return found
 
     def _users(self) -> list[list[int]]:
-        """Return, by rule, the rules whose bodies refer to it."""
+        """Return, for each rule, the rules whose bodies refer to it."""
         users: list[list[int]] = [[] for _ in self._bodies]
         for rule, body in enumerate(self._bodies):
             todo = [body]
@@ -123,7 +126,7 @@ class GrammarParts:
         return users
 
     def _grow(self, rules: set[int], holds: Callable[[int], bool]) -> None:
-        """Add every rule whose body holds, until none is missing: bodies refer to other rules."""
+        """Add rules whose bodies satisfy `holds`, up to the fixed point, because bodies refer to other rules."""
         todo = list(range(len(self._bodies)))
         while todo:
             rule = todo.pop()
@@ -132,7 +135,7 @@ class GrammarParts:
                 todo += self._rule_users[rule]
 
     def _ends(self, expression: int) -> bool:
-        """Whether some text satisfies an expression, as far as the rules that end are known."""
+        """Whether some text can complete an expression, given the rules in `_ending` so far."""
         code, values = self._parts(expression)
         if code == BYTES:
             return not self._excluded or all(map(self._allows, values))
@@ -148,7 +151,7 @@ class GrammarParts:
         return inner is None or inner.can_end
 
     def _begins(self, expression: int) -> bool:
-        """Whether some text begins an expression, if it ends or not, as far as the rules that begin are known."""
+        """Whether some text can begin an expression, completed or not, given the rules in `_beginning` so far."""
         code, values = self._parts(expression)
         if code == BYTES:
             return any(map(self._allows, values[:1]))
@@ -164,7 +167,7 @@ class GrammarParts:
         return code != EMPTY and (inner is None or inner.can_begin)
 
     def _sequence_begins(self, expressions: Sequence[int]) -> bool:
-        """Whether some text begins a sequence: one of its expressions, behind those that are empty."""
+        """Whether some text can begin a sequence: one of its expressions, if all before it can be empty."""
         for each in expressions:
             if self._begins(each):
                 return True
@@ -173,7 +176,7 @@ class GrammarParts:
         return False
 
     def _references(self, code: int, values: Sequence[int]) -> Sequence[int]:
-        """Return the rules that an expression refers to and that a text can come to."""
+        """Return the rules that an expression refers to, without those repeated at most 0 times."""
         if code == TAG_DISPATCH:  # (tag, rule) pairs, then two values
             return values[1:-2:2]
         if code == TOKEN_TAG_DISPATCH:  # number of pairs, (token, rule) pairs, then others
@@ -181,21 +184,21 @@ class GrammarParts:
         return values[:1] if code == RULE_REF or (code == REPEAT and values[2] != 0) else ()
 
     def _allows(self, byte: int) -> bool:
-        """Whether a byte of a literal, or an ASCII character, is not excluded."""
+        """Whether a byte of a literal is not excluded."""
         return not any(first <= byte <= last for first, last in self._excluded)
 
     def _has_character(self, values: Sequence[int]) -> bool:
-        """Whether a character class, given by its values, has a character that is not excluded."""
+        """Whether a character class contains a character that is not excluded."""
         is_negated, ranges = values[0], list(zip(values[1::2], values[2::2], strict=True))
         if is_negated:
             return _is_partly_outside(0, MAX_CODE_POINT, [*ranges, *self._excluded])
         return any(_is_partly_outside(first, min(last, MAX_CODE_POINT), self._excluded) for first, last in ranges)
 
     def _no_character(self, rule: int) -> str:
-        return f"the rule {self._names[rule]} has a place where no character may stand"
+        return f"the rule {self._names[rule]} has a position where no character is allowed"
 
     def _reason(self, expression: int, rule: int) -> str:
-        """Return in words why no text ends an expression of a rule."""
+        """Describe why no text can complete an expression of a rule."""
         passed = {rule}
         while True:
             code, values = self._parts(expression)
@@ -212,7 +215,7 @@ class GrammarParts:
 
 
 def _is_partly_outside(first: int, last: int, ranges: Ranges) -> bool:
-    """Whether one of the code points from `first` to `last` is in none of some ranges."""
+    """Whether any code point from `first` to `last` is outside all ranges."""
     for lower, upper in sorted(ranges):
         if lower > first:
             break

@@ -1,6 +1,6 @@
-"""The state of a constraint at a sequence's committed tokens, for drafters and for the sampler: a Guide.
+"""The state of a constraint at a sequence's committed tokens: a Guide for drafters and the sampler.
 
-Letters: T nodes in the tree, n of them from the root on, V vocabulary.
+Letters: T nodes in the tree, n of them from the root on, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -23,17 +23,13 @@ from lp_runtime.errors import ConstraintError
 from lp_runtime.lookahead.guide import WORD_BITS, Examined
 from lp_runtime.utils.jit import compiled
 
-MAX_LOADED_BYTES = 1 << 28  # of serialised grammars whose loaded forms are kept
+MAX_LOADED_BYTES = 1 << 28  # size of the cache of loaded grammars, in memory
 
 
 class Vocabulary:
-    """A model's tokens, as constraints see them.
-
-    Args:
-        info: xgrammar's TokenizerInfo.
+    """The byte strings of a model's tokens, from xgrammar's TokenizerInfo.
 
     Attributes:
-        info: as given.
         size: V.
     """
 
@@ -43,7 +39,7 @@ class Vocabulary:
         self._longest = max(map(len, self._ids), default=0)
 
     def spell(self, text: bytes, max_tokens: int) -> list[int]:
-        """Return tokens that spell a text, or its beginning, each as long as possible; at most `max_tokens`."""
+        """Tokenize a text, or as much of it as possible, by longest match, to at most `max_tokens` tokens."""
         tokens: list[int] = []
         start = 0
         while start < len(text) and len(tokens) < max_tokens:
@@ -57,15 +53,10 @@ class Vocabulary:
 
 
 class GrammarGuide:
-    """A constraint's state. Implements lookahead.guide.Guide.
+    """A constraint's state, with xgrammar's matcher; implements lookahead.guide.Guide.
 
     Args:
-        grammar: xgrammar's CompiledGrammar.
-        vocabulary: the model's.
-        eos_token_ids: tokens that end the text.
-
-    Attributes:
-        ends: [e] int64 tokens that end the text.
+        grammar: xgrammar's CompiledGrammar, for the same vocabulary.
     """
 
     def __init__(self, grammar: Any, vocabulary: Vocabulary, eos_token_ids: Collection[int]):
@@ -117,22 +108,16 @@ class GrammarGuide:
         return masks
 
     def _forced(self, max_tokens: int) -> list[int]:
-        """Return the likeliest tokens of the text that must follow where the matcher stands."""
+        """Return tokens of the text that must follow at the matcher's state."""
         return self._vocabulary.spell(forced_bytes(self._matcher), max_tokens)
 
     def _allowed(
         self, tokens: np.ndarray, parents: np.ndarray, root: int, is_wanted: Sequence[bool] | None = None
     ) -> Iterator[tuple[int, int]]:
-        """Yield the nodes of a tree that are allowed, parents first, each while the matcher stands there.
+        """Yield (node, depth below the root) of the allowed nodes, parents first.
 
-        Args:
-            tokens: [T] int64 token ids.
-            parents: [T] int64 index of each node's parent.
-            root: index of the root.
-            is_wanted: [T] whether to look at each node, and below it; None to look at all.
-
-        Yields:
-            (node, depth): index of the node, and how far it is below the root. All must be asked for.
+        At each yield the matcher's state is that after the node. Callers must exhaust the iterator, which then has
+        returned the matcher to the root. `is_wanted` ([T], None for all) excludes nodes with their descendants.
         """
         matcher, num = self._matcher, len(tokens) - root
         if matcher.is_terminated():
@@ -144,7 +129,7 @@ class GrammarGuide:
         path: list[int] = []  # nodes that the matcher has accepted
         node = children[0]
         while node >= 0 or path:
-            if node < 0:  # the last of its siblings is behind us
+            if node < 0:  # no sibling is left: go back to the parent
                 matcher.rollback(1)
                 node = siblings[path.pop()]
             elif self._enters(ids[node], is_wanted is None or is_wanted[root + node]):
@@ -155,7 +140,7 @@ class GrammarGuide:
                 node = siblings[node]
 
     def _enters(self, token: int, is_wanted: bool) -> bool:
-        """Advance the matcher by the token of a node that is wanted, if the token may stand in a tree."""
+        """Advance the matcher by a wanted node's token if it is allowed in a tree; return whether it advanced."""
         return is_wanted and token not in self._not_drafted and self._matcher.accept_token(token)
 
     def advance(self, committed: Sequence[int]) -> None:
@@ -165,11 +150,11 @@ class GrammarGuide:
                 if self._is_at_dead_end():
                     raise ConstraintError("the constraint has reached a dead end: no token can follow the text so far")
                 raise ConstraintError(
-                    f"token {token} was chosen, which the constraint forbids: are the logits numbers?"
+                    f"token {token} was chosen, which the constraint forbids: do the logits contain NaN?"
                 )
 
     def _is_at_dead_end(self) -> bool:
-        """Whether no token may follow where the matcher stands, though the text has not ended."""
+        """Whether no token may follow at the matcher's state, although the text has not ended."""
         if self._matcher.is_terminated():
             return False
         mask = np.zeros((1, self._num_words), np.int32)
@@ -177,7 +162,7 @@ class GrammarGuide:
         return not mask.any()
 
     def _enter(self, path: Sequence[int]) -> int:
-        """Advance the matcher along a path, as far as that is allowed; return by how many tokens."""
+        """Advance the matcher along a path up to a forbidden token; return the number of accepted tokens."""
         for num, token in enumerate(path):
             if not self._matcher.accept_token(token):
                 return num
@@ -186,12 +171,13 @@ class GrammarGuide:
 
 @compiled
 def link(parents: np.ndarray, root: int, links: np.ndarray) -> None:
-    """Write the first child and the next sibling of every node from the root on.
+    """Compute the first child and the next sibling of every node from the root on.
 
     Args:
         parents: [T] int64 index of each node's parent.
         root: index of the root.
-        links: [3, n] int64, -1 at first: first child, next sibling, last child so far; counted from the root.
+        links: [3, n] int64 output, filled with -1 by the caller: first child, next sibling, and last child as scratch.
+            Indices count from the root.
     """
     for node in range(1, links.shape[1]):
         parent = parents[root + node] - root
@@ -204,11 +190,11 @@ def link(parents: np.ndarray, root: int, links: np.ndarray) -> None:
 
 
 class Grammars:
-    """Makes the guides of requests on one replica; loaded grammars are kept.
+    """Factory of guides for the requests on one replica, with an LRU cache of loaded grammars.
 
     Args:
         tokenizer: returns the model's tokenizer; called at the first request with a constraint.
-        vocabulary_size: the model's.
+        vocabulary_size: the model's, which may exceed the tokenizer's.
         eos_token_ids: the model's end-of-sequence tokens.
     """
 
@@ -218,7 +204,7 @@ class Grammars:
         self._loaded: OrderedDict[str, tuple[Any, int]] = OrderedDict()
 
     def vocabulary(self, with_special_tokens: bool) -> Vocabulary:
-        """Return the model's tokens, with or without special ones."""
+        """Return the model's vocabulary, with or without text for its special tokens; built at the first call."""
         if with_special_tokens not in self._vocabularies:
             info = describe_vocabulary(
                 self._tokenizer(), self._vocabulary_size, self._eos_token_ids, with_special_tokens
@@ -227,7 +213,7 @@ class Grammars:
         return self._vocabularies[with_special_tokens]
 
     def guide(self, constraint: CompiledConstraint) -> GrammarGuide:
-        """Return the state of a constraint before the first new token."""
+        """Create the guide of a request, at the state before its first new token."""
         vocabulary = self.vocabulary(constraint.has_special_tokens)
         if constraint.key not in self._loaded:
             grammar = load_compiled(constraint, vocabulary.info)

@@ -1,4 +1,4 @@
-"""Refuses JSON schemas that say more than a grammar can hold, so that what follows the grammar follows the schema."""
+"""A check that a grammar can express a JSON schema, so that text of the grammar satisfies the schema."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from lp_runtime.errors import ConstraintError
 
-# Keywords that no grammar here can hold.
+# Keywords that xgrammar's grammars cannot express.
 UNSUPPORTED = (
     "not",
     "if",
@@ -24,8 +24,8 @@ UNSUPPORTED = (
     "additionalItems",
     "uniqueItems",
 )
-SHAPES = ("pattern", "format")  # of strings; what else is said of a string's length would be ignored
-# Keywords beside which a schema's other assertions would be ignored.
+SHAPES = ("pattern", "format")  # of strings; xgrammar would ignore limits of length next to them
+# Keywords next to which xgrammar would ignore a schema's other assertions.
 COMBINATIONS = ("$ref", "anyOf", "oneOf", "allOf")
 ANNOTATIONS = (
     "title",
@@ -46,7 +46,7 @@ ANNOTATIONS = (
     "definitions",
     "components",
 )
-MAX_DEPTH = 100  # of nested schemas
+MAX_DEPTH = 100  # nesting of schemas
 TYPES: dict[str, Callable[[object], bool]] = {
     "string": lambda value: isinstance(value, str),
     "integer": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value == int(value),
@@ -59,15 +59,15 @@ TYPES: dict[str, Callable[[object], bool]] = {
 
 
 def check_schema(schema: object) -> None:
-    """Refuse a schema that a grammar cannot hold.
+    """Check that a grammar can express a schema, with two known gaps.
 
-    `oneOf` is held as `anyOf`, and of `format` the form alone: 2026-02-30 is a date.
+    `oneOf` is treated as `anyOf`, and `format` checks only the syntax: 2026-02-30 counts as a date.
 
     Args:
         schema: parsed JSON.
 
     Raises:
-        ConstraintError: names the place as a JSON pointer.
+        ConstraintError: gives the location of the problem as a JSON pointer.
     """
     todo: list[tuple[str, object, int]] = [("#", schema, 0)]
     while todo:
@@ -85,7 +85,7 @@ def _refuse(place: str, reason: str) -> ConstraintError:
 
 
 def _inner(schema: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    """Yield the schemas directly inside a schema, each with its place there."""
+    """Yield (relative location, schema) of the schemas directly inside a schema."""
     for name in ("properties", "patternProperties", "$defs", "definitions"):
         if isinstance(schema.get(name), Mapping):
             yield from ((f"{name}/{key}", each) for key, each in schema[name].items())
@@ -98,7 +98,7 @@ def _inner(schema: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
 
 
 def _check_one(place: str, schema: Mapping[str, Any]) -> None:
-    """Refuse a schema for what it says itself, not for what it has inside."""
+    """Check one schema, without the schemas inside it."""
     for name in UNSUPPORTED:
         if schema.get(name, False) is not False:
             raise _refuse(f"{place}/{name}", "is not supported")
@@ -106,28 +106,28 @@ def _check_one(place: str, schema: Mapping[str, Any]) -> None:
         raise _refuse(f"{place}/allOf", "is supported with one schema only")
     combination = next((name for name in COMBINATIONS if name in schema), None)
     if combination is not None:
-        _refuse_beside(place, schema, combination, lambda name: name not in ANNOTATIONS)
+        _refuse_together(place, schema, combination, lambda name: name not in ANNOTATIONS)
     for shape in SHAPES:
         if shape in schema:
-            _refuse_beside(place, schema, shape, lambda name: name in (*SHAPES, "minLength", "maxLength"))
+            _refuse_together(place, schema, shape, lambda name: name in (*SHAPES, "minLength", "maxLength"))
     _check_values(place, schema)
     _check_required(place, schema)
 
 
-def _refuse_beside(place: str, schema: Mapping[str, Any], keyword: str, excludes: Callable[[str], bool]) -> None:
-    """Refuse a schema that has an excluded keyword beside another one."""
-    beside = next((name for name in schema if name != keyword and excludes(name)), None)
-    if beside is not None:
-        raise _refuse(f"{place}/{beside}", f"is not supported beside {keyword}")
+def _refuse_together(place: str, schema: Mapping[str, Any], keyword: str, excludes: Callable[[str], bool]) -> None:
+    """Check that a schema has no excluded keyword next to `keyword`."""
+    excluded = next((name for name in schema if name != keyword and excludes(name)), None)
+    if excluded is not None:
+        raise _refuse(f"{place}/{excluded}", f"is not supported together with {keyword}")
 
 
 def _check_values(place: str, schema: Mapping[str, Any]) -> None:
-    """Refuse values of `enum` and `const` that other keywords of the schema exclude."""
+    """Check `enum` and `const`: values must match `type`, and no other assertion may come next to them."""
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if not isinstance(values, list):
         return
     name = "enum" if "enum" in schema else "const"
-    _refuse_beside(place, schema, name, lambda each: each not in ("type", *ANNOTATIONS))
+    _refuse_together(place, schema, name, lambda each: each not in ("type", *ANNOTATIONS))
     kinds = schema.get("type", list(TYPES))
     kinds = [kinds] if isinstance(kinds, str) else kinds
     for value in values:
@@ -136,7 +136,7 @@ def _check_values(place: str, schema: Mapping[str, Any]) -> None:
 
 
 def _check_required(place: str, schema: Mapping[str, Any]) -> None:
-    """Refuse required properties that no other keyword names."""
+    """Check that `properties` has all required properties."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(required, list) or not isinstance(properties, Mapping):
         raise _refuse(place, "properties must be an object, and required a list")

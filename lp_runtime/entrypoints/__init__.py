@@ -1,1 +1,1 @@
-"""What the commands do: lp-generate, lp-chat, lp-serve and lp-bench."""
+"""The commands lp-generate, lp-chat, lp-serve, lp-bench and lp-doctor."""

@@ -1,4 +1,4 @@
-"""Decodes a file of prompts into a file of results, one JSON object a line; a run that was cut off is resumed."""
+"""lp-generate with a file of prompts: results in a JSON-lines file; an interrupted run is resumed."""
 
 from __future__ import annotations
 
@@ -29,26 +29,21 @@ from lp_runtime.scheduler.job import Job
 from lp_runtime.scheduler.scheduler import Scheduler
 from lp_runtime.utils.prompt_file import Prompt
 
-MAX_AHEAD = 4  # jobs submitted for each that can run at once: enough that no replica waits for the file
+MAX_AHEAD = 4  # submitted jobs per job that can run: enough that no replica waits for the file
 
 
 def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: list[Prompt]) -> None:
-    """Decode the prompts that have no result in `config.output` yet, with a progress bar on the terminal.
-
-    Args:
-        runtime: decodes the prompts.
-        config: settings of the command.
-        prompts: prompts of the file, in order.
+    """Decode the prompts that have no result in `config.output` yet, with a progress bar on stderr.
 
     Raises:
         ConfigError: the output cannot be written, or holds results of other settings or prompts.
-        RequestError: a prompt cannot be decoded; names its line. Checked before the first one is decoded.
+        RequestError: a prompt cannot be decoded; names its line. All are checked before the first one is decoded.
     """
     options = request_options(config)
     check_num_samples(runtime, config)
     seed = _check_prompts(runtime, config, prompts, options)
     free = ("gpus",) if restarted_by_torchrun() else ()
-    assert config.output is not None  # GenerateConfig requires it beside `prompts`
+    assert config.output is not None  # GenerateConfig requires it with `prompts`
     output = OutputFile(Path(config.output), _settings(runtime, config), seed, free)
     rounds = rounds_of(config, prompts)
     wanted = {item.key for items in rounds for item in items}
@@ -59,7 +54,7 @@ def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: li
         for items in rounds:
             left = [item for item in items if item.key not in answers]
             requests = (item_request(runtime, config, item, answers, output.seed, options) for item in left)
-            # The generator, with its scheduler, must be closed before the replicas are, even after an error.
+            # Close the generator, and with it the scheduler, before the replicas, even after an error.
             with contextlib.closing(_generations(runtime, config, requests)) as generations:
                 for item, generation in zip(left, generations, strict=True):
                     output.write(_result(item, generation, has_turn=config.turns == "all"))
@@ -73,11 +68,7 @@ def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: li
 def _check_prompts(
     runtime: LookaheadRuntime, config: GenerateConfig, prompts: list[Prompt], options: RequestOptions
 ) -> int | None:
-    """Refuse prompts that cannot be decoded; return the seed of the first prompt's noise, None if decoding is greedy.
-
-    Raises:
-        RequestError: names the prompt's line.
-    """
+    """Check that all prompts can be decoded; return the sampling seed, None if decoding is greedy."""
     for prompt in prompts:
         try:
             request = turn_request(runtime, config, prompt, (), options)
@@ -102,7 +93,7 @@ def _generations(
 
 
 def _result(item: Item, generation: Generation, has_turn: bool) -> dict[str, object]:
-    """Return the JSON object of a result, with its turn where turns are told apart."""
+    """Return the JSON object of a result."""
     prompt = item.prompt
     result: dict[str, object] = {
         "index": prompt.index,
@@ -127,7 +118,7 @@ def _result(item: Item, generation: Generation, has_turn: bool) -> dict[str, obj
 
 def _settings(runtime: LookaheadRuntime, config: GenerateConfig) -> dict[str, object]:
     """Return the settings that must not change between runs that fill one output file."""
-    assert config.prompts is not None  # only lp-generate with a file of prompts comes here
+    assert config.prompts is not None  # this module is used only with a file of prompts
     with open(config.prompts, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     location = Path(config.model.location)
@@ -151,17 +142,13 @@ def _settings(runtime: LookaheadRuntime, config: GenerateConfig) -> dict[str, ob
         "lookahead": asdict(config.lookahead),
         "sampling": asdict(config.sampling),
         **({"constraint": config.constraint.key} if config.constraint.kind else {}),
-        # which rounds otherwise
+        # A split model rounds differently.
         **({} if runtime.gpus_per_replica == 1 else {"gpus_per_replica": runtime.gpus_per_replica}),
     }
 
 
 def check_output(path: Path) -> None:
-    """Refuse, before replicas start, an output that cannot be written or that lp-generate did not write.
-
-    Raises:
-        ConfigError: says why.
-    """
+    """Raise ConfigError, before replicas start, if an output is not writable or not lp-generate's own."""
     try:
         if path.is_dir():
             raise ConfigError(f"output={path}: cannot be written: is a directory")
@@ -170,52 +157,48 @@ def check_output(path: Path) -> None:
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise ConfigError(f"output={path}: cannot be written: no permission")
         if path.is_file() and path.stat().st_size and not _settings_path(path).exists():
-            raise ConfigError(f"output={path}: exists and was not written by lp-generate; it is left as it is")
-    except OSError as error:  # a name that is too long, a folder that may not be entered
+            raise ConfigError(f"output={path}: exists and was not written by lp-generate; choose another output")
+    except OSError as error:  # for example a name that is too long, or a folder without permission
         raise ConfigError(f"output={path}: cannot be written: {error.strerror}") from error
 
 
 def check_prompts(path: str) -> None:
-    """Refuse, before anything is read, prompts that can be read once only: an output's settings have their digest.
-
-    Raises:
-        ConfigError: names the path.
-    """
+    """Raise ConfigError if prompts are not a regular file: they are read again for the settings' digest."""
     found = Path(path)
     if found.exists() and not (found.is_file() or found.is_dir()):
-        raise ConfigError(f"prompts={path}: must be a file, which can be read twice, where output is given")
+        raise ConfigError(f"prompts={path}: must be a regular file, which can be read twice, if output is given")
 
 
 def _settings_path(output: Path) -> Path:
-    """Return the file of settings beside an output."""
+    """Return the path of an output's file of settings."""
     return output.with_name(output.name + ".settings")
 
 
 class OutputFile:
-    """A file of results, and beside it PATH.settings with the settings that made them.
+    """A file of results, with the settings that produced them in PATH.settings.
 
     Args:
-        path: the results' file.
-        settings: settings that made the results, as JSON has them.
-        seed: seed of the first prompt's noise; None if decoding is greedy.
-        free: settings that may differ from those of the run that began the file.
+        path: the file of results.
+        settings: settings that determine the results; JSON-serializable.
+        seed: sampling seed of the first prompt; None if decoding is greedy.
+        free: names of settings that may differ from the run that began the file.
 
     Attributes:
-        seed: seed of the first prompt's noise, that of the run that began the file once it is resumed.
+        seed: the argument; after `resume` of an existing file, the seed of the run that began it.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, object], seed: int | None, free: tuple[str, ...] = ()):
         self._path = path
         self._free = free
         self._settings_path = _settings_path(path)
-        self._settings = json.loads(json.dumps(settings, default=str))  # as reading the file gives them
+        self._settings = json.loads(json.dumps(settings, default=str))  # normalized to compare with those of a file
         self.seed = seed
-        # A pipe, a device or the standard output holds nothing to resume, and no settings belong next to it.
+        # Only regular files are resumed and get a file of settings: not pipes, devices or standard output.
         self._is_kept = (path.is_file() or not path.exists()) and not path.is_relative_to("/dev")
         self._file: TextIO | None = None
 
     def resume(self) -> dict[Key, str]:
-        """Open the file for appending; return the texts of the results that it has.
+        """Open the file for appending; return the texts of the results that it already has.
 
         Raises:
             ConfigError: the file cannot be written, is damaged, or holds results of other settings.
@@ -229,7 +212,7 @@ class OutputFile:
                 done = self._read_done()
             else:
                 done = {}
-                with open(path, "a"):  # raises, before settings are written, if the output cannot be
+                with open(path, "a"):  # raises before the settings are written if the output is not writable
                     pass
                 self._settings_path.write_text(json.dumps(self._settings | {"seed": self.seed}, indent=1) + "\n")
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
@@ -238,11 +221,7 @@ class OutputFile:
         return done
 
     def _check_settings(self) -> None:
-        """Refuse to resume a file of other settings; take the seed from the file's.
-
-        Raises:
-            ConfigError: names the setting that differs.
-        """
+        """Check that the file's settings equal this run's, and adopt their seed."""
         try:
             before = dict(json.loads(self._settings_path.read_text()))
         except (ValueError, TypeError) as error:
@@ -256,13 +235,9 @@ class OutputFile:
         self.seed = before.get("seed")
 
     def _read_done(self) -> dict[Key, str]:
-        """Return the texts of the file's results; a last line that was cut off is removed from the file.
-
-        Raises:
-            ConfigError: a line is not a result.
-        """
+        """Return the texts of the file's results; remove an incomplete last line from the file."""
         done: dict[Key, str] = {}
-        num_bytes = 0  # of whole lines
+        num_bytes = 0  # of complete lines
         with open(self._path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
@@ -271,18 +246,18 @@ class OutputFile:
                     result = json.loads(line)
                     done[int(result["index"]), int(result["sample"]), int(result.get("turn", 0))] = str(result["text"])
                 except (ValueError, KeyError, TypeError) as error:
-                    raise ConfigError(f"output={self._path} line {number}: is no result of lp-generate") from error
+                    raise ConfigError(f"output={self._path} line {number}: is not a result of lp-generate") from error
                 num_bytes += len(line)
         os.truncate(self._path, num_bytes)
         return done
 
     def write(self, result: Mapping[str, object]) -> None:
-        """Append a result, and return when it is on the disk.
+        """Append a result and sync it to disk.
 
         Raises:
-            LookaheadError: the disk refuses it.
+            LookaheadError: writing fails, for example because the disk is full.
         """
-        assert self._file is not None  # `resume` has opened it
+        assert self._file is not None  # opened by `resume`
         try:
             self._file.write(json.dumps(result, ensure_ascii=False) + "\n")
             self._file.flush()
@@ -295,15 +270,15 @@ class OutputFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        """Close the file; what the disk refuses is told once, by the error that ends the block if there is one.
+        """Close the file.
 
         Raises:
-            LookaheadError: the disk refuses the rest of the file.
+            LookaheadError: buffered text cannot be written, and no other error has ended the block.
         """
-        assert self._file is not None  # `resume` has opened it
+        assert self._file is not None  # opened by `resume`
         try:
             self._file.close()
-        except OSError as error:  # what `write` could not write is tried again
+        except OSError as error:  # close() retries text that `write` failed to write; its error was reported then
             if kind is None:
                 raise self._write_failure(error) from error
 

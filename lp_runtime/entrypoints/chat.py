@@ -22,7 +22,7 @@ Messages = Sequence[dict[str, str]]
 
 
 def check_chat(config: ChatConfig) -> None:
-    """Refuse a model that cannot chat, before replicas start.
+    """Check that the model can chat, before replicas start.
 
     Raises:
         ModelError: the model has no tokenizer.
@@ -32,17 +32,17 @@ def check_chat(config: ChatConfig) -> None:
 
 
 def chat(runtime: LookaheadRuntime, config: ChatConfig) -> None:
-    """Hold a conversation with a runtime's model."""
+    """Run a conversation with the runtime's model."""
     converse(config.system, partial(_answer, runtime, config))
 
 
 def converse(system_message: str | None, answer_to: Callable[[Messages], str]) -> None:
-    """Answer messages from stdin, a line each, until it ends. Answers go to stdout, everything else to stderr.
+    """Answer messages from stdin, one per line, until it ends; everything but the answers goes to stderr.
 
     Args:
-        system_message: what every conversation begins with; None for nothing.
-        answer_to: shows the answer to a conversation and returns its text. It raises a LookaheadError where a question
-            cannot be answered: the next one may be.
+        system_message: system message of every conversation; None for none.
+        answer_to: prints the answer to a conversation and returns its text. It may raise a LookaheadError for a message
+            that cannot be answered; the conversation then goes on without that message.
 
     Raises:
         ReplicaError: the runtime has failed.
@@ -83,7 +83,7 @@ def _read_line() -> str | None:
 
 
 def _answer(runtime: LookaheadRuntime, config: ChatConfig, messages: Messages) -> str:
-    """Stream an answer; return the text that was shown."""
+    """Stream an answer to stdout; return the text shown."""
     stream = runtime.stream(
         messages=messages, max_new_tokens=config.max_new_tokens, stop=config.stop, max_time=config.max_time
     )
@@ -102,7 +102,7 @@ def _answer(runtime: LookaheadRuntime, config: ChatConfig, messages: Messages) -
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Yield an event that the first Ctrl-C in the block sets; the next Ctrl-C raises KeyboardInterrupt."""
+    """Make the first Ctrl-C in the block set the yielded event; the next one raises KeyboardInterrupt."""
     interrupted = threading.Event()
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:

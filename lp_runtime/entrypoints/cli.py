@@ -1,6 +1,6 @@
-"""The commands lp-generate, lp-chat, lp-serve, lp-bench and lp-doctor: settings, exit statuses, errors in one line.
+"""Entry points of the commands: settings, exit statuses, one-line errors.
 
-Imports nothing that takes time: bad settings are refused before torch is imported.
+This module imports nothing slow, so that bad settings are refused before torch is imported.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from lp_runtime.utils.startup import hide_triton_without_gpu, no_garbage_collect
 
 BAD_INPUT = (ConfigError, RequestError, ModelError, LaunchError)
 EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
-EXIT_SIGNAL = 128  # and the number of the signal that has ended the process
-UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of stdout
+EXIT_SIGNAL = 128  # plus the number of the signal that ended the process
+UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)  # errors of writing to stdout
 
 GENERATE_USAGE = """\
 lp-generate prompt="def fib(n):" [gpus=2] [lookahead.W=15 lookahead.N=5 lookahead.G=15] [KEY=VALUE ...]
@@ -48,7 +48,7 @@ lp-doctor [model.path=PATH_OR_ID] [gpus=2] [device=cuda] [KEY=VALUE ...]"""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run lp-generate: text, or a file of results. Exit status: see `_run`."""
+    """Run lp-generate: stream one continuation, or write a file of results. Exit status: see `_run`."""
     _run(_parser("lp-generate", GENERATE_USAGE, GenerateConfig), GenerateConfig, arguments)
 
 
@@ -58,17 +58,17 @@ def chat_main(arguments: list[str] | None = None) -> None:
 
 
 def serve_main(arguments: list[str] | None = None) -> None:
-    """Run lp-serve: an HTTP server in the form of the OpenAI API. Exit status: see `_run`."""
+    """Run lp-serve: an OpenAI-compatible HTTP server. Exit status: see `_run`."""
     _run(_parser("lp-serve", SERVE_USAGE, ServeConfig), ServeConfig, arguments)
 
 
 def bench_main(arguments: list[str] | None = None) -> None:
-    """Run lp-bench: this runtime beside transformers' own decoding. Exit status: see `_run`."""
+    """Run lp-bench: a comparison with transformers' own decoding. Exit status: see `_run`."""
     _run(_parser("lp-bench", BENCH_USAGE, BenchConfig), BenchConfig, arguments)
 
 
 def doctor_main(arguments: list[str] | None = None) -> None:
-    """Run lp-doctor: what this machine has, and what will not work. Exit status: see `_run`."""
+    """Run lp-doctor: a report on this machine and its problems. Exit status: see `_run`."""
     _run(_parser("lp-doctor", DOCTOR_USAGE, DoctorConfig), DoctorConfig, arguments)
 
 
@@ -77,13 +77,9 @@ def _run(
     schema: type[RuntimeConfig],
     arguments: list[str] | None,
 ) -> None:
-    """Run a command. The process exits with 0, 2 (bad input), 1 (failed while working), 130 (Ctrl-C) or 143 (SIGTERM to
-    lp-serve).
+    """Run a command; `arguments` is the command line, None for the process's own.
 
-    Args:
-        parser: the command's arguments.
-        schema: the command's settings class.
-        arguments: the command line; that of the process if None.
+    The process exits with 0, 2 (bad input), 1 (failed while working), 130 (Ctrl-C) or 143 (SIGTERM to lp-serve).
     """
     _prepare_process(is_server=schema is ServeConfig)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -98,7 +94,7 @@ def _run(
             if not options.cfg:
                 check_location(config.model)
         except LookaheadError:
-            if rank:  # rank 0 reports the error; torchrun would end rank 0 before that if this rank failed, too
+            if rank:  # rank 0 reports the error; if this rank failed too, torchrun could kill rank 0 before that
                 return
             raise
         if options.cfg:
@@ -107,7 +103,7 @@ def _run(
         keep_caches_in(config.cache_dir)
         _run_command(config, is_leader=rank == 0)
     except LookaheadError as error:
-        line = " ".join(str(error).splitlines())  # a value that the message quotes may have several
+        line = " ".join(str(error).splitlines())  # a value quoted in the message may have several lines
         print(f"error: {f'rank {rank}: ' if rank else ''}{line}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT if isinstance(error, BAD_INPUT) else EXIT_FAILED)
     except OSError as error:
@@ -118,7 +114,7 @@ def _run(
 
 
 def _run_command(config: RuntimeConfig, is_leader: bool) -> None:
-    """Import what commands need, which takes seconds, and run the command; see `run_command`."""
+    """Import the slow modules that commands need, and run the command; see `run_command`."""
     from lp_runtime.replica.compile_ahead import compiling_ahead
 
     with nullcontext() if started_by_torchrun() else compiling_ahead(config):
@@ -129,11 +125,7 @@ def _run_command(config: RuntimeConfig, is_leader: bool) -> None:
 
 
 def _check_working_directory() -> None:
-    """Refuse to start in a folder that has been deleted: relative paths mean nothing there.
-
-    Raises:
-        ConfigError: if it has been.
-    """
+    """Raise ConfigError if the working directory has been deleted: relative paths would have no meaning."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -141,7 +133,7 @@ def _check_working_directory() -> None:
 
 
 class _ShowVersions(argparse.Action):
-    """Prints the versions of what output depends on, and ends the process."""
+    """Argument that prints the versions of the packages that output depends on, and ends the process."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         python = f"Python {platform.python_version()}"
@@ -150,8 +142,8 @@ class _ShowVersions(argparse.Action):
 
 
 def _prepare_process(is_server: bool) -> None:
-    """Show and read what an encoding does not have as a question mark; have SIGTERM end a server in order."""
-    if is_server and not started_by_torchrun():  # torchrun ends its ranks at once
+    """Replace unencodable characters in the standard streams; make SIGTERM end a server cleanly."""
+    if is_server and not started_by_torchrun():  # torchrun kills its ranks at once anyway
         signal.signal(signal.SIGTERM, _end_in_order)
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -159,22 +151,22 @@ def _prepare_process(is_server: bool) -> None:
 
 
 def _end_unwritable(error: OSError) -> NoReturn:
-    """End the process for want of a reader of stdout, without a word, or of room on a disk; raise any other error."""
+    """End the process if stdout has lost its reader (silently) or a disk is full; re-raise other errors."""
     if error.errno not in UNWRITABLE:
         raise error
     if not isinstance(error, BrokenPipeError):
         print(f"error: {error.filename or 'stdout'}: cannot be written: {error.strerror}", file=sys.stderr)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would report the error again at exit
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports the error again at exit
     sys.exit(EXIT_FAILED)
 
 
 def _end_in_order(number: int, frame: object) -> NoReturn:
-    """Have a signal end the process as an error does: replicas end, and what is left to send is sent."""
+    """Turn a signal into SystemExit, so that replicas are closed and remaining output is sent."""
     sys.exit(EXIT_SIGNAL + number)
 
 
 def _parser(name: str, usage: str, schema: type[RuntimeConfig]) -> argparse.ArgumentParser:
-    """Return the parser of a command's arguments."""
+    """Build the parser of a command's arguments."""
     parser = argparse.ArgumentParser(
         prog=name,
         usage=usage,

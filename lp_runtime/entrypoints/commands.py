@@ -1,4 +1,4 @@
-"""What the commands do once their settings are checked. Separate from cli.py, since its imports take seconds."""
+"""Dispatch of the commands, after their settings are checked; not in cli.py, because imports are slow."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Work = Callable[[LookaheadRuntime], None]
 
 
 def run_command(config: RuntimeConfig, is_leader: bool) -> None:
-    """Run the command whose settings class `config` is an instance of.
+    """Run the command that the class of `config` stands for.
 
     Args:
-        config: the settings.
-        is_leader: False on the ranks of torchrun that follow rank 0.
+        config: settings of the command.
+        is_leader: False on torchrun's ranks other than 0.
 
     Raises:
         LookaheadError: bad input, or a failure while working.
@@ -43,15 +43,15 @@ def run_command(config: RuntimeConfig, is_leader: bool) -> None:
         if is_leader:
             run()
         return
-    # Rank 0 refuses bad input before replicas start; its end ends the other ranks.
+    # Rank 0 checks the input before replicas start; if it exits, torchrun ends the other ranks.
     work = _prepare(config) if is_leader else None
     with LookaheadRuntime.from_config(config) as runtime:
         if work is not None:
-            work(runtime)  # the other ranks decode for rank 0 as they leave the block
+            work(runtime)  # the other ranks decode for rank 0 in the exit of this `with` block
 
 
 def _without_runtime(config: RuntimeConfig) -> Callable[[], None] | None:
-    """Return what runs a command that needs no runtime in this process; None if it needs one."""
+    """Return the function of a command that needs no runtime in this process; None if it needs one."""
     if isinstance(config, DoctorConfig):
         return partial(examine, config)
     if isinstance(config, ServeConfig) and config.server == "ray_serve":
@@ -76,7 +76,7 @@ def _measure_splits(config: BenchConfig) -> None:
 
 
 def _prepare(config: RuntimeConfig) -> Work:
-    """Refuse bad input; return the work of the command whose settings class `config` is an instance of."""
+    """Check the input of a command that uses a runtime; return the work to do with it."""
     if isinstance(config, GenerateConfig):
         return _prepare_generate(config)
     if isinstance(config, ChatConfig):
@@ -88,35 +88,35 @@ def _prepare(config: RuntimeConfig) -> Work:
 
 
 def _prepare_generate(config: GenerateConfig) -> Work:
-    """Refuse bad input; return the work of lp-generate."""
+    """Check the input of lp-generate; return its work."""
     if config.chat:
         check_chat_template(load_tokenizer(config.model), config.model.location)
     if config.prompts is not None:
-        assert config.output is not None  # GenerateConfig requires it beside `prompts`
+        assert config.output is not None  # GenerateConfig requires it with `prompts`
         check_output(Path(config.output))
         check_prompts(config.prompts)
         prompts = read_prompts(config.prompts, config.prompt_field, config.limit, config.ids)
         if config.turns == "all":
             check_conversations(prompts, config.prompts, config.prompt_field)
         return partial(generate_file, config=config, prompts=prompts)
-    assert config.prompt is not None  # GenerateConfig requires it where `prompts` is not given
+    assert config.prompt is not None  # GenerateConfig requires it without `prompts`
     prompt = parse_ids(config.prompt, "prompt") if config.ids else config.prompt
     return partial(generate_one, config=config, prompt=prompt)
 
 
 def _prepare_chat(config: ChatConfig) -> Work:
-    """Refuse bad input; return the work of lp-chat."""
+    """Check the input of lp-chat; return its work."""
     check_chat(config)
     return partial(chat, config=config)
 
 
 def _prepare_serve(config: ServeConfig) -> Work:
-    """Refuse bad input; return the work of lp-serve."""
+    """Check the input of lp-serve and open its port; return its work."""
     check_serve(config)
     return partial(serve, config=config, starting=open_port(config))
 
 
 def _prepare_bench(config: BenchConfig) -> Work:
-    """Refuse bad input; return the work of lp-bench."""
+    """Check the input of lp-bench; return its work."""
     check_bench(config)
     return partial(bench, config=config)

@@ -1,4 +1,4 @@
-"""lp-doctor: what this machine has, and what will not work, in one screen."""
+"""lp-doctor: a one-screen report on this machine and on what will not work."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from lp_runtime.utils.jit import cache_root
 
 PACKAGES = ("lp_runtime", "torch", "transformers", "numba", "hydra-core", "triton", "ray", "xgrammar", "fastapi")
 GIB = 2**30
-REPLICAS_OF_A_BOX = 8  # whose shared memory is tried
-Finding = tuple[str, str, bool]  # what, what was found, whether something will not work
+REPLICAS_OF_A_BOX = 8  # replicas of a typical machine, for which shared memory is tested
+Finding = tuple[str, str, bool]  # subject, description, whether it is a problem
 
 
 def examine(config: DoctorConfig) -> None:
-    """Print what a bug report needs; end the process with status 1 if something that is asked for will not work."""
+    """Print the report; exit with status 1 if something that the settings need will not work."""
     is_well = True
     parts: list[Callable[[DoctorConfig], Iterator[Finding]]] = [_versions, _machine, _gpus, _memory, _caches, _model]
     for part in parts:
@@ -92,7 +92,7 @@ def _caches(config: DoctorConfig) -> Iterator[Finding]:
             num_files = sum(1 for each in folder.rglob("*") if each.is_file()) if folder.exists() else 0
             yield what, f"{folder}: {num_files} files", False
         else:
-            yield what, f"{folder}: cannot be written, so it is made anew at every start", True
+            yield what, f"{folder}: cannot be written, so its content is computed again at every start", True
 
 
 def _model(config: DoctorConfig) -> Iterator[Finding]:

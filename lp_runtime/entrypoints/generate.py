@@ -1,4 +1,4 @@
-"""lp-generate with one prompt: text on the terminal as it comes, then a summary."""
+"""lp-generate with one prompt: text streamed to the terminal, then a summary."""
 
 from __future__ import annotations
 
@@ -18,18 +18,13 @@ from lp_runtime.runtime import LookaheadRuntime
 
 
 def generate_one(runtime: LookaheadRuntime, config: GenerateConfig, prompt: str | list[int]) -> None:
-    """Stream a prompt's continuation to stdout, and a summary to stderr.
+    """Stream a prompt's continuation to stdout, then print a summary to stderr.
 
-    Several samples are streamed one after another. With compare=true the prompt is decoded once more, one token a step.
-    If the model has no tokenizer, new token ids are printed.
-
-    Args:
-        runtime: decodes the prompt.
-        config: settings of the command.
-        prompt: text or token ids.
+    Several samples are streamed one after another. With compare=true the prompt is decoded once more, with one token
+    per step. If the model has no tokenizer, new token ids are printed.
 
     Raises:
-        LookaheadError: as `LookaheadRuntime.generate` does.
+        LookaheadError: see `LookaheadRuntime.generate`.
     """
     options = request_options(config)
     check_num_samples(runtime, config)
@@ -37,7 +32,7 @@ def generate_one(runtime: LookaheadRuntime, config: GenerateConfig, prompt: str 
     if config.chat:
         assert isinstance(prompt, str)  # GenerateConfig refuses chat=true with ids=true
         asked, options["messages"] = None, conversation([prompt])
-        prompt += "\n"  # on the terminal an answer begins a line
+        prompt += "\n"  # print the answer on a new line
     rows = []
     for sample in range(config.num_samples):
         if config.num_samples > 1:
@@ -56,7 +51,7 @@ def generate_one(runtime: LookaheadRuntime, config: GenerateConfig, prompt: str 
 
 
 def request_options(config: GenerateConfig) -> RequestOptions:
-    """Return the options of every request of a command."""
+    """Return the options that all requests of the command share."""
     return RequestOptions(
         eos=config.eos,
         stop=config.stop,
@@ -67,7 +62,7 @@ def request_options(config: GenerateConfig) -> RequestOptions:
 
 
 def check_num_samples(runtime: LookaheadRuntime, config: GenerateConfig) -> None:
-    """Refuse several samples of greedy decoding, which would all be equal.
+    """Check that several samples are not decoded greedily, which would make them equal.
 
     Raises:
         ConfigError: decoding is greedy, and num_samples is above 1.
@@ -77,9 +72,9 @@ def check_num_samples(runtime: LookaheadRuntime, config: GenerateConfig) -> None
 
 
 def _echo(stream: GenerationStream, prompt: str | list[int]) -> Generation:
-    """Print a prompt's text and its deltas as they come; return the generation."""
+    """Print a prompt's text and stream its continuation; return the generation."""
     if isinstance(prompt, str):
-        print(prompt, end="", flush=True)  # not before the request has been accepted
+        print(prompt, end="", flush=True)  # `stream` exists, so the request has been accepted
     for delta in stream:
         text = delta.text if stream.has_text else "".join(f"{token} " for token in delta.token_ids)
         print(text, end="", flush=True)
@@ -89,12 +84,12 @@ def _echo(stream: GenerationStream, prompt: str | list[int]) -> Generation:
 
 
 def describe_sampling(config: SamplingConfig, defaults: Mapping[str, Any], seed: int | None) -> str:
-    """Return a line about how successors were chosen, and which settings are the model's own.
+    """Describe sampling in one line, and mark the settings that are the model's defaults.
 
     Args:
         config: the runtime's settings.
-        defaults: the model's own settings, from its generation_config.json.
-        seed: seed of the noise; None if decoding was greedy.
+        defaults: the model's defaults, from its generation_config.json.
+        seed: sampling seed; None if decoding was greedy.
     """
     unused = ("seed", *(WARPERS if seed is None else ()))
     given = {name: value for name, value in asdict(config).items() if value is not None}
@@ -108,7 +103,7 @@ def describe_sampling(config: SamplingConfig, defaults: Mapping[str, Any], seed:
 
 
 def describe_lookahead(config: LookaheadConfig) -> str:
-    """Return a few words about what steps propose."""
+    """Describe the drafter and the step sizes in a few words."""
     W, N, G = config.window
     size = "auto" if config.is_auto else f"W={W} N={N} G={G}"
     budget = "" if config.budget is None else f" budget={config.budget}"
@@ -118,13 +113,13 @@ def describe_lookahead(config: LookaheadConfig) -> str:
 def summary(
     runtime: LookaheadRuntime, lookahead: LookaheadConfig, rows: list[tuple[str, Generation]], compare: bool
 ) -> str:
-    """Return a table of generations, with the settings above it.
+    """Format a table of generations, with the settings above it.
 
     Args:
-        runtime: what decoded them.
-        lookahead: settings of drafting.
-        rows: (label, generation) of each row; the first one's drafts are counted below the table.
-        compare: whether to say if the last two have equal tokens.
+        runtime: the runtime that decoded them.
+        lookahead: drafting settings.
+        rows: (label, generation) of each row; the first one's draft tokens are counted below the table.
+        compare: whether to report if the last two generations have equal tokens.
     """
     info = runtime.info
     lines = [

@@ -1,4 +1,4 @@
-"""What a file of prompts asks for: a line of the output for each prompt, sample and turn, and its request."""
+"""Items of a file of prompts: one for each prompt, sample and turn, with its request."""
 
 from __future__ import annotations
 
@@ -15,17 +15,11 @@ from lp_runtime.request.request import Request
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.utils.prompt_file import Prompt
 
-Key = tuple[int, int, int]  # of a result: index of the prompt, sample, turn
+Key = tuple[int, int, int]  # identifies a result: index of the prompt, sample, turn
 
 
 class Item(NamedTuple):
-    """One line of the output.
-
-    Attributes:
-        prompt: the record that it answers.
-        sample: which of its samples.
-        turn: which of its turns.
-    """
+    """One line of the output: a prompt, and the indices of its sample and turn, from 0."""
 
     prompt: Prompt
     sample: int
@@ -37,7 +31,7 @@ class Item(NamedTuple):
 
 
 def rounds_of(config: GenerateConfig, prompts: list[Prompt]) -> list[list[Item]]:
-    """Return the items turn by turn: the answers of a turn go into the prompts of the next one."""
+    """Group the items by turn, because the prompts of a turn contain the answers of the turns before it."""
     num_turns = max(len(prompt.turns) for prompt in prompts) if config.turns == "all" else 1
     samples = range(config.num_samples)
     items = [Item(prompt, sample, 0) for prompt in prompts for sample in samples]  # token ids have no turns
@@ -56,14 +50,14 @@ def item_request(
     seed: int | None,
     options: RequestOptions,
 ) -> Request:
-    """Return an item's request, which comes behind the answers to the turns before it.
+    """Build an item's request, with the answers to the turns before it.
 
     Raises:
-        RequestError: a later turn cannot be decoded; names line and turn. First turns were checked before.
+        RequestError: the turn cannot be decoded; names line and turn. First turns have already been checked.
     """
     more = options.copy()
     more["sample"] = item.sample
-    if seed is not None:  # each prompt has noise of its own
+    if seed is not None:  # each prompt has a different seed
         more["sampling"] = replace(config.sampling, seed=(seed + item.prompt.index) % (MAX_SEED + 1))
     before = [answers[item.prompt.index, item.sample, turn] for turn in range(item.turn)]
     try:
@@ -75,7 +69,7 @@ def item_request(
 def turn_request(
     runtime: LookaheadRuntime, config: GenerateConfig, prompt: Prompt, before: Sequence[str], options: RequestOptions
 ) -> Request:
-    """Return the request of a prompt's turn, which comes behind the answers `before`."""
+    """Build the request of a prompt's turn; `before` has the answers to the turns before it."""
     if not config.chat:
         return runtime.request(prompt.value, config.max_new_tokens, **options)
     messages: RequestOptions = {**options, "messages": conversation(prompt.turns, before)}

@@ -1,4 +1,4 @@
-"""lp-chat url=...: answers of any server that speaks the OpenAI API."""
+"""lp-chat url=...: a conversation with any OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from lp_runtime.entrypoints.chat import Messages, converse, interruptible
 from lp_runtime.errors import ConfigError
 from lp_runtime.utils.openai_client import REASONING_FIELDS, Endpoint, choices_of, delta_of
 
-FIELD_OF = {"min_new_tokens": "min_tokens"}  # names of the API, of vLLM's server and ours, where they differ from here
+FIELD_OF = {"min_new_tokens": "min_tokens"}  # field names of the API (vLLM's and ours) that differ from setting names
 NOT_OF_THE_API: dict[str, object] = {"typical_p": 1, "no_repeat_ngram_size": 0, "bad_words_ids": []}
-"""Settings of sampling that no field of the API stands for, and the value at which each is off."""
+"""Sampling settings for which the API has no field, and the value of each that is off."""
 
 
 def chat_with_server(config: ChatConfig) -> None:
-    """Hold a conversation with the server of the settings.
+    """Run a conversation with the server at `config.url`.
 
     Raises:
-        ConfigError: the URL is none, or the key's file cannot be read, or the API has no field for a setting.
+        ConfigError: the URL is invalid, the key's file cannot be read, or the API has no field for a setting.
         LaunchError: the server cannot be reached.
-        RequestError: the server refuses to say what models it has.
+        RequestError: the server refuses to list its models.
     """
     assert config.url is not None
     fields = _fields(config)
@@ -33,11 +33,7 @@ def chat_with_server(config: ChatConfig) -> None:
 
 
 def _fields(config: ChatConfig) -> dict[str, object]:
-    """Return the fields of a request that the settings stand for; those that are not given are the server's choice.
-
-    Raises:
-        ConfigError: a setting of sampling would have no effect.
-    """
+    """Return the request fields for the given settings; raise ConfigError if a setting has no field."""
     sampling = dict(vars(config.sampling))
     for name, off in NOT_OF_THE_API.items():
         if (value := sampling.pop(name)) not in (None, off):
@@ -48,7 +44,7 @@ def _fields(config: ChatConfig) -> dict[str, object]:
 
 
 def _answer(endpoint: Endpoint, fields: dict[str, object], messages: Messages) -> str:
-    """Stream an answer, its reasoning to stderr; return the text that was shown, without the reasoning."""
+    """Stream an answer to stdout and its reasoning to stderr; return the text shown on stdout."""
     shown: list[str] = []
     is_reasoning = False
     try:
@@ -74,7 +70,7 @@ def _answer(endpoint: Endpoint, fields: dict[str, object], messages: Messages) -
 
 
 def _texts(endpoint: Endpoint, body: dict[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield an answer as it comes: (piece of the reasoning, piece of the text), each empty where there is none."""
+    """Stream an answer as pairs (piece of reasoning, piece of text); either may be empty."""
     for event in endpoint.stream("chat/completions", body):
         for delta in map(delta_of, choices_of(event)):
             reasoning = next((text for name in REASONING_FIELDS if (text := _text(delta, name))), "")
@@ -82,6 +78,6 @@ def _texts(endpoint: Endpoint, body: dict[str, object]) -> Iterator[tuple[str, s
 
 
 def _text(delta: dict[str, Any], name: str) -> str:
-    """Return the text of a delta's field; empty if it has none."""
+    """Return a delta's text field; empty if it is missing."""
     text = delta.get(name)
     return text if isinstance(text, str) else ""

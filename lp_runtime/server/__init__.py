@@ -1,1 +1,1 @@
-"""lp-serve: an HTTP server in the form of the OpenAI API."""
+"""lp-serve: an OpenAI-compatible HTTP server."""

@@ -1,4 +1,4 @@
-"""The HTTP routes of the server, in the form of the OpenAI API, over a scheduler."""
+"""The OpenAI-compatible HTTP routes of the server, on top of a scheduler."""
 
 from __future__ import annotations
 
@@ -37,27 +37,22 @@ from lp_runtime.server.token_routes import TokenRoutes
 
 log = logging.getLogger(__name__)
 
-PROMPT_END_TOKENS = 8  # of a prompt, which show whether it has opened the answer's reasoning part
+PROMPT_END_TOKENS = 8  # last tokens of a prompt; enough to see whether it ends with an open `<think>`
 POLL_SECONDS = 0.1  # between checks whether a client is still connected
 
 
 class Server:
-    """Turns HTTP requests into jobs, and their deltas into answers.
+    """The routes: turns HTTP requests into scheduler jobs, and their deltas into answers.
 
     Args:
         runtime: describes the model; only the scheduler uses its replicas.
-        scheduler: decodes the requests.
-        settings: settings of the routes.
-        tokenizer: the model's, for the server alone: two threads must not use one tokenizer.
-
-    Attributes:
-        metrics: what /metrics reports.
+        tokenizer: used by the server only, because two threads must not share a tokenizer.
     """
 
     def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler, settings: ServerSettings, tokenizer: Tokenizer):
         self._settings, self._tokenizer = settings, tokenizer
         self._sampling, self._defaults = runtime.config.sampling, runtime.info.defaults
-        self._open: set[Job] = set()  # jobs whose answers have not ended
+        self._open: set[Job] = set()  # jobs of unfinished answers
         self.metrics = Metrics(settings.name, runtime, scheduler, self._open)
         self._status = StatusRoutes(settings.name, runtime, scheduler, self.metrics)
         self._submitter = Submitter(runtime, scheduler, settings, tokenizer)
@@ -65,7 +60,7 @@ class Server:
         self._token_routes = TokenRoutes(runtime, self._status, self._submitter, tokenizer)
 
     def app(self) -> FastAPI:
-        """Return the application: routes, error handlers, and the gate before them."""
+        """Build the FastAPI application: routes, error handlers, and the gate in front of them."""
         app = FastAPI(title="lp_runtime", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         app.add_exception_handler(ApiError, lambda _, error: error.response())
         app.add_exception_handler(LookaheadError, lambda _, error: ApiError.of(error).response())
@@ -79,7 +74,7 @@ class Server:
                 CORSMiddleware,
                 allow_origins=gate.cors_origins,
                 allow_methods=("GET", "POST"),
-                allow_headers=("*",),  # clients send headers of their own, such as X-Stainless-Lang
+                allow_headers=("*",),  # client libraries send custom headers, such as X-Stainless-Lang
                 expose_headers=("X-Request-Id",),
             )
         self._status.add_to(app)
@@ -90,16 +85,16 @@ class Server:
         return app
 
     def drain(self) -> None:
-        """Take no new request from now on."""
+        """Refuse new requests from now on."""
         self._status.is_draining = True
 
     def close(self) -> None:
-        """Send the spans that are left."""
+        """Export the remaining trace spans."""
         if self._settings.tracing is not None:
             self._settings.tracing.close()
 
     def abort(self, error: LookaheadError) -> None:
-        """End every answer at once: clients read what there is and the error."""
+        """End every running answer now: clients receive the text so far and the error."""
         for job in list(self._open):
             job.abort(error)
 
@@ -140,17 +135,7 @@ class Server:
     async def _converse(
         self, body: Chat | Responses, request: Request, use: ToolUse, num_top: int | None
     ) -> list[Choice]:
-        """Submit a conversation; its answers are taken apart into reasoning, text and calls.
-
-        Args:
-            body: what the client sent.
-            request: how it came.
-            use: which tools the answer may or must call.
-            num_top: see `_options`.
-
-        Raises:
-            LookaheadError: the request is refused, there is no place for it, or the server ends.
-        """
+        """Submit a conversation, with parsers that split its answers into reasoning, text and tool calls."""
         options = self._options(body, request, num_top)
         chat_format, has_tools = self._chat_format, bool(use.tools)
         if has_tools and not chat_format.takes_tools:
@@ -166,33 +151,23 @@ class Server:
         return choices
 
     def _options(self, body: Common, request: Request, num_top: int | None) -> RequestOptions:
-        """Return the options of a body's requests, once the body is checked.
+        """Check a body and return the options of its decoding requests.
 
-        Args:
-            body: what the client sent.
-            request: how it came.
-            num_top: how many of the likeliest tokens each log-probability is to come with; None without them.
-
-        Raises:
-            ApiError: the client names another model.
-            LookaheadError: a field is not supported, or a setting is out of range.
+        `num_top` is the number of likeliest tokens per log-probability; None for no log-probabilities.
         """
         self._status.check_model(body.model)
         self._submitter.check_fields(body, request.state.request_id)
         options = body.options(self._sampling, self._defaults)
         options["request_id"] = request.state.request_id
-        options["cache_salt"] = f"{request.state.client} {body.cache_salt}"  # no client's name has a space
+        # The space separates unambiguously: client names contain none (read_api_keys).
+        options["cache_salt"] = f"{request.state.client} {body.cache_salt}"
         options["logprobs"], options["top_logprobs"] = num_top is not None, num_top or 0
         return options
 
     async def _submit(
         self, body: Common, prompts: list[list[int]], max_new_tokens: int | None, options: RequestOptions
     ) -> list[Choice]:
-        """Submit a body's requests; arguments as of Submitter.submit.
-
-        Raises:
-            LookaheadError: a request is refused, there is no place for all of them, or the server ends.
-        """
+        """Submit a body's requests, unless the server is draining; see Submitter.submit."""
         if self._status.is_draining:
             raise ReplicaError("the server is shutting down")
         await self._submitter.compile(options)
@@ -201,7 +176,7 @@ class Server:
         return choices
 
     def _text(self, tokens: list[int]) -> str:
-        return cast(str, self._tokenizer.decode(tokens))  # a list of texts is for a list of sequences alone
+        return cast(str, self._tokenizer.decode(tokens))  # decode returns a list only for a batch of sequences
 
     def _token_text(self, token: int) -> str:
         return self._text([token])
@@ -210,10 +185,10 @@ class Server:
         return token_bytes(self._tokenizer, token)
 
     async def _answer(self, body: Common, request: Request, choices: list[Choice], form: Form) -> Response:
-        """Answer with the choices, streamed or whole.
+        """Build the HTTP response: a stream of events, or one JSON body once all choices have ended.
 
         Raises:
-            ApiError: the client has disconnected.
+            ApiError: the client disconnected before the answer was complete.
             LookaheadError: a job has failed.
         """
         texts = self._texts(choices, time.perf_counter())
@@ -232,7 +207,7 @@ class Server:
         try:
             while not (await asyncio.wait({task}, timeout=POLL_SECONDS))[0]:
                 if await request.is_disconnected():
-                    raise ApiError(499, "the client has gone")
+                    raise ApiError(499, "the client has disconnected")
         finally:
             if not task.done():
                 task.cancel()
@@ -241,11 +216,9 @@ class Server:
         return Response(to_json(form.whole(choices)), media_type="application/json")
 
     async def _texts(self, choices: list[Choice], arrived: float) -> AsyncGenerator[tuple[Choice, str], None]:
-        """Yield (choice, text to show) for every delta, one choice after another, and for each choice's end.
+        """Yield (choice, text to show) for every delta and for each choice's end, one choice after another.
 
-        Args:
-            choices: the choices; each grows by its deltas. All jobs are cancelled if the iteration ends early.
-            arrived: when the HTTP request arrived, on time.perf_counter's clock.
+        If the iteration ends early, all jobs are cancelled. `arrived` is the request's arrival by time.perf_counter().
         """
         latest = 0.0
         try:
@@ -266,7 +239,7 @@ class Server:
             self._close(choices)
 
     def _close(self, choices: list[Choice]) -> None:
-        """Cancel the jobs of an answer that has ended, without effect on those that have ended themselves."""
+        """Cancel the jobs of an answer; no effect on jobs that have already ended."""
         for choice in choices:
             choice.job.cancel()
             self._open.discard(choice.job)
@@ -274,7 +247,7 @@ class Server:
     async def _events(
         self, texts: AsyncIterator[tuple[Choice, str]], choices: list[Choice], form: Form, with_usage: bool
     ) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events; an error of a job becomes one, too."""
+        """Yield the answer as server-sent events; an error becomes an event too."""
         try:
             for each in form.opening(choices):
                 yield each
@@ -288,13 +261,13 @@ class Server:
                         yield each
             for each in form.closing(choices, with_usage):
                 yield each
-        except Exception as error:  # too late for a status
+        except Exception as error:  # the HTTP status has already been sent
             for each in form.failure(_api_error(error).body):
                 yield each
 
 
 def _api_error(error: Exception) -> ApiError:
-    """Return the API's error for any; the traceback of one that nobody has thought of goes to the log."""
+    """Convert any exception to an ApiError; log the traceback if it is not one of this package's errors."""
     if isinstance(error, LookaheadError):
         return ApiError.of(error)
     log.error("an answer has failed", exc_info=error)
@@ -302,7 +275,7 @@ def _api_error(error: Exception) -> ApiError:
 
 
 def _of_http(_: Request, error: Exception) -> Response:
-    """Answer an HTTPException of the framework's in the form of the OpenAI API."""
+    """Answer an HTTPException raised by FastAPI or the gate in OpenAI's error format."""
     assert isinstance(error, HTTPException)
     answer = ApiError(error.status_code, str(error.detail))
     answer.headers.update(error.headers or {})

@@ -1,4 +1,4 @@
-"""The HTTP server under the routes: bounds on slow, idle and too many connections, and an end that clients hear of."""
+"""uvicorn with limits on connections and their idle time, and a shutdown that sends clients an error."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from lp_runtime.server.errors import ApiError
 if TYPE_CHECKING:
     from lp_runtime.server.app import Server
 
-ABORT_SECONDS = 5.0  # for the errors of requests that were ended to reach their clients
-MIN_CONNECTIONS = 8  # whatever the limit of open files
-BACKLOG = 2048  # connections that the system holds until this process accepts them
+ABORT_SECONDS = 5.0  # to send errors to the clients of aborted requests
+MIN_CONNECTIONS = 8  # allowed even if the limit of open files is tiny
+BACKLOG = 2048  # connections that the system queues until this process accepts them
 
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """Bounds of the HTTP server; durations are in seconds.
+    """Limits of the HTTP server; durations are in seconds.
 
     Attributes:
-        header_timeout: within which the head of a request must have come, from the connection's or its first byte's
-            arrival.
-        keep_alive_timeout: for which a connection stays open between two requests.
-        max_connections: open connections at most; half of the process's limit of open files if that is less.
-        shutdown_timeout: for which running requests may go on after SIGINT or SIGTERM.
-        certificate: (certificate file, key file) of TLS, in PEM; None for plain HTTP.
+        header_timeout: time for a request's headers to arrive, from the opening of the connection or, on a kept-alive
+            one, from the first byte of the next request.
+        keep_alive_timeout: time that a connection stays open between two requests.
+        max_connections: open connections at most, and at most half of the process's limit of open files.
+        shutdown_timeout: time that running requests have to finish after SIGINT or SIGTERM.
+        certificate: (certificate file, key file) for TLS, in PEM; None for plain HTTP.
     """
 
     header_timeout: float = 10.0
@@ -47,28 +47,23 @@ class HttpLimits:
 
 
 class LimitedConfig(uvicorn.Config):
-    """uvicorn's settings, and the bounds that uvicorn does not have.
-
-    Args:
-        app: the ASGI application.
-        limits: the bounds.
+    """uvicorn's settings, plus limits that uvicorn does not have.
 
     Attributes:
-        limits: see Args.
-        max_connections: open connections at most.
-        turns: numbers the times that a connection begins to wait for a request.
+        max_connections: open connections at most, the limit of open files considered.
+        turns: counter that numbers each time a connection starts to wait for a request.
     """
 
     def __init__(self, app: Any, limits: HttpLimits):
         certificate, key = limits.certificate or (None, None)
         super().__init__(
             app,
-            http=LimitedProtocol,  # on h11, the strictest parser, whatever others are installed
+            http=LimitedProtocol,  # h11 is the strictest parser; uvicorn would choose httptools if it is installed
             ws="none",
             lifespan="off",
             log_level="warning",
             access_log=False,
-            timeout_keep_alive=limits.keep_alive_timeout,  # type: ignore[arg-type]  # it is handed to loop.call_later
+            timeout_keep_alive=limits.keep_alive_timeout,  # type: ignore[arg-type]  # loop.call_later accepts floats
             timeout_graceful_shutdown=limits.shutdown_timeout + ABORT_SECONDS,  # type: ignore[arg-type]
             server_header=False,
             ssl_certfile=certificate,
@@ -83,16 +78,10 @@ class LimitedConfig(uvicorn.Config):
 
 
 class LimitedProtocol(H11Protocol):
-    """One connection, which ends if it is silent for too long or if there are too many.
-
-    Args:
-        config: settings of the server, a LimitedConfig.
-        server_state: what all connections share.
-        app_state: state of the application.
-        _loop: the event loop.
+    """One connection; it is closed if it is silent for too long, or if there are too many.
 
     Attributes:
-        turn: how many times any connection had begun to wait for a request when this one did last.
+        turn: number of its latest wait for a request; the idle connection with the lowest one has waited longest.
     """
 
     def __init__(
@@ -110,12 +99,15 @@ class LimitedProtocol(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request of this connection is being answered."""
+        """Whether the connection is waiting for a request, not answering one."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept a connection. Where there are too many, close the one that has waited longest for a request, or, if
-        all are being answered, refuse this one with status 503."""
+        """Accept a connection, within the limit.
+
+        If there are too many, close the one that has waited longest for a request; if all others are being answered,
+        refuse this one with status 503.
+        """
         super().connection_made(transport)
         self._expect_head()
         if len(self.connections) <= self._max_connections:
@@ -128,7 +120,7 @@ class LimitedProtocol(H11Protocol):
             self._refuse()
 
     def data_received(self, data: bytes) -> None:
-        """Read what has come; from the first byte of a request's head on, the rest has limited time."""
+        """Read received bytes; the first byte of a request's headers starts the header timeout."""
         super().data_received(data)
         if not self.is_idle:
             self._forget_timer()
@@ -136,17 +128,17 @@ class LimitedProtocol(H11Protocol):
             self._expect_head()
 
     def on_response_complete(self) -> None:
-        """Begin to wait for the next request of the connection."""
+        """Start to wait for the next request."""
         self.turn = next(self._turns)
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the connection."""
+        """Cancel the header timeout of a lost connection."""
         self._forget_timer()
         super().connection_lost(exc)
 
     def close(self) -> None:
-        """Close the connection, which waits for a request."""
+        """Close this idle connection."""
         self._forget_timer()
         self.connections.discard(self)
         self.transport.close()
@@ -175,27 +167,18 @@ class LimitedProtocol(H11Protocol):
 
 
 class HttpServer(uvicorn.Server):
-    """Serves the routes until SIGINT or SIGTERM, lets answers go on for a while, and ends the rest with an error.
-
-    Args:
-        server: has the routes.
-        limits: bounds of the server.
-    """
+    """Server of the routes until SIGINT or SIGTERM; running answers then get `shutdown_timeout` to finish."""
 
     def __init__(self, server: Server, limits: HttpLimits):
         super().__init__(LimitedConfig(server.app(), limits))
         self._server, self._limits = server, limits
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no new request; after `shutdown_timeout` end those that run, so that each client has an error to read.
-
-        Args:
-            sockets: what the server listens on.
-        """
+        """Refuse new requests; after `shutdown_timeout`, end the running ones and send clients an error."""
         self._server.drain()
         error = ReplicaError("the server is shutting down")
         timer = asyncio.get_running_loop().call_later(self._limits.shutdown_timeout, self._server.abort, error)
-        # What uvicorn would log as an error is this server's way to end.
+        # uvicorn would log tasks that exceed its graceful shutdown as errors; here they are expected.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         try:
             await super().shutdown(sockets)

@@ -1,4 +1,4 @@
-"""Refusals: errors in the form of the OpenAI API."""
+"""Errors in OpenAI's format, and wording of pydantic's validation errors."""
 
 from __future__ import annotations
 
@@ -10,25 +10,22 @@ from fastapi.responses import JSONResponse
 
 from lp_runtime.errors import BusyError, ConfigError, DeadlineError, LengthError, LookaheadError, RequestError
 
-STATUS = {RequestError: 400, ConfigError: 400, BusyError: 429, DeadlineError: 503}  # by class of error; others are 503
-# OpenAI's codes by class of error; others have the name of their class.
+STATUS = {RequestError: 400, ConfigError: 400, BusyError: 429, DeadlineError: 503}  # by error class; others are 503
+# OpenAI's codes by error class; the code of others is the name of their class.
 CODES: dict[type[LookaheadError], str] = {LengthError: "context_length_exceeded"}
-MAX_MESSAGE_CHARS = 500  # a message may quote a value as long as a request
+MAX_MESSAGE_CHARS = 500  # a message may quote a value that is as long as the request
 
 
 class ApiError(Exception):
-    """An error as the OpenAI API reports it.
+    """An error response in OpenAI's format.
 
     Args:
-        status: HTTP status.
-        message: what is wrong; shortened to MAX_MESSAGE_CHARS, in one line.
-        kind: OpenAI's type of the error.
-        code: OpenAI's code of the error; None for none.
+        message: joined into one line and shortened to about MAX_MESSAGE_CHARS.
+        kind: OpenAI's `error.type`.
+        code: OpenAI's `error.code`.
 
     Attributes:
-        status: see Args.
-        body: the JSON body.
-        headers: further headers of the response.
+        headers: additional headers of the response; callers may add to them.
     """
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None):
@@ -45,7 +42,7 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: LookaheadError) -> ApiError:
-        """Return the API's error for one of this package."""
+        """Convert one of this package's errors."""
         status = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 503)
         kind = "invalid_request_error" if status == 400 else "server_error"
         code = CODES.get(type(error), type(error).__name__)
@@ -53,15 +50,15 @@ class ApiError(Exception):
 
     @classmethod
     def unforeseen(cls, error: Exception) -> ApiError:
-        """Return the API's error for one that nobody has thought of; the log has its traceback."""
-        return cls(500, f"{type(error).__name__}: the answer has failed; the server's log says more", "server_error")
+        """Convert an unexpected error to status 500; its details are in the log only."""
+        return cls(500, f"{type(error).__name__}: the answer has failed; the server's log has details", "server_error")
 
     def response(self) -> JSONResponse:
-        """Return the HTTP response; clients are asked to retry where the status is 429 or 503."""
+        """Build the HTTP response; with status 429 or 503 it asks clients to retry."""
         return JSONResponse(self.body, self.status, self.headers)
 
 
-# What pydantic's types of errors mean to whoever wrote the request; {} has the error's own values.
+# Wording of pydantic's error types for the client; pydantic's `ctx` fills the braces.
 WORDS = {
     "missing": "must be given",
     "extra_forbidden": "is not a known field",
@@ -85,23 +82,23 @@ WORDS = {
     "too_short": "is empty",
     "json_invalid": "is not valid JSON: {error}",
 }
-MAX_SHOWN_CHARS = 60  # of a value in a message
+MAX_SHOWN_CHARS = 60  # a message leaves out longer values
 
 
 async def invalid(_: Request, error: Exception) -> JSONResponse:
-    """Answer a body that is malformed, a RequestValidationError, with its first finding in one line of words."""
-    assert isinstance(error, RequestValidationError)  # FastAPI calls a handler with its class of error alone
+    """Answer a malformed body with status 400 and its first validation error, in one line."""
+    assert isinstance(error, RequestValidationError)  # FastAPI calls this handler for this class only
     return ApiError(400, in_words(error.errors())).response()
 
 
 def in_words(errors: Sequence[Mapping]) -> str:
-    """Return what is wrong with the first field that pydantic refuses, with the field's name and its value.
+    """Describe the first field that pydantic rejects, with its name and value.
 
-    A field that may be one thing or another has an error for each: all are named, but for an item of a list that says
-    what it is, whose own error alone is.
+    A field of a union type has one error per branch, and the message joins them with "or". A tagged item of a list
+    (input_items.py) is the exception: only the error of the branch that its tag selects is reported.
 
     Args:
-        errors: what pydantic found, at least one.
+        errors: pydantic's errors; at least one.
     """
     where = _place(errors[0])
     inside = [each for each in errors if _is_tagged(each) and _place(each).startswith(f"{where}.")]
@@ -118,26 +115,26 @@ def in_words(errors: Sequence[Mapping]) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return a value as messages show it; empty where it is long."""
+    """Format a value for a message, as "=VALUE"; empty if it is long or not a scalar."""
     shown = f"={value!r}" if isinstance(value, str | int | float) else ""
     return shown if len(shown) <= MAX_SHOWN_CHARS + 1 else ""
 
 
 def _meaning(error: Mapping) -> str:
-    """Return what an error says, in words."""
+    """Return the wording of one pydantic error."""
     known = WORDS.get(error["type"])
     return str(error["msg"]) if known is None else known.format(**error.get("ctx", {}))
 
 
 def _is_tagged(error: Mapping) -> bool:
-    """Whether an error is inside of an item that says what it is: pydantic names the item's tag, as [message]."""
+    """Whether an error's location has a tag of a union, which input_items.py writes as [message]."""
     return any(str(part).startswith("[") for part in error["loc"])
 
 
 def _place(error: Mapping) -> str:
-    """Return the name of the field that an error is about, as a client writes it; "body" for all of it.
+    """Return the dotted name of an error's field, as clients write it; "body" for the whole body.
 
-    Where a value may be of several types, pydantic appends the type that it has tried.
+    Parts that pydantic adds to the location (tags, and the union branch that it tried) are removed.
     """
     parts = [str(part) for part in error["loc"] if part != "body"]
     names = [part for part in parts if "[" not in part and part not in TRIED_TYPES]
@@ -146,4 +143,4 @@ def _place(error: Mapping) -> str:
     return ".".join(names) or "body"
 
 
-TRIED_TYPES = ("str", "int", "float", "bool")  # as pydantic names the branches of a union
+TRIED_TYPES = ("str", "int", "float", "bool")  # pydantic's names of union branches

@@ -1,4 +1,4 @@
-"""The gate before the routes: who may ask, from where, how much and how slowly; request ids and the access log."""
+"""Access checks before the routes: API keys, hosts, origins, body limits; request ids, access log."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from lp_runtime.server.errors import ApiError
 
 access_log = logging.getLogger("lp_runtime.access")
 
-PROBES = ("/health", "/live", "/ready", "/metrics")  # asked for by address, whatever the server's name is
-OPEN_PATHS = ("/", *PROBES)  # asked for by probes and browsers, without a key
-REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # of a client, taken over
-# Nothing may frame the page, guess types, or learn its address; the page loads nothing from elsewhere.
+PROBES = ("/health", "/live", "/ready", "/metrics")  # probes use the address, so their Host header is not checked
+OPEN_PATHS = ("/", *PROBES)  # served without an API key, to probes and browsers
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # a client's X-Request-Id that matches is used as the request's id
+# No framing, no content-type guessing, no referrer; the page loads nothing from other hosts.
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
@@ -38,15 +38,15 @@ SECURITY_HEADERS = (
 
 @dataclass(frozen=True)
 class GateRules:
-    """Who may ask.
+    """Rules for accepting requests.
 
     Attributes:
-        api_keys: keys that clients may send, by the client's name; empty if none is required.
-        allowed_hosts: values of the Host header, without port, that are served; "*.NAME" allows subdomains; empty for
+        api_keys: accepted API keys by the client's name; empty if none is required.
+        allowed_hosts: accepted Host headers, without port; "*.NAME" allows subdomains; empty for any.
+        cors_origins: origins of web pages, in addition to this server's own, whose scripts may send requests; "*" for
             any.
-        cors_origins: origins of web pages, beside this server's own, whose scripts may ask; "*" for any.
-        max_body_bytes: largest size of a request's body, in bytes.
-        body_timeout: seconds within which a request's body must have come.
+        max_body_bytes: largest request body, in bytes.
+        body_timeout: seconds for a request's body to arrive.
         logs_access: whether each request is logged, as one line of JSON.
     """
 
@@ -59,19 +59,14 @@ class GateRules:
 
 
 class Gate:
-    """ASGI middleware that checks a request before it is read, and names it.
-
-    Args:
-        app: the application behind the gate.
-        rules: who may ask.
-    """
+    """ASGI middleware that checks a request before its body is read, and gives it an id."""
 
     def __init__(self, app: ASGIApp, rules: GateRules):
         self._app, self._rules = app, rules
         self._keys = {name: key.encode() for name, key in rules.api_keys.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, or refuse it with status 400, 401, 403 or 413."""
+        """Serve one request, or refuse it with status 400, 401, 403, 408 or 413."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -102,13 +97,13 @@ class Gate:
                 _log(scope, request_id, client, status, time.perf_counter() - started)
 
     def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes], client: str | None) -> ApiError | None:
-        """Return why a request is refused before its body is read; None if it is not."""
+        """Return the error for a request that is refused before its body is read; None if it is accepted."""
         host = headers.get(b"host", b"").decode("latin-1")
         if scope["path"] not in PROBES and not self._is_host_allowed(host):
-            return ApiError(400, f"host {host!r}: is not served here (see allowed_hosts)", code="host_not_allowed")
+            return ApiError(400, f"host {host!r}: is not allowed (see allowed_hosts)", code="host_not_allowed")
         if scope["method"] == "POST" and not self._is_origin_allowed(headers, host):
             origin = headers[b"origin"].decode("latin-1")
-            return ApiError(403, f"origin {origin!r}: pages of it may not ask (see cors_origins)", "permission_error")
+            return ApiError(403, f"origin {origin!r}: is not allowed (see cors_origins)", "permission_error")
         if client is None and scope["path"] not in OPEN_PATHS:
             error = ApiError(401, "the API key is missing or wrong", "authentication_error", "invalid_api_key")
             error.headers["WWW-Authenticate"] = "Bearer"
@@ -128,7 +123,7 @@ class Gate:
         )
 
     def _is_origin_allowed(self, headers: Mapping[bytes, bytes], host: str) -> bool:
-        """Whether a request comes from no web page, from this server's own, or from one that is allowed."""
+        """Whether a request comes from an allowed web page, from this server's own page, or from no page."""
         if b"origin" not in headers or headers.get(b"sec-fetch-site") in (b"same-origin", b"none"):
             return True
         origin = headers[b"origin"].decode("latin-1")
@@ -136,11 +131,11 @@ class Gate:
         return own or "*" in self._rules.cors_origins or origin in self._rules.cors_origins
 
     def _client(self, headers: Mapping[bytes, bytes]) -> str | None:
-        """Return the name of the client whose key a request has; "" where none is required, None for a wrong key."""
+        """Return the client whose key a request has; "" if no key is required, None if it is wrong."""
         if not self._keys:
             return ""
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        # Every key is compared, so that the time tells nothing.
+        # Compare all keys, in constant time, so that response times leak nothing about them.
         matches = [name for name, each in self._keys.items() if hmac.compare_digest(key.strip(), each)]
         return matches[0] if matches and scheme.lower() == b"bearer" else None
 
@@ -148,7 +143,7 @@ class Gate:
         return f"the request is too large: must be at most {self._rules.max_body_bytes} bytes"
 
     def _bounded(self, receive: Receive) -> Receive:
-        """Return a `receive` that raises HTTPException where the body is too large or comes too slowly."""
+        """Wrap `receive` to raise an HTTPException if the body is too large or arrives too slowly."""
         deadline = time.monotonic() + self._rules.body_timeout
         size, is_whole = 0, False
 
@@ -159,7 +154,7 @@ class Gate:
             try:
                 message = await asyncio.wait_for(receive(), max(0.0, deadline - time.monotonic()))
             except TimeoutError:
-                what = f"the request's body did not come within {self._rules.body_timeout:g} seconds"
+                what = f"the request's body did not arrive within {self._rules.body_timeout:g} seconds"
                 raise HTTPException(408, what, {"Connection": "close"}) from None
             size += len(message.get("body", b""))
             is_whole = not message.get("more_body", False)

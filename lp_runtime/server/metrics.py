@@ -1,4 +1,4 @@
-"""What /metrics reports to Prometheus; every metric has the model's name as a label."""
+"""Prometheus metrics of /metrics; every metric has the model's name as a label."""
 
 from __future__ import annotations
 
@@ -13,22 +13,20 @@ from lp_runtime.scheduler.scheduler import Scheduler
 
 BUCKETS_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 SHORT_BUCKETS_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-MODEL = "model_name"  # the label
+MODEL = "model_name"  # label of every metric
 
 
 class Metrics:
-    """Metrics of one server: the scheduler's totals, read at each scrape, and latencies as clients see them.
+    """Metrics of one server: the scheduler's totals, read at each scrape, and client-side latencies.
 
     Args:
         name: the model's name for clients.
-        runtime: counts its replicas.
-        scheduler: counts its requests.
-        jobs: of the answers that have not ended; the server changes it.
+        jobs: jobs of unfinished answers; a live view that the server updates.
 
     Attributes:
         first_token: seconds from a request's arrival to its first token.
-        inter_token: seconds between a stream's tokens; a step's tokens share its time.
-        queue: seconds from a request's arrival to its first replica.
+        inter_token: seconds between a stream's tokens; a step's time is divided by its number of tokens.
+        queue: seconds that a job waits for its first replica.
         whole: seconds from a request's arrival to its end.
     """
 
@@ -52,7 +50,7 @@ class Metrics:
 
     @property
     def kv_cache_usage(self) -> float:
-        """Part of the replicas' KV caches that running requests have reserved, 0 to 1; 0 where capacity is unknown."""
+        """Fraction of the KV caches that running requests have reserved, 0 to 1; 0 if capacity is unknown."""
         capacity = self._runtime.info.capacity
         if not capacity:
             return 0.0
@@ -61,7 +59,7 @@ class Metrics:
         return min(1.0, reserved / (capacity * max(1, self._runtime.num_ready)))
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics that are read from the scheduler; the registry calls it."""
+        """Yield the metrics that are read from the scheduler; called by the registry at each scrape."""
         totals, degrees = self._scheduler.totals, self._scheduler.degrees
         for name, what, value in (
             ("lp_requests_waiting", "Requests in the queue", self._scheduler.num_waiting),

@@ -1,7 +1,7 @@
-"""The server as an application of Ray Serve. Ray is imported only with server=ray_serve.
+"""The server as a Ray Serve application. Ray is imported only with server=ray_serve.
 
 One Serve replica holds the runtime and the scheduler. The model's replicas are actors of launcher=ray in the same
-cluster; their number is what scales, there is always one Serve replica.
+cluster. To scale, change the number of actors; there is always one Serve replica.
 """
 
 from __future__ import annotations
@@ -31,16 +31,12 @@ if TYPE_CHECKING:
     from ray.serve.schema import ServeStatus
 
 APPLICATION = "lp_runtime"
-MAX_REQUESTS = 10_000  # at once, before Ray Serve refuses any: the scheduler refuses them long before
-CLOSE_SECONDS = 10.0  # for the runtime to end, after shutdown_timeout for answers
+MAX_REQUESTS = 10_000  # concurrent requests for Ray Serve; so high that the scheduler's own limit applies first
+CLOSE_SECONDS = 10.0  # for the runtime to close, in addition to shutdown_timeout for running answers
 
 
 class Service:
-    """The Serve replica: a runtime, a scheduler and the HTTP routes.
-
-    Args:
-        config: settings of the server.
-    """
+    """The Serve replica: a runtime, a scheduler and the HTTP routes."""
 
     async def __init__(self, config: ServeConfig):  # type: ignore[misc]  # Ray Serve awaits it
         self._config = config
@@ -48,21 +44,22 @@ class Service:
         self._scheduler = Scheduler(self._runtime, config.max_waiting, config.policy, config.max_batch)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Return the HTTP application; Ray Serve calls it."""
+        """Build the HTTP application; called by Ray Serve."""
         return make_server(self._runtime, self._scheduler, self._config).app()
 
     def check_health(self) -> None:
-        """Check that the model has replicas; Ray Serve calls it, and restarts the Serve replica after a few errors.
+        """Check that the model has replicas; Ray Serve restarts the Serve replica after a few failed checks.
 
         Raises:
             ReplicaError: no replica of the model is up, and none is being started.
         """
-        launcher = self._runtime.launcher  # num_ready is read twice: a replica may come up between the first two reads
+        # num_ready is read again because a replica that was loading may become ready between the first two reads.
+        launcher = self._runtime.launcher
         if not (launcher.num_ready or launcher.num_loading or launcher.num_ready):
             raise ReplicaError("no replica of the model is left")
 
     async def __del__(self) -> None:
-        """End the scheduler and the runtime; Ray Serve calls it when it ends the Serve replica."""
+        """Close the scheduler and the runtime; called by Ray Serve when it stops the Serve replica."""
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
@@ -71,10 +68,10 @@ class Service:
 
 
 def build(arguments: Mapping[str, object]) -> Application:
-    """Return the Serve application, for its config files and `serve run lp_runtime.server.ray_serve:build gpus=4`.
+    """Build the application for Serve config files or `serve run lp_runtime.server.ray_serve:build ...`.
 
     Args:
-        arguments: settings by key, as lp-serve takes them; `host` and `port` are Ray Serve's own.
+        arguments: lp-serve settings by key; `host` and `port` have no effect, Ray Serve has its own.
 
     Raises:
         ConfigError: a setting is unknown or not allowed.
@@ -87,7 +84,7 @@ def build(arguments: Mapping[str, object]) -> Application:
 
 
 def build_from_config(config: ServeConfig) -> Application:
-    """Return the Serve application of a whole configuration; its launcher becomes ray."""
+    """Build the Serve application from a complete configuration; launcher=ray replaces its launcher."""
     from ray import serve
 
     deploy = serve.deployment(
@@ -104,11 +101,11 @@ def build_from_config(config: ServeConfig) -> Application:
 
 
 def serve_on_ray(config: ServeConfig) -> None:
-    """Deploy the application, and remove it at SIGINT or SIGTERM: lp-serve server=ray_serve.
+    """Deploy the application and remove it at SIGINT or SIGTERM: lp-serve server=ray_serve.
 
     Raises:
         ConfigError: the port is taken.
-        LaunchError: Ray Serve is not installed, or the application cannot be started.
+        LaunchError: Ray Serve is not installed, or the application fails to start.
     """
     try:
         import ray
@@ -123,7 +120,7 @@ def serve_on_ray(config: ServeConfig) -> None:
     try:
         is_shared = bool(serve.status().proxies)
         if not is_shared:
-            listen(config).close()
+            listen(config).close()  # fails early, with a clear error, if the port is taken
         try:
             if not is_shared:
                 serve.start(http_options={"host": config.host, "port": config.port})
@@ -142,7 +139,7 @@ def serve_on_ray(config: ServeConfig) -> None:
 
 
 def _reason(error: Exception, status: ServeStatus) -> str:
-    """Return the last line of the Serve replica's message, else of the error, without the error's class."""
+    """Return the last line of the deployment's status message, else of the error, without the error class."""
     application = status.applications.get(APPLICATION)
     messages = [each.message for each in application.deployments.values()] if application else []
     lines = [line.strip() for text in (str(error), *messages) for line in text.splitlines() if line.strip()]

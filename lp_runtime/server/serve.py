@@ -24,11 +24,10 @@ if TYPE_CHECKING:
 
 
 def check_serve(config: ServeConfig) -> None:
-    """Refuse, before a model is loaded, settings that cannot be served.
+    """Check that the settings can be served, before a model is loaded.
 
     Raises:
-        ConfigError: a file of keys or certificates is not readable, or torchrun started this process and
-            server=ray_serve.
+        ConfigError: a file of keys or certificates is not readable, or server=ray_serve runs under torchrun.
         LaunchError: the server's packages are not installed.
         ModelError: the model has no tokenizer.
     """
@@ -50,7 +49,7 @@ def check_serve(config: ServeConfig) -> None:
 
 
 def make_server(runtime: LookaheadRuntime, scheduler: Scheduler, config: ServeConfig) -> Server:
-    """Return the HTTP routes of a server.
+    """Build the routes from the settings.
 
     Raises:
         ConfigError: the file of API keys is not readable.
@@ -83,7 +82,7 @@ def make_server(runtime: LookaheadRuntime, scheduler: Scheduler, config: ServeCo
 
 
 def read_api_keys(config: ServeConfig) -> dict[str, str]:
-    """Return the API keys by the client's name: of the file, and the one of the settings under the name "default".
+    """Return the API keys by the client's name: those of the file, and `api_key` under the name "default".
 
     Raises:
         ConfigError: the file is not readable, or a line is not NAME KEY.
@@ -108,26 +107,25 @@ def read_api_keys(config: ServeConfig) -> dict[str, str]:
 
 
 def allowed_hosts(config: ServeConfig) -> list[str]:
-    """Return the Host headers that are served: those of the settings; on a loopback address its names, so that no name
-    of elsewhere can be made to lead here (DNS rebinding); else, and behind Ray Serve's own proxies, any."""
+    """Return the accepted Host headers; an empty list for any.
+
+    Without the setting, a server on a loopback address accepts the names of that address only, which prevents DNS
+    rebinding. On other addresses, and with Ray Serve, whose proxies receive the requests, any name is accepted.
+    """
     if config.allowed_hosts is not None:
         return config.allowed_hosts
     if config.server == "ray_serve":
         return []
     try:
         is_local = config.host == "localhost" or ipaddress.ip_address(config.host).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # the host is a name, not an address
         is_local = False
     host = f"[{config.host}]" if ":" in config.host else config.host
     return list(dict.fromkeys(("localhost", "127.0.0.1", "[::1]", host))) if is_local else []
 
 
 def _check_certificate(config: ServeConfig) -> None:
-    """Refuse certificates that TLS cannot use.
-
-    Raises:
-        ConfigError: names the file.
-    """
+    """Raise ConfigError if TLS cannot load the certificate or its key."""
     if config.ssl_certfile is None:
         return
     try:
@@ -143,7 +141,7 @@ def served_name(config: ServeConfig) -> str:
 
 
 def open_port(config: ServeConfig) -> StartingServer:
-    """Listen, and say to whoever asks that the server is starting.
+    """Listen on the port and answer requests with "the server is starting".
 
     Raises:
         ConfigError: the port is taken.
@@ -154,13 +152,7 @@ def open_port(config: ServeConfig) -> StartingServer:
 
 
 def serve(runtime: LookaheadRuntime, config: ServeConfig, starting: StartingServer) -> None:
-    """Serve until SIGINT or SIGTERM.
-
-    Args:
-        runtime: decodes the requests.
-        config: settings of the server.
-        starting: has the port, and hands it over.
-    """
+    """Serve until SIGINT or SIGTERM, on the port that `starting` hands over."""
     if config.access_log:
         log_to_stderr(logging.getLogger("lp_runtime.access"))
     with Scheduler(runtime, config.max_waiting, config.policy, config.max_batch) as scheduler:
@@ -173,13 +165,13 @@ def serve(runtime: LookaheadRuntime, config: ServeConfig, starting: StartingServ
         print(f"serving {served_name(config)} on {url}/v1", flush=True)
         print(f"a page to try it: {url}/", file=sys.stderr, flush=True)
         try:
-            server.run(sockets=[listener])  # raises the signal that has ended it once more
+            server.run(sockets=[listener])  # raises the signal that ended it again, once it has shut down
         finally:
             routes.close()
 
 
 def log_to_stderr(log: logging.Logger) -> None:
-    """Write a logger's lines to stderr as they are."""
+    """Write a logger's messages to stderr, without a prefix."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.addHandler(handler)
@@ -188,7 +180,7 @@ def log_to_stderr(log: logging.Logger) -> None:
 
 
 def http_limits(config: ServeConfig) -> HttpLimits:
-    """Return the bounds of the HTTP server."""
+    """Return the limits of the HTTP server that the settings ask for."""
     from lp_runtime.server.connections import HttpLimits
 
     certificate = None
@@ -204,30 +196,25 @@ def http_limits(config: ServeConfig) -> HttpLimits:
 
 
 def http_server(server: Server, limits: HttpLimits | None = None) -> HttpServer:
-    """Return the HTTP server of some routes; its `run` serves until SIGINT or SIGTERM.
-
-    Args:
-        server: the routes.
-        limits: bounds on connections; HttpLimits() if not given.
-    """
+    """Build an HTTP server for the routes; its `run` serves until SIGINT or SIGTERM."""
     from lp_runtime.server.connections import HttpLimits, HttpServer
 
     return HttpServer(server, limits or HttpLimits())
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """Return a socket that listens on the host and port of the settings.
+    """Open a socket that listens on the host and port of the settings.
 
     Raises:
-        ConfigError: the address does not exist here, or the port is taken.
+        ConfigError: the address does not exist on this machine, or the port is taken.
     """
     try:
         family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((config.host, config.port), family=family, backlog=2048)
-    except (OSError, ValueError) as error:  # ValueError for a text that cannot be a host name
+    except (OSError, ValueError) as error:  # ValueError: the text cannot be a host name
         raise ConfigError(f"host={config.host} port={config.port}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
-    """Return an error's reason as the system words it, without numbers and names."""
+    """Return the system's description of an error, without errno and file name."""
     return getattr(error, "strerror", None) or first_line(error)

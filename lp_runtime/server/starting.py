@@ -1,4 +1,4 @@
-"""The port of a server whose model is still being loaded: it is open from the first second, and says so."""
+"""A placeholder HTTP server that answers on the port while the model is being loaded."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from lp_runtime.server.errors import ApiError
 
 
 class StartingServer:
-    """Answers in a thread of its own until the server is there: /live with status 200, everything else with 503.
+    """Server in a separate thread that answers /live with status 200 and everything else with 503.
 
     Args:
-        listener: listens; stays open.
-        limits: bounds on connections.
+        listener: a listening socket; never closed here, and returned by `hand_over`.
 
     Attributes:
-        port: what the listener listens on.
+        port: port number of the listener, also if the settings asked for any free port.
     """
 
     def __init__(self, listener: socket.socket, limits: HttpLimits):
         self._listener = listener
         self.port: int = listener.getsockname()[1]
         self._server = uvicorn.Server(LimitedConfig(answer, limits))
-        # Its end closes what it was given; connections that come meanwhile wait in the queue that both have.
+        # uvicorn closes its socket when it ends. The duplicate shares the accept queue, so connections that arrive
+        # during the hand-over wait there instead of being refused.
         sockets = {"sockets": [listener.dup()]}
         self._thread = threading.Thread(target=self._server.run, kwargs=sockets, name="lp-starting", daemon=True)
         self._thread.start()
 
     def hand_over(self) -> socket.socket:
-        """Stop answering, and return the listener for whoever answers next."""
+        """Stop answering, and return the listener for the real server."""
         self._server.should_exit = True
         self._thread.join()
         return self._listener
 
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request of any kind, as an ASGI application."""
+    """ASGI application: answer /live with status 200, everything else with 503."""
     if scope["type"] != "http":
         return
     closing = {"Connection": "close"}

@@ -1,4 +1,4 @@
-"""The routes that say what the server is and how it does: the page, probes, metrics, the model."""
+"""Routes that report the server's state: the demo page, probes, metrics, the model."""
 
 from __future__ import annotations
 
@@ -17,16 +17,13 @@ PAGE = Path(__file__).with_name("page.html")
 
 
 class StatusRoutes:
-    """Answers what needs no decoding.
+    """Routes that need no decoding.
 
     Args:
         name: the model's name for clients.
-        runtime: describes the model.
-        scheduler: counts its requests.
-        metrics: what /metrics reports.
 
     Attributes:
-        is_draining: whether the server ends, and takes no new request.
+        is_draining: whether the server is shutting down and refuses new requests.
     """
 
     def __init__(self, name: str, runtime: LookaheadRuntime, scheduler: Scheduler, metrics: Metrics):
@@ -45,7 +42,7 @@ class StatusRoutes:
         app.get("/v1/models/{name:path}")(self.model)
 
     async def page(self) -> Response:
-        """Answer GET /: a page that shows a generation as it comes."""
+        """Answer GET /: a page that streams a generation."""
         return Response(PAGE.read_text(), media_type="text/html; charset=utf-8")
 
     async def health(self) -> JSONResponse:
@@ -57,7 +54,7 @@ class StatusRoutes:
         return JSONResponse(status, 200 if is_healthy else 503)
 
     async def ready(self) -> JSONResponse:
-        """Answer GET /ready: status 200 if new requests are taken, 503 if no replica is up or the server ends."""
+        """Answer GET /ready: status 200 if new requests are accepted; 503 without replicas or in shutdown."""
         if self.is_draining:
             return JSONResponse({"status": "the server is shutting down", "replicas": self._runtime.num_ready}, 503)
         return await self.health()
@@ -89,10 +86,10 @@ class StatusRoutes:
         }
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a request for another model; None is a request that names none.
+        """Check that a request names this model or, with None, no model.
 
         Raises:
-            ApiError: status 404.
+            ApiError: it names another model; status 404.
         """
         if name not in (None, self._name):
             raise ApiError(404, f"model {name!r}: must be {self._name}", code="model_not_found")

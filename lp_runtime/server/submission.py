@@ -1,4 +1,4 @@
-"""From the fields of an HTTP request to jobs in the scheduler's queue."""
+"""Submission of HTTP requests to the scheduler's queue, as jobs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from lp_runtime.server.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
-MAX_NAMED_FIELDS = 100  # unknown fields that are named in the log, each once
-MAX_NAME_CHARS = 60
+MAX_NAMED_FIELDS = 100  # unknown fields that the log names, each once; bounds what clients can make it write
+MAX_NAME_CHARS = 60  # of such a field's name
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,12 @@ class ServerSettings:
 
     Attributes:
         name: the model's name for clients.
-        gate: who may ask, from where, how much and how slowly.
         max_new_tokens: tokens that a request may generate at most; None for what the model's context allows.
         queue_timeout: seconds that a request may wait in the queue; None for no limit.
         strict_fields: whether requests with unknown fields are refused.
-        tracing: makes spans of requests; None for none.
-        tool_format: how the model writes calls of tools, one of config.serving.TOOL_FORMATS.
-        reasoning: how it writes a reasoning part, one of config.serving.REASONINGS.
+        tracing: exports spans of requests; None for no tracing.
+        tool_format: how the model writes tool calls: one of config.serving.TOOL_FORMATS.
+        reasoning: how the model writes its reasoning: one of config.serving.REASONINGS.
     """
 
     name: str
@@ -53,13 +52,10 @@ class ServerSettings:
 
 
 class Submitter:
-    """Checks requests and puts them into the queue.
+    """Checks requests and puts them into the scheduler's queue.
 
     Args:
-        runtime: describes the model.
-        scheduler: decodes the requests.
-        settings: settings of the routes.
-        tokenizer: the model's, for the server alone.
+        tokenizer: used by the server only, because two threads must not share a tokenizer.
     """
 
     def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler, settings: ServerSettings, tokenizer: Tokenizer):
@@ -70,14 +66,10 @@ class Submitter:
         self._named_fields: set[str] = set()
 
     def check_fields(self, body: Common, request_id: str) -> None:
-        """Refuse fields that are unknown, or name each of them in the log once.
-
-        Args:
-            body: what the client sent.
-            request_id: names the request in the log.
+        """Log each unknown field once; with `strict_fields`, refuse it.
 
         Raises:
-            RequestError: names a field that is not supported, or, with `strict_fields`, not known.
+            RequestError: names a field that is not supported or, with `strict_fields`, not known.
         """
         unknown = body.unknown_fields()
         if unknown and self._settings.strict_fields:
@@ -86,10 +78,10 @@ class Submitter:
             shown = ascii(name)[:MAX_NAME_CHARS]
             if shown not in self._named_fields and len(self._named_fields) < MAX_NAMED_FIELDS:
                 self._named_fields.add(shown)
-                log.warning("request %s has a field that is not known and has no effect: %s", request_id, shown)
+                log.warning("request %s has an unknown field, which has no effect: %s", request_id, shown)
 
     def encode(self, prompt: str, split_special_tokens: bool) -> list[int]:
-        """Return the token ids of a prompt; with `split_special_tokens`, special tokens in it are plain text.
+        """Return a prompt's token ids; with `split_special_tokens`, special tokens are encoded as plain text.
 
         Raises:
             RequestError: the text is not valid Unicode.
@@ -97,18 +89,16 @@ class Submitter:
         return encode(self._tokenizer, prompt, split_special_tokens=split_special_tokens)
 
     async def compile(self, options: RequestOptions) -> None:
-        """Compile the constraint of options, if there is one, while other requests go on; it is kept for `submit`.
-
-        A constraint that is kept from earlier is not waited for.
+        """Compile the options' constraint, if any, into the compiler's cache, without blocking other requests.
 
         Raises:
-            BusyError: too many other constraints wait to be compiled, or they take long.
+            BusyError: too many constraints are waiting to be compiled, or they take too long.
             LookaheadError: the constraint is refused.
         """
         constraint = options.get("constraint")
         if constraint is None or constraint.kind is None or self._compiler.kept(constraint) is not None:
             return
-        # Shielded: others may wait for the same compilation when the client of this request has left.
+        # Shielded: other requests may wait for the same compilation after this request's client has disconnected.
         await asyncio.shield(asyncio.wrap_future(self._compiler.submit(constraint)))
 
     def encode_chat(
@@ -117,26 +107,26 @@ class Submitter:
         split_special_tokens: bool,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """Return the token ids of a conversation with tools, ready for the model's answer.
+        """Return the token ids of a conversation and its tools, up to the start of the model's answer.
 
         Raises:
-            RequestError: the model has no chat template, or it refuses the messages.
+            RequestError: the model has no chat template, or the template refuses the messages.
         """
         return encode_chat(self._tokenizer, messages, split_special_tokens, tools)
 
     def submit(
         self, body: Common, prompts: Sequence[list[int]], max_new_tokens: int | None, options: RequestOptions
     ) -> list[Choice]:
-        """Submit `body.n` samples of each prompt.
+        """Submit `body.n` samples of each prompt, all or none.
 
         Args:
-            body: what the client sent.
-            prompts: token ids of each.
-            max_new_tokens: tokens that the client asks for at most; None for the default.
+            body: the HTTP request's body.
+            prompts: token ids of each prompt.
+            max_new_tokens: limit that the client asks for; None for the default.
             options: options of every request.
 
         Raises:
-            LookaheadError: a request is refused, or there is no place for all of them.
+            LookaheadError: a request is refused, or the queue has no space for all of them.
         """
         limit = self._settings.max_new_tokens
         if limit is not None and max_new_tokens is not None and max_new_tokens > limit:
@@ -148,7 +138,7 @@ class Submitter:
         requests: list[DecodingRequest] = []
         for prompt in prompts:
             first = self._request(prompt, max_new_tokens, options)
-            # Greedy samples are all alike; clients ask for them all the same.
+            # Greedy samples are identical: give them one sample number.
             is_sampled = first.sampling.seed is not None
             requests += [replace(first, sample=sample if is_sampled else 0) for sample in range(body.n)]
         jobs = self._scheduler.submit_all(requests, self._settings.queue_timeout, body.gpus)
@@ -157,7 +147,7 @@ class Submitter:
         ]
 
     def _request(self, prompt: list[int], max_new_tokens: int | None, options: RequestOptions) -> DecodingRequest:
-        """Return a checked request; the model's own default of max_new_tokens is capped by the server's limit."""
+        """Build a checked request; the server's limit caps the model's default of max_new_tokens."""
         request, limit = self._builder.build(prompt, max_new_tokens, **options), self._settings.max_new_tokens
         if limit is None or request.max_new_tokens <= limit:
             return request

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: the model's tokenizer, in the form of vLLM's routes."""
+"""The routes POST /tokenize and /detokenize, compatible with vLLM's."""
 
 from __future__ import annotations
 
@@ -39,13 +39,11 @@ class Detokenize(BaseModel):
 
 
 class TokenRoutes:
-    """Turns text into token ids and back.
+    """Routes that turn text into token ids and back.
 
     Args:
-        runtime: describes the model.
-        status: knows the model's name.
-        submitter: encodes conversations as requests are encoded.
-        tokenizer: the model's, for the server alone.
+        submitter: encodes conversations exactly as for a chat request.
+        tokenizer: used by the server only, because two threads must not share a tokenizer.
     """
 
     def __init__(self, runtime: LookaheadRuntime, status: StatusRoutes, submitter: Submitter, tokenizer: Tokenizer):

@@ -1,7 +1,7 @@
-"""OpenTelemetry spans of requests: each answer is one span, and its queue, prefills and decoding are spans below it.
+"""OpenTelemetry spans: one per answer, with child spans for queue, prefill and decoding.
 
-Names and attributes are those of OpenTelemetry's semantic conventions for generative AI. A trace that a client has
-begun (the header traceparent) goes on.
+Names and attributes follow OpenTelemetry's semantic conventions for generative AI. A client's trace is continued if it
+sends the header traceparent.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 NANOSECONDS = 1_000_000_000
-OPERATIONS = {"/v1/completions": "text_completion"}  # of the conventions, by path; the others chat
+OPERATIONS = {"/v1/completions": "text_completion"}  # gen_ai.operation.name by path; "chat" for all others
 
 
 def check_tracing() -> None:
-    """Refuse to trace without OpenTelemetry.
+    """Check that OpenTelemetry is installed.
 
     Raises:
         LaunchError: a package is not installed.
@@ -37,12 +37,7 @@ def check_tracing() -> None:
 
 
 class Tracing:
-    """Makes the spans of one server's requests.
-
-    Args:
-        provider: exports the spans.
-        model: the model's name for clients.
-    """
+    """Creates the spans of one server's requests."""
 
     def __init__(self, provider: TracerProvider, model: str):
         self._provider, self._model = provider, model
@@ -50,10 +45,10 @@ class Tracing:
 
     @classmethod
     def to(cls, endpoint: str, model: str) -> Tracing:
-        """Return what sends spans to a collector, by OTLP over HTTP.
+        """Create a Tracing that exports to a collector by OTLP over HTTP.
 
         Args:
-            endpoint: URL of the collector, as http://HOST:4318/v1/traces.
+            endpoint: URL of the collector, such as http://HOST:4318/v1/traces.
             model: the model's name for clients.
         """
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -66,7 +61,7 @@ class Tracing:
         return cls(provider, model)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Export the remaining spans."""
         self._provider.shutdown()
 
     async def traced(
@@ -78,16 +73,7 @@ class Tracing:
         body: Common,
         choices: Sequence[Choice],
     ) -> AsyncGenerator[tuple[Choice, str], None]:
-        """Yield what `texts` yields; when it has ended, however, make the answer's spans.
-
-        Args:
-            texts: an answer as it grows.
-            headers: of the HTTP request.
-            path: of the HTTP request.
-            request_id: names the request in logs.
-            body: what the client sent.
-            choices: of the answer.
-        """
+        """Yield from `texts`, and create the answer's spans when it ends, fails or is abandoned."""
         from opentelemetry.trace import SpanKind, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -112,7 +98,7 @@ class Tracing:
             span.end()
 
     def _asked(self, body: Common) -> dict[str, Any]:
-        """Return the attributes of what a client asks for; those that it leaves to the server are left out."""
+        """Return the attributes that describe the client's request; fields that it leaves out have none."""
         asked = {
             "model": self._model,
             "max_tokens": body.max_tokens,
@@ -127,13 +113,7 @@ class Tracing:
         return {**found, "gen_ai.provider.name": "lp_runtime"}
 
     def _add_parts(self, span: Any, choices: Sequence[Choice], began: int) -> None:
-        """Add what an answer has become, and the spans of its choices.
-
-        Args:
-            span: the answer's.
-            choices: of the answer.
-            began: when its jobs were submitted, in nanoseconds since 1970.
-        """
+        """Add the answer's results and child spans per choice; `began` is in nanoseconds since 1970."""
         ended = [choice for choice in choices if choice.job.generation is not None]
         if len(ended) == len(choices):
             span.set_attribute("gen_ai.response.finish_reasons", [str(choice.reason) for choice in ended])
@@ -154,14 +134,14 @@ class Tracing:
                 self._add_decoding(span, choice.job.generation, start)
 
     def _add_decoding(self, span: Any, generation: Generation, start: int) -> None:
-        """Add the spans of a generation's prefill and of its other steps, from `start` on."""
+        """Add the child spans of a generation: its prefill, from `start` on, and then its other steps."""
         cached = {"gen_ai.usage.cache_read.input_tokens": generation.cached_tokens}
         start = self._part(span, "prefill", start, generation.prefill_seconds, cached)
         steps = {"lp.steps": generation.steps, "lp.compression_ratio": generation.compression_ratio}
         self._part(span, "decode", start, generation.seconds - generation.prefill_seconds, steps)
 
     def _part(self, parent: Any, name: str, start: int, seconds: float, attributes: Mapping[str, Any]) -> int:
-        """Add a span below another; return its end, in nanoseconds since 1970."""
+        """Add a child span; return its end, in nanoseconds since 1970."""
         from opentelemetry.trace import set_span_in_context
 
         end = start + int(max(0.0, seconds) * NANOSECONDS)

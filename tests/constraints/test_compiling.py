@@ -33,7 +33,10 @@ OBJECT = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"
         ({"json_schema": False}, "cannot accept any value"),
         ({"json_schema": OBJECT}, "no text can satisfy it: the rule root never ends"),
         ({"json_schema": {"properties": {"a/b": {"not": {}}}}}, "#/properties/a/b/not: is not supported"),
-        ({"json_schema": {"items": {"anyOf": [{}], "type": "string"}}}, "#/items/type: is not supported beside anyOf"),
+        (
+            {"json_schema": {"items": {"anyOf": [{}], "type": "string"}}},
+            "#/items/type: is not supported together with anyOf",
+        ),
         ({"json_schema": {"type": "string", "pattern": "a", "maxLength": 3}}, "#/maxLength"),
         ({"json_schema": {"type": "string", "enum": ["a", 1]}}, "#/enum: 1 is not of type string"),
         ({"json_schema": {"type": "object", "required": ["x"]}}, "'x' is not among the properties"),
@@ -128,7 +131,7 @@ def test_no_more_than_so_many_requests_wait_while_others_compile(compiler):
     assert [task.exception() for task in [*tasks[:MAX_PENDING], *again]] == [None] * (MAX_PENDING + 10)
     refused = [task.exception() for task in tasks[MAX_PENDING:]]
     assert {type(error) for error in refused} == {BusyError}
-    assert {str(error) for error in refused} == {"32 other requests' constraints wait to be compiled already"}
+    assert {str(error) for error in refused} == {"32 other requests' constraints are already waiting to be compiled"}
     assert compiler.kept(ConstraintConfig(regex="a" * MAX_PENDING)) is not None
     assert compiler.kept(ConstraintConfig(regex="a" * (MAX_PENDING + 1))) is None
 
@@ -154,7 +157,7 @@ def test_the_wait_for_others_begins_with_the_request(compiler, monkeypatch):
     found = [task.exception() for task in asyncio.run(ask())]
     assert found.count(None) == 1
     assert {str(each) for each in found if each} == {
-        "other requests' constraints are being compiled, for more than 0.2 s"
+        "other requests' constraints have been compiling for more than 0.2 s"
     }
 
 
@@ -185,7 +188,7 @@ class TableTokenizer:
 
 def test_a_tokenizer_that_is_not_supported():
     constraint = compile_for_test(ConstraintConfig(regex="a"))
-    with pytest.raises(ConfigError, match="constraints need another tokenizer than one of class TableTokenizer") as one:
+    with pytest.raises(ConfigError, match="does not support a tokenizer of class TableTokenizer") as one:
         ConstraintCompiler(TableTokenizer, len(TEXTS), {EOS}).compile(ConstraintConfig(regex="a"))
     with pytest.raises(ConfigError) as other:
         Grammars(TableTokenizer, len(TEXTS), {EOS}).guide(constraint)

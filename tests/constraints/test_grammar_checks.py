@@ -16,7 +16,7 @@ from lp_runtime.errors import ConstraintError
 NOTHING, LOOP = r"[^\s\S]", {"type": "grammar", "grammar": 'root ::= "a" loop\nloop ::= "b" loop'}
 BYTES = [bytes([byte]) for byte in range(256)]
 CASES: list[tuple[dict[str, Any], str]] = [
-    ({"regex": f"a{NOTHING}"}, "no text can satisfy it: the rule root has a place where no character may stand"),
+    ({"regex": f"a{NOTHING}"}, "no text can satisfy it: the rule root has a position where no character is allowed"),
     ({"grammar": 'root ::= "a" []'}, "no text can satisfy it: the rule root"),
     ({"grammar": r'root ::= "a" [^\u0000-\U0010ffff]'}, "no text can satisfy it: the rule root"),
     ({"grammar": r'root ::= "a" [^\u0080-\U0010ffff\u0000-\u007f]'}, "no text can satisfy it: the rule root"),

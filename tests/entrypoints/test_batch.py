@@ -299,7 +299,7 @@ def test_another_model_is_refused(job, refusal, make_model_dir):
 @pytest.mark.parametrize("text", ["my notes\n", '{"index": 0}\n', "no newline"])
 def test_a_foreign_file_is_not_touched(job, refusal, text):
     job.output.write_text(text)
-    assert "was not written by lp-generate; it is left as it is" in refusal(job, "ids=true")
+    assert "was not written by lp-generate; choose another output" in refusal(job, "ids=true")
     assert job.output.read_text() == text
     assert sorted(path.name for path in job.output.parent.iterdir()) == ["in.jsonl", "out.jsonl"]
 
@@ -307,7 +307,7 @@ def test_a_foreign_file_is_not_touched(job, refusal, text):
 def test_the_prompts_are_never_the_output(job, refusal):
     job.output = job.source
     before = job.source.read_bytes()
-    assert "it is left as it is" in refusal(job, "ids=true")
+    assert "was not written by lp-generate" in refusal(job, "ids=true")
     assert job.source.read_bytes() == before
 
 
@@ -315,7 +315,7 @@ def test_a_damaged_output_is_not_touched(job, refusal):
     job.run("ids=true")
     text = "damaged\n" + job.output.read_text()
     job.output.write_text(text)
-    assert f"output={job.output} line 1: is no result of lp-generate" in refusal(job, "ids=true")
+    assert f"output={job.output} line 1: is not a result of lp-generate" in refusal(job, "ids=true")
     assert job.output.read_text() == text
 
 

@@ -184,8 +184,8 @@ def test_cfg_prints_the_settings_and_runs_nothing(capsys):
         ("lookahead=9b", "lookahead=9b: must be one of 13b, 34b, 7b, auto, code, creative, jacobi, none, text"),
         ("launcher=slurm", "launcher=slurm: must be one of auto, local, ray, torchrun"),
         ("model=hub", "model.path: is empty; must be a directory or a hub id"),
-        ("+gpus=2", "+gpus=2: settings are written KEY=VALUE, all keys are there (no + or ~)"),
-        ("gpus", "gpus: settings are written KEY=VALUE, all keys are there (no + or ~)"),
+        ("+gpus=2", "+gpus=2: settings are written KEY=VALUE, without + or ~"),
+        ("gpus", "gpus: settings are written KEY=VALUE, without + or ~"),
         ("lookahead.W=-1", "lookahead.W=-1: must be an integer >= 0"),
         ("lookahead.N=1", "lookahead.N=1: must be an integer >= 2"),
         ("lookahead.G=-1", "lookahead.G=-1: must be an integer >= 0"),
@@ -363,7 +363,7 @@ def test_prompts_that_can_be_read_once_only(refusal, tmp_path):
     """The output's settings have a digest of the file."""
     os.mkfifo(tmp_path / "pipe")
     message = refusal(f"prompts={tmp_path}/pipe", f"output={tmp_path}/out.jsonl")
-    assert message.startswith(f"prompts={tmp_path}/pipe: must be a file, which can be read twice")
+    assert message.startswith(f"prompts={tmp_path}/pipe: must be a regular file, which can be read twice")
 
 
 def test_names_that_no_file_can_have(refusal, prompts):

@@ -56,4 +56,4 @@ def test_what_will_not_work_is_named(report, monkeypatch, name, function, overri
 def test_a_cache_folder_that_cannot_be_written(report, monkeypatch):
     monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
     lines, status = report("device=cpu")
-    assert status == 1 and any("cannot be written, so it is made anew" in line for line in lines)
+    assert status == 1 and any("cannot be written, so its content is computed again" in line for line in lines)

@@ -68,7 +68,7 @@ def test_a_slow_body_is_told_so(runtime):
         connection.sendall(head + b"{")
         answer = http.client.HTTPResponse(connection)
         answer.begin()
-        assert answer.status == 408 and "did not come within 0.2 seconds" in json.load(answer)["error"]["message"]
+        assert answer.status == 408 and "did not arrive within 0.2 seconds" in json.load(answer)["error"]["message"]
         assert connection.recv(100) == b"", "and closed"
 
 

@@ -133,7 +133,7 @@ def test_a_body_that_does_not_come():
         await asyncio.Event().wait()
 
     recorder = Recorder(GateRules(body_timeout=0.01))
-    with pytest.raises(Exception, match="did not come within 0.01 seconds") as caught:
+    with pytest.raises(Exception, match="did not arrive within 0.01 seconds") as caught:
         recorder.ask(nothing)
     assert caught.value.status_code == 408
 

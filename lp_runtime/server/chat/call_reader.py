@@ -1,4 +1,4 @@
-"""Reads a call of a tool, a JSON object with a name and arguments, in a text that comes piece by piece."""
+"""Incremental reader of a tool call, a JSON object with a name and arguments, in streamed text."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from collections.abc import Callable
 from lp_runtime.server.chat.json_scanner import JsonScanner
 
 ARGUMENTS = ("arguments", "parameters")
-KEYS = ("name", *ARGUMENTS, "type", "id")  # that a call may begin with; of other objects no call is made
+KEYS = ("name", *ARGUMENTS, "type", "id")  # keys before a call is recognized; an object with others is not a call
 STRING = re.compile(r'"((?:[^"\\]|\\.)*)"', re.DOTALL)
-MAX_HEAD_CHARS = 4096  # of a call, without its arguments, in which its name must stand
+MAX_HEAD_CHARS = 4096  # of a call without its arguments; the name must come within them
 
 
 class CallReader:
-    """Reads `{"name": ..., "arguments": {...}}`, whose keys come in any order, and of which others are skipped.
+    """Reader of `{"name": ..., "arguments": {...}}`, with keys in any order; other keys are skipped.
 
     Attributes:
-        name: the tool's name; None before it is known that the text is a call.
+        name: the tool's name; None until the text is known to be a call.
         is_done: whether the call has ended.
-        is_refused: whether the text is no call.
-        text: all that has been read so far, for a text that is no call.
-        rest: what stands behind a call that has ended.
+        is_refused: whether the text is not a call.
+        text: all text read until the call was recognized; the caller shows it if the text is not a call.
+        rest: text after the end of the call.
     """
 
     def __init__(self) -> None:
         self.name: str | None = None
         self.is_done = self.is_refused = False
         self.text = self.rest = ""
-        self._buffer = ""  # what is not read yet
+        self._buffer = ""  # unread text
         self._read: Callable[[], bool] = self._read_brace
-        self._named: str | None = None  # the name, which may come before or behind the arguments
-        self._arguments = ""  # that have come before the name
+        self._named: str | None = None  # the name, which may come before or after the arguments
+        self._arguments = ""  # arguments not returned yet, for example those before the name
         self._num_argument_chars = 0
         self._has_arguments = False
         self._key = ""
-        self._scanner = JsonScanner()  # of the value that is being read
+        self._scanner = JsonScanner()  # of the current value
 
     def add(self, text: str) -> str:
-        """Read on; return the arguments, or a part of them, that are known now to be a call's."""
+        """Read more text; return the new part of the arguments, empty until the text is known to be a call."""
         if self.name is None:
             self.text += text
         self._buffer += text
@@ -56,10 +56,10 @@ class CallReader:
 
     @property
     def _is_begun(self) -> bool:
-        """Whether it is known that this is a call."""
+        """Whether this is known to be a call: its name and the start of its arguments have been read."""
         return self._named is not None and self._has_arguments
 
-    # Each of these reads one part of the buffer, if it is there, and returns whether the next one has work.
+    # Each of these states reads one element from the buffer, if it is complete, and returns whether to read on.
 
     def _read_brace(self) -> bool:
         stripped = self._buffer.lstrip(" \t\r\n[,;")
@@ -116,25 +116,25 @@ class CallReader:
             return False
         if self._take_mark(stripped, ",", self._read_key):
             return True
-        self._buffer = stripped.removeprefix("}")  # a call may lack it
+        self._buffer = stripped.removeprefix("}")  # models sometimes omit the closing brace
         return self._refuse_if(True)
 
     def _take_mark(self, stripped: str, mark: str, read: Callable[[], bool]) -> bool:
-        """Whether a text begins with a mark; what stands behind it is read next."""
+        """Consume a mark if the text begins with it, and make `read` the next state; return whether it does."""
         if stripped.startswith(mark):
             self._buffer, self._read = stripped[1:], read
             return True
         return False
 
     def _refuse_if(self, is_other: object) -> bool:
-        """Note that the text is no call, if it is not; one that is known already ends where it cannot be read on."""
+        """Stop reading if `is_other`: a recognized call ends here, any other text is refused; return False."""
         if is_other:
             self.is_done, self.is_refused, self.rest = self._is_begun, not self._is_begun, self._buffer
         return False
 
 
 def _unescaped(text: str) -> str:
-    """Return what a JSON string says; models write escapes that JSON does not have, such as those of Markdown."""
+    """Unescape a JSON string; models also write escapes that JSON does not have, such as Markdown's."""
     try:
         return json.loads(f'"{text}"', strict=False)
     except ValueError:

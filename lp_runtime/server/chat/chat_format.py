@@ -1,4 +1,4 @@
-"""The form of a model's answers in a chat: how its family writes reasoning and calls of tools, as constraints."""
+"""The chat syntax of a model family: its parser, and constraints for reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lp_runtime.server.chat.tools import Function, ToolUse
 
 
 class CallFormat(NamedTuple):
-    """How a family of models writes a call.
+    """The syntax of tool calls in a model family.
 
     Attributes:
-        begin: what comes before all calls.
-        head: what comes before a call's arguments; NAME stands for the tool's name.
-        tail: what comes behind them.
-        separator: what comes between two calls.
-        end: what comes behind all calls.
+        begin: text before all calls.
+        head: text before a call's arguments; NAME stands for the tool's name.
+        tail: text after a call's arguments.
+        separator: text between two calls.
+        end: text after all calls.
     """
 
     begin: str
@@ -41,7 +41,7 @@ FORMATS = {
 
 
 class ChatFormat:
-    """The form of a model's answers in a chat.
+    """The syntax of one model's chat answers.
 
     Args:
         template: text of the model's chat template; empty without one.
@@ -49,7 +49,7 @@ class ChatFormat:
         reasoning: one of config.serving.REASONINGS.
 
     Attributes:
-        tool_format: one of FORMATS; None where calls are not looked for.
+        tool_format: one of FORMATS; None if answers are not searched for calls.
         has_reasoning: whether an answer may begin with a reasoning part.
         takes_tools: whether the template shows tools to the model.
     """
@@ -64,16 +64,16 @@ class ChatFormat:
 
     @property
     def is_harmony(self) -> bool:
-        """Whether answers are messages on channels."""
+        """Whether answers are messages on channels, as in OpenAI's harmony format."""
         return self.tool_format == "harmony"
 
     def parser(self, has_tools: bool, prompt_end: str, is_either: bool = False) -> ChatParser | None:
-        """Return what takes an answer apart; None where an answer is its text.
+        """Create the parser of an answer; None if answers are plain text.
 
         Args:
-            has_tools: whether calls are looked for.
+            has_tools: whether to look for calls.
             prompt_end: the last characters of the prompt.
-            is_either: whether the answer is calls alone or text alone, as under a constraint of the text.
+            is_either: whether the answer is either only calls or only text; true if the text is constrained.
         """
         if self.is_harmony:
             return HarmonyParser()
@@ -89,7 +89,7 @@ class ChatFormat:
         return TextParser(self.has_reasoning, is_thinking, ("[TOOL_CALLS]",), is_either=is_either)
 
     def is_thinking(self, prompt_end: str) -> bool:
-        """Whether a prompt has opened the reasoning part of the answer."""
+        """Whether the prompt has already opened the answer's reasoning part."""
         return self.has_reasoning and prompt_end.rstrip().endswith(THINK)
 
     def shows_special_tokens(self, has_tools: bool) -> bool:
@@ -99,24 +99,24 @@ class ChatFormat:
     def constraint(
         self, use: ToolUse, text: ConstraintConfig | None, prompt_end: str, may_think: bool = True
     ) -> ConstraintConfig | None:
-        """Return the constraint of an answer; None where it may be anything.
+        """Return the constraint of an answer; None if it may be anything.
 
-        An answer that must be a call is calls alone. One that may be a call is calls alone, or text that satisfies the
-        text's constraint.
+        An answer that must be a call consists of calls only. One that may be a call consists of calls only, or of text
+        that satisfies the text's constraint.
 
         Args:
             use: which tools the answer may or must call.
             text: constraint of the answer's text; None without one.
             prompt_end: the last characters of the prompt.
-            may_think: whether a reasoning part may come first where the prompt has not begun it.
+            may_think: whether a reasoning part may come first if the prompt has not opened one.
 
         Raises:
-            RequestError: the answer must be a call, and the model's format of calls is not known.
+            RequestError: the answer must be a call, and the model's call syntax is not known.
         """
         if use.must_call:
             if self.tool_format is None:
                 raise RequestError(
-                    "tool_choice: no format of calls is known for the model's chat template; serve with tool_format"
+                    "tool_choice: the format of tool calls is not known for this model; serve with tool_format=..."
                 )
             answer, whitespace = self._calls(use), "fixed"
         elif text is None:
@@ -132,7 +132,7 @@ class ChatFormat:
         return ConstraintConfig(structural_tag=tag, whitespace=whitespace)
 
     def _calls(self, use: ToolUse) -> dict[str, object]:
-        """Return the format of at least one call."""
+        """Return the structural-tag format of at least one call."""
         assert self.tool_format is not None
         form = FORMATS[self.tool_format]
         calls: dict[str, object] = {
@@ -145,7 +145,7 @@ class ChatFormat:
         return _sequence(_text(form.begin), calls, _text(form.end))
 
     def _reasoning(self, prompt_end: str, may_think: bool) -> list[dict[str, object]]:
-        """Return the format of what comes before calls or text: one part or none."""
+        """Return the format of the reasoning before calls or text: a list of one element, or none."""
         if self.is_harmony:
             return [ANALYSIS] if may_think else []
         if self.is_thinking(prompt_end):
@@ -155,7 +155,7 @@ class ChatFormat:
         return []
 
     def behind_reasoning(self, constraint: ConstraintConfig, prompt_end: str) -> ConstraintConfig:
-        """Return a constraint of the answer's text alone, which begins behind the reasoning part."""
+        """Return a constraint that applies to the answer's text only, after the reasoning part."""
         if self.is_harmony:
             tag = {"type": "structural_tag", "format": _sequence(ANALYSIS, _final(_content(constraint)))}
             return ConstraintConfig(structural_tag=tag, whitespace=constraint.whitespace)
@@ -166,7 +166,7 @@ class ChatFormat:
 
 
 def guess_format(template: str) -> str:
-    """Return one of config.serving.TOOL_FORMATS, by what a chat template has."""
+    """Guess the tool format, one of config.serving.TOOL_FORMATS, from marks in a chat template."""
     for mark, name in (
         ("<|channel|>", "harmony"),
         ("[TOOL_CALLS]", "mistral"),
@@ -209,7 +209,7 @@ def _final(content: dict[str, object]) -> dict[str, object]:
 
 
 def _content(constraint: ConstraintConfig) -> dict[str, object]:
-    """Return a constraint as a format of a structural tag."""
+    """Convert a constraint to a structural-tag format."""
     kind, source = constraint.kind, constraint.source
     if kind == "json_schema":
         return {"type": "json_schema", "json_schema": json.loads(source)}

@@ -1,8 +1,9 @@
-"""Takes an answer of a chat apart as it comes: reasoning, text, and calls of tools, in the form of the model's family.
+"""Streaming parsers that split a chat answer into reasoning, text and tool calls.
 
-Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, Llama 3 `{"name": ..., "parameters":
-{...}}` as the whole answer, Mistral `[TOOL_CALLS][{...}, ...]` or `[TOOL_CALLS]name[ARGS]{...}`, gpt-oss channels of
-OpenAI's harmony. A reasoning part stands between `<think>` and `</think>`.
+Each model family has its own syntax for calls. Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}
+</tool_call>`. Llama 3 writes `{"name": ..., "parameters": {...}}` as the whole answer. Mistral writes
+`[TOOL_CALLS][{...}, ...]` or `[TOOL_CALLS]name[ARGS]{...}`. gpt-oss writes channels of OpenAI's harmony format.
+Reasoning is enclosed in `<think>` and `</think>`.
 """
 
 from __future__ import annotations
@@ -19,19 +20,18 @@ from lp_runtime.server.chat.json_scanner import JsonScanner
 
 THINK, END_OF_THINK = "<think>", "</think>"
 NAMED_HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)")
-MAX_NAME_CHARS = 256  # of a call's name and what stands around it
+MAX_NAME_CHARS = 256  # of `name[ARGS]`; longer text is not a call
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an answer.
+    """A fragment of one part of an answer.
 
     Attributes:
-        kind: what the text is; arguments is JSON text of a call's arguments.
-        text: the text.
-        call: number of the call, for arguments.
-        name: name of the tool, in a call's first piece.
-        call_id: identifies the call, in its first piece.
+        kind: "arguments" is JSON text of a call's arguments.
+        call: index of the call that arguments belong to.
+        name: name of the tool; in a call's first piece only.
+        call_id: identifies the call; in its first piece only.
     """
 
     kind: Literal["reasoning", "content", "arguments"]
@@ -42,29 +42,28 @@ class Piece:
 
 
 class ChatParser(ABC):
-    """Takes one answer apart.
+    """State machine that splits one streamed answer into pieces.
 
-    Attributes:
-        num_calls: calls so far.
+    A state reads what it can from the buffer, and returns whether the next state can read on at once.
     """
 
     def __init__(self) -> None:
         self.num_calls = 0
         self._buffer = ""
         self._pieces: list[Piece] = []
-        self._scanner: JsonScanner | None = None  # of the arguments that are being read
+        self._scanner: JsonScanner | None = None  # of the current call's arguments
         self._state: Callable[[bool], bool] = self._start
 
     @abstractmethod
     def _start(self, is_end: bool) -> bool:
-        """First state. A state reads what it can of the buffer, and returns whether the next state has work."""
+        """Run the first state."""
 
     def add(self, text: str) -> list[Piece]:
-        """Return the pieces that a new text completes."""
+        """Append text; return the new pieces."""
         return self._run(text, is_end=False)
 
     def finish(self) -> list[Piece]:
-        """Return the pieces that are left."""
+        """Return the remaining pieces at the end of the answer."""
         return self._run("", is_end=True)
 
     def _run(self, text: str, is_end: bool) -> list[Piece]:
@@ -84,7 +83,7 @@ class ChatParser(ABC):
         self._scanner = JsonScanner()
 
     def _read_arguments(self) -> bool:
-        """Pass on arguments as they come; return whether they have ended."""
+        """Emit the arguments read so far; return whether they have ended."""
         assert self._scanner is not None
         num = self._scanner.add(self._buffer)
         if num:
@@ -93,7 +92,7 @@ class ChatParser(ABC):
         return self._scanner.is_done
 
     def _until(self, kind: Literal["reasoning", "content"], marks: tuple[str, ...], is_end: bool) -> str | None:
-        """Pass text on up to the first of some marks, and remove the mark; return it, or None if it is not there."""
+        """Emit text up to the first mark, and consume and return that mark; None if there is none yet."""
         places = [(place, mark) for mark in marks if (place := self._buffer.find(mark)) >= 0]
         if places:
             place, mark = min(places)
@@ -107,7 +106,7 @@ class ChatParser(ABC):
 
 
 def held_back(text: str, marks: tuple[str, ...]) -> int:
-    """Return how many of a text's last characters may begin one of some marks."""
+    """Return how many characters at the end of a text may be the beginning of a mark."""
     longest = max(map(len, marks), default=0) - 1
     for num in range(min(longest, len(text)), 0, -1):
         if any(mark.startswith(text[-num:]) for mark in marks):
@@ -116,15 +115,15 @@ def held_back(text: str, marks: tuple[str, ...]) -> int:
 
 
 class TextParser(ChatParser):
-    """Text with a reasoning part before it, and calls behind a mark.
+    """Parser for optional `<think>` reasoning, then text, then tool calls after a mark.
 
     Args:
         has_reasoning: whether a reasoning part may come first.
-        is_thinking: whether the prompt has opened the reasoning part already.
-        marks: what begins calls; empty where none is looked for.
-        end: what ends a call; empty where its last brace does.
-        bare: whether an answer that begins as a call is one, without a mark.
-        is_either: whether the answer, behind its reasoning part, is calls alone or text alone.
+        is_thinking: whether the prompt has already opened the reasoning part.
+        marks: strings that begin calls; empty to look for none.
+        end: string that ends a call; empty if the closing brace does.
+        bare: whether an answer that begins with a call's JSON object is a call, without a mark.
+        is_either: whether the answer, after its reasoning part, is either only calls or only text.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class TextParser(ChatParser):
     ):
         self._marks, self._end, self._bare, self._is_thinking = marks, end, bare, is_thinking
         self._has_reasoning, self._is_either = has_reasoning, is_either
-        self._call = CallReader()  # of the object that is being read
+        self._call = CallReader()  # of the current object
         super().__init__()
 
     def _start(self, is_end: bool) -> bool:
@@ -159,10 +158,10 @@ class TextParser(ChatParser):
     def _think(self, is_end: bool) -> bool:
         if self._until("reasoning", (END_OF_THINK,), is_end) is None:
             return False
-        self._state = self._behind_thinking
+        self._state = self._after_thinking
         return True
 
-    def _behind_thinking(self, is_end: bool) -> bool:
+    def _after_thinking(self, is_end: bool) -> bool:
         self._buffer = self._buffer.lstrip()
         if not self._buffer:
             return False
@@ -184,10 +183,10 @@ class TextParser(ChatParser):
         return True
 
     def _only_text(self) -> None:
-        """Pass on what there is as text, and what follows."""
+        """Emit the buffer as text, and go on reading text."""
         self._emit("content", self._buffer)
         self._buffer = ""
-        if self._is_either:  # a mark inside of the text is text
+        if self._is_either:  # a mark inside the text is text
             self._marks = ()
         self._state = self._text
 
@@ -202,7 +201,7 @@ class TextParser(ChatParser):
         return True
 
     def _read_head(self, is_end: bool) -> bool:
-        """Read `name[ARGS]` of a call, or let an object be read, which may be a call."""
+        """Read a call's `name[ARGS]`, or start to read an object that may be a call."""
         stripped = self._buffer.lstrip(" \t\r\n[,;")
         if stripped.startswith("{"):
             self._call, self._state = CallReader(), self._read_object
@@ -214,12 +213,12 @@ class TextParser(ChatParser):
             self._state = self._arguments
             return True
         is_object = bool(self._end or self._bare)
-        if is_end or (is_object and stripped) or len(self._buffer) > MAX_NAME_CHARS:  # no call that can be read: text
+        if is_end or (is_object and stripped) or len(self._buffer) > MAX_NAME_CHARS:  # not a readable call: text
             self._only_text()
         return False
 
     def _read_object(self, is_end: bool) -> bool:
-        """Read an object; pass on its arguments if it is a call, and its text if it is none."""
+        """Read an object; emit its arguments if it is a call, or else its text."""
         call, is_known = self._call, self._call.name is not None
         arguments, self._buffer = call.add(self._buffer), ""
         if call.name is None:
@@ -232,17 +231,17 @@ class TextParser(ChatParser):
         if arguments:
             self._pieces.append(Piece("arguments", arguments, self.num_calls - 1))
         if call.is_done:
-            self._buffer, self._state = call.rest, self._behind_call
+            self._buffer, self._state = call.rest, self._after_call
         return call.is_done
 
     def _arguments(self, is_end: bool) -> bool:
         if not self._read_arguments():
             return False
-        self._state = self._behind_call
+        self._state = self._after_call
         return True
 
-    def _behind_call(self, is_end: bool) -> bool:
-        """Skip what closes a call, up to the next one."""
+    def _after_call(self, is_end: bool) -> bool:
+        """Skip the end mark of a call."""
         if self._end:
             place = self._buffer.find(self._end)
             if place < 0:
@@ -267,14 +266,14 @@ CHANNEL, MESSAGE, ENDS = "<|channel|>", "<|message|>", ("<|end|>", "<|call|>", "
 
 
 class HarmonyParser(ChatParser):
-    """Messages on channels: analysis is reasoning, a recipient makes a call, all else is text."""
+    """Parser for harmony's channels: analysis is reasoning, a message to functions.NAME is a call."""
 
     def __init__(self) -> None:
         super().__init__()
         self._kind: Literal["reasoning", "content"] = "content"
 
     def _start(self, is_end: bool) -> bool:
-        """Read the head of a message."""
+        """Read a message's header, up to `<|message|>`."""
         place = self._buffer.find(MESSAGE)
         if place < 0:
             return False
@@ -297,10 +296,10 @@ class HarmonyParser(ChatParser):
     def _arguments(self, is_end: bool) -> bool:
         if not self._read_arguments():
             return False
-        self._state = self._behind_call
+        self._state = self._after_call
         return True
 
-    def _behind_call(self, is_end: bool) -> bool:
+    def _after_call(self, is_end: bool) -> bool:
         place = min((at for mark in ENDS if (at := self._buffer.find(mark)) >= 0), default=None)
         if place is None:
             return False

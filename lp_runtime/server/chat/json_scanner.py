@@ -1,13 +1,13 @@
-"""Finds where a JSON value ends in a text that comes piece by piece."""
+"""Incremental search for the end of a JSON value in streamed text."""
 
 from __future__ import annotations
 
 
 class JsonScanner:
-    """Reads a JSON value; what stands behind its end is not read.
+    """Scanner of one JSON value, which stops at its end.
 
     Attributes:
-        has_begun: whether a character of the value, not of the space before it, has been read.
+        has_begun: whether a character of the value, not only whitespace before it, has been read.
         is_done: whether the value has ended.
     """
 
@@ -17,23 +17,23 @@ class JsonScanner:
         self.has_begun = self.is_done = False
 
     def add(self, text: str) -> int:
-        """Read on; return how many characters of the text belong to the value, and set `is_done` at its end."""
+        """Read more text; return how many of its characters belong to the value, and set `is_done` at its end."""
         for place, character in enumerate(text):
             if self._in_string:
                 self._read_in_string(character)
-            elif not self._depth and self._is_behind(character):
+            elif not self._depth and self._ends_value(character):
                 self.is_done = True
                 return place
             else:
                 self._read(character)
-            # A number or a word ends with what follows it.
+            # A string, object or array ends with this character; a number or word, only before the next one.
             if not self._depth and not self._in_string and character in '"}]':
                 self.is_done = True
                 return place + 1
         return len(text)
 
-    def _is_behind(self, character: str) -> bool:
-        """Whether a character outside of arrays and objects stands behind the value."""
+    def _ends_value(self, character: str) -> bool:
+        """Whether a top-level character comes after the value, and so ends it."""
         return character in "}]" or (self.has_begun and character in ", \n\t;")
 
     def _read(self, character: str) -> None:

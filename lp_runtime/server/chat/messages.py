@@ -1,4 +1,4 @@
-"""Messages of a conversation, as clients send them and as chat templates take them."""
+"""Messages of a conversation: validation, and conversion for chat templates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class ContentPart(BaseModel):
-    """A part of a message's content; text alone is supported."""
+    """A part of a message's content; only text is supported."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -21,7 +21,7 @@ class ContentPart(BaseModel):
 
 
 class Message(BaseModel):
-    """A message of a conversation. Unknown fields are passed on to the model's chat template."""
+    """A message of a conversation; unknown fields are passed to the model's chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -29,21 +29,22 @@ class Message(BaseModel):
     content: str | list[ContentPart] | None = None
 
     def plain(self) -> dict[str, object]:
-        """Return the message as chat templates take it, with its content as one text."""
+        """Convert the message to the dict that chat templates expect, with its content as one string."""
         content = "" if self.content is None else joined(self.content)
         more = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        if isinstance(calls := more.pop("tool_calls", None), list) and calls:  # templates ask whether there are any
+        # An empty list is left out, because templates only check whether the key exists.
+        if isinstance(calls := more.pop("tool_calls", None), list) and calls:
             more["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
         return {**more, "role": self.role, "content": content}
 
 
 def joined(content: str | list[ContentPart]) -> str:
-    """Return a message's content as one text."""
+    """Join a message's content to one string."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _with_parsed_arguments(call: object) -> object:
-    """Return a call of an earlier answer with its arguments as an object, as chat templates take it."""
+    """Parse a call's JSON arguments to the object that templates expect; keep malformed calls as they are."""
     try:
         function = call["function"]  # type: ignore[index]
         arguments = json.loads(function["arguments"].strip() or "{}")

@@ -1,4 +1,4 @@
-"""Removes the stop string that ended a text, as the OpenAI API does."""
+"""Removal of the stop string that ended a text, as in the OpenAI API."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Sequence
 
 
 class StopTrimmer:
-    """Passes text on as it comes, and holds back an end that may be the beginning of a stop string.
+    """Filter for streamed text that holds back a suffix that may begin a stop string.
 
     Args:
-        stops: the stop strings; may be empty.
-        special_tokens: texts of special tokens: stop strings may have them, the text does not show them.
-        is_cut: whether a text that a stop string has ended ends with it; else the last token may spell more.
+        special_tokens: texts of special tokens; stop strings may contain them although the text does not show them.
+        is_cut: whether a stopped text ends exactly with its stop string; if not, its last token may continue past it.
     """
 
     def __init__(self, stops: Sequence[str], special_tokens: Sequence[str] = (), is_cut: bool = True):
         self._is_cut = is_cut
-        self._ends = [_without(stop, special_tokens) for stop in stops]  # of the text, where a stop string ends it
+        self._ends = [_without(stop, special_tokens) for stop in stops]  # what the text shows of each stop string
+        # Stop strings that show in full. What is left of the others may occur in a text that they have not ended.
         self._whole = [end for end, stop in zip(self._ends, stops, strict=True) if end == stop]
         self._held = ""
 
     def add(self, text: str) -> str:
-        """Append a text; return what can be passed on now."""
+        """Append text; return what can be shown now."""
         self._held += text
-        end = min((place for _, place in self._found(self._held)), default=None)
+        end = min((place for _, place in self._find_stops(self._held)), default=None)
         if end is None:
             longest = max(map(len, self._ends), default=0)
             starts = range(max(0, len(self._held) - longest), len(self._held))
@@ -33,22 +33,24 @@ class StopTrimmer:
         return text
 
     def finish(self, is_stopped: bool) -> str:
-        """Return the rest of the text, without the stop string if one has ended it."""
+        """Return the rest of the text; with `is_stopped`, without the stop string that ended it."""
         text, self._held = self._held, ""
         if is_stopped and not self._is_cut:
-            text = text[: min((at + len(stop) for stop, at in self._found(text)), default=len(text))]
-            text = text[: min((at for _, at in self._found(text)), default=len(text))]
+            # Decoding stopped at the stop string that is complete first; of those in the text up to there, cut at the
+            # one that begins first.
+            text = text[: min((at + len(stop) for stop, at in self._find_stops(text)), default=len(text))]
+            text = text[: min((at for _, at in self._find_stops(text)), default=len(text))]
         elif is_stopped:
             text = text[: len(text) - max((len(end) for end in self._ends if text.endswith(end)), default=0)]
         return text
 
-    def _found(self, text: str) -> list[tuple[str, int]]:
-        """Return the stop strings that a text has, each with its first place."""
+    def _find_stops(self, text: str) -> list[tuple[str, int]]:
+        """Return (stop string, offset of its first occurrence) for each one in the text."""
         return [(stop, place) for stop in self._whole if (place := text.find(stop)) >= 0]
 
 
 def _without(text: str, special_tokens: Sequence[str]) -> str:
-    """Return a text with special tokens removed."""
+    """Remove special tokens from a text."""
     for token in special_tokens:
         text = text.replace(token, "")
     return text

@@ -1,4 +1,4 @@
-"""Tools of a chat: what clients say of them, and which of them an answer may or must call."""
+"""Tools of a chat: definitions sent by the client, and which of them an answer may or must call."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ NAME_PATTERN = r"^[a-zA-Z0-9_.-]{1,64}$"
 
 
 class _Part(BaseModel):
-    """A part of a body, without conversions of types."""
+    """Base of body parts: no unknown fields, no type conversions."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Function(_Part):
-    """A tool that is a function."""
+    """The definition of a function that the model may call."""
 
     name: str = Field(pattern=NAME_PATTERN)
     description: str | None = None
@@ -30,7 +30,7 @@ class Function(_Part):
 
 
 class Tool(_Part):
-    """A tool."""
+    """A tool of /v1/chat/completions."""
 
     type: Literal["function"] = "function"
     function: Function
@@ -38,21 +38,21 @@ class Tool(_Part):
 
 
 class _Typed(_Part):
-    """What stands beside its type, which is checked first."""
+    """The field `type`, in a separate base class so that pydantic checks it first."""
 
     type: Literal["function"]
 
 
 class FunctionTool(Function, _Typed):
-    """A tool of /v1/responses, where the function stands beside the type."""
+    """A tool of /v1/responses, with the function's fields next to `type`."""
 
     def tool(self) -> Tool:
-        """Return the tool in the form of chats."""
+        """Convert the tool to the form of /v1/chat/completions."""
         return Tool(function=Function(**self.model_dump(exclude={"type"})))
 
 
 class NamedFunction(_Part):
-    """A tool by its name."""
+    """A reference to a tool by its name."""
 
     name: str
 
@@ -73,9 +73,9 @@ class ToolUse:
     """Which tools an answer may or must call.
 
     Attributes:
-        tools: the tools that the model may call; empty where calls are not looked for.
+        tools: the tools that the model may call; empty if the answer is not searched for calls.
         must_call: whether the answer must be a call.
-        is_parallel: whether there may be several calls.
+        is_parallel: whether an answer may have several calls.
     """
 
     tools: Sequence[Tool] = ()
@@ -84,26 +84,21 @@ class ToolUse:
 
     @property
     def max_calls(self) -> int | None:
-        """Calls that an answer shows at most; None for no limit."""
+        """Number of calls that an answer shows at most; None for no limit."""
         return None if self.is_parallel else 1
 
     def shown(self) -> list[dict[str, Any]]:
-        """Return the tools as chat templates take them."""
+        """Return the tools as the dicts that chat templates expect."""
         return [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in self.tools]
 
 
 def choose_tools(
     tools: Sequence[Tool], choice: Literal["none", "auto", "required"] | NamedFunction, is_parallel: bool
 ) -> ToolUse:
-    """Return which tools an answer may or must call.
-
-    Args:
-        tools: the tools that the client offers.
-        choice: tool_choice; a name stands for a call of that tool alone.
-        is_parallel: whether the client takes several calls.
+    """Return which tools an answer may or must call; a named `choice` requires one call of that tool.
 
     Raises:
-        RequestError: a call is asked for and there is no such tool.
+        RequestError: a call is required, but there is no such tool.
     """
     if choice == "none":
         return ToolUse((), False, is_parallel)

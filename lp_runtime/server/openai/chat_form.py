@@ -1,4 +1,4 @@
-"""The form of answers to POST /v1/chat/completions: messages with reasoning, text and calls of tools."""
+"""Answer bodies of POST /v1/chat/completions: messages with reasoning, text and tool calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ChatForm(ChoicesForm):
 
     Args:
         model, token_text, num_top: see ChoicesForm.
-        token_bytes: returns a token's bytes, which may be a part of a character, for log-probabilities.
+        token_bytes: returns a token's bytes, which may be only part of a character, for log-probabilities.
         max_calls: calls that an answer shows at most; None for no limit.
     """
 
@@ -55,7 +55,7 @@ class ChatForm(ChoicesForm):
         return {"index": choice.index, "delta": parts, "logprobs": logprobs, "finish_reason": self._reason(choice)}
 
     def _parts(self, choice: Choice, text: str) -> dict[str, Any]:
-        """Return the parts of a message, or of a delta, that a text has: content, reasoning_content and tool_calls."""
+        """Parse text into the content, reasoning_content and tool_calls of a message or delta."""
         parts: dict[str, Any] = {}
         for piece in choice.pieces(text):
             if piece.kind != "arguments":
@@ -67,7 +67,7 @@ class ChatForm(ChoicesForm):
 
     @staticmethod
     def _reason(choice: Choice) -> str | None:
-        """Return the finish_reason of a choice, once its text was taken apart."""
+        """Return the finish_reason of a choice whose text has been parsed."""
         has_calls = choice.parser is not None and choice.parser.num_calls
         return "tool_calls" if has_calls and choice.reason == "stop" else choice.reason
 
@@ -86,7 +86,7 @@ class ChatForm(ChoicesForm):
 
 
 def _call(piece: Piece) -> dict[str, Any]:
-    """Return a part of a call as a delta has it."""
+    """Return a fragment of a call in the format of a delta."""
     if piece.name is None:
         return {"index": piece.call, "function": {"arguments": piece.text}}
     function = {"name": piece.name, "arguments": piece.text}
@@ -94,7 +94,7 @@ def _call(piece: Piece) -> dict[str, Any]:
 
 
 def merged(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return parts of calls with the arguments of each call as one text."""
+    """Merge fragments of calls, so that each call has its arguments in one string."""
     calls: dict[int, dict[str, Any]] = {}
     for part in parts:
         known = calls.setdefault(part["index"], part)

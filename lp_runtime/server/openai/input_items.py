@@ -1,4 +1,4 @@
-"""Items of the input of /v1/responses, and the messages of a chat that they stand for."""
+"""Input items of /v1/responses, and their conversion to chat messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lp_runtime.server.chat.messages import ContentPart, Message, joined
 
 
 class _Item(BaseModel):
-    """An item; clients send back what they were answered, so fields that are not known have no effect."""
+    """Base of items; unknown fields are ignored, because clients send back items of earlier answers."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -27,7 +27,7 @@ class FunctionCall(_Item):
 
 
 class FunctionCallOutput(_Item):
-    """What a call has returned."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -54,7 +54,7 @@ class OtherItem(_Item):
 
 
 def _tag(item: Any) -> str:
-    """Return the tag of an item that a client has sent; brackets keep tags out of the names of fields in messages."""
+    """Return an item's union tag; because of its brackets, server/errors.py keeps it out of messages."""
     kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
     known = ("message", "function_call", "function_call_output", "reasoning")
     return f"[{kind}]" if kind in known else "[other]"
@@ -71,13 +71,13 @@ InputItem = Annotated[
 
 
 def messages_of(items: Sequence[Message | FunctionCall | FunctionCallOutput | Reasoning | OtherItem]) -> list[Message]:
-    """Return the messages of a conversation.
+    """Convert input items to the messages of a conversation.
 
-    Text and calls of one answer become one message of the assistant; its reasoning is that message's
-    `reasoning_content`, which templates show or leave out.
+    Text and calls of one answer become one message of the assistant. Its reasoning becomes that message's
+    `reasoning_content`, which templates may show or leave out.
 
     Raises:
-        RequestError: an item is of a type that is not supported, an output belongs to no call, or there is no message.
+        RequestError: an item has an unsupported type, an output belongs to no call, or there is no message.
     """
     answers: list[dict[str, Any]] = []
     names: dict[str, str] = {}
@@ -107,20 +107,20 @@ def messages_of(items: Sequence[Message | FunctionCall | FunctionCallOutput | Re
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the last message, which becomes one of the assistant if it is none."""
+    """Return the last message if it is the assistant's; else append a new one of the assistant."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})
     return messages[-1]
 
 
 def _add_reasoning(message: dict[str, Any], item: Reasoning) -> None:
-    """Append an item's text to a message's reasoning; items that are summaries or encrypted have none."""
+    """Append an item's text to a message's reasoning; summaries and encrypted items have no text."""
     if text := "".join(part.text for part in item.content or ()):
         message["reasoning_content"] = message.get("reasoning_content", "") + text
 
 
 def _add_message(messages: list[dict[str, Any]], item: Message) -> None:
-    """Append a message; text behind a reasoning item belongs to the same answer."""
+    """Append a message; the assistant's text after a reasoning item joins that item's message."""
     given = item.model_dump()
     for name in ("type", "id", "status", "phase"):
         given.pop(name, None)

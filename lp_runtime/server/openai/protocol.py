@@ -1,7 +1,7 @@
-"""Bodies of requests in the form of the OpenAI API, and the decoding requests that they stand for.
+"""Request bodies of the OpenAI API, and their conversion to options of decoding requests.
 
-A field that would change the answer and is not supported is refused by name, except where its value asks for nothing.
-Unknown fields are refused or named in the log, so that nothing that a client asks for is ignored silently.
+An unsupported field that would change the answer is refused by name, unless its value is the default behavior. Unknown
+fields are refused or logged. So nothing that a client asks for is ignored silently.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from lp_runtime.server.chat.messages import Message
 from lp_runtime.server.chat.tools import MAX_TOOLS, NamedTool, Tool, ToolUse, choose_tools
 from lp_runtime.server.openai.structure import ResponseFormat, StructuredOutputs, constraint_of
 
-# What one client may ask for at most, so that others do not pay for it.
+# Limits on one request, so that it cannot slow down other clients too much.
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_COLUMNS = 256
 MAX_NGRAM_SIZE = 32
 MAX_BUDGET_TOKENS = 4096
-MAX_TOKEN_DIGITS = 9  # of a token id in logit_bias: far above any vocabulary, within an int32
+MAX_TOKEN_DIGITS = 9  # of a token id in logit_bias: enough for any vocabulary, and fits an int32
 MAX_COMPLETION_LOGPROBS = 5
 MAX_CHAT_LOGPROBS = 20
 MAX_SALT_CHARS = 256
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 OPENAI_SEEDS = range(-(2**63), 2**63)
-NO_SEED = -1  # as some clients write "no seed"
+NO_SEED = -1  # some clients send it for "no seed"
 WARPERS_BESIDES = tuple(WARPERS.keys() - {"temperature"})
-# Fields of other servers that would change an answer, and the values of each that ask for nothing.
+# Fields of other servers that would change an answer, and the values of each that ask for the default behavior.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -72,14 +72,14 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 
 
 class _Body(BaseModel):
-    """A body or a part of it, without unknown fields or conversions of types."""
+    """Base of bodies and their parts: no unknown fields, no type conversions."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: object) -> object:
-        """Remove fields that are null: in the OpenAI API they count as not given."""
+        """Remove null fields: the OpenAI API treats them as not given."""
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
@@ -92,7 +92,7 @@ class StreamOptions(_Body):
 
 
 class Lookahead(_Body):
-    """Settings of drafting for one request; the text does not depend on them."""
+    """Drafting settings of one request; the text does not depend on them."""
 
     W: int | None = Field(default=None, le=MAX_COLUMNS)
     N: int | None = Field(default=None, le=MAX_NGRAM_SIZE)
@@ -101,7 +101,7 @@ class Lookahead(_Body):
     budget: int | None = Field(default=None, le=MAX_BUDGET_TOKENS)
 
     def resolve(self) -> LookaheadConfig:
-        """Return the settings, with defaults for those that are not given.
+        """Return the settings, with defaults for those that are missing.
 
         Raises:
             ConfigError: a setting is out of range.
@@ -110,11 +110,11 @@ class Lookahead(_Body):
 
 
 class Common(_Body):
-    """Fields of completions and chats alike.
+    """Fields that completions, chats and responses share.
 
-    Fields beyond the OpenAI API: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, max_time,
-    split_special_tokens, structured_outputs, cache_salt, lookahead, gpus and trace. Settings that are not given are as
-    in the model's generation_config.json. Fields from `user` to `prediction` are accepted and have no effect.
+    Extensions of the OpenAI API: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, max_time,
+    split_special_tokens, structured_outputs, cache_salt, lookahead, gpus and trace. Missing settings default to the
+    model's generation_config.json. `user`, `metadata` and `store` to `prediction` do not affect decoding.
     """
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -154,23 +154,23 @@ class Common(_Body):
     trace: bool = False
 
     def unknown_fields(self) -> list[str]:
-        """Return the names of fields that are not known here.
+        """Return the names of unknown fields.
 
         Raises:
-            RequestError: a field asks for what is not supported.
+            RequestError: a field asks for something that is not supported.
         """
         extra = self.model_extra or {}
         for name, value in extra.items():
             if name in UNSUPPORTED and not any(_same(value, each) for each in UNSUPPORTED[name]):
                 if name.startswith("guided_"):
                     kind = name.removeprefix("guided_")
-                    raise RequestError(f'{name}: is not supported; give structured_outputs={{"{kind}": ...}}')
+                    raise RequestError(f'{name}: is not supported; use structured_outputs={{"{kind}": ...}}')
                 allowed = " or ".join(json.dumps(each) for each in UNSUPPORTED[name])
                 raise RequestError(f"{name}: is not supported{f'; leave it out or give {allowed}' if allowed else ''}")
         return [name for name in extra if name not in UNSUPPORTED]
 
     def constraint(self) -> ConstraintConfig | None:
-        """Return what the text must be; None for any text.
+        """Return the constraint of the answer's text; None for any text.
 
         Raises:
             ConstraintError: it is invalid.
@@ -198,11 +198,11 @@ class Common(_Body):
 
         Args:
             sampling: the runtime's settings, which fields of the body override.
-            defaults: the model's own, from its generation_config.json.
+            defaults: the model's defaults, from its generation_config.json.
 
         Raises:
             ConfigError: a setting is out of range.
-            RequestError: a field asks for what is not supported.
+            RequestError: a field asks for something that is not supported.
         """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: only with stream=true")
@@ -222,9 +222,9 @@ class Common(_Body):
         return options
 
     def _sampling(self, sampling: SamplingConfig, defaults: Mapping[str, Any]) -> SamplingConfig:
-        """Return the runtime's settings of sampling with those of the body put in.
+        """Return the runtime's sampling settings, overridden by the body's.
 
-        Clients send defaults of theirs along: what has no effect on greedy decoding is left out there.
+        Many clients always send their defaults; for greedy decoding, settings that do not affect it are left out.
         """
         kept = {name: value for name in PENALTIES if (value := getattr(self, name)) is not None}
         if self.min_tokens is not None:
@@ -239,11 +239,11 @@ class Common(_Body):
         return replace(sampling, **given)
 
     def _given_sampling(self) -> dict[str, Any]:
-        """Return the settings of sampling that the body gives, in the ranges of this package."""
+        """Return the body's sampling settings, converted to this package's ranges."""
         given: dict[str, Any] = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         if self.seed is not None and self.seed in OPENAI_SEEDS:
             given["seed"] = None if self.seed == NO_SEED else self.seed & MAX_SEED
-        if self.top_p == 0:  # the likeliest token alone
+        if self.top_p == 0:  # means: only the likeliest token
             given |= {"top_p": None, "temperature": 0.0}
         if 0 < given.get("temperature", 0) < MIN_TEMPERATURE:
             given["temperature"] = 0.0
@@ -251,16 +251,12 @@ class Common(_Body):
 
 
 def _same(value: object, other: object) -> bool:
-    """Whether two JSON values are equal; true is not 1."""
+    """Whether two JSON values are equal; unlike in Python, true differs from 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _token_id(text: str) -> int:
-    """Return the token id that a key of logit_bias is.
-
-    Raises:
-        RequestError: the key is not a token id.
-    """
+    """Parse a key of logit_bias; raise RequestError if it is not a token id."""
     if not text.isascii() or not text.isdigit() or len(text) > MAX_TOKEN_DIGITS:
         raise RequestError(f"logit_bias of {text!r}: keys must be token ids")
     return int(text)
@@ -276,10 +272,10 @@ class Completion(Common):
     best_of: int | None = None
 
     def prompts(self) -> Sequence[str | list[int]]:
-        """Return the prompts, one or several.
+        """Return the prompts, as texts or token ids.
 
         Raises:
-            RequestError: there is none, or too many, or a field asks for what is not supported.
+            RequestError: there is none, or too many, or a field asks for something that is not supported.
         """
         if self.suffix:
             raise RequestError("suffix: is not supported; leave it out or give an empty one")
@@ -298,13 +294,13 @@ class Completion(Common):
     def length(self) -> int | None:
         """Return how many tokens to generate at most; None for the default.
 
-        With `echo` a client may ask for no new token; one is generated then, which `shows_new` says not to show.
+        With `echo`, a client may ask for 0 new tokens; one is generated nevertheless, and not shown (`shows_new`).
         """
         return self.max_tokens if self.shows_new else 1
 
     @property
     def shows_new(self) -> bool:
-        """Whether the answer has new tokens, not the prompt alone."""
+        """Whether the answer shows new tokens, not only the prompt."""
         return not (self.echo and self.max_tokens == 0)
 
 
@@ -324,10 +320,10 @@ class Chat(Common):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def num_top_logprobs(self) -> int | None:
-        """Return how many of the likeliest tokens each log-probability is to come with; None without log-probabilities.
+        """Return the number of likeliest tokens per log-probability; None without log-probabilities.
 
         Raises:
-            RequestError: likeliest tokens are asked for, and no log-probabilities.
+            RequestError: top_logprobs is given without logprobs.
         """
         if self.top_logprobs and not self.logprobs:
             raise RequestError(f"top_logprobs={self.top_logprobs}: only with logprobs=true")
@@ -337,11 +333,11 @@ class Chat(Common):
         """Return which tools the answer may or must call.
 
         Raises:
-            RequestError: a call is asked for and there is no such tool.
+            RequestError: a call is required, but there is no such tool.
         """
         choice = self.tool_choice.function if isinstance(self.tool_choice, NamedTool) else self.tool_choice
         return choose_tools(self.tools, choice, self.parallel_tool_calls)
 
     def conversation(self) -> list[dict[str, object]]:
-        """Return the messages as chat templates take them."""
+        """Return the messages as the dicts that chat templates expect."""
         return [message.plain() for message in self.messages]

@@ -1,4 +1,4 @@
-"""Answers in the form of the OpenAI API: completions and chats, whole or as server-sent events."""
+"""Answer bodies of the OpenAI API: completions and chats, whole or as server-sent events."""
 
 from __future__ import annotations
 
@@ -16,22 +16,20 @@ from lp_runtime.scheduler.job import Job
 from lp_runtime.server.chat.chat_parser import ChatParser, Piece
 from lp_runtime.server.chat.stop_trimmer import StopTrimmer
 
-REASONS = {"eos": "stop", "stop": "stop"}  # OpenAI's finish_reason by this package's; all others are "length"
+REASONS = {"eos": "stop", "stop": "stop"}  # OpenAI's finish_reason by Generation.finish_reason; others are "length"
 LAST_EVENT = "data: [DONE]\n\n"
 
 
 @dataclass
 class Choice:
-    """One of the texts of an answer, as it grows.
+    """One text of an answer, which grows while its job decodes.
 
     Attributes:
-        index: number of the text in the answer.
-        job: decodes the text.
-        trimmer: removes stop strings.
-        prefix: text that is shown before the new one: with `echo`, the prompt.
-        is_prefix_shown: whether it has been shown; the first events of a streamed answer may have nothing to show.
-        offset: characters of the tokens so far that have been shown with log-probabilities; None before the first.
-        text: text so far; for answers that are not streamed.
+        index: position of the text in the answer.
+        prefix: text to show before the new text: the prompt with `echo`, else empty.
+        is_prefix_shown: whether the prefix has been shown; streamed answers show it once, with the first text.
+        offset: number of characters of the tokens shown with log-probabilities so far; None before the first.
+        text: text so far; only in answers that are not streamed.
         tokens: new token ids so far.
         logprobs: log-probabilities of the tokens, if asked for.
         found_by: ranks of the replicas that verified the tokens, if asked for.
@@ -56,18 +54,18 @@ class Choice:
     raw: TextStream | None = None
 
     def read_by(self, parser: ChatParser | None, raw: TextStream | None) -> None:
-        """Have the text taken apart.
+        """Attach the parser that splits the answer into reasoning, content and tool calls.
 
         Args:
-            parser: takes the text apart; None where the answer is its text.
-            raw: decodes the tokens, special ones included, where the parser must see those; None elsewhere.
+            parser: the parser; None if the answer is plain text.
+            raw: decodes tokens to text that includes special tokens, for a parser that needs them; else None.
         """
         self.parser, self.raw = parser, raw
         if raw is not None:
             self.trimmer = StopTrimmer(self.job.request.stop, is_cut=False)
 
     def add(self, delta: Delta) -> str:
-        """Append a delta; return the text that can be shown now."""
+        """Append a delta; return the text that may be shown now."""
         self.tokens += delta.token_ids
         self.logprobs += delta.logprobs or ()
         self.found_by += delta.found_by or ()
@@ -78,36 +76,37 @@ class Choice:
         return self.trimmer.add(text)
 
     def finish(self) -> str:
-        """Set the finish_reason of a job that has ended; return the text that is left to show."""
+        """Set `reason` after the job has ended; return the remaining text to show."""
         finish_reason = self.job.final_generation.finish_reason
         self.reason = REASONS.get(finish_reason, "length")
         rest = self.trimmer.add(self.raw.finish()) if self.raw is not None else ""
         return rest + self.trimmer.finish(finish_reason == "stop")
 
     def pieces(self, text: str) -> list[Piece]:
-        """Return the pieces of the answer that a new text completes; all that are left once the choice has ended."""
+        """Split new text into pieces of the answer; once the choice has ended, return all remaining pieces."""
         if self.parser is None:
             return [Piece("content", text)] if text else []
         return self.parser.add(text) + (self.parser.finish() if self.reason is not None else [])
 
 
 def to_json(body: Mapping[str, object]) -> str:
-    """Return a body as JSON; lone surrogates that a client has sent stay escapes, since UTF-8 has none."""
+    """Serialize a body; lone surrogates sent by a client stay escaped, because UTF-8 cannot encode them."""
     return json.dumps(body, ensure_ascii=False).encode(errors="backslashreplace").decode()
 
 
 def event(body: Mapping[str, object], name: str | None = None) -> str:
-    """Return a JSON body as a server-sent event, with the event's name if it has one."""
+    """Format a body as a server-sent event."""
     line = f"data: {to_json(body)}\n\n"
     return line if name is None else f"event: {name}\n{line}"
 
 
 def usage_of(choices: list[Choice]) -> dict[str, object]:
-    """Return how many tokens the prompts and the choices have; samples of one prompt count it once."""
+    """Return OpenAI's `usage` of the choices; samples of one prompt count its tokens once."""
     prompts = {id(choice.job.request.prompt_ids): len(choice.job.request.prompt_ids) for choice in choices}
     num_new, num_prompt = sum(len(choice.tokens) for choice in choices), sum(prompts.values())
     num_fed, num_accepted = _num_drafted(choices)
-    cached: dict[int, int] = {}  # of each prompt, what its first sample has read; the others may read that one's
+    # Cached tokens of each prompt: those of its first sample only, because later samples may hit what it cached.
+    cached: dict[int, int] = {}
     for choice in choices:
         if choice.job.generation is not None:
             cached.setdefault(id(choice.job.request.prompt_ids), choice.job.generation.cached_tokens)
@@ -124,13 +123,13 @@ def usage_of(choices: list[Choice]) -> dict[str, object]:
 
 
 def _num_drafted(choices: list[Choice]) -> tuple[int, int]:
-    """Return how many draft tokens were fed and accepted for choices that have ended."""
+    """Return (draft tokens fed, draft tokens accepted) of the choices that have ended."""
     counts = [choice.job.generation.counts for choice in choices if choice.job.generation is not None]
     return sum(int(each.fed.sum()) for each in counts), sum(int(each.accepted.sum()) for each in counts)
 
 
 def acceptance_of(choices: list[Choice]) -> dict[str, object]:
-    """Return how drafting went, in the form of vLLM's per-request metrics."""
+    """Return drafting statistics of the choices, in the format of vLLM's per-request metrics."""
     num_steps = sum(choice.job.generation.steps for choice in choices if choice.job.generation is not None)
     num_fed, num_accepted = _num_drafted(choices)
     num_new = sum(len(choice.tokens) for choice in choices)
@@ -146,14 +145,14 @@ def acceptance_of(choices: list[Choice]) -> dict[str, object]:
 
 
 class Form(ABC):
-    """The form of an answer: a completion's, a chat's or a response's.
+    """The format of an answer: of a completion, a chat or a response.
 
     Args:
         model: the model's name for clients.
         token_text: returns a token's text, for log-probabilities.
 
     Attributes:
-        shows_tokens: whether tokens without text of their own are shown, as with log-probabilities.
+        shows_tokens: whether new tokens make an event even if they add no text, as with log-probabilities.
     """
 
     def __init__(self, model: str, token_text: Callable[[int], str], shows_tokens: bool = False):
@@ -161,7 +160,7 @@ class Form(ABC):
 
     @abstractmethod
     def whole(self, choices: list[Choice]) -> dict[str, object]:
-        """Return an answer that is not streamed."""
+        """Return the JSON body of an answer that is not streamed."""
 
     @abstractmethod
     def opening(self, choices: list[Choice]) -> Iterator[str]:
@@ -169,35 +168,20 @@ class Form(ABC):
 
     @abstractmethod
     def grown(self, choice: Choice, text: str, new: slice) -> Iterator[str]:
-        """Yield the events that say that a choice has grown or ended.
-
-        Args:
-            choice: the choice.
-            text: the new text to show.
-            new: where the new tokens are in `choice.tokens`.
-        """
+        """Yield the events for new text of a choice or its end; `new` slices the new ones of `choice.tokens`."""
 
     @abstractmethod
     def closing(self, choices: list[Choice], with_usage: bool) -> Iterator[str]:
-        """Yield the events of a streamed answer that come after all text.
-
-        Args:
-            choices: all have ended.
-            with_usage: whether the client has asked for usage.
-        """
+        """Yield the events of a streamed answer that come after all text, once all choices have ended."""
 
     def failure(self, error: Mapping[str, object]) -> Iterator[str]:
-        """Yield the events that say that an answer has failed after it began.
-
-        Args:
-            error: body of the error.
-        """
+        """Yield the events for an error after the answer began; `error` is the body of an ApiError."""
         yield event(error)
         yield LAST_EVENT
 
 
 class ChoicesForm(Form):
-    """What the forms of completions and chats have in common.
+    """Base of the formats of completions and chats.
 
     Args:
         model: the model's name for clients.
@@ -205,10 +189,9 @@ class ChoicesForm(Form):
         num_top: how many of the likeliest tokens each log-probability comes with; None without log-probabilities.
 
     Attributes:
-        prefix: what the answer's id begins with.
-        kind: OpenAI's name of the answer's type.
-        chunk_kind: OpenAI's name of a chunk's type.
-        num_top: see Args.
+        prefix: prefix of the answer's id.
+        kind: `object` of an answer that is not streamed.
+        chunk_kind: `object` of a chunk of a streamed answer.
     """
 
     prefix: str
@@ -231,7 +214,7 @@ class ChoicesForm(Form):
 
     def grown(self, choice: Choice, text: str, new: slice) -> Iterator[str]:
         delta = self.delta(choice, text, new)
-        if choice.job.request.trace:  # beyond the OpenAI API: the tokens of this step
+        if choice.job.request.trace:  # our extension of the OpenAI API: where this step's tokens came from
             traced = {"found_by": choice.found_by[new], "sources": choice.sources[new]}
             delta["lookahead"] = {"tokens": len(choice.tokens[new]), **traced}
         yield self.chunk(delta)
@@ -243,11 +226,11 @@ class ChoicesForm(Form):
 
     @abstractmethod
     def choice(self, choice: Choice) -> dict[str, object]:
-        """Return a choice of an answer that is not streamed."""
+        """Return the JSON of a choice in an answer that is not streamed."""
 
     @abstractmethod
     def delta(self, choice: Choice, text: str, new: slice) -> dict[str, object]:
-        """Return a choice of a chunk; arguments as in `grown`."""
+        """Return the JSON of a choice in a chunk; the arguments are those of `grown`."""
 
 
 class CompletionForm(ChoicesForm):
@@ -255,7 +238,7 @@ class CompletionForm(ChoicesForm):
 
     Args:
         model, token_text, num_top: see ChoicesForm.
-        shows_new: whether new tokens are shown; with `echo` a client may ask for none.
+        shows_new: whether new tokens are shown; with `echo`, a client may ask for the prompt only.
     """
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
@@ -288,12 +271,9 @@ class CompletionForm(ChoicesForm):
         return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": choice.reason}
 
     def _logprobs(self, choice: Choice, tokens: list[int], values: list[float | None]) -> dict[str, object]:
-        """Return log-probabilities as completions have them.
+        """Return log-probabilities in the format of completions, and advance `choice.offset` past the tokens.
 
-        Args:
-            choice: whose `offset` goes on behind the tokens.
-            tokens: token ids; those of a prompt, too, where they come first.
-            values: log-probability of each; None for the first of a prompt.
+        With `echo`, `tokens` begins with the prompt's, and the log-probability of its first token is None.
         """
         texts = [self.token_text(token) for token in tokens]
         offset, offsets = choice.offset or 0, []
@@ -310,10 +290,10 @@ class CompletionForm(ChoicesForm):
         }
 
     def _top(self, text: str, value: float | None) -> dict[str, float] | None:
-        """Return the likeliest tokens' log-probabilities by their text, and the token's own."""
+        """Return the log-probabilities of the likeliest tokens and of the token itself, by text."""
         if value is None:
             return None
         top: dict[str, float] = {}
         for token, each in value.top if isinstance(value, Logprob) else ():
             top.setdefault(self.token_text(token), each)
-        return top | {text: float(value)}  # of several tokens with one text, the one that came
+        return top | {text: float(value)}  # if several tokens have this text, the sampled one's value counts

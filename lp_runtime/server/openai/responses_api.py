@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses: OpenAI's newer form of a chat, without anything that is kept between requests."""
+"""The request body of POST /v1/responses, OpenAI's newer form of a chat, without stored state."""
 
 from __future__ import annotations
 
@@ -43,13 +43,9 @@ class Responses(Common):
     truncation: str | None = None
 
     def check(self) -> None:
-        """Refuse fields that ask for what is not supported.
-
-        Raises:
-            RequestError: names the field.
-        """
+        """Raise RequestError if a field asks for something that is not supported."""
         refused = {
-            "previous_response_id: is not supported, nothing is stored; send the whole conversation": (
+            "previous_response_id: is not supported, responses are not stored; send the whole conversation": (
                 self.previous_response_id is not None
             ),
             "background=true: is not supported": self.background,
@@ -65,7 +61,7 @@ class Responses(Common):
                 raise RequestError(message)
 
     def constraint(self) -> ConstraintConfig | None:
-        """Return what the text must be; None for any text.
+        """Return the constraint of the answer's text; None for any text.
 
         Raises:
             ConstraintError: it is invalid.
@@ -75,10 +71,10 @@ class Responses(Common):
         return constraint_of(self.text.format, self.structured_outputs)
 
     def conversation(self) -> list[dict[str, object]]:
-        """Return the conversation as chat templates take it.
+        """Return the conversation as the messages that chat templates expect.
 
         Raises:
-            RequestError: a field asks for what is not supported.
+            RequestError: a field asks for something that is not supported.
         """
         self.check()
         given = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
@@ -92,7 +88,7 @@ class Responses(Common):
         """Return which tools the answer may or must call.
 
         Raises:
-            RequestError: a call is asked for and there is no such tool.
+            RequestError: a call is required, but there is no such tool.
         """
         return choose_tools([tool.tool() for tool in self.tools], self.tool_choice, self.parallel_tool_calls)
 

@@ -1,4 +1,4 @@
-"""The form of answers to POST /v1/responses: items of reasoning, text and calls, whole or as events."""
+"""Answer bodies of POST /v1/responses: items of reasoning, text and calls, whole or as events."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from lp_runtime.server.chat.chat_parser import Piece
 from lp_runtime.server.openai.responses import Choice, Form, acceptance_of, event, usage_of
 from lp_runtime.server.openai.responses_api import Responses
 
-# What an item is called, by the kind of its pieces: its type, and what its id begins with.
+# (type, id prefix) of an item, by the kind of its pieces.
 ITEMS = {"reasoning": ("reasoning", "rs_"), "content": ("message", "msg_"), "arguments": ("function_call", "fc_")}
-# What a part of an item's content is called, by the kind of its pieces.
+# Type of the one part of an item's content, by the kind of its pieces.
 PARTS = {"reasoning": "reasoning_text", "content": "output_text"}
 
 
 @dataclass
 class OutputItem:
-    """An item of an answer, as it grows.
+    """An item of an answer, which grows while the answer is decoded.
 
     Attributes:
-        piece: the first piece, which says what the item is.
+        piece: the item's first piece, which determines its type.
         text: text of all pieces so far; of a call, its arguments.
-        item_id: identifies the item.
     """
 
     piece: Piece
@@ -37,22 +36,17 @@ class OutputItem:
 
     @property
     def events(self) -> str:
-        """What the names of the events begin with that bring the item's text."""
+        """Prefix of the names of the events that carry the item's text."""
         return "function_call_arguments" if self.piece.kind == "arguments" else PARTS[self.piece.kind]
 
     def part(self) -> dict[str, object]:
-        """Return the one part of the item's content, of a message or of reasoning."""
+        """Return the one part of the content of a message or reasoning item."""
         kind = PARTS[self.piece.kind]
         more: dict[str, object] = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
         return {"type": kind, "text": self.text, **more}
 
     def body(self, status: str, has_content: bool = True) -> dict[str, object]:
-        """Return the item as JSON.
-
-        Args:
-            status: in_progress, completed or incomplete.
-            has_content: whether its content has begun.
-        """
+        """Return the item as JSON; `status` is in_progress, completed or incomplete."""
         piece = self.piece
         head = {"id": self.item_id, "type": ITEMS[piece.kind][0], "status": status}
         if piece.kind == "arguments":
@@ -67,7 +61,7 @@ class ResponsesForm(Form):
     Args:
         model: the model's name for clients.
         token_text: returns a token's text.
-        body: what the client sent.
+        body: the request's body; the answer repeats its settings.
         max_calls: calls that an answer shows at most; None for no limit.
     """
 
@@ -110,14 +104,14 @@ class ResponsesForm(Form):
         yield self._event(f"response.{response['status']}", response=response)
 
     def failure(self, error: Mapping[str, object]) -> Iterator[str]:
-        """Yield the event that says that an answer has failed after it began."""
+        """Yield the event for an error after the answer began."""
         details = error["error"]
-        assert isinstance(details, Mapping)  # ApiError makes it
-        told = {"code": "server_error", "message": details["message"]}
-        yield self._event("response.failed", response=self._response("failed") | {"error": told})
+        assert isinstance(details, Mapping)  # the body of an ApiError
+        reported = {"code": "server_error", "message": details["message"]}
+        yield self._event("response.failed", response=self._response("failed") | {"error": reported})
 
     def _begin_item(self, piece: Piece) -> Iterator[str]:
-        """Begin the item of a piece."""
+        """Begin a new item with a piece."""
         item = OutputItem(piece)
         self._items.append(item)
         yield self._event(
@@ -127,7 +121,7 @@ class ResponsesForm(Form):
             yield self._event("response.content_part.added", **self._place(), part=item.part())
 
     def _end_item(self, status: str) -> Iterator[str]:
-        """End the item that grows, if there is one."""
+        """End the current item, if there is one."""
         if not self._items:
             return
         item, place = self._items[-1], self._place()
@@ -142,13 +136,13 @@ class ResponsesForm(Form):
         yield self._event("response.output_item.done", output_index=output_index, item=item.body(status))
 
     def _end(self, choice: Choice) -> Iterator[str]:
-        """End the last item; an answer without any has an empty message."""
+        """End the last item; an answer without items gets an empty message."""
         if not self._items:
             yield from self._begin_item(Piece("content", ""))
         yield from self._end_item(_status(choice))
 
     def _place(self) -> dict[str, object]:
-        """Return where the text of the item that grows belongs."""
+        """Return the event fields that locate the current item's text in the answer."""
         item, place = self._items[-1], {"output_index": len(self._items) - 1}
         return {"item_id": item.item_id, **place, **({} if item.piece.kind == "arguments" else {"content_index": 0})}
 
@@ -157,7 +151,7 @@ class ResponsesForm(Form):
         return event({"type": kind, "sequence_number": number, **fields}, kind)
 
     def _ended(self, choice: Choice) -> dict[str, object]:
-        """Return the response of a choice that has ended."""
+        """Return the final response of a choice that has ended."""
         status, usage = _status(choice), usage_of([choice])
         last = len(self._items) - 1
         bodies = [item.body(status if place == last else "completed") for place, item in enumerate(self._items)]
@@ -176,7 +170,7 @@ class ResponsesForm(Form):
         }
 
     def _num_reasoning(self, choice: Choice) -> int:
-        """Return how many of a choice's tokens come before the end of its reasoning text."""
+        """Return how many tokens the reasoning text has, counted by the characters of the first tokens."""
         num_chars = sum(len(item.text) for item in self._items if item.piece.kind == "reasoning")
         num = 0
         while num_chars > 0 and num < len(choice.tokens):

@@ -1,4 +1,4 @@
-"""What clients ask of an answer's structure, in OpenAI's form and in vLLM's, and the constraint that it stands for."""
+"""OpenAI's response_format and vLLM's structured_outputs, and their conversion to constraints."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ ANY_OBJECT = {"type": "object"}
 
 
 class _Part(BaseModel):
-    """A part of a body, without unknown fields or conversions of types."""
+    """Base of body parts: no unknown fields, no type conversions."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class NamedSchema(_Part):
-    """The schema of a response_format."""
+    """The field json_schema of a response_format."""
 
     name: str = ""
     description: str | None = None
@@ -28,7 +28,7 @@ class NamedSchema(_Part):
 
 
 class ResponseFormat(_Part):
-    """OpenAI's response_format; of /v1/responses, where the schema stands beside the type, text.format."""
+    """OpenAI's response_format, or text.format of /v1/responses, with the schema's fields next to `type`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -38,7 +38,7 @@ class ResponseFormat(_Part):
     strict: bool | None = None
 
     def constraint(self) -> ConstraintConfig:
-        """Return the constraint, of no kind for plain text.
+        """Return the constraint; its `kind` is None for plain text.
 
         Raises:
             ConstraintError: the schema is missing.
@@ -66,7 +66,7 @@ class StructuredOutputs(_Part):
     disable_additional_properties: bool = False
 
     def constraint(self) -> ConstraintConfig:
-        """Return the constraint, of no kind where nothing is asked for.
+        """Return the constraint; its `kind` is None if none is given.
 
         Raises:
             ConstraintError: the constraint is invalid, or several are given.
