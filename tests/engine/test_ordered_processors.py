@@ -145,6 +145,33 @@ def test_calls_end_with_the_sequence(model):
     assert counter.num_calls == num_expected
 
 
+class Cycle(LogitsProcessor):
+    """Forces each token of a cycle after the one before it; counts its calls."""
+
+    def __init__(self, tokens: tuple[int, ...]):
+        self.next = dict(zip(tokens, (*tokens[1:], tokens[0]), strict=True))
+        self.num_calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.num_calls += 1
+        scores[:] = -torch.inf
+        scores[:, self.next[int(input_ids[0, -1])]] = 0.0
+        return scores
+
+
+def test_calls_end_inside_an_accepted_path(model):
+    """The prompt has the whole cycle, so guesses go on, rightly, after the end-of-sequence token."""
+    cycle = (3, 5, 7, 11, 13, 17)
+    processor = Cycle(cycle)
+    prompt = torch.tensor([[*cycle, *cycle, cycle[0]]])
+    ids = model.generate(
+        prompt, custom_generate=lookahead_generate, logits_processor=[processor], max_new_tokens=20,
+        eos_token_id=cycle[3], lookahead=LookaheadConfig(drafter="prompt_lookup"),
+    )  # fmt: skip
+    assert ids[0, prompt.shape[1] :].tolist() == list(cycle[1:4])
+    assert processor.num_calls == 3
+
+
 @pytest.mark.parametrize("make", [EveryThird, GrewByOne, MovingAverage, lambda: Budget(4, (9, 8))])
 def test_every_row_of_a_batch_has_a_state_of_its_own(model, make):
     rows = torch.tensor([PROMPT, PROMPT[::-1]])

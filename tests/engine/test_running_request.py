@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,13 +15,26 @@ from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.decoder import sampler_factory
+from lp_runtime.decoder.decoder import Decoder, Samples
+from lp_runtime.decoder.draft_pool import DraftPool
+from lp_runtime.distributed.exchange import Exchange, Outcome
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
+from lp_runtime.engine.running_request import Callbacks, Peers, RunningRequest
 from lp_runtime.errors import StateMismatchError
+from lp_runtime.lookahead.drafters.prompt_lookup import PromptLookupDrafter
+from lp_runtime.lookahead.state import DecodingRules, DecodingState
+from lp_runtime.model.forward.step_inputs import StepLogits
+from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.prefill.prefix import PromptPrefix
 from lp_runtime.request.output import Report, StepOutput
 from lp_runtime.request.request import Request
+from lp_runtime.sampling.processors import TreeProcessors
+from lp_runtime.sampling.sampler import Sampler
+from lp_runtime.sizing.budget import StepBudget
+from lp_runtime.sizing.learned_costs import LearnedCosts
 
 ARCHITECTURES = {
     "llama": ("Llama", {"initializer_range": 0.3}),
@@ -190,6 +204,36 @@ def test_cancelling_stops_after_the_step_that_asked(models):
     assert report.finish_reason == "cancelled"
     assert len(runs) == report.num_steps == 3
     assert tokens == greedy_text(models["llama"], request)[: len(tokens)]
+
+
+def test_every_replica_learns_the_times_of_all(models):
+    """Two replicas receive unequal clocks; their budgets stay equal, and know which replica is slower."""
+    model, request = ModelRunner(models["llama"], 2048), Request((1, 2, 3), PLAIN, 60)
+    logits = torch.zeros(1, 64)
+    samples = Samples(logits.long(), StepLogits(logits), lambda: logits)  # not read: each replica's are gathered
+    fast, slow = (microseconds << 31 for microseconds in (100, 700))
+    found = []
+    for rank in range(2):
+        learned = LearnedCosts.initial(2)
+        decoder = Decoder(
+            DecodingState(request.prompt_ids, DecodingRules(request.max_new_tokens), PromptLookupDrafter(4)),
+            StepBudget(np.tile(100_000 * np.arange(1, 20), (2, 1)), False, None, learned),
+            Sampler(TreeProcessors([], CPU), None),
+        )
+        group = Group(rank, 2, CPU)
+        prefix = PromptPrefix(None, request, group, DraftPool(None))
+        peers = Peers(group, Exchange, times_are_late=False)
+        running = RunningRequest(model, peers, request, decoder, CacheSlot(), prefix, Callbacks())
+        step, sizes = decoder.propose_prefill(), []
+        for _ in range(8):
+            sizes.append(step.shares.sizes)
+            values = np.full((len(step.tree), 1), 5)  # each token's successor is 5
+            running.advance(step, samples, Outcome(values, 0, [fast, slow]))
+            step = running.propose()
+        found.append((sizes, learned.passes.slopes.tolist()))
+    assert found[0] == found[1]
+    _, (slope_of_fast, slope_of_slow) = found[0]
+    assert 2 * slope_of_fast < slope_of_slow
 
 
 RANKS_REQUESTS = [

@@ -154,3 +154,16 @@ def test_where_stop_strings_end():
     assert ends([3], "abc", "zz") == [0]
     assert StopStrings(Letters(), ["bab"])([0, 1, 3, 1]) == 3
     assert StopStrings(Letters(), ["zz"])([0, 1, 3, 1]) is None
+
+
+@pytest.mark.parametrize("num_before", range(8))
+def test_a_stop_string_is_found_after_a_text_of_any_length(num_before):
+    """Each token is one character, so every token of the string comes in a separate step."""
+
+    class Letters:
+        def decode(self, ids, **options):
+            return "".join("abc"[i] for i in ids)
+
+    stop = StopStrings(Letters(), ["abca"])
+    ids = [1] * num_before + [0, 1, 2, 0]
+    assert [stop([token]) for token in ids] == [None] * (len(ids) - 1) + [1]

@@ -126,6 +126,26 @@ def test_strict_bits(prompt_ids, keeps_cache):
         assert committed + rest == expected and logprobs + more == expected_logprobs
 
 
+def test_strict_chunks_begin_where_they_do_in_a_first_attempt(prompt_ids, monkeypatch):
+    """A chunk that the slot holds in part is fed again from its beginning."""
+    model = make_model(strict_tokens=16)
+    chunk, prompt = model.prefill_chunk, (prompt_ids * 10)[:60]
+    num_held = chunk + 5
+    slot = CacheSlot()
+    model.begin(slot, 100)
+    model.prefill(slot, prompt[:num_held])
+    starts, feed_prompt = [], ModelRunner.feed_prompt
+
+    def noted(self, slot, *args):
+        starts.append(len(slot.tokens))
+        return feed_prompt(self, slot, *args)
+
+    monkeypatch.setattr(ModelRunner, "feed_prompt", noted)
+    for _ in model.resume(slot, prompt, [1, 2], 100):
+        pass
+    assert starts == list(range(chunk, len(prompt), chunk))
+
+
 @pytest.mark.parametrize("strict_tokens", [None, 8])
 def test_a_text_whose_reading_is_broken_off(prompt_ids, strict_tokens):
     model = make_model(strict_tokens=strict_tokens)

@@ -269,6 +269,32 @@ def test_the_prior_is_ranked_at_the_requests_temperature(temperature):
     assert (num_apart > 0) == (temperature != 1.0)
 
 
+def test_a_deeper_candidate_is_ranked_by_the_noise_of_its_position():
+    """The root has one candidate, so the second guess follows the first, two positions after the root."""
+    only, ranking, num_apart = 4, [5, 6, 7, 8, 9, 10, 0, 1], 0
+    vocabulary = entries_of([ranking] * VOCABULARY)
+    vocabulary[3, : tables.K] = [only] + [-1] * (tables.K - 1)
+    for seed in range(40):
+        key = NoiseKey(seed, 0)
+        noise = tables.make_noise(True, *key)
+        of_root, scores = (
+            np.array([tables.gumbel(noise, position, token) for token in ranking])
+            - tables.UNITS_PER_NAT * np.arange(tables.K)
+            for position in (3, 4)
+        )
+        second, first = np.sort(scores)[-2:]
+        if first - second < tables.UNITS_PER_NAT:  # nearly a tie
+            continue
+        drafter = best_first(3, vocabulary=vocabulary, noise=key)
+        tokens = [1, 2, 3]
+        drafter.begin(tokens[:-1])
+        drafter.advance_prefill(tokens, VerificationResult([3]))
+        tree = drafter.propose(tokens, 2, max_depth=2)
+        assert (tree.parents, tree.tokens) == ([-1, 0, 1], [3, only, ranking[scores.argmax()]])
+        num_apart += scores.argmax() != of_root.argmax()
+    assert num_apart > 5
+
+
 def merged_one_by_one(rates, found, num_rows: int, floor: int) -> list[tuple[int, int, int]]:
     """(token, feature, how many agree) as `merge` has them, from one list by token."""
     naming: dict[int, list[tuple[int, bool, int]]] = {}
