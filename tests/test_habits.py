@@ -13,6 +13,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
 TREES = {name: ast.parse(path.read_text()) for name, path in zip(NAMES, FILES, strict=True)}
 MAX_LINES = 450
+MAX_PARAMETERS = 7
+PUBLIC_API = ("runtime.py", "dropin/lookahead_generate.py")
 MAKERS = ("__init__", "__post_init__", "__new__")
 MAX_ATTRIBUTES = 15
 MAX_COMPLEXITY = 12
@@ -175,3 +177,42 @@ def _made_here(tree: ast.AST, node: ast.Attribute) -> bool:
         if node.value.id in made and any(each is node for each in ast.walk(function)):
             return True
     return False
+
+
+def assigned_attributes(node: ast.AST) -> int:
+    """How many attributes a statement assigns at once."""
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return max(
+        (sum(isinstance(each, ast.Attribute) for each in getattr(target, "elts", ())) for target in targets), default=0
+    )
+
+
+def test_a_statement_assigns_two_attributes_at_most():
+    findings = [
+        f"{name}:{node.lineno}"
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if assigned_attributes(node) > 2
+    ]
+    assert not findings
+
+
+def parameters_of(function: ast.FunctionDef) -> int:
+    """How many parameters a function has, self and cls not counted."""
+    arguments = function.args
+    names = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return len([name for name in names if name not in ("self", "cls")])
+
+
+def test_functions_have_few_parameters():
+    """Except the public API, kernels, what Numba compiles, and attention functions, whose parameters transformers sets."""
+    findings = [
+        f"{name}: {node.name}"
+        for name, tree in TREES.items()
+        if not name.startswith(("kernels/", "model/attention/"))
+        and name not in ("runtime.py", "dropin/lookahead_generate.py")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and parameters_of(node) > MAX_PARAMETERS
+        if not any("compiled" in (text := ast.unparse(each)) or "inlined" in text for each in node.decorator_list)
+    ]
+    assert not findings

@@ -67,7 +67,9 @@ class Calibration:
         known: Measured | None = None,
         is_gradual: bool = False,
     ):
-        self._model, self._group, self._is_gradual = model, group, is_gradual
+        self._model = model
+        self._group = group
+        self._is_gradual = is_gradual
         self._files = CalibrationFiles(cache_dir)
         self._known = Measured() if known is None else known
         self._steps: list[StepMeasurement] | None = None  # [R] of all replicas

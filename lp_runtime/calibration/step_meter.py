@@ -99,7 +99,9 @@ class _StepMeter:
     """Times steps of various sizes after a short context; the slot's content is overwritten."""
 
     def __init__(self, model: ModelRunner, slot: CacheSlot):
-        self._model, self._slot, self._sampler = model, slot, make_greedy_sampler(model)
+        self._model = model
+        self._slot = slot
+        self._sampler = make_greedy_sampler(model)
         num_context = num_context_tokens(model)
         self._context = [i % model.vocabulary_size for i in range(num_context)]
         # Each step commits a token and each size runs three times; keep positions within a model's short context.

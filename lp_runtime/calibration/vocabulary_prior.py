@@ -93,7 +93,9 @@ class VocabularyPrior:
     """
 
     def __init__(self, model: ModelRunner, group: Group, known: Answers, files: CalibrationFiles, name: str):
-        self._model, self._group, self._known = model, group, known
+        self._model = model
+        self._group = group
+        self._known = known
         self._files, self._name = files, name
         self._sampler = make_greedy_sampler(model)
         self._agreed = Answers.none(*known.packed.shape)

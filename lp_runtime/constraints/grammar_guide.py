@@ -199,7 +199,9 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Callable[[], Any], vocabulary_size: int, eos_token_ids: Collection[int]):
-        self._tokenizer, self._vocabulary_size, self._eos_token_ids = tokenizer, vocabulary_size, eos_token_ids
+        self._tokenizer = tokenizer
+        self._vocabulary_size = vocabulary_size
+        self._eos_token_ids = eos_token_ids
         self._vocabularies: dict[bool, Vocabulary] = {}
         self._loaded: OrderedDict[str, tuple[Any, int]] = OrderedDict()
 

@@ -39,7 +39,9 @@ class DecoderFactory:
         draft_pool: DraftPool,
         grammars: Grammars | None,
     ):
-        self._model, self._group, self._calibration = model, group, calibration
+        self._model = model
+        self._group = group
+        self._calibration = calibration
         self._draft_pool, self._grammars = draft_pool, grammars
         self._learned: dict[Hashable, LearnedCosts] = {}  # by (automatic sizes, greedy, replicas)
 

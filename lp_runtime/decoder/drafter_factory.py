@@ -46,9 +46,7 @@ def make_drafter(
         assert drafter.max_committed == RECYCLING_DEPTH + 1
         return drafter
     return PaperDrafter(
-        W,
-        N,
-        G,
+        (W, N, G),
         settings.pool_from_prompt,
         settings.window_seed,
         only_guesses=settings.acceptance == "guesses",

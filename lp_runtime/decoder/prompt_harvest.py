@@ -66,7 +66,9 @@ class PromptHarvest:
         sampler: Sampler,
         group: Group,
     ):
-        self._model, self._slot, self._prompt = model, slot, prompt
+        self._model = model
+        self._slot = slot
+        self._prompt = prompt
         self._first = len(prompt) - num_harvested
         self._sampler, self._group = sampler, group
         self._packed: list[torch.Tensor] = []  # candidates of this replica's tokens, on its device

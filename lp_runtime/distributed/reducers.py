@@ -103,7 +103,9 @@ class CollectiveReducer(Reducer):
     """
 
     def __init__(self, group: dist.ProcessGroup, num_shards: int, can_capture: bool = False):
-        self._group, self._num_shards, self.can_capture = group, num_shards, can_capture
+        self._group = group
+        self._num_shards = num_shards
+        self.can_capture = can_capture
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.contiguous()
@@ -136,7 +138,9 @@ class OneShotReducer(Reducer):
     can_capture = True
 
     def __init__(self, others: Reducer, buffer: torch.Tensor, group_name: str):
-        self._others, self._buffer, self._group_name = others, buffer, group_name
+        self._others = others
+        self._buffer = buffer
+        self._group_name = group_name
         self.max_numbers = len(buffer)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

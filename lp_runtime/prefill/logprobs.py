@@ -31,7 +31,10 @@ class PromptScorer:
     """
 
     def __init__(self, model: ModelRunner, slot: CacheSlot, prompt: Sequence[int], num_top: int):
-        self._model, self._slot, self._prompt, self._num_top = model, slot, prompt, num_top
+        self._model = model
+        self._slot = slot
+        self._prompt = prompt
+        self._num_top = num_top
         self._logprobs: list[Logprob] = []
 
     def prefill_in_chunks(self) -> Generator[None, None, torch.Tensor]:

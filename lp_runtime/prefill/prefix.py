@@ -79,7 +79,9 @@ class PromptPrefix:
 
     def __init__(self, cache: PrefixCache | None, request: Request, group: Group, pool: DraftPool):
         self.tag = self.num_read = self.num_shared = 0
-        self._cache, self._request, self._is_alone = cache, request, group.is_alone
+        self._cache = cache
+        self._request = request
+        self._is_alone = group.is_alone
         self._agreed = Prefix()
         # Log-probabilities need the whole prompt fed. A resumed request reads its prefix in `read_for_resume`.
         if cache is None or request.prompt_logprobs or request.committed:

@@ -33,7 +33,11 @@ class Resume:
     """
 
     def __init__(self, model: ModelRunner, request: Request, slot: CacheSlot, sampler: Sampler, group: Group):
-        self._model, self._request, self._slot, self._sampler, self._group = model, request, slot, sampler, group
+        self._model = model
+        self._request = request
+        self._slot = slot
+        self._sampler = sampler
+        self._group = group
 
     def in_step(self, capacity: int, should_cancel: Callable[[], bool]) -> Generator[None, None, bool]:
         """Feed the tokens that the slot lacks, in chunks, in step with the other replicas.

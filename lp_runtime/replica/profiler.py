@@ -53,7 +53,9 @@ class _Trace:
     """One run of torch's profiler; writes its trace to a file and may print a table to stderr."""
 
     def __init__(self, path: Path, prints: bool, device: torch.device):
-        self._path, self._prints, self._is_cuda = path, prints, device.type == "cuda"
+        self._path = path
+        self._prints = prints
+        self._is_cuda = device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._is_cuda else [])]
         self._profile = profile(activities=activities)
         self._is_running = False

@@ -111,7 +111,9 @@ class Replica:
 
     def __init__(self, config: RuntimeConfig, loaded: LoadedModel, group: Group, times_are_late: bool):
         model = loaded.model
-        self.group, self.info, self.leading = group, loaded.info, model.leading
+        self.group = group
+        self.info = loaded.info
+        self.leading = model.leading
         self._config = config.model
         self._device = model.device
         self._profile_dir = config.profile_dir if config.profile else None

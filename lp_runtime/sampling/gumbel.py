@@ -88,7 +88,9 @@ class GumbelNoise:
 
     def __init__(self, seed: int, sample: int, vocabulary_size: int, device: torch.device, first: int = 0):
         self.seed, self.sample = seed, sample
-        self._vocabulary_size, self._device, self._first = vocabulary_size, device, first
+        self._vocabulary_size = vocabulary_size
+        self._device = device
+        self._first = first
         self._row_of: dict[int, int] = {}  # by position
         self._rows = torch.empty((0, vocabulary_size), dtype=torch.float32, device=device)
 

@@ -21,7 +21,9 @@ class NewTextPenalty:
     """
 
     def __init__(self, presence: float, frequency: float, prompt_length: int):
-        self._presence, self._frequency, self._prompt_length = presence, frequency, prompt_length
+        self._presence = presence
+        self._frequency = frequency
+        self._prompt_length = prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return penalized copies of `scores`, [b, V] float32, for prompts and new texts `input_ids`, [b, l]."""

@@ -53,7 +53,9 @@ class VocabularySlice:
     """
 
     def __init__(self, index: int, sizes: Sequence[int], device: torch.device):
-        self._first, self._size, self.device = sum(sizes[:index]), sizes[index], device
+        self._first = sum(sizes[:index])
+        self._size = sizes[index]
+        self.device = device
         self._vocabulary_size, self._largest_size = sum(sizes), sizes[0]
         self._noises: dict[tuple[int, int], GumbelNoise] = {}  # by last use, the latest at the end
         compile_slices()
@@ -149,7 +151,10 @@ class SlicedLogits(StepLogits):
         presampled: torch.Tensor | None = None,
     ):
         super().__init__(torch.empty(0), presampled)
-        self._vocabulary, self._read, self._find, self._rows_of_pass = vocabulary, read, find, rows_of_pass
+        self._vocabulary = vocabulary
+        self._read = read
+        self._find = find
+        self._rows_of_pass = rows_of_pass
 
     @functools.cached_property
     def rows(self) -> torch.Tensor:

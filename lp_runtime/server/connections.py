@@ -93,7 +93,9 @@ class LimitedProtocol(H11Protocol):
     ):
         super().__init__(config, server_state, app_state, _loop)
         assert isinstance(config, LimitedConfig)
-        self._limits, self._max_connections, self._turns = config.limits, config.max_connections, config.turns
+        self._limits = config.limits
+        self._max_connections = config.max_connections
+        self._turns = config.turns
         self._head_timer: asyncio.TimerHandle | None = None
         self.turn = next(self._turns)
 

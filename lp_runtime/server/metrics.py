@@ -31,7 +31,10 @@ class Metrics:
     """
 
     def __init__(self, name: str, runtime: LookaheadRuntime, scheduler: Scheduler, jobs: Collection[Job]):
-        self._name, self._runtime, self._scheduler, self._jobs = name, runtime, scheduler, jobs
+        self._name = name
+        self._runtime = runtime
+        self._scheduler = scheduler
+        self._jobs = jobs
         self._registry = CollectorRegistry()
         self.first_token = self._histogram("lp_first_token_seconds", "From a request's arrival to its first token")
         self.inter_token = self._histogram(

@@ -28,7 +28,10 @@ class StatusRoutes:
 
     def __init__(self, name: str, runtime: LookaheadRuntime, scheduler: Scheduler, metrics: Metrics):
         self.is_draining = False
-        self._name, self._runtime, self._scheduler, self._metrics = name, runtime, scheduler, metrics
+        self._name = name
+        self._runtime = runtime
+        self._scheduler = scheduler
+        self._metrics = metrics
         self._started = int(time.time())
 
     def add_to(self, app: FastAPI) -> None:

@@ -59,7 +59,9 @@ class Submitter:
     """
 
     def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler, settings: ServerSettings, tokenizer: Tokenizer):
-        self._scheduler, self._settings, self._tokenizer = scheduler, settings, tokenizer
+        self._scheduler = scheduler
+        self._settings = settings
+        self._tokenizer = tokenizer
         self._compiler = runtime.compiler
         self._builder = RequestBuilder(runtime.config, runtime.info, lambda: tokenizer, runtime.compiler)
         self._special_tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]

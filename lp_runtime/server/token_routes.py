@@ -47,7 +47,10 @@ class TokenRoutes:
     """
 
     def __init__(self, runtime: LookaheadRuntime, status: StatusRoutes, submitter: Submitter, tokenizer: Tokenizer):
-        self._info, self._status, self._submitter, self._tokenizer = runtime.info, status, submitter, tokenizer
+        self._info = runtime.info
+        self._status = status
+        self._submitter = submitter
+        self._tokenizer = tokenizer
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes to an application."""

@@ -24,7 +24,7 @@ class Rules:
     eos_token_ids: frozenset[int] = frozenset()
 
     def state(self, prompt: list[int]) -> DecodingState:
-        settings = (self.W, self.N, self.G, self.pool_from_prompt, self.window_seed)
+        settings = ((self.W, self.N, self.G), self.pool_from_prompt, self.window_seed)
         rules = DecodingRules(self.max_new_tokens, self.eos_token_ids, drafting=repr(settings))
         return DecodingState(prompt, rules, PaperDrafter(*settings))
 

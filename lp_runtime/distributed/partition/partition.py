@@ -56,7 +56,9 @@ class Shares(Sequence[Share]):
 
     # Sizes are lists: numpy takes longer to add up a few numbers.
     def __init__(self, owner: np.ndarray, nodes: np.ndarray, owned: np.ndarray, sizes: list[int], num_owned: list[int]):
-        self.owner, self.sizes, self.num_owned = owner, sizes, num_owned
+        self.owner = owner
+        self.sizes = sizes
+        self.num_owned = num_owned
         self._nodes, self._owned = nodes, owned
 
     @classmethod

@@ -48,7 +48,10 @@ class CollectiveTransport(Transport):
         is_ours: bool = True,
     ):
         super().__init__(backend, device if backend == "nccl" else CPU)
-        self._rank, self._step_timeout, self._store, self._is_ours = rank, step_timeout, store, is_ours
+        self._rank = rank
+        self._step_timeout = step_timeout
+        self._store = store
+        self._is_ours = is_ours
         self._num_turns = 0
         self._is_aborted = False
 

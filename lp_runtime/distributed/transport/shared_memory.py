@@ -103,7 +103,9 @@ class SharedMemoryTransport(Transport):
     ):
         super().__init__("shared", CPU)
         compile_shared_memory()
-        self._rank, self._step_timeout, self._buffer_words = rank, step_timeout, buffer_words
+        self._rank = rank
+        self._step_timeout = step_timeout
+        self._buffer_words = buffer_words
         self._is_aborted = False
         path = FOLDER / name
         try:

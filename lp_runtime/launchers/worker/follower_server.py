@@ -21,7 +21,9 @@ class FollowerServer:
     """
 
     def __init__(self, config: RuntimeConfig, place: Placement, send: Callable[[object], None]):
-        self._config, self._place, self._send = config, place, send
+        self._config = config
+        self._place = place
+        self._send = send
 
     def post(self, message: object) -> None:
         """Take a message of the driver's; never waits. Called from another thread than `run`."""

@@ -123,7 +123,10 @@ class PassSet:
         if is_strict:
             compile_paths()
         self._model = torch.compile(model, dynamic=False) if options.compiled else model
-        self.options, self._masks, self._keeps_logits, self._sample = options, masks, keeps_logits, sample
+        self.options = options
+        self._masks = masks
+        self._keeps_logits = keeps_logits
+        self._sample = sample
         self._cache_name = cache_name
         self.presampled: torch.Tensor | None = None
         self._num_layers: int = model.config.get_text_config().num_hidden_layers

@@ -46,7 +46,9 @@ class FixedPasses:
 
     def __init__(self, passes: Passes, feed: Callable[..., torch.Tensor], leading: LeadingShard | None = None):
         assert passes.made is not None
-        self._passes, self._feed, self._leading = passes, feed, leading
+        self._passes = passes
+        self._feed = feed
+        self._leading = leading
         self._made: PassSet = passes.made
         self._strict_tokens = passes.strict_tokens
         self._all_sizes: tuple[int, ...] = COMPILED_SIZES if self.options.compiled else SIZES

@@ -148,7 +148,9 @@ class Follower:
     """
 
     def __init__(self, passes: Passes, num_layers: int, link: ShardLink):
-        self._passes, self._num_layers, self._link = passes, num_layers, link
+        self._passes = passes
+        self._num_layers = num_layers
+        self._link = link
         self._caches: dict[int, TreeCache] = {}
 
     def messages(self) -> Iterator[object]:

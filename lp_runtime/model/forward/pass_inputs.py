@@ -122,7 +122,10 @@ class PassInputs:
         start, end = num_columns * size, num_columns * size + shape[0] * shape[1]
         columns = self.block[:start].view(num_columns, size)
         table, words = self.block[start:end].view(shape), self.block[end:].view(size, -1)
-        self.ids, self.positions, self.wanted, owners = columns[: OWNERS + 1]
+        ids, positions, wanted, owners = columns[: OWNERS + 1]
+        self.ids = ids
+        self.positions = positions
+        self.wanted = wanted
         by_name = {name: columns[LOWEST + i].view(1, 1, 1, size) for i, name in enumerate(limits)}
         self.masks: LayerMasks = by_name if by_kind else next(iter(by_name.values()))
         self.device_inputs = DeviceInputs(self.positions, owners, table, words)

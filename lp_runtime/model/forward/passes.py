@@ -61,7 +61,9 @@ class Passes:
         strict_tokens: int | None,
         lengths: RotaryLengths = UNCHANGING,
     ):
-        self._model, self._masks, self._device = model, masks, model.device
+        self._model = model
+        self._masks = masks
+        self._device = model.device
         self.strict_tokens, self.lengths = strict_tokens, lengths
         self.made: PassSet | None = None
         self._prompt_view: tuple[int, PreTrainedModel] = (0, model)  # the last prompt length, and the view for it

@@ -46,7 +46,9 @@ class DeviceCache(StandInCache):
     def __init__(
         self, num_layers: int, inputs: DeviceInputs, kernels: Any, num_processors: int, is_strict: bool = False
     ):
-        self._inputs, self._kernels, self._num_processors = inputs, kernels, num_processors
+        self._inputs = inputs
+        self._kernels = kernels
+        self._num_processors = num_processors
         self._is_strict = is_strict
         self._layer = 0  # the layer that wrote last
         super().__init__(layers=[_DeviceLayer(self, index) for index in range(num_layers)])

@@ -134,8 +134,12 @@ class PrefixCache:
         keeps_states: bool = False,
         lengths: RotaryLengths = UNCHANGING,
     ):
-        self.num_bytes, self.keeps_states, self._lengths = 0, keeps_states, lengths
-        self._max_bytes, self._memory_bytes, self._token_bytes = max_bytes, memory_bytes, token_bytes
+        self.num_bytes = 0
+        self.keeps_states = keeps_states
+        self._lengths = lengths
+        self._max_bytes = max_bytes
+        self._memory_bytes = memory_bytes
+        self._token_bytes = token_bytes
         self._limit = max_bytes
         self._prompt_chunk = prompt_chunk
         self._roots: dict[tuple[str, int], _Segment] = {}  # by (salt, row of the keys' rotary factors)

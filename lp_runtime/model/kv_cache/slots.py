@@ -61,7 +61,9 @@ class CacheSlot:
             self.cache.truncate(length)
         else:
             self.cache.clear()
-        self.tokens, self.undecided, self.prompt_length = self.tokens[:length], [], prompt_length
+        self.tokens = self.tokens[:length]
+        self.undecided = []
+        self.prompt_length = prompt_length
 
     def num_known(self, tokens: Sequence[int], prompt_length: int, lengths: RotaryLengths) -> int:
         """Return how many of a text's first tokens the slot holds, with the rotary factors of P."""

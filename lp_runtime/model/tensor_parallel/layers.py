@@ -76,7 +76,9 @@ class GatheredLinear(SliceModule):
     def __init__(self, linear: nn.Linear, reducer: Reducer, sizes: list[int], shard: int):
         super().__init__(linear, reducer)
         self.in_features, self.out_features = linear.in_features, sum(sizes)
-        self.sizes, self.shard, self.mode = sizes, shard, OutputMode()
+        self.sizes = sizes
+        self.shard = shard
+        self.mode = OutputMode()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the whole layer's output, [..., out_features], or this shard's part of it; see `mode`."""

@@ -129,7 +129,9 @@ class CallReader:
     def _refuse_if(self, is_other: object) -> bool:
         """Stop reading if `is_other`: a recognized call ends here, any other text is refused; return False."""
         if is_other:
-            self.is_done, self.is_refused, self.rest = self._is_begun, not self._is_begun, self._buffer
+            self.is_done = self._is_begun
+            self.is_refused = not self._is_begun
+            self.rest = self._buffer
         return False
 
 

@@ -135,7 +135,10 @@ class TextParser(ChatParser):
         bare: bool = False,
         is_either: bool = False,
     ):
-        self._marks, self._end, self._bare, self._is_thinking = marks, end, bare, is_thinking
+        self._marks = marks
+        self._end = end
+        self._bare = bare
+        self._is_thinking = is_thinking
         self._has_reasoning, self._is_either = has_reasoning, is_either
         self._call = CallReader()  # of the current object
         super().__init__()

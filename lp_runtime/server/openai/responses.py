@@ -156,7 +156,9 @@ class Form(ABC):
     """
 
     def __init__(self, model: str, token_text: Callable[[int], str], shows_tokens: bool = False):
-        self.model, self.token_text, self.shows_tokens = model, token_text, shows_tokens
+        self.model = model
+        self.token_text = token_text
+        self.shows_tokens = shows_tokens
 
     @abstractmethod
     def whole(self, choices: list[Choice]) -> dict[str, object]:

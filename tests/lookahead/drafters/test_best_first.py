@@ -96,9 +96,9 @@ DRAFTERS = {
     "full, one node": lambda: best_first(1),
     "full, flat": lambda: best_first(40, max_depth=1),
     "full, noise": lambda: best_first(30, noise=NoiseKey(5, 0)),
-    "paper": lambda: PaperDrafter(4, 3, 4),
-    "paper, guesses alone": lambda: PaperDrafter(4, 3, 4, only_guesses=True),
-    "paper, budget": lambda: PaperDrafter(4, 3, 4, budget=7),
+    "paper": lambda: PaperDrafter((4, 3, 4)),
+    "paper, guesses alone": lambda: PaperDrafter((4, 3, 4), only_guesses=True),
+    "paper, budget": lambda: PaperDrafter((4, 3, 4), budget=7),
     "prompt lookup": lambda: PromptLookupDrafter(5),
     "prompt lookup, budget": lambda: PromptLookupDrafter(5, budget=3),
     "recycling": TokenRecyclingDrafter,
@@ -133,7 +133,7 @@ def test_no_drafter_changes_the_output(name, prompt, seed, num_new, num_candidat
 @pytest.mark.parametrize("budget", [7, 9])
 def test_a_budget_caps_what_is_fed_pending_tokens_included(budget):
     for drafter in (
-        PaperDrafter(6, 4, 6, budget=budget),
+        PaperDrafter((6, 4, 6), budget=budget),
         PromptLookupDrafter(20, budget),
         TokenRecyclingDrafter(budget),
     ):

@@ -73,7 +73,10 @@ class BestFirstDrafter(Drafter):
         self._candidates = make_candidates()
         self._path = np.zeros(capacity, np.int64)
         self._grow = _grow()
-        self._accept, self._advance, self._store_prompt = _learn()
+        accept, advance, store_prompt = _learn()
+        self._accept = accept
+        self._advance = advance
+        self._store_prompt = store_prompt
 
     def counted(self) -> Rates:
         """Return a copy of the acceptance counts and estimates."""

@@ -16,9 +16,8 @@ class PaperDrafter(CountingDrafter):
     """Proposes the window and the pool's guesses as one tree.
 
     Args:
-        W: window size in columns, >= 0; 0 for no window.
-        N: n-gram size, >= 2.
-        G: largest number of guesses verified in a step, >= 0.
+        sizes: (W, N, G): window size in columns, >= 0, 0 for no window; n-gram size, >= 2; largest number of guesses
+            verified in a step, >= 0.
         pool_from_prompt: whether the prompt's n-grams are inserted into the pool.
         window_seed: seed for the choice of prompt tokens that window slots start from.
         only_guesses: whether to accept along guesses only, as the paper does, instead of along any node of the tree.
@@ -31,9 +30,7 @@ class PaperDrafter(CountingDrafter):
 
     def __init__(
         self,
-        W: int,
-        N: int,
-        G: int,
+        sizes: tuple[int, int, int],
         pool_from_prompt: bool = True,
         window_seed: int = 0,
         only_guesses: bool = False,
@@ -41,6 +38,7 @@ class PaperDrafter(CountingDrafter):
         budget: int | None = None,
     ):
         super().__init__("guesses", "window")
+        W, N, G = sizes
         self.W, self.N = W, N
         self.max_nodes = 1 + max(0, W * (N - 1) - 1) + G * (N - 1)
         self.max_committed = max(W + N - 3 if W else 0, N - 1 if G else 0) + 1
