@@ -205,7 +205,7 @@ def parameters_of(function: ast.FunctionDef) -> int:
 
 
 def test_functions_have_few_parameters():
-    """Except the public API, kernels, what Numba compiles, and attention functions, whose parameters transformers sets."""
+    """Except for the public API, kernels, compiled code, and attention, whose parameters transformers sets."""
     findings = [
         f"{name}: {node.name}"
         for name, tree in TREES.items()
