@@ -1,4 +1,4 @@
-"""Fastest split of a machine's GPUs for a model, measured by lp-bench splits=auto and kept in the cache folder.
+"""Cache of the fastest split of a machine's GPUs for a model, as measured by lp-bench splits=auto.
 
 Letters: P GPUs per replica.
 """

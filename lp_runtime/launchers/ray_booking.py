@@ -48,7 +48,7 @@ class Booking:
         try:
             if not self._group.wait(launcher.start_timeout):
                 raise LaunchError(
-                    f"launcher=ray: the cluster has no free capacity for {num_replicas} x {self._bundle}"
+                    f"launcher=ray: the cluster has no capacity for {num_replicas} x {self._bundle}"
                     f" within launcher.start_timeout={launcher.start_timeout:g} seconds"
                 )
         except BaseException:  # also if the wait is interrupted (KeyboardInterrupt)
@@ -68,7 +68,7 @@ class Booking:
         return [found[index] for index in sorted(found)]
 
     def placement(self, index: int) -> Placement:
-        """Return a replica's placement without its GPU index, which only its actor knows: see `placement_here`."""
+        """Return a replica's placement, without its GPU index, which only `placement_here` knows."""
         nodes = self.nodes()
         return Placement(0, self._num_shards * nodes.count(nodes[index]), owns_device=self.device == "cuda")
 
@@ -99,7 +99,7 @@ class Booking:
 
 
 def gpus_of_cluster(ray: ModuleType, device: str) -> tuple[int, int]:
-    """Return the GPUs of a Ray cluster, and of its node with the fewest (without GPU-less nodes); (0, 0) on CPUs.
+    """Return (GPUs of a Ray cluster, GPUs of its smallest node that has any); (0, 0) on CPUs.
 
     Args:
         ray: the module, connected to a cluster.

@@ -48,9 +48,12 @@ def _resolved(address: str | None) -> str | None:
 
 
 def _authenticate(address: str, name: str) -> None:
-    """Enable the user's token if the cluster requires one; raise LaunchError if there is none or it is refused.
+    """Enable the user's token if the cluster requires one, and only then.
 
-    Only then: a cluster without tokens would end the actors of a driver that has one.
+    A cluster without tokens would end the actors of a driver that has one.
+
+    Raises:
+        LaunchError: if there is no token, or the cluster refuses it.
     """
     try:
         from ray._private.authentication import authentication_token_setup as tokens
@@ -78,7 +81,7 @@ def _is_refused(address: str) -> bool:
 
 
 def _probe(address: str | None) -> None:
-    """Try to connect to the cluster's port first: Ray retries a dead address for minutes and logs many lines."""
+    """Try to connect to the cluster's port: Ray retries a dead address for minutes, with many log lines."""
     match = re.fullmatch(r"(?:ray://)?(.+):(\d+)", address or "")
     if not match:
         return

@@ -52,9 +52,9 @@ class ReplicaActor:
         self._store: dist.TCPStore | None = None  # type: ignore[name-defined]  # torch does not re-export it
 
     def serve(self) -> Iterator[list[object]]:
-        """Run the replica in a separate thread and stream its messages in small batches; no step waits for the stream.
+        """Run the replica in a separate thread, and stream its messages in small batches.
 
-        Called once.
+        No step waits for the stream.
         """
         # Determined here, not by the driver: a restarted replica may be on another node.
         place = Booking.placement_here(self._shard)

@@ -1,4 +1,4 @@
-"""Launcher of replicas as child processes, one per GPU (so one per shard), run by worker/replica_process.py.
+"""Launcher of replicas as child processes, one per shard, run by worker/replica_process.py.
 
 These are plain child processes and pipes: unlike multiprocessing's spawn, they do not import the caller's main module,
 so a script needs no main guard. A child exits when its pipe closes, however the driver died.
@@ -35,7 +35,9 @@ KILL_TIMEOUT_SECONDS = 30.0  # for a killed process to exit: the NVIDIA driver f
 
 
 class ReplicaPipe:
-    """The driver's end of the pipe to a replica. A queue and a thread send, so a hanging replica never blocks `send`.
+    """The driver's end of the pipe to a replica.
+
+    Messages are queued and sent by a thread, so that a hanging replica never blocks `send`.
 
     Attributes:
         pipe: the connection to receive from.
@@ -204,7 +206,7 @@ class SpawnHost(ProcessHost):
 
 
 class SpawnLauncher(TeamLauncher):
-    """launcher=local with several processes: several replicas, several shards, or launcher.own_process=true.
+    """launcher=local with several replicas or shards, or with launcher.own_process=true.
 
     Raises:
         LookaheadError: if any of the replicas cannot be started.

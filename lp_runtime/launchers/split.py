@@ -32,7 +32,7 @@ Survey = Callable[[], Sequence[int]]  # returns the free bytes of each GPU
 
 
 def choose_split(config: RuntimeConfig, num_gpus: int, survey: Survey, num_local: int | None = None) -> RuntimeConfig:
-    """Return settings whose gpus_per_replica is a number: as given, as measured, or the smallest P that fits.
+    """Return settings whose gpus_per_replica is a number: the given one, the fastest, or the smallest.
 
     Args:
         config: settings whose gpus_per_replica may be "auto" or "fastest".
@@ -68,7 +68,7 @@ def _with_fewest(config: RuntimeConfig, num_gpus: int, survey: Survey, num_local
 
 
 def _with_parallelism(config: RuntimeConfig, on_gpus: bool) -> RuntimeConfig:
-    """Return settings whose model.parallelism is decided: tensor if the model can be sliced, and always on CPUs."""
+    """Return settings with model.parallelism decided: tensor on CPUs and if the model can be sliced."""
     if config.model.parallelism != "auto" or config.replica_gpus == 1:
         return config
     parallelism = "tensor"
@@ -89,7 +89,7 @@ def _why_not_sliced(size: ModelSize, num_shards: int) -> str:
 
 
 def _divisors(gpus: int | None, num_gpus: int) -> list[int]:
-    """Return the candidates for P, ascending: divisors of `gpus`; if it is None, any number up to `num_gpus`."""
+    """Return the candidates for P, ascending: divisors of `gpus`, or any number if that is None."""
     if gpus is None:
         return list(range(1, num_gpus + 1))
     return [each for each in range(1, gpus + 1) if gpus % each == 0] if gpus <= num_gpus else [1]

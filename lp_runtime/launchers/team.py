@@ -1,4 +1,4 @@
-"""Base of the launchers with one process per replica: the driver forms their groups, again if a replica is lost.
+"""Base of launchers with replicas in separate processes, whose groups the driver forms and re-forms.
 
 Every replica holds the whole model, and every member of a group the whole decoding state. So if one is lost, the others
 form a smaller group and resume the request after the last token that any of them has committed. The lost replica is
@@ -27,7 +27,7 @@ from lp_runtime.request.request import Request
 
 
 class TeamLauncher(Launcher):
-    """Base class of launchers with one process per replica. Subclasses supply the ProcessHost.
+    """Base class of launchers with replicas in separate processes. Subclasses supply the ProcessHost.
 
     Args:
         host: starts the processes and exchanges messages with them; closed with the launcher, or if the start fails.

@@ -1,4 +1,4 @@
-"""Launcher of replicas under torchrun: every rank runs the same program, and rank 0's requests are decoded."""
+"""Launcher of replicas under torchrun: every rank runs the same program, decoding rank 0's requests."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class TorchrunLauncher(Launcher):
             self._tell(error)
 
     def _tell(self, message: object) -> None:
-        """Send an event or error to the other shards of this replica: their ranks run the same script and yield it."""
+        """Send an event or error to this replica's other shards, whose ranks run the same script."""
         if self._replica.leading is not None:
             self._replica.leading.tell(message)
 
@@ -148,7 +148,7 @@ class TorchrunFollower(Launcher):
             raise ReplicaError("rank 0 has closed while this rank asked for one more request")
 
     def _until_end(self) -> Iterator[Event]:
-        """Yield shard 0's events to the end of a request or the runtime; raise the error that ended the request."""
+        """Yield shard 0's events up to the end of a request or of the runtime; raise shard 0's error."""
         while not self._has_ended:
             event = next(self._messages)
             if event is None:
@@ -172,7 +172,9 @@ class TorchrunFollower(Launcher):
 
 
 def with_split(config: RuntimeConfig, world: ReplicaContext) -> RuntimeConfig:
-    """Return settings whose gpus_per_replica is a number, equal on all ranks: rank 0 chooses, by its GPU's free memory.
+    """Return settings whose gpus_per_replica is a number, the same on all ranks.
+
+    Rank 0 chooses it by the free memory of its GPU.
 
     Raises:
         LookaheadError: if no number is possible.

@@ -106,7 +106,7 @@ def test_the_shards_of_a_replica_share_a_node():
         assert booking.options(1)["num_gpus"] == 1  # of an actor, that is a shard
         with pytest.raises(ConfigError, match="gpus=6: the Ray cluster has 4"), booked("pack", 6, num_shards=2):
             pass
-    with pytest.raises(LaunchError, match="no free capacity for 1 x"), booked("pack", 3, start_timeout=1.0, num_shards=3):
+    with pytest.raises(LaunchError, match="no capacity for 1 x"), booked("pack", 3, start_timeout=1.0, num_shards=3):
         pass
 
 
@@ -147,7 +147,7 @@ def test_a_gpu_that_is_hidden():
 
 @pytest.mark.usefixtures("free_cluster")
 def test_no_room():
-    refusal = r"no free capacity for 2 x .*GPU.* within launcher.start_timeout=1 seconds"
+    refusal = r"no capacity for 2 x .*GPU.* within launcher.start_timeout=1 seconds"
     with booked("pack", 3), pytest.raises(LaunchError, match=refusal), booked("pack", 2, start_timeout=1.0):
         pass
     with booked("pack", 4):  # what was refused books nothing
