@@ -258,5 +258,5 @@ def test_rows_in_another_order_are_noticed():
     shares = partition(tree, [1.0, 1.0])
     exchange = Exchange(Group.over(Permuted(), 0, 2), capacity=12)
     values = torch.zeros(shares.num_owned[0], 1, dtype=torch.int64)
-    with pytest.raises(ReplicaError, match=r"rank 0 was given the replicas' rows in the order \[1, 0\]"):
+    with pytest.raises(ReplicaError, match=r"rank 0 received the replicas' rows in the order \[1, 0\]"):
         exchange.all_gather(shares, values, 5, 0)
