@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 def turn_off_tf32() -> None:
     """Compute float32 products in full precision in this process.
 
-    16-bit models need it, too: they compute rotary factors in float32. The setting is global to the process, so call this
-    only in processes that we started.
+    16-bit models need it, too: they compute rotary factors in float32. The setting is global to the process, so
+    call this only in processes that we started.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use the new API settings to control TF32", UserWarning)
