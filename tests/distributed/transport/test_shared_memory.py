@@ -210,7 +210,7 @@ def test_rows_of_different_lengths_are_noticed():
 def test_replicas_that_do_not_come_are_an_error_in_one_line():
     before = segments()
     alone = joined(0, 3, own_segment_name(), is_abandoned=lambda: True)
-    with pytest.raises(LaunchError, match="rank 0 of 3 .*: 2 of them did not come$") as caught, alone:
+    with pytest.raises(LaunchError, match="rank 0 of 3 .*: 2 of them did not join$") as caught, alone:
         pass
     assert len(str(caught.value).splitlines()) == 1 and segments() == before
 
