@@ -21,9 +21,9 @@ from lp_runtime.distributed.exchange import HEADER, Exchange, broadcast_object, 
 from lp_runtime.distributed.partition.partition import partition
 from lp_runtime.distributed.process_group import GroupOptions, existing_or_new_group, process_group
 from lp_runtime.distributed.store import host_store
+from lp_runtime.distributed.transport import shared_memory
 from lp_runtime.distributed.transport.collectives import CollectiveTransport
 from lp_runtime.distributed.transport.group import Group
-from lp_runtime.distributed.transport.transport import shared_memory
 from lp_runtime.errors import LaunchError, ReplicaError, StateMismatchError
 from lp_runtime.lookahead.tree import TokenTree
 

@@ -16,9 +16,10 @@ from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import Exchange, broadcast_object, gather_rows
 from lp_runtime.distributed.partition.partition import partition
 from lp_runtime.distributed.process_group import GroupOptions, new_segment_name, process_group
+from lp_runtime.distributed.transport import shared_memory
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.distributed.transport.shared_memory import BUFFER_WORDS, FOLDER, why_unavailable
-from lp_runtime.distributed.transport.transport import Transport, shared_memory
+from lp_runtime.distributed.transport.transport import Transport
 from lp_runtime.errors import LaunchError, ReplicaError
 from lp_runtime.lookahead.tree import TokenTree
 
