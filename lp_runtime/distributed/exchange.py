@@ -250,14 +250,10 @@ def _merge_owned(rows, owner, merged):
 
 
 def broadcast_object(value: T, group: Group, is_patient: bool = False) -> T:
-    """Return rank 0's value on every replica.
+    """Return rank 0's picklable value on every replica; `value` is ignored on the others.
 
-    Used once per request, or once per step if the caller passed its own stopping criteria.
-
-    Args:
-        value: any picklable value; read on rank 0 only.
-        group: must contain all replicas that call this.
-        is_patient: wait without limit for rank 0's call, as between two requests.
+    Used once per request, or once per step if the caller passed its own stopping criteria. With `is_patient`, the
+    others wait for rank 0 without limit, as between two requests.
 
     Raises:
         ReplicaError: if a peer is gone.
@@ -271,12 +267,7 @@ def broadcast_object(value: T, group: Group, is_patient: bool = False) -> T:
 def merge_rows(rows: torch.Tensor, group: Group) -> torch.Tensor:
     """Combine rows that are spread over the replicas, on all of them. For a request's end, not for steps.
 
-    Args:
-        rows: [n, V] floating point; -inf in rows that another replica has.
-        group: must contain all replicas that call this.
-
-    Returns:
-        [n, V], complete, on the device of `rows`.
+    `rows` is [n, V] floating point, -inf in rows that another replica has. The result has the same shape and device.
 
     Raises:
         ReplicaError: if a peer is gone.
@@ -290,14 +281,7 @@ def merge_rows(rows: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def gather_rows(row: np.ndarray, group: Group) -> np.ndarray:
-    """All-gather a row of every replica. For the start of a runtime or a request, not for steps.
-
-    Args:
-        row: [n] int64, with the same n on every replica.
-        group: must contain all replicas that call this.
-
-    Returns:
-        [R, n] int64, by rank.
+    """All-gather an int64 row, [n], of every replica to [R, n], when a runtime or a request starts.
 
     Raises:
         ReplicaError: if a peer is gone.

@@ -116,12 +116,8 @@ def process_group(
 ) -> Iterator[Group]:
     """Join the group of all replicas for the duration of a `with` block, and yield it.
 
-    Args:
-        context: rank of this replica, number of replicas, and their meeting point.
-        device: device of this replica's model.
-        options: backend, network interface and timeouts.
-        store: store in which the replicas meet; None to connect to the one that `context` names, if they need one.
-        is_abandoned: called during the wait for peers; true ends the wait.
+    With `store` None, the replicas meet in the store that `context` names, if they need one. `is_abandoned` is called
+    during the wait for peers, and ends it when it returns true.
 
     Raises:
         LaunchError: if the group does not form in time, or the backend does not support the device.
@@ -188,11 +184,6 @@ def _meet(
 
 def _machines(context: ReplicaContext, options: GroupOptions, store: Store) -> list[int]:
     """Agree with the other replicas on which of them can share memory.
-
-    Args:
-        context: rank of this replica, and number of replicas.
-        options: its backend may require shared memory.
-        store: private to this group.
 
     Returns:
         machine number of each rank: 0, 1 ... in order of first appearance. A replica that cannot share memory counts as
@@ -277,9 +268,7 @@ def _join(context: ReplicaContext, store: Store, timeout: float, is_abandoned: C
 def existing_or_new_group(device: torch.device, timeout: float) -> Iterator[Group]:
     """Yield the default process group of torchrun's ranks, or a new group that is left at the end.
 
-    Args:
-        device: device of this rank's model.
-        timeout: seconds for a new group to form, and for a rank to answer in a step.
+    `timeout` is the limit in seconds for a new group to form, and for a rank to answer in a step.
 
     Raises:
         LaunchError: if a new group does not form in time.

@@ -129,11 +129,7 @@ class ShardLink:
     def peer_buffer(self, size: int, dtype: torch.dtype, device: torch.device, timeout: float) -> torch.Tensor | None:
         """Allocate memory that all shards' GPUs can read (torch's symmetric memory). All shards must call it.
 
-        Args:
-            size: number of elements in each shard's part.
-            dtype: element type.
-            device: of this shard.
-            timeout: seconds within which all shards must join.
+        All shards must join within `timeout` seconds.
 
         Returns:
             [size] this shard's part, whose group has the segment's name. None on all shards if any of them cannot
@@ -158,15 +154,8 @@ def meet_in_store(
 ) -> ShardPlace:
     """Agree on a meeting point with the other shards of a replica, through torchrun's store.
 
-    Args:
-        context: of the replica, with the address of torchrun's store.
-        shard: index of this process's shard.
-        num_shards: P.
-        timeout: seconds within which all shards must join.
-        step_timeout: see ShardPlace.
-
     Raises:
-        LaunchError: if they do not join in time.
+        LaunchError: if they do not all join within `timeout` seconds.
     """
     name = f"shards/{context.rank}"
     segment = _said_by_first(context, name, new_segment_name, timeout, is_first=shard == 0, num_ranks=num_shards)
@@ -176,14 +165,10 @@ def meet_in_store(
 def said_by_first(world: ReplicaContext, name: str, value: Callable[[], str], timeout: float) -> str:
     """Broadcast a string from rank 0 to all ranks of torchrun, through its store.
 
-    Args:
-        world: context of this rank, with the address of torchrun's store.
-        name: key of the value in the store.
-        value: computes the string; called on rank 0 only.
-        timeout: seconds within which all ranks must join, and rank 0 must have computed the string.
+    `value` computes the string, and is called on rank 0 only; `name` is its key in the store.
 
     Raises:
-        LaunchError: if that takes longer.
+        LaunchError: if not all ranks join, or rank 0 has not computed the string, within `timeout` seconds.
     """
     return _said_by_first(world, name, value, timeout, is_first=world.rank == 0, num_ranks=world.num_replicas)
 
@@ -209,13 +194,10 @@ def _said_by_first(
 def shard_group(place: ShardPlace, backend: str, timeout: float) -> dist.ProcessGroup:
     """Form a process group of a replica's shards that is independent of the default process group.
 
-    Args:
-        place: of this shard.
-        backend: "nccl" or "gloo".
-        timeout: seconds within which a shard must answer.
+    Its backend is "nccl" or "gloo". Shards must answer within `timeout` seconds.
 
     Raises:
-        LaunchError: if it does not form.
+        LaunchError: if the group does not form.
     """
     # NCCL's monitor would read the store, which is gone once the group has formed, and keep a shard from exiting.
     unwatched = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
@@ -251,13 +233,8 @@ def loading_group(place: ShardPlace, device: torch.device, timeout: float) -> It
 
     transformers slices the model that it loads by a device mesh of that group. Only small objects are sent in it.
 
-    Args:
-        place: of this shard.
-        device: of this shard's slice.
-        timeout: seconds within which all shards must join.
-
     Raises:
-        LaunchError: if they do not join in time.
+        LaunchError: if the shards do not all join within `timeout` seconds.
     """
     # transformers reads a rank's GPU from LOCAL_RANK. Loopback: all shards are on this machine, and its host name may
     # not resolve.

@@ -75,9 +75,7 @@ def address_of(interface: str) -> str:
 def connect(context: ReplicaContext, timeout: float) -> TCPStore:
     """Connect to the store in which the replicas meet, and host it first if `context.hosts_store` is set.
 
-    Args:
-        context: has the address of the store.
-        timeout: seconds that connecting, and every later operation on the store, may take.
+    Connecting, and every later operation on the store, may take `timeout` seconds.
 
     Raises:
         LaunchError: if the store cannot be reached.
@@ -113,9 +111,7 @@ class StoreConnection:
     def connect(self, context: ReplicaContext, timeout: float) -> TCPStore | None:
         """Return the store in which the replicas of a group meet; None if they need no store.
 
-        Args:
-            context: has the address of the store, which this process must not host.
-            timeout: seconds that connecting, and every later operation on the store, may take.
+        This process must not host the store. Connecting, and every later operation, may take `timeout` seconds.
 
         Raises:
             LaunchError: if the store cannot be reached.
@@ -130,17 +126,10 @@ class StoreConnection:
 
 
 def wait_for_all(store: Store, key: str, count: int, timeout: float, is_abandoned: Callable[[], bool]) -> None:
-    """Wait until a counter in a store has reached `count`.
-
-    Args:
-        store: contains the counter.
-        key: of the counter, to which every replica adds 1.
-        count: value to wait for.
-        timeout: seconds to wait.
-        is_abandoned: called repeatedly; true ends the wait.
+    """Wait up to `timeout` seconds, or until `is_abandoned`, for a store's counter to reach `count`.
 
     Raises:
-        ValueError: if the counter is lower when the wait ends.
+        ValueError: if the counter, to which every replica adds 1, is lower when the wait ends.
     """
     deadline = time.monotonic() + timeout
     while (num_found := store.add(key, 0)) < count:

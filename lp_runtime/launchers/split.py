@@ -98,13 +98,8 @@ def _divisors(gpus: int | None, num_gpus: int) -> list[int]:
 def _fewest(size: ModelSize, candidates: Sequence[int], free: int, config: ModelConfig) -> tuple[int, str]:
     """Return (P, parallelism): the fewest GPUs that hold the weights, the KV cache and the passes' memory.
 
-    Tensor parallelism is preferred; pipeline is the choice if tensor fits on no candidate.
-
-    Args:
-        size: memory needs of the model.
-        candidates: possible P, ascending.
-        free: free bytes on every GPU.
-        config: its `parallelism` may rule out one of the two.
+    Tensor parallelism is preferred; pipeline is the choice if tensor fits on no candidate. Candidates are possible P,
+    ascending; `free` is the free bytes on every GPU.
 
     Raises:
         ModelError: if the model fits on no candidate; the message says why more GPUs are not possible.

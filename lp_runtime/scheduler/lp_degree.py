@@ -84,13 +84,7 @@ class SpeedMeter:
         self._last = 0.0
 
     def record_step(self, members: frozenset[int], num_running: int, num_tokens: int) -> None:
-        """Record that a step has ended now. Call it right after each step.
-
-        Args:
-            members: indices of the replicas that took the step.
-            num_running: number of requests that are running now.
-            num_tokens: tokens that the step committed.
-        """
+        """Record that `members` have just ended a step of `num_tokens` tokens, with `num_running` requests."""
         now = time.monotonic()
         self._num_steps = self._num_steps + 1 if members == self._members and num_running == 1 else 0
         if self._num_steps > NUM_SKIPPED_STEPS:

@@ -4,6 +4,16 @@ Finding the best packing is NP-hard (it contains bin packing), so `cut` searches
 greedy packing fits.
 
 Letters: T nodes in the tree, P pending tokens, R replicas, L leaves, M largest number of tokens with a known time.
+
+Arguments that several functions share:
+    parents: [T] index of each node's parent.
+    depths: [T] depth of each node below the root, whose index is root.
+    leaves, branches: [L] from `leaves_deep_first`.
+    times: [R, M + 1] time of each replica for 0, 1, 2 ... tokens; see `partition_by_times`.
+    limit: largest number of tokens that a replica feeds, ignored if no packing within it is found.
+    owner: [T] rank that owns each node, or -1.
+    feeds: [R, T] bool, whether each replica feeds each node.
+    sizes: [R] number of tokens that each replica feeds.
 """
 
 from __future__ import annotations
@@ -19,11 +29,6 @@ def leaves_deep_first(parents, depths, root):
 
     Neighbours in this order share the most ancestors. Leaves with many ancestors (the end of the window's level 0) come
     first, while every replica has capacity.
-
-    Args:
-        parents: [T] index of each node's parent.
-        depths: [T] depth of each node below the root.
-        root: index of the root.
 
     Returns:
         ([L] leaves, [L] depth of the last ancestor that each leaf shares with the previous leaf).
@@ -75,12 +80,8 @@ def fits(leaves, branches, depths, capacity, bins):
     leaf adds the nodes below the last ancestor that it shares with the bin's last leaf: in depth-first order no other
     leaf of the bin shares more with it.
 
-    Args:
-        leaves: [L] from `leaves_deep_first`.
-        branches: [L] from `leaves_deep_first`.
-        depths: [T] depth of each node below the root.
-        capacity: [R] nodes below the root that fit into each bin.
-        bins: [L], written: the bin of each leaf.
+    `capacity` is the number of nodes below the root that fit into each bin, [R]. The bin of each leaf is written to
+    `bins`, [L].
     """
     left = capacity.copy()
     shared = np.zeros(len(capacity), np.int64)  # depth down to which the current leaf's ancestors are in the bin
@@ -105,11 +106,7 @@ def fits(leaves, branches, depths, capacity, bins):
 def _next_time(times, capacity, num_pending, max_tokens):
     """Return the shortest time in which any replica can feed one token more than now; -1 if none may.
 
-    Args:
-        times: [R, M + 1] see `partition_by_times`.
-        capacity: [R] tokens that each replica feeds so far, without the pending ones.
-        num_pending: P.
-        max_tokens: largest number of tokens that a replica may feed, with the pending ones.
+    Replicas feed `capacity` tokens, [R], in addition to the pending ones, and `max_tokens` at most with those.
     """
     next_time = np.int64(-1)
     for rank in range(len(times)):
@@ -121,17 +118,7 @@ def _next_time(times, capacity, num_pending, max_tokens):
 
 @compiled(makes_arrays=True)
 def _pack(leaves, branches, depths, num_pending, times, limit, bins):
-    """Pack the leaves for the shortest time at which `fits` finds a packing.
-
-    Args:
-        leaves: [L] from `leaves_deep_first`; L >= 1.
-        branches: [L] from `leaves_deep_first`.
-        depths: [T] depth of each node below the root.
-        num_pending: P.
-        times: [R, M + 1] see `partition_by_times`.
-        limit: largest number of tokens that a replica feeds, ignored if no packing within it is found.
-        bins: [L], written: the replica of each leaf.
-    """
+    """Pack L >= 1 leaves for the shortest time at which `fits` finds a packing; write ranks to `bins`."""
     num_replicas, num_nodes = len(times), len(depths)
     max_tokens = min(limit, times.shape[1] - 1)
     # Lower bound: every replica feeds the pending tokens, and some replica also feeds the deepest leaf's path.
@@ -161,15 +148,9 @@ def _pack(leaves, branches, depths, num_pending, times, limit, bins):
 
 @inlined
 def feed_leaves(leaves, bins, parents, owner, feeds, sizes):
-    """Assign the leaves in each bin, with all their ancestors, to the bin's replica.
+    """Assign each leaf, with all its ancestors, to its bin; updates `owner`, `feeds` and `sizes`.
 
-    Args:
-        leaves: [L] node indices.
-        bins: [L] rank of each leaf's replica.
-        parents: [T] index of each node's parent.
-        owner: [T] rank that owns each node, or -1, updated: the first replica that feeds a node owns it.
-        feeds: [R, T] whether each replica feeds each node, updated; must be true for the pending tokens.
-        sizes: [R], updated: the number of newly fed nodes is added.
+    `feeds` must be true for the pending tokens. The first replica that feeds a node without an owner owns it.
     """
     for i in range(len(leaves)):
         node, rank = leaves[i], bins[i]
@@ -184,11 +165,6 @@ def feed_leaves(leaves, bins, parents, owner, feeds, sizes):
 @inlined(makes_arrays=True)
 def list_nodes(feeds, owner, sizes):
     """List the nodes that each replica feeds and owns, concatenated by rank.
-
-    Args:
-        feeds: [R, T] bool, whether each replica feeds each node.
-        owner: [T] rank that owns each node, or -1.
-        sizes: [R] number of tokens that each replica feeds.
 
     Returns:
         (nodes, owned, num_owned) in the form of the arguments of `Shares`; num_owned as an [R] array.
@@ -212,13 +188,6 @@ def list_nodes(feeds, owner, sizes):
 @compiled(makes_arrays=True)
 def cut(parents, depths, root, times, limit):
     """Return shares that finish in the shortest time for which `_pack` finds a packing.
-
-    Args:
-        parents: [T] index of each node's parent.
-        depths: [T] depth of each node below the root.
-        root: index of the root.
-        times: [R, M + 1] see `partition_by_times`.
-        limit: largest number of tokens that a replica feeds, ignored if no packing within it is found.
 
     Returns:
         (owner, nodes, owned, sizes, num_owned), the arguments of `Shares`; the last two as arrays.

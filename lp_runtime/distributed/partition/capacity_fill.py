@@ -5,6 +5,14 @@ the replica where it adds the fewest nodes, and nodes that fit nowhere are left 
 again, leaf by leaf, which frees capacity for more nodes.
 
 Letters: T nodes in the tree, R replicas.
+
+Arguments that several functions share:
+    parents: [T] index of each node's parent.
+    depths: [T] depth of each node below the root, whose index is root.
+    capacity: [R] nodes that each replica may feed in addition to the pending ones.
+    owner: [T] rank that owns each node; -1 for nodes that are left out or come before the root.
+    feeds: [R, T] bool, whether each replica feeds each node.
+    left: [R] nodes that each replica may still feed.
 """
 
 from __future__ import annotations
@@ -19,13 +27,7 @@ MAX_ROUNDS = 8  # of packing and filling; more rounds fit 1% more nodes on 8 rep
 
 @inlined
 def _cheapest(parents, parent, feeds, left):
-    """Find the replica where a node adds the fewest nodes: itself and the ancestors not fed there yet.
-
-    Args:
-        parents: [T] index of each node's parent.
-        parent: index of the node's parent.
-        feeds: [R, T] bool, whether each replica feeds each node.
-        left: [R] nodes that each replica may still feed.
+    """Find the replica where a child of `parent` adds the fewest nodes: itself and unfed ancestors.
 
     Returns:
         (rank, number of nodes added there); a tie goes to the replica with the most capacity left. The rank is -1, and
@@ -43,13 +45,7 @@ def _cheapest(parents, parent, feeds, left):
 
 @inlined(makes_arrays=True)
 def feed_pending(root, owner, feeds):
-    """Reset to the start: all replicas feed only the pending tokens, and rank 0 owns the root.
-
-    Args:
-        root: index of the root.
-        owner: [T] see `fill`, written.
-        feeds: [R, T] see `fill`, written.
-    """
+    """Reset `owner` and `feeds`: all replicas feed only the pending tokens, and rank 0 owns the root."""
     feeds[:, : root + 1] = True
     feeds[:, root + 1 :] = False
     owner[:] = -1
@@ -60,12 +56,7 @@ def feed_pending(root, owner, feeds):
 def fill(parents, root, owner, feeds, left):
     """Assign nodes without an owner to replicas, in the tree's order; return the number of owned nodes.
 
-    Args:
-        parents: [T] index of each node's parent.
-        root: index of the root.
-        owner: [T] rank that owns each node, updated; -1 for nodes that are left out or come before the root.
-        feeds: [R, T] bool, whether each replica feeds each node, updated.
-        left: [R] nodes that each replica may still feed, updated.
+    Updates `owner`, `feeds` and `left`.
     """
     total, num_owned = left.sum(), 1
     for node in range(root + 1, len(parents)):
@@ -87,15 +78,8 @@ def fill(parents, root, owner, feeds, left):
 def _pack(parents, depths, root, nodes, capacity, owner, feeds, left):
     """Pack a subset of the nodes tightly; return whether it fits. If not, nothing changes.
 
-    Args:
-        parents: [T] index of each node's parent.
-        depths: [T] depth of each node below the root.
-        root: index of the root.
-        nodes: [m] ascending indices; includes all pending tokens, and the parent of every other node in it.
-        capacity: [R] nodes that each replica may feed in addition to the pending ones.
-        owner: [T] see `fill`, written.
-        feeds: [R, T] see `fill`, written.
-        left: [R] see `fill`, written.
+    `nodes` are ascending indices that include all pending tokens, and the parent of every other node among them. Writes
+    `owner`, `feeds` and `left`.
     """
     if capacity.sum() < len(nodes) - root - 1:
         return False
@@ -117,12 +101,6 @@ def _pack(parents, depths, root, nodes, capacity, owner, feeds, left):
 @compiled(makes_arrays=True)
 def fill_shares(parents, depths, root, capacity):
     """Return shares of the nodes that fit, earlier nodes first; nodes that are left out have no owner.
-
-    Args:
-        parents: [T] index of each node's parent.
-        depths: [T] depth of each node below the root.
-        root: index of the root.
-        capacity: [R] nodes that each replica may feed in addition to the pending ones.
 
     Returns:
         (owner, nodes, owned, sizes, num_owned), the arguments of `Shares`; the last two as arrays.

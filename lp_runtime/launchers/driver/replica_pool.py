@@ -97,12 +97,7 @@ class ReplicaPool:
         """Declare a replica lost: kill its process, put a ReplicaLost into its inboxes, restart it if allowed.
 
         No effect if that incarnation was lost before. Never waits for the process, whose exit takes seconds if it used
-        a GPU; a separate thread restarts the replica after that.
-
-        Args:
-            index: of the replica.
-            reason: a few words for messages.
-            incarnation: which of its processes is lost.
+        a GPU; a separate thread restarts the replica after that. `reason` is a few words for messages.
         """
         with self.changed:
             if incarnation != self._incarnations[index]:

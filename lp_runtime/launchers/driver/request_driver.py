@@ -285,9 +285,7 @@ class _JoiningReplicas:
     def are_prefilled(self, indices: Iterable[int], rest: Callable[[], Request]) -> bool:
         """Whether all given replicas have run the prefill or are lost; orders it from those not ordered yet.
 
-        Args:
-            indices: of the replicas.
-            rest: returns the request with the tokens committed so far.
+        `rest` returns the request with the tokens committed so far.
         """
         joiners = set(indices)
         for index in joiners - self._inboxes.keys():
